@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 REMOVE_TIMEOUT_SECONDS: Final = 2.0
 FLOORS_PER_PUSH: Final = 64
 """Signature checks that the receiver makes at a time: about 5 ms."""
+DIGESTS_PER_STEP: Final = 512
+"""Keys that are hashed, or looked at, at a time."""
 KEYS_PER_STEP: Final = 24
 """Floors written and signed at a time, 0.1 to 0.2 ms each."""
 
@@ -32,7 +34,10 @@ class RemoveOperation(Operation):
 
     def __init__(self, core: PeerCore, namespace: str, keys: Sequence[str]) -> None:
         super().__init__(core)
-        self._digests = [key_digest(key, namespace) for key in keys]
+        self._keys = deque(keys)
+        self._name = namespace
+        self._digests: list[bytes] = []
+        self._found: deque[tuple[bytes, list[KnownCopy]]] = deque()
         self._namespace = namespace_digest(namespace)
         self._lookup: LookupOperation | None = None
         self._existed: list[bool] = []
@@ -42,8 +47,21 @@ class RemoveOperation(Operation):
         self._next_tag = 0
 
     def start(self, now: float) -> None:
-        self._lookup = LookupOperation(self.core, self._digests, on_finish=self._found)
+        self._look_on(now)
+
+    def _look_on(self, now: float) -> None:
+        """Make some digests; look for copies when there are all."""
+        for _ in range(min(DIGESTS_PER_STEP, len(self._keys))):
+            self._digests.append(key_digest(self._keys.popleft(), self._name))
+        if self._keys:
+            self._wake_soon(now)
+            return
+        self._lookup = LookupOperation(self.core, self._digests, on_finish=self._looked)
         self.core.start(self._lookup, now)
+
+    def _wake_soon(self, now: float) -> None:
+        self.wake_at = now
+        self.core.set_alarm(self)
 
     def cancel(self, now: float) -> None:
         """What was removed by now stays removed."""
@@ -51,37 +69,46 @@ class RemoveOperation(Operation):
         if self._lookup is not None:
             self._lookup.cancel(now)
 
-    def _found(self, result: Any, now: float) -> None:
+    def _looked(self, result: Any, now: float) -> None:
         if self.done:
             return
         if isinstance(result, Exception):
             self.finish(result, now)
             return
-        for digest, copies in zip(self._digests, result, strict=True):
-            versions = [copy.record.version for copy in copies]
-            held_back = self.core.held_back(digest)
-            if held_back is not None:
-                versions.append(held_back)
-            self._existed.append(bool(versions))
-            if versions:
-                self._to_remove.append((digest, max(versions), copies))
+        self._found.extend(zip(self._digests, result, strict=True))
         self._remove_on(now)
 
     def wake(self, now: float) -> None:
-        self._remove_on(now)
+        if self._lookup is None:
+            self._look_on(now)
+        else:
+            self._remove_on(now)
 
     def _remove_on(self, now: float) -> None:
+        for _ in range(min(DIGESTS_PER_STEP, len(self._found))):
+            if len(self._to_remove) >= KEYS_PER_STEP:
+                break
+            self._judge(*self._found.popleft())
         for _ in range(min(KEYS_PER_STEP, len(self._to_remove))):
             self._remove(*self._to_remove.popleft(), now)
-        more = bool(self._to_remove)
+        more = bool(self._to_remove or self._found)
         for peer_id, records in list(self._to_tell.items()):
             while len(records) >= FLOORS_PER_PUSH or (records and not more):
                 self._push(peer_id, records[:FLOORS_PER_PUSH])
                 del records[:FLOORS_PER_PUSH]
-        self.wake_at = now if more else math.inf
+        self.wake_at = math.inf
         if more:
-            self.core.set_alarm(self)
+            self._wake_soon(now)
         self._settle(now)
+
+    def _judge(self, digest: bytes, copies: list[KnownCopy]) -> None:
+        versions = [copy.record.version for copy in copies]
+        held_back = self.core.held_back(digest)
+        if held_back is not None:
+            versions.append(held_back)
+        self._existed.append(bool(versions))
+        if versions:
+            self._to_remove.append((digest, max(versions), copies))
 
     def _remove(self, digest: bytes, newest: Version, copies: list[KnownCopy], now: float) -> None:
         version = self.core.version_above(newest, now)
@@ -100,5 +127,5 @@ class RemoveOperation(Operation):
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        if not self._pending and not self._to_remove:
+        if not self._pending and not self._to_remove and not self._found:
             self.finish(self._existed, now)

@@ -236,6 +236,8 @@ class _Connection:
         self._turn_began = 0.0
         self._observed: list[tuple[LocalKind, Message, Message | Exception | None, float]] = []
         """Requests that were answered at once, which the observer is still to be told of."""
+        self._one_way: list[Awaitable[None]] = []
+        """What is left to do of requests that nobody waits for: it is done before more is received."""
         self._passed: list[int] = []
         """Descriptors that came with the hello."""
 
@@ -275,6 +277,8 @@ class _Connection:
                 unsent = self._answer_now(client, data, nursery)
                 if unsent:
                     await self._send(unsent)
+                for work in self._take_one_way():
+                    await work
                 received = self._receive_now()
                 data = await self._receive() if received is None else received
                 if not data:
@@ -425,6 +429,10 @@ class _Connection:
             self._observed.append((kind, message, error, time.monotonic() - begin))
             answered += _answer(header, error)
             return
+        if header.flags & ONE_WAY:
+            self._one_way.append(self._answer_later(client, header, message, outcome, begin))
+            self._in_flight += 1
+            return
         if self._in_flight >= MAX_IN_FLIGHT:
             nursery.start_soon(_call_off, outcome)
             text = f"{MAX_IN_FLIGHT} requests of this client are waiting already"
@@ -454,6 +462,10 @@ class _Connection:
                 seconds = time.monotonic() - begin
                 self._observer.answered(client, kind, message, answer, seconds, began)
         await self._send(_answer(header, answer))
+
+    def _take_one_way(self) -> list[Awaitable[None]]:
+        one_way, self._one_way = self._one_way, []
+        return one_way
 
     def _tell_observer(self, client: LocalClient) -> None:
         """Of what was answered at once: only then, as nobody is to wait for it."""

@@ -22,7 +22,6 @@ from p2pstore.local.server import LocalClient
 from p2pstore.objects import DIGEST_BYTES, check_object_length
 from p2pstore.peer.local_answers import (
     Answer,
-    check_batch,
     failed_put,
     item_error,
     put_outcome,
@@ -40,6 +39,7 @@ _NO_ROOM_AHEAD: Final = local.Reservation(
     0,
     local.ItemError(int(Code.CAPACITY_EXCEEDED), "no room can be spared for puts to come"),
 )
+ABORTED_PER_STEP: Final = 64
 
 Started: TypeAlias = Operation | local.PutOutcome
 """A put that was begun, or that failed at once."""
@@ -58,7 +58,6 @@ class LocalPuts:
 
     def reserve(self, client: LocalClient, message: local.Reserve) -> Answer:
         """Room for each value, or why there is none."""
-        check_batch(message.items)
         return in_turns(self._reserve_all(client, message))
 
     def _reserve_all(self, client: LocalClient, message: local.Reserve) -> Steps[local.Reserved]:
@@ -91,8 +90,6 @@ class LocalPuts:
 
     def commit(self, client: LocalClient, message: local.Commit) -> Answer:
         """Publish what was written; with more replicas than one, once they exist."""
-        check_batch(message.items)
-        check_batch(message.again)
         started = in_turns(self._start_puts(client, message))
         if isinstance(started, list):
             durable = any(item.durable for item in message.items)
@@ -181,9 +178,11 @@ class LocalPuts:
         message: local.Commit,
         operations: Sequence[Started],
     ) -> Steps[local.Committed]:
-        outcomes = [
-            put_outcome(each.result) if isinstance(each, Operation) else each for each in operations
-        ]
+        outcomes: list[local.PutOutcome] = []
+        for each in operations:
+            if outcomes:
+                yield
+            outcomes.append(put_outcome(each.result) if isinstance(each, Operation) else each)
         again: list[local.Reservation] = []
         try:
             for item in message.again:
@@ -219,9 +218,15 @@ class LocalPuts:
         )
         self._core.announce_withdrawn(now)
 
-    def abort(self, client: LocalClient, message: local.Abort) -> Empty:
+    def abort(self, client: LocalClient, message: local.Abort) -> Answer:
         """Give reservations back; one that has ended already is passed over."""
-        self._abort_all(client, message.reservations)
+        return in_turns(self._abort_in_steps(client, message.reservations))
+
+    def _abort_in_steps(self, client: LocalClient, numbers: Sequence[int]) -> Steps[Empty]:
+        for begin in range(0, len(numbers), ABORTED_PER_STEP):
+            if begin:
+                yield
+            self._abort_all(client, numbers[begin : begin + ABORTED_PER_STEP])
         return Empty()
 
     def _abort_all(self, client: LocalClient, numbers: Iterable[int]) -> None:

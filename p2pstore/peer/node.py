@@ -69,6 +69,7 @@ from p2pstore.peer.saving import StateSaver
 from p2pstore.peer.status.checkup import Checkup
 from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
+from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_session import ServerLimits, Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
@@ -255,6 +256,17 @@ class Node:
     def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
         """In the background, as long as this peer runs."""
         self._nursery.start_soon(function)
+
+    def carry_out(self, steps: Steps[None]) -> None:
+        """Have this done soon: in turns as long as this peer runs, in one go when it has ended."""
+        if self._running:
+            self._nursery.start_soon(self._to_the_end, steps)
+        else:
+            run_through(steps)
+
+    async def _to_the_end(self, steps: Steps[None]) -> None:
+        with trio.CancelScope(shield=True):
+            await take_turns(steps)
 
     def process(self) -> None:
         """Carry out what the core has decided. Call it after everything that touches the core."""

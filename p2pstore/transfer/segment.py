@@ -77,6 +77,9 @@ MOST_TRIES: Final = 4
 MOST_STEPS_AHEAD: Final = 4
 """Of making room ahead of need: what takes longer is left to the put."""
 
+DROPPED_PER_STEP: Final = 128
+"""Leases and reservations that end at once, at 2 us each."""
+
 EXPIRED_PER_STEP: Final = 64
 """Objects that are withdrawn at once, at 20 us each."""
 
@@ -552,6 +555,10 @@ class Segment:
             held for held in found if isinstance(held, ObjectEntry) and held.state is SlotState.LIVE
         ]
 
+    def prepare_keys(self, namespace: str) -> bool:
+        """A step towards `keys`, of a millisecond: many have to be put in order first. Whether it was the last one."""
+        return self._listing.prepare(namespace)
+
     def keys(
         self, namespace: str, prefix: str, after: str, limit: int
     ) -> tuple[list[ObjectEntry], bool]:
@@ -633,13 +640,25 @@ class Segment:
         return withdrawn
 
     def drop_holder(self, holder: Hashable) -> None:
-        """End all leases and reservations of a holder that is gone."""
-        for lease in self._leases.of(holder):
-            self.release(lease, holder=holder)
-        for entry in self._hazards.drop(holder):
+        """`drop_holder_in_steps` in one go."""
+        run_through(self.drop_holder_in_steps(holder))
+
+    def drop_holder_in_steps(self, holder: Hashable) -> Steps[None]:
+        """End all leases and reservations of a holder that is gone. Between two steps anything may be done to the
+        segment."""
+        hazards = list(self._hazards.drop(holder))
+        for place, entry in enumerate(hazards, 1):
             self.let_go(entry)
-        for number in self._reservations.of(holder):
+            if place % DROPPED_PER_STEP == 0:
+                yield
+        for place, lease in enumerate(self._leases.of(holder), 1):
+            self.release(lease, holder=holder)
+            if place % DROPPED_PER_STEP == 0:
+                yield
+        for place, number in enumerate(self._reservations.of(holder), 1):
             self.abort(number, holder=holder)
+            if place % DROPPED_PER_STEP == 0:
+                yield
 
     def close(self) -> None:
         """Tell readers that nobody keeps this segment any more. What is held can be let go later."""
