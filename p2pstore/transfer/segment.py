@@ -7,8 +7,8 @@ cooperation (`p2pstore.transfer.reader`). All `now` are Unix seconds.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, suppress
 from functools import partial
 from itertools import islice
@@ -76,6 +76,9 @@ MOST_TRIES: Final = 4
 
 MOST_STEPS_AHEAD: Final = 4
 """Of making room ahead of need: what takes longer is left to the put."""
+
+SET_ASIDE_PER_STEP: Final = 512
+"""Entries, at a microsecond each."""
 
 DROPPED_PER_STEP: Final = 128
 """Leases and reservations that end at once, at 2 us each."""
@@ -147,6 +150,9 @@ class Segment:
         self._withdrawn: list[ObjectEntry] = []
         self._in_making: set[int] = set()
         """Extents that are taken for reservations which are not made yet."""
+        self._aside: dict[ObjectEntry, None] = {}
+        """Entries that are to go for a large value, and are not offered to others."""
+        self._to_put_back: deque[ObjectEntry] = deque()
         self._returned: dict[bytes, ObjectEntry] = {}
         self._closed = False
         self._begin_with(kept, now)
@@ -616,6 +622,7 @@ class Segment:
         """Withdraw some of what is past its time to live and return it (`take_withdrawn` has it, too); end
         some of the pins that have run out. `expires_on` says whether there are more."""
         self._settle()
+        self._put_back()
         gone: list[ObjectEntry] = []
         for entry in islice(self._timers.due(now), EXPIRED_PER_STEP):
             if entry.state is not SlotState.LIVE:
@@ -632,7 +639,7 @@ class Segment:
 
     def expires_on(self, now: float) -> bool:
         """Whether `expire` has something to do."""
-        return self._timers.any_due(now)
+        return self._timers.any_due(now) or bool(self._to_put_back)
 
     def take_withdrawn(self) -> list[ObjectEntry]:
         """What was evicted, expired or replaced since the last call: announce that it is gone."""
@@ -798,7 +805,7 @@ class Segment:
                 victims = self._victims.for_slot(others, now) or self._victims.for_slot(groups, now)
                 if not victims:
                     break
-                self._evict(victims)
+                self._evict(self._chosen(victims))
                 slot = self._table.take_slot()
                 if slot is not None:
                     break
@@ -842,44 +849,73 @@ class Segment:
             if len(victims) > EVICTED_PER_STEP:
                 extent = yield from self._clear(victims, size)
             else:
-                self._evict(victims)
+                self._evict(self._chosen(victims))
                 extent = self._areas.take(size, places)
+            while self._to_put_back:
+                self._put_back()
+                yield
             if extent is not None:
                 return extent
         return None
 
+    def _chosen(self, offsets: list[int]) -> list[ObjectEntry]:
+        """The entries there that may still go."""
+        return [self._order.at(offset) for offset in offsets if self._order.can_go(offset)]
+
     def _clear(self, victims: list[int], size: int) -> Steps[int | None]:
         """An extent of `size` bytes in place of these entries, which are neighbours but for free extents; None when one
-        of them has to stay by now. Some go at a time: what is cleared is taken at once, so that others get none of
-        it."""
+        of them has to stay by now. First all are set aside, so that no others choose them; then they go, some at a
+        time, and what is cleared is taken at once."""
         base = self.geometry.data_offset
-        victims.sort()
-        at = self._areas.at(victims[0] - base).allocator.hole_before(victims[0] - base)
-        whole = False
+        entries: list[ObjectEntry] = []
+        at, gone, whole = -1, 0, False
         try:
-            for begin in range(0, len(victims), EVICTED_PER_STEP):
-                some = victims[begin : begin + EVICTED_PER_STEP]
-                if not all(map(self._order.can_go, some)):
-                    break
+            for offset in sorted(victims):
+                if not self._order.can_go(offset):
+                    return None
+                entries.append(self._set_aside(offset))
+                if len(entries) % SET_ASIDE_PER_STEP == 0:
+                    yield
+            first = entries[0].offset - base
+            hole = self._areas.at(first).allocator.hole_before(first)
+            for begin in range(0, len(entries), EVICTED_PER_STEP):
+                some = entries[begin : begin + EVICTED_PER_STEP]
+                if any(rank_of(entry) is None for entry in some):
+                    return None
                 self._evict(some)
-                if not begin and self._areas.claim(at) is not None:
+                gone += len(some)
+                if not begin and self._areas.claim(hole) is not None:
+                    at = hole
                     self._in_making.add(at)
-                if at not in self._in_making or at + self._areas.grow(at) <= some[-1] - base:
-                    break
+                if at < 0 or at + self._areas.grow(at) <= some[-1].offset - base:
+                    return None
                 yield
-            else:
-                whole = self._areas.grow(at) >= size
+            whole = self._areas.grow(at) >= size
             if whole:
                 self._areas.shrink(at, size)
             return at if whole else None
         finally:
-            if at in self._in_making:
-                self._in_making.discard(at)
-                if not whole:
-                    self._areas.free(at)
+            self._to_put_back.extend(entries[gone:])
+            self._in_making.discard(at)
+            if at >= 0 and not whole:
+                self._areas.free(at)
 
-    def _evict(self, offsets: Iterable[int]) -> None:
-        entries = [self._order.at(offset) for offset in offsets if self._order.can_go(offset)]
+    def _set_aside(self, offset: int) -> ObjectEntry:
+        """Nobody else chooses the entry from now on."""
+        entry = self._order.at(offset)
+        self._order.discard(entry)
+        self._aside[entry] = None
+        return entry
+
+    def _put_back(self) -> None:
+        """Some of what was set aside for nothing may be evicted again."""
+        for _ in range(min(SET_ASIDE_PER_STEP, len(self._to_put_back))):
+            entry = self._to_put_back.popleft()
+            self._aside.pop(entry, None)
+            if entry not in self._order:
+                self._order.update(entry)
+
+    def _evict(self, entries: Sequence[ObjectEntry]) -> None:
         self._withdrawn += [entry for entry in entries if entry.state is SlotState.LIVE]
         self._withdraw(*entries, evicted=True)
 
@@ -927,6 +963,7 @@ class Segment:
         for entry in entries:
             self._order.gone(entry, evicted=evicted)
             self._timers.drop(entry)
+            self._aside.pop(entry, None)
             self._areas.count(entry, -1)
             entry.state = SlotState.DOOMED
             if self._hazards:
@@ -1026,7 +1063,8 @@ class Segment:
     def _check_entry(self, entry: ObjectEntry) -> None:
         """What is published of an entry says the same as the entry."""
         assert entry.state in (SlotState.LIVE, SlotState.RETURNED) or entry.references
-        assert (entry in self._order) == (rank_of(entry) is not None)
+        if entry not in self._aside:
+            assert (entry in self._order) == (rank_of(entry) is not None)
         area = self._areas.at(entry.offset - self.geometry.data_offset)
         assert entry.group == area.group_of(entry.namespace)
         assert decode_slot(self.slot_bytes(entry)) == slot_of(entry)
