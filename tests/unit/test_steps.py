@@ -347,9 +347,10 @@ async def test_a_batch_of_reservations_that_is_called_off_leaves_none() -> None:
     reserve = local.Reserve([local.ReserveItem(1, 200)] * 300, NAMESPACE)
     answer = peer.puts.reserve(CLIENT, reserve)
     assert isinstance(answer, Awaitable)
+    work: Awaitable[Any] = answer
 
     async def wait() -> None:
-        await answer
+        await work
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait)
