@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,7 +237,7 @@ class _Connection:
         self._turn_began = 0.0
         self._observed: list[tuple[LocalKind, Message, Message | Exception | None, float]] = []
         """Requests that were answered at once, which the observer is still to be told of."""
-        self._one_way: list[Awaitable[None]] = []
+        self._one_way: deque[Awaitable[None]] = deque()
         """What is left to do of requests that nobody waits for: it is done before more is received."""
         self._passed: list[int] = []
         """Descriptors that came with the hello."""
@@ -252,6 +253,8 @@ class _Connection:
         except* Exception:
             logger.exception("dropped %s after an error of this peer", self._who())
         finally:
+            while self._one_way:
+                await _call_off(self._one_way.popleft())
             self._stream.close()
             if self._client is not None:
                 self._backend.client_gone(self._client)
@@ -277,8 +280,8 @@ class _Connection:
                 unsent = self._answer_now(client, data, nursery)
                 if unsent:
                     await self._send(unsent)
-                for work in self._take_one_way():
-                    await work
+                while self._one_way:
+                    await self._one_way.popleft()
                 received = self._receive_now()
                 data = await self._receive() if received is None else received
                 if not data:
@@ -462,10 +465,6 @@ class _Connection:
                 seconds = time.monotonic() - begin
                 self._observer.answered(client, kind, message, answer, seconds, began)
         await self._send(_answer(header, answer))
-
-    def _take_one_way(self) -> list[Awaitable[None]]:
-        one_way, self._one_way = self._one_way, []
-        return one_way
 
     def _tell_observer(self, client: LocalClient) -> None:
         """Of what was answered at once: only then, as nobody is to wait for it."""
