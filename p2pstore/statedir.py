@@ -76,8 +76,6 @@ _MAX_CLOCK: Final = (1 << 63) - 1
 """Of a reading that was kept: far in the future, with room for all that follow in the 64 bits of the format."""
 
 
-
-
 class _State(msgspec.Struct):
     format: int
     incarnation: Annotated[int, msgspec.Meta(ge=0, lt=MAX_INCARNATION)]

@@ -15,9 +15,10 @@ from p2pstore.client.leases import LeaseBook
 from p2pstore.client.pull_ledger import PullLedger
 from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
 from p2pstore.errors import ProtocolMismatch
-from p2pstore.local.batching import MAX_BATCH, MAX_REPORTED_FAILURES, Cuts
+from p2pstore.local.batching import MAX_REPORTED_FAILURES, Cuts
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import (
+    MAX_BATCH,
     Abort,
     Access,
     AccessCount,

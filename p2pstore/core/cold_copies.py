@@ -145,6 +145,8 @@ class ColdCopies:
     def prepare_page(self, namespace: str) -> bool:
         """A step towards `merged_page`: the keys of many objects have to be put in order first. Whether it was the
         last one."""
+        if not self._core.segment.prepare_keys(namespace):
+            return False
         return self.store is None or self.store.prepare_entries(namespace)
 
     def merged_page(self, namespace: str, prefix: str, after: str, limit: int, now: float) -> Page:

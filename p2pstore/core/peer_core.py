@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import closing, suppress
 from random import Random
 from typing import Any, Final
 
@@ -40,7 +41,7 @@ from p2pstore.core.serving import serve
 from p2pstore.core.taking_pushes import PushesComing
 from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.core.write_back import WriteBack
-from p2pstore.errors import NoSuchKey
+from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.messages import Status
@@ -54,9 +55,11 @@ from p2pstore.gossip.records import (
     writer_of,
 )
 from p2pstore.local.messages import HolderFailure
-from p2pstore.objects import CHUNK_BYTES, HybridClock, Version, namespace_digest
-from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
+from p2pstore.objects import CHUNK_BYTES, HybridClock, Version, chunk_count, namespace_digest
+from p2pstore.stepping import Steps
+from p2pstore.transfer.entries import QuickCopy, Reservation, SmallObjectsLent
 from p2pstore.transfer.layout import (
+    MAX_TRAILER_BYTES,
     Pin,
     SlotState,
     TrailerBody,
@@ -82,8 +85,13 @@ AVOID_SECONDS: Final = 3.0
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
 TO_HOMES: Final = -1
 """In place of an operation's number: pushes to homes, which gossip asks for."""
+SUM_BYTES: Final = 8
+USUAL_TRAILER_BYTES: Final = 2_048
+"""Of a trailer without its chunk sums."""
 WORK_PER_STEP: Final = 12_000
 """Keys times members: a hash and a look into a table each, of 0.25 us."""
+LOOKED_UP_PER_STEP: Final = 400
+"""Keys, whatever the number of members: 5 us each."""
 
 
 class PeerCore:
@@ -258,10 +266,12 @@ class PeerCore:
         self.write_back.tick(now)
         self.repair.tick(now)
         self.read_reports.tick(now)
+        self.prefetching.tick(now)
         self.checkpoints.tick(now)
         if now >= self._next_expire:
-            self._next_expire = now + EXPIRE_INTERVAL_SECONDS
             self.segment.expire(self.unix(now))
+            more = self.segment.expires_on(self.unix(now))
+            self._next_expire = now if more else now + EXPIRE_INTERVAL_SECONDS
             self.announce_withdrawn(now)
             self.cold.expire(now)
             self._avoid_until = {m: until for m, until in self._avoid_until.items() if until > now}
@@ -285,6 +295,7 @@ class PeerCore:
             self.write_back.next_tick(),
             self.repair.next_tick(),
             self.read_reports.next_tick(),
+            self.prefetching.next_tick(),
             self.checkpoints.next_tick(),
             self.timekeeping.next_tick(),
         )
@@ -335,7 +346,9 @@ class PeerCore:
     @property
     def keys_per_step(self) -> int:
         """How many keys to look up, with their home peers, at a time: what takes 2 to 4 ms."""
-        return max(1, WORK_PER_STEP // (8 + len(self.gossip.membership.live())))
+        return max(
+            1, min(LOOKED_UP_PER_STEP, WORK_PER_STEP // (8 + len(self.gossip.membership.live())))
+        )
 
     def live_peers(self) -> list[PeerId]:
         """The other members that are not believed dead."""
@@ -593,6 +606,40 @@ class PeerCore:
         return is_kept_elsewhere(self, entry, unix - self.unix_offset_seconds)
 
     # --- memory ------------------------------------------------------------------------------
+
+    def reserve(
+        self, length: int, trailer_length: int, *, holder: Hashable, namespace: str, now: float
+    ) -> Steps[Reservation]:
+        """`Segment.reserve_in_steps`, which announces with each step what went for it."""
+        steps = self.segment.reserve_in_steps(
+            length, trailer_length, holder=holder, now=self.unix(now), namespace=namespace
+        )
+        with closing(steps):
+            try:
+                while True:
+                    next(steps)
+                    self.announce_withdrawn(now)
+                    yield
+            except StopIteration as end:
+                reservation: Reservation = end.value
+                return reservation
+            finally:
+                self.announce_withdrawn(now)
+
+    def make_room(self, length: int, namespace: str, now: float) -> Steps[None]:
+        """Evict what has to go for a value of about that length, if so much may go, and there is no room for it yet.
+        It is kept for nobody."""
+        trailer_length = min(
+            MAX_TRAILER_BYTES, SUM_BYTES * chunk_count(length) + USUAL_TRAILER_BYTES
+        )
+        if self.segment.has_room(length, trailer_length, namespace=namespace):
+            return
+        holder = object()
+        with suppress(CapacityExceeded, ObjectTooLarge):
+            room = yield from self.reserve(
+                length, trailer_length, holder=holder, namespace=namespace, now=now
+            )
+            self.segment.abort(room.number, holder=holder)
 
     def publish(
         self,

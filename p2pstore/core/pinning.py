@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from p2pstore.core.effects import KnownCopy, Reply
 from p2pstore.core.lookup import LookupOperation
@@ -25,10 +25,10 @@ PIN_TIMEOUT_SECONDS: Final = 2.0
 MAX_PINS: Final = 64
 """In one message: what a holder does in a step of some milliseconds, as each of them is written to its trailer and
 announced."""
+TOLD_PER_STEP: Final = 1_024
 
 
-@dataclass(frozen=True, slots=True)
-class PinEnd:
+class PinEnd(NamedTuple):
     """What became of one object: whether this peer's memory has it, whether anybody has, and how many of the copies
     that are known of have the pin now."""
 
@@ -61,16 +61,30 @@ class PinOperation(Operation):
         self._copies: Counter[bytes] = Counter()
         self._known: Counter[bytes] = Counter()
         self._pending: dict[int, list[PinItem]] = {}
+        self._items: dict[PeerId, list[PinItem]] = {}
+        self._to_pin = deque(self._digests)
+        self._to_tell: deque[tuple[bytes, Sequence[KnownCopy]]] = deque()
         self._lookup: LookupOperation | None = None
 
     def start(self, now: float) -> None:
-        core = self.core
         try:
-            core.timekeeping.check(now)
+            self.core.timekeeping.check(now)
         except Unavailable as error:
             self.finish(error, now)
             return
-        for digest in self._digests:
+        self._pin_on(now)
+
+    def wake(self, now: float) -> None:
+        if self._lookup is None:
+            self._pin_on(now)
+        else:
+            self._tell_on(now)
+
+    def _pin_on(self, now: float) -> None:
+        """Pin some more that are here; when all are, look for those that are elsewhere."""
+        core = self.core
+        for _ in range(min(MAX_PINS, len(self._to_pin))):
+            digest = self._to_pin.popleft()
             entry = core.find(digest, now)
             if entry is not None:
                 core.set_pin(entry, self._pin, self._soft_seconds, now, firm=True)
@@ -80,14 +94,20 @@ class PinOperation(Operation):
                 core.cold.set_pin(cold, int(self._pin), now)
                 self._cold[digest] = cold.version
                 self._copies[digest] = self._known[digest] = 1
-        knows_all = core.gossip.partitions.knows_all
-        if knows_all and len(self._here) == len(self._digests):
-            self._tell([core.known_copies(digest, now) for digest in self._digests], now)
+        if self._to_pin:
+            self._wake_soon(now)
             return
         self._lookup = LookupOperation(
-            core, self._digests, ask_always=not knows_all, on_finish=self._looked
+            core,
+            self._digests,
+            ask_always=not core.gossip.partitions.knows_all,
+            on_finish=self._looked,
         )
         core.start(self._lookup, now)
+
+    def _wake_soon(self, now: float) -> None:
+        self.wake_at = now
+        self.core.set_alarm(self)
 
     def cancel(self, now: float) -> None:
         super().cancel(now)
@@ -100,34 +120,42 @@ class PinOperation(Operation):
         if isinstance(result, Exception):
             self.finish(result, now)
         else:
-            self._tell(result, now)
+            self._to_tell.extend(zip(self._digests, result, strict=True))
+            self._tell_on(now)
 
-    def _tell(self, found: Sequence[Sequence[KnownCopy]], now: float) -> None:
-        """Ask all that hold the version that is here, or else the newest."""
-        items: dict[PeerId, list[PinItem]] = {}
-        for digest, copies in zip(self._digests, found, strict=True):
-            if copies:
-                self._found.add(digest)
-            newest = self._here.get(digest) or self._cold.get(digest)
-            if newest is None and copies:
-                newest = copies[0].record.version
-            for copy in copies:
-                version = copy.record.version
-                same = newest is not None and _same(version, newest)
-                if copy.local or not same:
-                    continue
-                self._known[digest] += 1
-                if copy.reachable:
-                    item = PinItem(digest, version.clock, version.writer)
-                    items.setdefault(copy.peer_id, []).append(item)
+    def _tell_on(self, now: float) -> None:
+        """Take in where some more objects are; when that is done, ask all that hold the version that is here, or else
+        the newest."""
+        for _ in range(min(TOLD_PER_STEP, len(self._to_tell))):
+            self._take_in(*self._to_tell.popleft())
+        if self._to_tell:
+            self._wake_soon(now)
+            return
+        self.wake_at = math.inf
         soft_ms = int(self._soft_seconds * 1000)
-        for peer_id, of_peer in sorted(items.items()):
+        for peer_id, of_peer in sorted(self._items.items()):
             for start in range(0, len(of_peer), MAX_PINS):
                 tag, some = len(self._pending), of_peer[start : start + MAX_PINS]
                 self._pending[tag] = some
                 request = SetPins(some, int(self._pin), soft_ms)
                 self.ask(tag, peer_id, DataKind.SET_PINS, request, PIN_TIMEOUT_SECONDS)
         self._settle(now)
+
+    def _take_in(self, digest: bytes, copies: Sequence[KnownCopy]) -> None:
+        if copies:
+            self._found.add(digest)
+        newest = self._here.get(digest) or self._cold.get(digest)
+        if newest is None and copies:
+            newest = copies[0].record.version
+        for copy in copies:
+            version = copy.record.version
+            same = newest is not None and _same(version, newest)
+            if copy.local or not same:
+                continue
+            self._known[digest] += 1
+            if copy.reachable:
+                item = PinItem(digest, version.clock, version.writer)
+                self._items.setdefault(copy.peer_id, []).append(item)
 
     def answered(self, tag: int, reply: Reply, now: float) -> None:
         items = self._pending.pop(tag)
@@ -137,17 +165,15 @@ class PinOperation(Operation):
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        if not self._pending:
-            ends = {
-                digest: PinEnd(
-                    digest in self._here,
-                    digest in self._here or digest in self._found,
-                    self._copies[digest],
-                    self._known[digest],
+        if not self._pending and not self._to_tell:
+            here, found, copies, known = self._here, self._found, self._copies, self._known
+            ends = [
+                PinEnd(
+                    digest in here, digest in here or digest in found, copies[digest], known[digest]
                 )
-                for digest in self._digests
-            }
-            self.finish([ends[digest] for digest in self._asked_for], now)
+                for digest in self._asked_for
+            ]
+            self.finish(ends, now)
 
 
 def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:

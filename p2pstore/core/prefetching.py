@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
@@ -15,6 +16,8 @@ MAX_QUEUED: Final = 16_384
 AT_ONCE: Final = 16
 UNDER_WAY_SHARE: Final = 8
 """At most this part of memory is for what is on its way, as far as lengths are known."""
+BEGUN_PER_STEP: Final = 64
+"""Of those that are here already, or end at once because nobody has them."""
 
 
 class Prefetching:
@@ -26,6 +29,7 @@ class Prefetching:
         self._under_way: dict[bytes, int] = {}
         """Bytes of each; 0 where the length is not known."""
         self._beginning = False
+        self._more_at = math.inf
 
     def __len__(self) -> int:
         """How many are queued or on their way."""
@@ -39,6 +43,15 @@ class Prefetching:
             self._queue.append(digest)
         self._go_on(now)
 
+    def next_tick(self) -> float:
+        """When `tick` has something to do."""
+        return self._more_at
+
+    def tick(self, now: float) -> None:
+        """Bring some more."""
+        if now >= self._more_at:
+            self._go_on(now)
+
     def _go_on(self, now: float) -> None:
         if self._beginning:  # one of those that begin ended at once
             return
@@ -50,7 +63,13 @@ class Prefetching:
 
     def _begin(self, now: float) -> None:
         core = self._core
+        self._more_at = math.inf
+        begun = 0
         while self._queue and len(self._under_way) < AT_ONCE and not self._is_full:
+            if begun == BEGUN_PER_STEP:
+                self._more_at = now
+                return
+            begun += 1
             digest = self._queue.popleft()
             if digest in self._under_way or core.find(digest, now) is not None:
                 continue

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 REMOVE_TIMEOUT_SECONDS: Final = 2.0
+DIGESTS_PER_STEP: Final = 512
+"""Keys that are hashed, or looked at, at a time."""
 KEYS_PER_PUSH: Final = 1_024
 RECORDS_PER_PUSH: Final = 40
 """What the receiver of a push checks and forbids at a time: about 5 ms."""
@@ -37,9 +39,12 @@ class RemoveOperation(Operation):
 
     def __init__(self, core: PeerCore, namespace: str, keys: Sequence[str]) -> None:
         super().__init__(core)
-        self._digests = [key_digest(key, namespace) for key in keys]
+        self._keys = deque(keys)
+        self._name = namespace
         self._namespace = namespace_digest(namespace)
+        self._digests: list[bytes] = []
         self._lookup: LookupOperation | None = None
+        self._found: deque[tuple[bytes, list[KnownCopy]]] = deque()
         self._existed: list[bool] = []
         self._to_remove: deque[tuple[bytes, Version, list[KnownCopy]]] = deque()
         self._to_tell: dict[PeerId, list[tuple[SignedRecord, int]]] = {}
@@ -54,8 +59,21 @@ class RemoveOperation(Operation):
         except Unavailable as error:
             self.finish(error, now)
             return
-        self._lookup = LookupOperation(self.core, self._digests, on_finish=self._found)
+        self._look_on(now)
+
+    def _look_on(self, now: float) -> None:
+        """Make some digests; look for copies when there are all."""
+        for _ in range(min(DIGESTS_PER_STEP, len(self._keys))):
+            self._digests.append(key_digest(self._keys.popleft(), self._name))
+        if self._keys:
+            self._wake_at(now)
+            return
+        self._lookup = LookupOperation(self.core, self._digests, on_finish=self._looked)
         self.core.start(self._lookup, now)
+
+    def _wake_at(self, when: float) -> None:
+        self.wake_at = when
+        self.core.set_alarm(self)
 
     def cancel(self, now: float) -> None:
         """What was removed by now stays removed."""
@@ -63,53 +81,61 @@ class RemoveOperation(Operation):
         if self._lookup is not None:
             self._lookup.cancel(now)
 
-    def _found(self, result: Any, now: float) -> None:
+    def _looked(self, result: Any, now: float) -> None:
         if self.done:
             return
         if isinstance(result, Exception):
             self.finish(result, now)
             return
-        try:
-            for digest in self._digests:
-                self.core.timekeeping.check_key(digest, self._namespace, now)
-        except Unavailable as error:
-            self.finish(error, now)
-            return
-        for digest, copies in zip(self._digests, result, strict=True):
-            versions = [copy.record.version for copy in copies]
-            held_back = self.core.held_back(digest)
-            if held_back is not None:
-                versions.append(held_back)
-            self._existed.append(bool(versions))
-            if versions:
-                self._to_remove.append((digest, max(versions), copies))
+        self._found.extend(zip(self._digests, result, strict=True))
         self._removed_at = now
         self._remove_on(now)
 
     def wake(self, now: float) -> None:
-        self._remove_on(now)
+        if self._lookup is None:
+            self._look_on(now)
+        else:
+            self._remove_on(now)
 
     def _remove_on(self, now: float) -> None:
-        wanted = min(MAX_KEYS_OF_FLOOR, len(self._to_remove))
-        allowed = self.core.floors.may_write(wanted, now) if wanted else 0
-        if allowed:
-            try:
+        """Make a step: judge some keys, and write one floor for those of which there are copies."""
+        try:
+            for _ in range(min(DIGESTS_PER_STEP, len(self._found))):
+                if len(self._to_remove) >= MAX_KEYS_OF_FLOOR:
+                    break
+                self._judge(*self._found[0], now)
+                self._found.popleft()
+            wanted = min(MAX_KEYS_OF_FLOOR, len(self._to_remove))
+            allowed = self.core.floors.may_write(wanted, now) if wanted else 0
+            if allowed:
                 self._remove(list(islice(self._to_remove, allowed)), now)
-            except Unavailable as error:
-                self.finish(error, now)
-                return
-            for _ in range(allowed):
-                self._to_remove.popleft()
-            self._removed_at = now
-        elif wanted and now >= self._removed_at + WAIT_SECONDS:
+        except Unavailable as error:
+            self.finish(error, now)
+            return
+        if wanted and not allowed and now >= self._removed_at + WAIT_SECONDS:
             self.finish(self.core.floors.no_room(), now)
             return
-        more = bool(self._to_remove)
+        for _ in range(allowed):
+            self._to_remove.popleft()
+        waits = wanted > 0 and not allowed
+        if not waits:
+            self._removed_at = now
+        more = bool(self._to_remove or self._found)
         self._push_what_is_due(last=not more)
-        self.wake_at = math.inf if not more else now if allowed else now + WAIT_STEP_SECONDS
+        self.wake_at = math.inf
         if more:
-            self.core.set_alarm(self)
+            self._wake_at(now + WAIT_STEP_SECONDS if waits else now)
         self._settle(now)
+
+    def _judge(self, digest: bytes, copies: list[KnownCopy], now: float) -> None:
+        self.core.timekeeping.check_key(digest, self._namespace, now)
+        versions = [copy.record.version for copy in copies]
+        held_back = self.core.held_back(digest)
+        if held_back is not None:
+            versions.append(held_back)
+        self._existed.append(bool(versions))
+        if versions:
+            self._to_remove.append((digest, max(versions), copies))
 
     def _remove(self, keys: list[tuple[bytes, Version, list[KnownCopy]]], now: float) -> None:
         version = self.core.version_above(max(newest for _, newest, _ in keys), now)
@@ -147,5 +173,5 @@ class RemoveOperation(Operation):
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        if not self._pending and not self._to_remove:
+        if not self._pending and not self._to_remove and not self._found:
             self.finish(self._existed, now)

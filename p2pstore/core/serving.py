@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core import home_messages
@@ -63,6 +65,10 @@ if TYPE_CHECKING:
 
 MAX_HOLDINGS: Final = 8
 """Holders named per key: a reply of 4,096 keys stays under 3 MiB."""
+RECORDS_PER_STEP: Final = 32
+"""Signatures that are checked, at 60 us each, and objects that are withdrawn."""
+LOOKED_UP_PER_STEP: Final = 512
+"""Keys of a lookup: some 5 us each."""
 KEYS_PER_STEP: Final = 256
 """Keys looked at in one step: some 5 us each in memory, 20 on the SSD."""
 MAX_LIST_LIMIT: Final = 2_000
@@ -95,11 +101,13 @@ def serve(
             SignedRecord(body, signature)
             for body, signature in zip(request.bodies, request.signatures, strict=True)
         ]
-        taken = RecordsTaken(core.clock.latest)
-        core.floors.learn(records, now)
-        if not core.floors.sweep.pending:
-            return taken
-        return core.start(SweepOperation(core, answer=taken), now)
+        operation = core.start(TakeRecordsOperation(core, records), now)
+        if not operation.done:
+            return operation
+        if isinstance(operation.result, Exception):
+            raise operation.result
+        taken: RecordsTaken = operation.result
+        return taken
     if isinstance(request, ListKeys):
         return core.start(ListHereOperation(core, request), now)
     if isinstance(request, Reads):
@@ -118,21 +126,83 @@ def _serve_push(core: PeerCore, sender: PeerId, request: Push, now: float) -> Pu
     return core.start(TakePushOperation(core, member, intake), now)
 
 
-def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations:
+class TakeRecordsOperation(Operation):
+    """Takes in cluster records that were pushed, in steps, and waits until what they forbid is gone. The result is
+    `RecordsTaken`; a `ProtocolError` for one that is not right."""
+
+    def __init__(self, core: PeerCore, records: Sequence[SignedRecord]) -> None:
+        super().__init__(core)
+        self._left = deque(records)
+        self._taken = RecordsTaken(core.clock.latest)
+        self._sweep: SweepOperation | None = None
+
+    def start(self, now: float) -> None:
+        self.wake(now)
+
+    def wake(self, now: float) -> None:
+        some = [self._left.popleft() for _ in range(min(RECORDS_PER_STEP, len(self._left)))]
+        try:
+            self.core.floors.learn(some, now)
+        except ProtocolError as error:
+            self.finish(error, now)
+            return
+        if self._left:
+            self.wake_at = now
+            self.core.set_alarm(self)
+            return
+        self.wake_at = math.inf
+        self._sweep = SweepOperation(self.core, on_finish=self._swept)
+        self.core.start(self._sweep, now)
+
+    def _swept(self, result: Any, now: float) -> None:
+        self.finish(self._taken, now)
+
+    def cancel(self, now: float) -> None:
+        sweep, self._sweep = self._sweep, None
+        if sweep is not None and not self.done:
+            sweep.on_finish = None
+            sweep.cancel(now)
+        super().cancel(now)
+
+
+def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations | Operation:
     digests = split_digests(request.digests)
     if len(digests) > MAX_LOOKUP_DIGESTS:
         raise ProtocolError(f"a lookup of {len(digests):,} keys; at most {MAX_LOOKUP_DIGESTS:,}")
-    vouches = core.gossip.partitions.vouches
-    items = [_holdings(core, digest, now) for digest in digests]
-    for digest, holdings in zip(digests, items, strict=True):
-        if (
-            holdings
-        ):  # hot keys are those that are wanted, whether their holders can be reached or not
-            core.gossip.partitions.used(digest, now)
-    return Locations(
-        items,
-        [place for place, digest in enumerate(digests) if not vouches(digest, now)],
-    )
+    operation = LookupHereOperation(core, digests)
+    core.start(operation, now)
+    return operation.result if operation.done else operation
+
+
+class LookupHereOperation(Operation):
+    """What this peer knows of where keys are, looked up in steps. The result is `Locations`."""
+
+    def __init__(self, core: PeerCore, digests: Sequence[bytes]) -> None:
+        super().__init__(core)
+        self._digests = digests
+        self._items: list[list[Holding]] = []
+        self._unsure: list[int] = []
+
+    def start(self, now: float) -> None:
+        self.wake(now)
+
+    def wake(self, now: float) -> None:
+        partitions = self.core.gossip.partitions
+        begin = len(self._items)
+        for digest in self._digests[begin : begin + LOOKED_UP_PER_STEP]:
+            holdings = _holdings(self.core, digest, now)
+            if (
+                holdings
+            ):  # hot keys are those that are wanted, whether their holders can be reached or not
+                partitions.used(digest, now)
+            if not partitions.vouches(digest, now):
+                self._unsure.append(len(self._items))
+            self._items.append(holdings)
+        if len(self._items) == len(self._digests):
+            self.finish(Locations(self._items, self._unsure), now)
+        else:
+            self.wake_at = now
+            self.core.set_alarm(self)
 
 
 def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
@@ -198,13 +268,13 @@ def _serve_replicate(
 
 def reply_of(operation: Operation) -> Message:
     """The answer to REPLICATE once its fetch has finished, to CLUSTER_RECORDS once what they forbid
-    is gone, to PUSH once it was taken in, to LIST, and to CHECK_COPY."""
+    is gone, to PUSH once it was taken in, to LIST, to LOOKUP and to CHECK_COPY."""
     result = operation.result
-    if isinstance(result, RecordsTaken | Pushed | Keys | CopyChecked):
+    if isinstance(result, RecordsTaken | Pushed | Keys | Locations | CopyChecked):
         return result
     if isinstance(result, ObjectEntry):
         return Replicated(result.version.clock, result.version.writer)
-    if isinstance(operation, TakePushOperation):
+    if isinstance(operation, TakePushOperation | TakeRecordsOperation):
         return Failure(int(code_of(result)), str(result))
     return Failure(int(Code.CAPACITY_EXCEEDED), str(result))
 

@@ -12,6 +12,7 @@ from p2pstore.core.operation import Operation
 from p2pstore.core.put import PutEnd, PutOperation, PutSpec, check_put
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, ProtocolError, Unavailable
 from p2pstore.objects import format_bytes, key_digest, root_checksum
+from p2pstore.stepping import Steps
 from p2pstore.transfer.layout import EXPIRY_BYTES, MAX_TRAILER_BYTES, encode_trailer
 from p2pstore.transfer.messages import Store, Stored
 
@@ -39,7 +40,8 @@ class IncomingStores:
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
-        self._open: dict[Incoming, int] = {}
+        self._open: dict[object, int] = {}
+        """Bytes of each value on its way, by what holds its reservation."""
 
     @property
     def count(self) -> int:
@@ -64,8 +66,8 @@ class IncomingStores:
             )
         return core.start(PutOperation(core, _spec(request, None, None)), now)
 
-    def open(self, request: Store, now: float) -> Incoming:
-        """Reserve room. Raises `CapacityExceeded` and `ObjectTooLarge`."""
+    def open(self, request: Store, now: float) -> Steps[Incoming]:
+        """Reserve room, in steps. Raises `CapacityExceeded` and `ObjectTooLarge`."""
         core, segment = self._core, self._core.segment
         share = int(segment.data_bytes * INCOMING_SHARE)
         if len(self._open) >= MAX_INCOMING or (
@@ -77,19 +79,19 @@ class IncomingStores:
             )
         spec = _spec(request, object(), 0)
         room = len(encode_trailer(spec.trailer(core.unix(now)))) + EXPIRY_BYTES
+        self._open[spec.holder] = request.length
         try:
-            reservation = segment.reserve(
+            reservation = yield from core.reserve(
                 request.length,
                 min(room, MAX_TRAILER_BYTES),
                 holder=spec.holder,
-                now=core.unix(now),
                 namespace=spec.namespace,
+                now=now,
             )
-        finally:
-            core.announce_withdrawn(now)
-        incoming = Incoming(replace(spec, reservation=reservation.number), request.length)
-        self._open[incoming] = request.length
-        return incoming
+        except BaseException:
+            del self._open[spec.holder]
+            raise
+        return Incoming(replace(spec, reservation=reservation.number), request.length)
 
     def payload(self, incoming: Incoming) -> memoryview:
         """Where the value goes. Nothing may write there after `put` or `close`."""
@@ -105,7 +107,7 @@ class IncomingStores:
 
     def close(self, incoming: Incoming) -> None:
         """The end of `open`: what was not put is gone."""
-        self._open.pop(incoming, None)
+        self._open.pop(incoming.spec.holder, None)
         self._core.segment.drop_holder(incoming.spec.holder)
 
 

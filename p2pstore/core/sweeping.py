@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from p2pstore.transfer.segment import ObjectEntry
     from p2pstore.wire import Message
 
-SLOTS_PER_STEP: Final = 4_000
-WITHDRAWN_PER_STEP: Final = 64
-"""Each step takes less than 5 ms: withdrawing an object costs some 25 us, passing a slot half of one."""
+SLOTS_PER_STEP: Final = 2_000
+WITHDRAWN_PER_STEP: Final = 32
+"""Each step takes less than 5 ms: withdrawing an object costs some 40 us, passing a slot half of one."""
 
 
 class Sweep:

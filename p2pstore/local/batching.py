@@ -14,8 +14,6 @@ from p2pstore.errors import AnswerTooLarge
 from p2pstore.local.messages import LocalKind
 from p2pstore.wire import LOCAL_LIMITS
 
-MAX_BATCH: Final = 16_384
-"""Items of one request that the peer takes."""
 MAX_REPORTED_FAILURES: Final = 1024
 """Holders that failed, of one report: each may cost the peer a look at its own copy."""
 REQUEST_BYTES: Final = LOCAL_LIMITS.body_bytes // 2

@@ -9,11 +9,17 @@ with it.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from p2pstore.local import checkpoint_messages as checkpoints
 from p2pstore.local import group_messages as groups
 from p2pstore.wire import Empty, Message
+
+MAX_BATCH: Final = 16_384
+"""Items of one request. Of lists it is checked before anything is done per element."""
+MANY: Final = Meta(max_length=MAX_BATCH)
 
 
 class LocalKind(IntEnum):
@@ -124,7 +130,7 @@ class ReserveItem(Message, frozen=True):
 class Reserve(Message, frozen=True):
     """`namespace` is that of the values; older clients do not say it, and get no room that is kept for one."""
 
-    items: list[ReserveItem]
+    items: Annotated[list[ReserveItem], MANY]
     namespace: str = ""
 
 
@@ -167,9 +173,9 @@ class Commit(Message, frozen=True):
     round trip."""
 
     namespace: str
-    items: list[CommitItem]
+    items: Annotated[list[CommitItem], MANY]
     deadline_ms: int = 5000
-    again: list[ReserveItem] = []
+    again: Annotated[list[ReserveItem], MANY] = []
 
 
 class PutStatus(IntEnum):
@@ -193,7 +199,7 @@ class Committed(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    reservations: list[int]
+    reservations: Annotated[list[int], MANY]
 
 
 class Place(Message, frozen=True):
@@ -271,7 +277,7 @@ class Leased(Message, frozen=True):
 class Release(Message, frozen=True):
     """One way. Each number once."""
 
-    leases: list[int]
+    leases: Annotated[list[int], MANY]
 
 
 OWN_COPY: Final = 0
@@ -287,7 +293,7 @@ class Plan(Message, frozen=True):
     digests: bytes
     wait_ms: int = 0
     deadline_ms: int = 5000
-    exclude: list[int] = []
+    exclude: Annotated[list[int], MANY] = []
     namespace: bytes = b""
     key: str = ""
 
@@ -402,13 +408,13 @@ class Report(Message, frozen=True):
     """One way, at most every 100 ms: reads that the peer did not see, and holders that failed. `misses` counts
     reads that ended without the value: nobody had it, or nobody who has it could be reached."""
 
-    accesses: list[AccessCount]
-    failures: list[HolderFailure] = []
-    pulls: list[PullCount] = []
-    slow: list[SlowRead] = []
-    fallbacks: list[TransportFallback] = []
+    accesses: Annotated[list[AccessCount], MANY]
+    failures: Annotated[list[HolderFailure], MANY] = []
+    pulls: Annotated[list[PullCount], MANY] = []
+    slow: Annotated[list[SlowRead], MANY] = []
+    fallbacks: Annotated[list[TransportFallback], MANY] = []
     misses: int = 0
-    unseen: list[UnseenRead] = []
+    unseen: Annotated[list[UnseenRead], MANY] = []
 
 
 class Contains(Message, frozen=True):
@@ -459,7 +465,7 @@ class MatchedPrefix(Message, frozen=True):
 
 class Remove(Message, frozen=True):
     namespace: str
-    keys: list[str]
+    keys: Annotated[list[str], MANY]
     deadline_ms: int = 5000
 
 

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,6 +238,8 @@ class _Connection:
         self._turn_began = 0.0
         self._observed: list[tuple[LocalKind, Message, Message | Exception | None, float]] = []
         """Requests that were answered at once, which the observer is still to be told of."""
+        self._one_way: deque[Awaitable[None]] = deque()
+        """What is left to do of requests that nobody waits for: it is done before more is received."""
         self._passed: list[int] = []
         """Descriptors that came with the hello."""
 
@@ -251,6 +254,8 @@ class _Connection:
         except* Exception:
             logger.exception("dropped %s after an error of this peer", self._who())
         finally:
+            while self._one_way:
+                await _call_off(self._one_way.popleft())
             self._stream.close()
             if self._client is not None:
                 self._backend.client_gone(self._client)
@@ -276,6 +281,8 @@ class _Connection:
                 unsent = self._answer_now(client, data, nursery)
                 if unsent:
                     await self._send(unsent)
+                while self._one_way:
+                    await self._one_way.popleft()
                 received = self._receive_now()
                 data = await self._receive() if received is None else received
                 if not data:
@@ -431,6 +438,10 @@ class _Connection:
         except Exception as error:
             self._observed.append((kind, message, error, time.monotonic() - begin))
             answered += _answer(header, error)
+            return
+        if header.flags & ONE_WAY:
+            self._one_way.append(self._answer_later(client, header, message, outcome, begin))
+            self._in_flight += 1
             return
         if self._in_flight >= MAX_IN_FLIGHT:
             nursery.start_soon(_call_off, outcome)

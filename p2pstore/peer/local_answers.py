@@ -15,7 +15,7 @@ from p2pstore.errors import (
 from p2pstore.gossip.homes.directory_mode import kept_name
 from p2pstore.gossip.records import PeerRecord, member_of
 from p2pstore.local import messages as local
-from p2pstore.local.batching import MAX_BATCH
+from p2pstore.local.messages import MAX_BATCH
 from p2pstore.peer.traffic import Traffic
 from p2pstore.transfer.segment import ObjectEntry
 from p2pstore.wire import Code, Message, code_of

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Awaitable, Sequence
 from typing import Any, Final
 
 import msgspec
 
 import p2pstore
 from p2pstore import memory_barrier
+from p2pstore.core.effects import KnownCopy
 from p2pstore.core.flush import FlushEnd, FlushOperation
 from p2pstore.core.listing import ListedPage, ListOperation
 from p2pstore.core.lookup import LookupOperation, split_digests
@@ -41,10 +43,12 @@ from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
 from p2pstore.peer.statistics import cluster_document, peer_document
 from p2pstore.peer.tickets import TicketOffice
+from p2pstore.stepping import Steps
 from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES
 from p2pstore.transfer.layout import Pin
 from p2pstore.transfer.memory import SharedMemory, create_page
 from p2pstore.transfer.messages import ListKeys
+from p2pstore.turns import take_turns
 from p2pstore.wire import Empty, Message
 
 logger = logging.getLogger("p2pstore.local")
@@ -203,7 +207,16 @@ class PeerLocalBackend:
         answer: Answer = self._handlers[kind](client, message)
         if kind in _WITH_EFFECTS:  # not LEASE: its round trip should cost nothing else
             self._has_effects = True
+            if isinstance(answer, Awaitable):
+                return self._carry_out(answer)
         return answer
+
+    async def _carry_out(self, answer: Awaitable[Message | None]) -> Message | None:
+        """Have the shell do what the rest of an answer gave to do."""
+        try:
+            return await answer
+        finally:
+            self._node.process()
 
     def handled(self) -> None:
         """Carry out what the requests had the core decide, and make room for the next put."""
@@ -217,7 +230,7 @@ class PeerLocalBackend:
         self._node.local_clients -= 1
         self._checkpoints.client_gone(client)
         self._groups.client_gone(client)
-        self._segment.drop_holder(client.holder)
+        self._node.carry_out(self._segment.drop_holder_in_steps(client.holder))
         page = self._hazard_pages.pop(client.holder, None)
         if page is not None:
             page.close()
@@ -274,9 +287,14 @@ class PeerLocalBackend:
         digests = check_batch(split_digests(message.digests))
         operation = LookupOperation(self._core, digests)
         found = await self._node.complete(self._core.start(operation, self._now))
-        return local.Located(
-            [[known_copy(self._core, copy) for copy in copies] for copies in found]
-        )
+        return await take_turns(self._located(found))
+
+    def _located(self, found: Sequence[Sequence[KnownCopy]]) -> Steps[local.Located]:
+        items: list[list[local.Copy]] = []
+        for copies in found:
+            items.append([known_copy(self._core, copy) for copy in copies])
+            yield
+        return local.Located(items)
 
     async def _list(self, client: LocalClient, message: local.ListKeys) -> local.Keys:
         request = ListKeys(
@@ -318,7 +336,6 @@ class PeerLocalBackend:
     # --- changing ----------------------------------------------------------------------------
 
     async def _remove(self, client: LocalClient, message: local.Remove) -> local.Removed:
-        check_batch(message.keys)
         operation = RemoveOperation(self._core, message.namespace, message.keys)
         existed = await self._node.complete(self._core.start(operation, self._now))
         await self._node.forget_for_good()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -18,7 +19,8 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.records import Tier
 from p2pstore.local import messages as local
-from p2pstore.local.batching import MAX_BATCH, MAX_REPORTED_FAILURES
+from p2pstore.local.batching import MAX_REPORTED_FAILURES
+from p2pstore.local.messages import MAX_BATCH
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import MIB, format_bytes
 from p2pstore.peer.local_answers import (
@@ -31,10 +33,14 @@ from p2pstore.peer.local_answers import (
 )
 from p2pstore.peer.node import Node
 from p2pstore.peer.tickets import TicketOffice
+from p2pstore.stepping import Steps
 from p2pstore.transfer.layout import GRANULE_BYTES
+from p2pstore.turns import in_turns, take_turns
 from p2pstore.wire import Code
 
 FETCH_ROUNDS: Final = 3
+BROUGHT_AT_ONCE: Final = 32
+"""Objects that begin to be fetched between two looks at what has come."""
 THROUGH_PEER_BYTES: Final = MIB
 """Clients have the peer read from here on by RDMA: less is done sooner than the peer is asked."""
 THROUGH_PEER_SHARE: Final = 16
@@ -55,13 +61,39 @@ class LocalGets:
     def lease(self, client: LocalClient, message: local.Lease) -> Answer:
         """Hold objects in place; what is elsewhere is fetched first."""
         digests = check_batch(split_digests(message.digests))
-        grants = [self._lease_here(client, digest) for digest in digests]
+        granted = in_turns(self._lease_all_here(client, digests))
+        if isinstance(granted, list):
+            leased = self._leased(message, granted)
+            if leased is not None:
+                return leased
+        return self._lease_later(client, message, digests, granted)
+
+    def _lease_all_here(
+        self, client: LocalClient, digests: Sequence[bytes]
+    ) -> Steps[list[local.LeaseGrant | None]]:
+        grants: list[local.LeaseGrant | None] = []
+        try:
+            for digest in digests:
+                if grants:
+                    yield
+                grants.append(self._lease_here(client, digest))
+        except BaseException:  # nobody will hear of them
+            for grant in grants:
+                if grant is not None and grant.lease:
+                    self._segment.release(grant.lease, holder=client.holder)
+            raise
+        return grants
+
+    def _leased(
+        self, message: local.Lease, grants: Sequence[local.LeaseGrant | None]
+    ) -> local.Leased | None:
+        """The answer, unless something is to be fetched first."""
         if all(grant is not None for grant in grants):
             return local.Leased([grant for grant in grants if grant is not None])
-        if not message.fetch and not message.wait_ms:
-            missing = local.LeaseGrant(0, 0, 0, 0, 0, error=no_such_key())
-            return local.Leased([grant or missing for grant in grants])
-        return self._lease_later(client, message, digests, grants)
+        if message.fetch or message.wait_ms:
+            return None
+        missing = local.LeaseGrant(0, 0, 0, 0, 0, error=no_such_key())
+        return local.Leased([grant or missing for grant in grants])
 
     def _lease_here(self, client: LocalClient, digest: bytes) -> local.LeaseGrant | None:
         entry = self._segment.find(digest, self._core.unix(self._node.now))
@@ -84,15 +116,22 @@ class LocalGets:
         client: LocalClient,
         message: local.Lease,
         digests: Sequence[bytes],
-        grants: list[local.LeaseGrant | None],
+        granted: list[local.LeaseGrant | None] | Awaitable[list[local.LeaseGrant | None]],
     ) -> local.Leased:
+        grants = await granted if isinstance(granted, Awaitable) else granted
+        leased = self._leased(message, grants)
+        if leased is not None:
+            return leased
+
         async def bring(position: int) -> None:
             grants[position] = await self._fetch_and_lease(client, digests[position], message)
 
+        missing = [position for position, grant in enumerate(grants) if grant is None]
         async with trio.open_nursery() as nursery:
-            for position, grant in enumerate(grants):
-                if grant is None:
-                    nursery.start_soon(bring, position)
+            for begun, position in enumerate(missing, 1):
+                nursery.start_soon(bring, position)
+                if begun % BROUGHT_AT_ONCE == 0:
+                    await trio.lowlevel.checkpoint()
         return local.Leased([grant for grant in grants if grant is not None])
 
     async def _fetch_and_lease(
@@ -120,10 +159,16 @@ class LocalGets:
                 break
         return local.LeaseGrant(0, 0, 0, 0, 0, error=item_error(error))
 
-    def release(self, client: LocalClient, message: local.Release) -> None:
-        """End leases."""
-        for lease in message.leases:
-            self._segment.release(lease, holder=client.holder)
+    def release(self, client: LocalClient, message: local.Release) -> Answer:
+        """End leases; one that has ended already is passed over."""
+        return in_turns(self._release_all(client, message))
+
+    def _release_all(self, client: LocalClient, message: local.Release) -> Steps[None]:
+        for place, lease in enumerate(message.leases):
+            if place:
+                yield
+            with suppress(ValueError):
+                self._segment.release(lease, holder=client.holder)
 
     def plan(self, client: LocalClient, message: local.Plan) -> Answer:
         """Where objects can be read, asking the keys' home peers where this one does not know."""
@@ -140,18 +185,19 @@ class LocalGets:
         )
         self._core.start(operation, self._node.now)
         if operation.done:
-            return self._planned(operation)
+            return in_turns(self._planned(operation))
         return self._plan_later(operation)
 
     async def _plan_later(self, operation: LookupOperation) -> local.Planned:
         await self._node.complete(operation)
-        return self._planned(operation)
+        return await take_turns(self._planned(operation))
 
-    def _planned(self, operation: LookupOperation) -> local.Planned:
-        items = [
-            self._plan_item(copies, is_unknown=operation.nobody_told_of(digest))
-            for digest, copies in zip(operation.digests, operation.result, strict=True)
-        ]
+    def _planned(self, operation: LookupOperation) -> Steps[local.Planned]:
+        items: list[local.PlanItem] = []
+        for digest, copies in zip(operation.digests, operation.result, strict=True):
+            if items:
+                yield
+            items.append(self._plan_item(copies, is_unknown=operation.nobody_told_of(digest)))
         return local.Planned(items, operation.homes_asked)
 
     def _plan_item(self, copies: Sequence[KnownCopy], *, is_unknown: bool) -> local.PlanItem:
@@ -216,8 +262,11 @@ class LocalGets:
             THROUGH_PEER_BYTES if by_rdma else 0,
         )
 
-    def report(self, client: LocalClient, message: local.Report) -> None:
+    def report(self, client: LocalClient, message: local.Report) -> Answer:
         """Take in reads that this peer did not see, and holders that failed."""
+        return in_turns(self._take_in(message))
+
+    def _take_in(self, message: local.Report) -> Steps[None]:
         for access in message.accesses[:MAX_BATCH]:
             count = max(0, access.count)
             views = max(0, min(access.views, count))
@@ -225,10 +274,13 @@ class LocalGets:
             self._core.counters["client_reads"] += count - views
             self._core.counters["client_leases"] += views
             self._core.counters["client_read_bytes"] += max(0, access.bytes_read)
+            yield
         for read in message.unseen[:MAX_BATCH]:
             self._core.read_reports.note(read.member, read.digest, read.count, self._node.now)
+            yield
         for failure in message.failures[:MAX_REPORTED_FAILURES]:
             if failure.member == local.OWN_COPY:
                 self._node.doubt_own_copy(failure.digest)
             else:
                 self._core.client_reported(failure, self._node.now)
+            yield

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, TypeAlias
 
 import trio
 
@@ -22,13 +22,14 @@ from p2pstore.local.server import LocalClient
 from p2pstore.objects import DIGEST_BYTES, check_object_length
 from p2pstore.peer.local_answers import (
     Answer,
-    check_batch,
     failed_put,
     item_error,
     put_outcome,
 )
 from p2pstore.peer.node import Node
 from p2pstore.peer.tickets import TicketOffice
+from p2pstore.stepping import Steps
+from p2pstore.turns import in_turns, take_turns
 from p2pstore.wire import Code, Empty
 
 _NO_ROOM_AHEAD: Final = local.Reservation(
@@ -38,6 +39,10 @@ _NO_ROOM_AHEAD: Final = local.Reservation(
     0,
     local.ItemError(int(Code.CAPACITY_EXCEEDED), "no room can be spared for puts to come"),
 )
+ABORTED_PER_STEP: Final = 64
+
+Started: TypeAlias = Operation | local.PutOutcome
+"""A put that was begun, or that failed at once."""
 
 
 class LocalPuts:
@@ -51,45 +56,60 @@ class LocalPuts:
         self._next_put: tuple[local.ReserveItem, str] | None = None
         """What a client that puts in a loop is likely to ask room for next, and in which namespace."""
 
-    def reserve(self, client: LocalClient, message: local.Reserve) -> local.Reserved:
+    def reserve(self, client: LocalClient, message: local.Reserve) -> Answer:
         """Room for each value, or why there is none."""
-        check_batch(message.items)
-        return local.Reserved(
-            [self._reserve_one(client, item, message.namespace) for item in message.items]
-        )
+        return in_turns(self._reserve_all(client, message))
+
+    def _reserve_all(self, client: LocalClient, message: local.Reserve) -> Steps[local.Reserved]:
+        made: list[local.Reservation] = []
+        try:
+            for item in message.items:
+                if made:
+                    yield
+                made.append((yield from self._reserve_one(client, item, message.namespace)))
+        except BaseException:  # nobody will hear of them
+            self._abort_all(client, [each.reservation for each in made])
+            raise
+        return local.Reserved(made)
 
     def _reserve_one(
         self, client: LocalClient, item: local.ReserveItem, namespace: str
-    ) -> local.Reservation:
+    ) -> Steps[local.Reservation]:
         try:
             check_object_length(item.length)
-            reservation = self._segment.reserve(
+            reservation = yield from self._core.reserve(
                 item.length,
                 item.trailer_length,
                 holder=client.holder,
-                now=self._core.unix(self._node.now),
                 namespace=namespace,
+                now=self._node.now,
             )
         except (P2PStoreError, ValueError) as error:
             return local.Reservation(0, 0, 0, 0, item_error(error))
-        finally:
-            self._core.announce_withdrawn(self._node.now)
         return local.Reservation(reservation.number, 0, reservation.offset, reservation.length)
 
     def commit(self, client: LocalClient, message: local.Commit) -> Answer:
         """Publish what was written; with more replicas than one, once they exist."""
-        check_batch(message.items)
-        operations = [self._start_put(client, message, item) for item in message.items]
-        durable = any(item.durable for item in message.items)
-        if not durable and all(
-            isinstance(each, local.PutOutcome) or each.done for each in operations
-        ):
-            return self._committed(client, message, operations)
-        return self._commit_later(client, message, operations)
+        started = in_turns(self._start_puts(client, message))
+        if isinstance(started, list):
+            durable = any(item.durable for item in message.items)
+            if not durable and all(
+                isinstance(each, local.PutOutcome) or each.done for each in started
+            ):
+                return in_turns(self._committed(client, message, started))
+        return self._commit_later(client, message, started)
+
+    def _start_puts(self, client: LocalClient, message: local.Commit) -> Steps[list[Started]]:
+        started: list[Started] = []
+        for item in message.items:
+            if started:
+                yield
+            started.append(self._start_put(client, message, item))
+        return started
 
     def _start_put(
         self, client: LocalClient, message: local.Commit, item: local.CommitItem
-    ) -> Operation | local.PutOutcome:
+    ) -> Started:
         try:
             check_put(length=item.length, replicas=item.replicas, pin=item.pin, ttl_ms=item.ttl_ms)
             if item.durable and self._node.ssd is None:
@@ -123,17 +143,18 @@ class LocalPuts:
         self,
         client: LocalClient,
         message: local.Commit,
-        operations: Sequence[Operation | local.PutOutcome],
+        started: Sequence[Started] | Awaitable[Sequence[Started]],
     ) -> local.Committed:
+        operations = await started if isinstance(started, Awaitable) else started
         for operation in operations:
-            if isinstance(operation, Operation):
+            if isinstance(operation, Operation) and not operation.done:
                 await self._node.settle(operation)
         ends = await self._make_durable(message, operations)
-        return self._committed(client, message, ends)
+        return await take_turns(self._committed(client, message, ends))
 
     async def _make_durable(
-        self, message: local.Commit, operations: Sequence[Operation | local.PutOutcome]
-    ) -> list[Operation | local.PutOutcome]:
+        self, message: local.Commit, operations: Sequence[Started]
+    ) -> list[Started]:
         """Have the SSD keep what it is to keep, all at once: they share their syncs. What fails is in memory all the
         same."""
         ends = list(operations)
@@ -155,22 +176,31 @@ class LocalPuts:
         self,
         client: LocalClient,
         message: local.Commit,
-        operations: Sequence[Operation | local.PutOutcome],
-    ) -> local.Committed:
-        check_batch(message.again)
-        outcomes = [
-            put_outcome(each.result) if isinstance(each, Operation) else each for each in operations
-        ]
-        again = [self._reserve_ahead(client, item, message.namespace) for item in message.again]
+        operations: Sequence[Started],
+    ) -> Steps[local.Committed]:
+        outcomes: list[local.PutOutcome] = []
+        for each in operations:
+            if outcomes:
+                yield
+            outcomes.append(put_outcome(each.result) if isinstance(each, Operation) else each)
+        again: list[local.Reservation] = []
+        try:
+            for item in message.again:
+                if again:
+                    yield
+                again.append((yield from self._reserve_ahead(client, item, message.namespace)))
+        except BaseException:  # nobody will hear of them
+            self._abort_all(client, [each.reservation for each in again])
+            raise
         return local.Committed(outcomes, again)
 
     def _reserve_ahead(
         self, client: LocalClient, item: local.ReserveItem, namespace: str
-    ) -> local.Reservation:
+    ) -> Steps[local.Reservation]:
         """Room for a put that may never come, where some can be spared."""
         if not self._segment.can_spare(item.length, item.trailer_length, namespace=namespace):
             return _NO_ROOM_AHEAD
-        reservation = self._reserve_one(client, item, namespace)
+        reservation = yield from self._reserve_one(client, item, namespace)
         if not reservation.error.code:
             self._next_put = item, namespace
         return reservation
@@ -188,12 +218,21 @@ class LocalPuts:
         )
         self._core.announce_withdrawn(now)
 
-    def abort(self, client: LocalClient, message: local.Abort) -> Empty:
+    def abort(self, client: LocalClient, message: local.Abort) -> Answer:
         """Give reservations back; one that has ended already is passed over."""
-        for number in message.reservations:
+        return in_turns(self._abort_in_steps(client, message.reservations))
+
+    def _abort_in_steps(self, client: LocalClient, numbers: Sequence[int]) -> Steps[Empty]:
+        for begin in range(0, len(numbers), ABORTED_PER_STEP):
+            if begin:
+                yield
+            self._abort_all(client, numbers[begin : begin + ABORTED_PER_STEP])
+        return Empty()
+
+    def _abort_all(self, client: LocalClient, numbers: Iterable[int]) -> None:
+        for number in numbers:
             with suppress(ValueError):
                 self._segment.abort(number, holder=client.holder)
-        return Empty()
 
     def place(self, client: LocalClient, message: local.Place) -> local.Placed:
         """Where a value can go that this peer has no room for."""

@@ -72,6 +72,7 @@ from p2pstore.peer.saving import StateSaver
 from p2pstore.peer.status.checkup import Checkup
 from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
+from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_session import ServerLimits, Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
@@ -87,6 +88,7 @@ from p2pstore.transfer.transport import (
     pull_with_failover,
 )
 from p2pstore.transfer.uploads import Uploads
+from p2pstore.turns import take_turns
 from p2pstore.wire import Code, Failure, Message, code_of, error_of
 
 if TYPE_CHECKING:
@@ -262,6 +264,17 @@ class Node:
     def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
         """In the background, as long as this peer runs."""
         self._nursery.start_soon(function)
+
+    def carry_out(self, steps: Steps[None]) -> None:
+        """Have this done soon: in turns as long as this peer runs, in one go when it has ended."""
+        if self._running:
+            self._nursery.start_soon(self._to_the_end, steps)
+        else:
+            run_through(steps)
+
+    async def _to_the_end(self, steps: Steps[None]) -> None:
+        with trio.CancelScope(shield=True):
+            await take_turns(steps)
 
     def process(self) -> None:
         """Carry out what the core has decided. Call it after everything that touches the core."""
@@ -559,6 +572,8 @@ class Node:
         delivered = False
         begin = self.now
         try:
+            if not self.core.segment.quotas and effect.copies:
+                await self.make_room(effect.copies[0].record.size_units * SIZE_UNIT_BYTES)
             keeps = Keeps.NO if effect.insist else Keeps.YES
             copies = [
                 replace(self.remote_copy(copy), keeps=keeps)
@@ -589,6 +604,10 @@ class Node:
         )
         self.core.pulled(effect.operation, outcome, self.now)
         self.process()
+
+    async def make_room(self, length: int, namespace: str = "") -> None:
+        """Evict in turns what has to go for a value that is about to come: its reservation is made in one step."""
+        await take_turns(self.core.make_room(length, namespace, self.now))
 
     async def _ask_control(self, effect: Ask) -> None:
         reply: Message | None = None

@@ -301,6 +301,9 @@ class PeerSsd:
             destination.prepare(_slot_of(facts, trailer, spare_bytes), trailer)
             return destination.pages
 
+        cold = self.tier.find(digest)
+        if cold is not None:
+            await self._node.make_room(cold.length, cold.namespace)
         facts = await self.tier.load(digest, prepare, load.overdue, patience)
         trailer = _trailer_of(facts, _packed(facts.chunk_sums))
         try:

@@ -7,6 +7,7 @@ from p2pstore.peer.node import Node
 from p2pstore.transfer.messages import Store, Stored
 from p2pstore.transfer.store_intake import OpenedStore
 from p2pstore.transfer.tickets import TicketClaims
+from p2pstore.turns import take_turns
 
 
 class PeerStoreBackend:
@@ -25,7 +26,7 @@ class PeerStoreBackend:
         if await self._node.complete(operation) is not None:
             return stored_reply(self._core, digest, operation, self._node.now)
         try:
-            incoming = self._incoming.open(request, self._node.now)
+            incoming = await take_turns(self._incoming.open(request, self._node.now))
         finally:
             self._node.process()  # what was evicted is withdrawn
         return OpenedStore(self._incoming.payload(incoming), request.sums, (incoming, digest))

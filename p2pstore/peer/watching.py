@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, get_args
 
@@ -14,8 +15,7 @@ from p2pstore.core.effects import AskPeer, LoadObject, PullObject, Reply
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.local import messages as local
-from p2pstore.local.batching import MAX_BATCH
-from p2pstore.local.messages import LocalKind, PutStatus
+from p2pstore.local.messages import MAX_BATCH, LocalKind, PutStatus
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import DIGEST_BYTES, key_digest
 from p2pstore.peer.fallbacks import Fallbacks
@@ -179,19 +179,30 @@ class PeerWatch:
         self, client: LocalClient, message: local.Lease, answer: local.Leased
     ) -> None:
         """With `fetch` is asked for what was not here a moment ago."""
+        in_place = Counter[int]()
+        brought = brought_bytes = from_ssd = misses = 0
         for item in answer.items:
             if not item.error.code:
-                from_ssd = item.transport == "ssd"
-                elsewhere = message.fetch and not from_ssd
-                self._counters["client_reads_elsewhere" if elsewhere else "client_leases"] += 1
-                self._counters["client_reads_from_ssd"] += from_ssd
-                if elsewhere or from_ssd:  # what it came by counted it
-                    self.measures.read_of(client.namespace, 1, item.length)
+                is_from_ssd = item.transport == "ssd"
+                from_ssd += is_from_ssd
+                if message.fetch or is_from_ssd:  # what it came by counted it
+                    brought += 1
+                    brought_bytes += item.length
                 else:
-                    self.measures.was_read(client.namespace, IN_PLACE, 1, item.length)
+                    in_place[item.length] += 1
             elif message.fetch and item.error.code in (Code.NO_SUCH_KEY, Code.UNAVAILABLE):
-                self._counters["client_misses"] += 1
-                self.measures.missed(client.namespace, 1)
+                misses += 1
+        elsewhere = brought - from_ssd if message.fetch else 0
+        self._counters["client_reads_elsewhere"] += elsewhere
+        self._counters["client_leases"] += in_place.total() + brought - elsewhere
+        self._counters["client_reads_from_ssd"] += from_ssd
+        self._counters["client_misses"] += misses
+        if brought:
+            self.measures.read_of(client.namespace, brought, brought_bytes)
+        for length, count in in_place.items():
+            self.measures.was_read(client.namespace, IN_PLACE, count, count * length)
+        if misses:
+            self.measures.missed(client.namespace, misses)
 
     def _take_report(self, client: LocalClient, message: Message) -> None:
         """What the client read from other peers by itself. Reads are counted when they have ended: one may

@@ -9,18 +9,19 @@ over its neighbours in constant time per step.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from operator import itemgetter
 from typing import Final
 
+from p2pstore.stepping import Steps, run_through
+
 MUCH_MORE: Final = 4.0
 """Windows that cost so many times as much as the cheapest are not evicted along with it."""
-
-
-MOST_LOOKED_AT: Final = 65_536
-"""Extents that one search for a stretch looks at: 10 ms. With more of them, a put may be refused although there is room
-behind those; the next one goes on from there."""
+GROWN_PER_STEP: Final = 64
+"""Extents by which a window is grown in one step: a microsecond each, ten where others hold what is in them."""
+MOST_GROWN: Final = 65_536
+"""No more windows are compared when those found have so many extents together."""
 
 Window = tuple[float, list[int]]
 """What it costs to evict some extents, and their offsets: together with free ones between them they are long enough."""
@@ -63,8 +64,8 @@ class ExtentAllocator:
         self._free_of_size: dict[
             int, dict[int, None]
         ] = {}  # a dict is an ordered set: last in, first out
-        self._hand = begin
-        """Where `stretches` begins."""
+        self.on_opened: Callable[[int], None] | None = None
+        """Is told the offset of each extent that was freed, and of the neighbours of each that was taken."""
         if data_bytes:
             self._add_free(begin, begin + data_bytes)
 
@@ -84,6 +85,23 @@ class ExtentAllocator:
     def size_of(self, offset: int) -> int:
         """Bytes of the extent that begins at `offset`. Raises `KeyError` when none does."""
         return self._used[offset] - offset
+
+    def is_taken(self, offset: int) -> bool:
+        """Whether a taken extent begins there."""
+        return offset in self._used
+
+    def end_of(self, offset: int) -> int | None:
+        """Where the extent ends, taken or free, that begins there; None when none does."""
+        return self._used.get(offset) or self._free.get(offset)
+
+    def begin_of(self, end: int) -> int | None:
+        """Where the extent begins, taken or free, that ends there; None when none does."""
+        begin = self._used_ending.get(end)
+        return self._free_ending.get(end) if begin is None else begin
+
+    def hole_before(self, offset: int) -> int:
+        """Where the free extent begins that ends at `offset`, or else `offset`."""
+        return self._free_ending.get(offset, offset)
 
     def extents(self) -> list[tuple[int, int]]:
         """(offset, size) of all taken extents in address order; for checks."""
@@ -108,10 +126,39 @@ class ExtentAllocator:
         end = start + size_bytes
         if found > size_bytes:
             self._add_free(end, start + found)
+        self._take(start, end)
+        return start
+
+    def claim(self, offset: int) -> int | None:
+        """Take the whole free extent that begins at `offset`. None when none does."""
+        end = self._free.get(offset)
+        if end is None:
+            return None
+        self._drop_free(offset, end - offset)
+        self._take(offset, end)
+        return offset
+
+    def grow(self, offset: int) -> int:
+        """Have a taken extent take the free one behind it, if there is one; how many bytes came with it."""
+        end = self._used[offset]
+        new_end = self._free.get(end)
+        if new_end is None:
+            return 0
+        self._drop_free(end, new_end - end)
+        del self._used_ending[end]
+        self.used_bytes -= end - offset
+        self._take(offset, new_end)
+        return new_end - end
+
+    def _take(self, start: int, end: int) -> None:
         self._used[start] = end
         self._used_ending[end] = start
-        self.used_bytes += size_bytes
-        return start
+        self.used_bytes += end - start
+        if self.on_opened is not None:
+            self.on_opened(end)
+            before = self.begin_of(start)
+            if before is not None:
+                self.on_opened(before)
 
     def take(self, extents: Iterable[tuple[int, int]]) -> None:
         """Have these (offset, size) taken, of whole granules, in the order of their offsets: for an allocator of which
@@ -159,62 +206,40 @@ class ExtentAllocator:
         cost: Callable[[int], float | None],
         count: int = 1,
     ) -> list[Window]:
+        """`find_windows` in one go."""
+        return run_through(self.find_windows(needed_bytes, candidates, cost, count))
+
+    def find_windows(
+        self,
+        needed_bytes: int,
+        candidates: Iterable[int],
+        cost: Callable[[int], float | None],
+        count: int = 1,
+    ) -> Steps[list[Window]]:
         """What may be evicted so that `needed_bytes` become free in one piece: some windows, with the cheapest among
         them; none when there is none. With a `count` above 1, also those that `choose_windows` takes along.
 
         Each candidate (an evictable extent) is grown over its free and evictable neighbours, the
-        cheaper side first, until it is long enough; `cost` is None for an extent that must stay.
+        cheaper side first, until it is long enough; `cost` is None for an extent that must stay. Of windows of very
+        many extents few are compared (`MOST_GROWN`).
         """
         much_more = MUCH_MORE if count > 1 else 1.0
         found: list[Window] = []
         limit = inf
+        grown_extents = 0
         for candidate in candidates:
-            grown = self._grow_window(candidate, needed_bytes, cost, limit)
+            grown = yield from self._grow_window(candidate, needed_bytes, cost, limit)
             if grown is not None:
                 found.append(grown)
                 limit = min(limit, grown[0] * much_more)
+                grown_extents += len(grown[1])
+                if grown_extents >= MOST_GROWN:
+                    break
         return found
-
-    def stretches(self, needed_bytes: int, stays: Callable[[int], bool]) -> Iterator[int]:
-        """An evictable extent in each stretch of at least `needed_bytes` where nothing has to stay, until all extents
-        were looked at, or `MOST_LOOKED_AT` and what has to stay behind them.
-
-        Begins where the last search found its first one, or gave up, as the hand of a clock does: what hems in many
-        extents, and was passed then, is not passed again with every put. Nothing may be changed until the last one was
-        taken.
-        """
-        hand = self._hand if self._hand in self._used or self._hand in self._free else self.begin
-        begin = position = hand
-        inside: int | None = None
-        looked_at, found, wrapped = 0, False, False
-        while not wrapped or begin < hand:  # what lies across the hand is looked at last
-            if position == self.begin + self.data_bytes:
-                if wrapped:
-                    return
-                begin = position = self.begin
-                inside, wrapped = None, True
-                continue
-            looked_at += 1
-            end = self._used.get(position)
-            if end is None:
-                end = self._free[position]
-            elif stays(position):
-                begin, inside = end, None
-                if looked_at >= MOST_LOOKED_AT:
-                    self._hand = self._hand if found else begin
-                    return
-            elif inside is None:
-                inside = position
-            if inside is not None and end - begin >= needed_bytes:
-                if not found:
-                    self._hand, found = inside, True
-                yield inside
-                begin, inside = end, None
-            position = end
 
     def _grow_window(
         self, candidate: int, needed: int, cost: Callable[[int], float | None], limit: float
-    ) -> Window | None:
+    ) -> Steps[Window | None]:
         """Cost and extents of the window around a candidate; None if barred or above `limit`."""
         total = cost(candidate)
         if total is None:
@@ -247,7 +272,17 @@ class ExtentAllocator:
                 right = self._used[right]
             else:
                 return None
+            if len(victims) % GROWN_PER_STEP == 0:
+                yield
+                if not (self._is_edge(left) and self._is_edge(right)):
+                    return None  # others had their turn, and it is another neighbourhood now
+                left_cost = right_cost = None
+                look_left = look_right = True
         return None
+
+    def _is_edge(self, offset: int) -> bool:
+        """Whether an extent begins or ends there."""
+        return self.end_of(offset) is not None or self.begin_of(offset) is not None
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes <= 0 or size_bytes % self.granule:
@@ -266,6 +301,8 @@ class ExtentAllocator:
             self._drop_free(end, after_end - end)
             end = after_end
         self._add_free(start, end)
+        if self.on_opened is not None:
+            self.on_opened(start)
 
     def _add_free(self, start: int, end: int) -> None:
         self._free[start] = end

@@ -126,6 +126,20 @@ class Areas:
                 return extent
         return None
 
+    def claim(self, offset: int) -> int | None:
+        """Take the whole free extent that begins at `offset`; None when none does."""
+        allocator = self.at(offset).allocator
+        claimed = allocator.claim(offset)
+        if claimed is not None:
+            self.used_bytes += allocator.size_of(claimed)
+        return claimed
+
+    def grow(self, offset: int) -> int:
+        """Have a taken extent take the free one behind it as well; its bytes now."""
+        allocator = self.at(offset).allocator
+        self.used_bytes += allocator.grow(offset)
+        return allocator.size_of(offset)
+
     def has_room(self, size_bytes: int, places: Places) -> bool:
         """Whether `take` would find an extent there."""
         return any(place.area.allocator.largest_free_bytes >= size_bytes for place in places)

@@ -31,7 +31,7 @@ class ObjectEntry:
     `warmer` are its neighbours there. `standing` is what the policy thinks of it. `follows` is the block before it in a
     chain of prefix blocks, `followers` counts the blocks of which it is that. `is_kept_elsewhere`: another peer holds a
     copy and is to keep it before this one does, as far as was known when it was looked up, which counts until
-    `known_until`.
+    `known_until`. `timer` is the entry's place among those that have times (`expiry`).
     """
 
     digest: bytes
@@ -67,6 +67,7 @@ class ObjectEntry:
     is_kept_elsewhere: bool = False
     known_until: float = 0.0
     group: int = 0
+    timer: int | None = None
 
     def expired(self, now: float) -> bool:
         """Whether its time to live is over at `now` (Unix seconds)."""

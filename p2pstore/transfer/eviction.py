@@ -63,6 +63,8 @@ class EvictionOrder:
         self.policy = policy
         self.is_kept_elsewhere: WhoKeeps = lambda entry, now: False
         """What is goes before others."""
+        self.on_evictable: Callable[[int], None] | None = None
+        """Is told the offset of each entry that may be evicted from now on."""
         self._evictable_bytes = [0] * group_count
         self._cheap_bytes = [0] * group_count
         """Of these, those of the lowest rank."""
@@ -100,6 +102,8 @@ class EvictionOrder:
             self._at[entry.offset] = entry
             self._groups[entry.group][rank].add(entry)
             self._count(entry, entry.extent_bytes)
+            if self.on_evictable is not None:
+                self.on_evictable(entry.offset)
 
     def hold(self, entry: ObjectEntry) -> None:
         """An entry that is not used, but looked at, may not be evicted until `put_back`; it keeps its place."""
@@ -111,6 +115,8 @@ class EvictionOrder:
         if entry.offset in self._held:
             self._held.discard(entry.offset)
             self._count(entry, entry.extent_bytes)
+            if self.on_evictable is not None:
+                self.on_evictable(entry.offset)
         if entry.rank != rank_of(entry):
             self.update(entry)
 
@@ -201,6 +207,10 @@ class EvictionOrder:
             entry.is_kept_elsewhere = self.is_kept_elsewhere(entry, now)
             entry.known_until = now + KNOWN_SECONDS
         return self.policy.cost(entry, now) * _RANK_WEIGHTS[entry.rank]
+
+    def can_go(self, offset: int) -> bool:
+        """Whether an evictable entry begins at `offset`."""
+        return offset in self._at and offset not in self._held
 
     def may_go(self, offset: int, groups: Container[int]) -> bool:
         """Whether an evictable entry of one of these groups begins at `offset`."""

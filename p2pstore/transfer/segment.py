@@ -7,9 +7,11 @@ cooperation (`p2pstore.transfer.reader`). All `now` are Unix seconds.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
-from contextlib import suppress
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from contextlib import closing, suppress
+from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Final
 
@@ -17,6 +19,7 @@ import numpy as np
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import DIGEST_BYTES, Version, format_bytes
+from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer.areas import Areas, Places, QuotaUse
 from p2pstore.transfer.entries import (
     ObjectEntry,
@@ -53,7 +56,7 @@ from p2pstore.transfer.loans import Loan, Loans
 from p2pstore.transfer.most_read import MostRead
 from p2pstore.transfer.object_table import ObjectTable, slot_of
 from p2pstore.transfer.policies.interface import EvictionPolicy
-from p2pstore.transfer.victims import Victims
+from p2pstore.transfer.victims import EVICTED_PER_STEP, Victims
 
 __all__ = [
     "MAX_RESERVATIONS_PER_HOLDER",
@@ -71,6 +74,18 @@ for nobody."""
 
 MOST_TRIES: Final = 4
 """To make room, while threads begin to send from what was chosen to go."""
+
+MOST_STEPS_AHEAD: Final = 4
+"""Of making room ahead of need: what takes longer is left to the put."""
+
+SET_ASIDE_PER_STEP: Final = 512
+"""Entries, at a microsecond each."""
+
+DROPPED_PER_STEP: Final = 128
+"""Leases and reservations that end at once, at 2 us each."""
+
+EXPIRED_PER_STEP: Final = 64
+"""Objects that are withdrawn at once, at 20 us each."""
 
 NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -132,8 +147,13 @@ class Segment:
         self._entries: dict[bytes, ObjectEntry] = {}
         self._held: dict[int, ObjectEntry | Reservation] = {}  # slot number -> what is in it
         self._referenced_bytes = 0
-        self._timers = ExpiryTimers(self._entries)
+        self._timers = ExpiryTimers()
         self._withdrawn: list[ObjectEntry] = []
+        self._in_making: set[int] = set()
+        """Extents that are taken for reservations which are not made yet."""
+        self._aside: dict[ObjectEntry, None] = {}
+        """Entries that are to go for a large value, and are not offered to others."""
+        self._to_put_back: deque[ObjectEntry] = deque()
         self._returned: dict[bytes, ObjectEntry] = {}
         self._closed = False
         self._next_index = self._next_slot = 0
@@ -201,7 +221,24 @@ class Segment:
         now: float,
         namespace: str = "",
     ) -> Reservation:
-        """Room for a value of at most `length` bytes and its trailer; evicts what may be evicted.
+        """`reserve_in_steps` in one go: milliseconds where little may go, or very many objects have to."""
+        return run_through(
+            self.reserve_in_steps(
+                length, trailer_length, holder=holder, now=now, namespace=namespace
+            )
+        )
+
+    def reserve_in_steps(
+        self,
+        length: int,
+        trailer_length: int,
+        *,
+        holder: Hashable,
+        now: float,
+        namespace: str = "",
+    ) -> Steps[Reservation]:
+        """Room for a value of at most `length` bytes and its trailer; evicts what may be evicted. Between two steps
+        anything may be done to the segment.
 
         `namespace` is the value's: where it has a quota, that room is for it, and no room of other quotas. Raises
         `ObjectTooLarge` when it could never fit, and `CapacityExceeded` when what is leased, pinned, kept for other
@@ -226,12 +263,15 @@ class Segment:
                 f"{MAX_RESERVATIONS_PER_HOLDER:,} puts are in progress on one connection: let some "
                 "of them finish first"
             )
-        extent = self._take_extent(capacity, namespace, now)
+        extent = yield from self._take_extent(capacity, namespace, now)
+        self._in_making.add(extent)
         try:
-            slot = self._take_slot(extent, namespace, now)
-        except CapacityExceeded:
+            slot = yield from self._take_slot(extent, namespace, now)
+        except BaseException:
             self._areas.free(extent)
             raise
+        finally:
+            self._in_making.discard(extent)
         offset = self.geometry.data_offset + extent
         reservation = self._reservations.add(
             holder, offset=offset, length=length, capacity=capacity, slot=slot
@@ -253,6 +293,11 @@ class Segment:
             return True
         return self._order.evictable_bytes(_groups_of(places)) >= AHEAD_LEFT * size
 
+    def has_room(self, length: int, trailer_length: int, *, namespace: str = "") -> bool:
+        """Whether nothing has to go for such a value."""
+        size = extent_bytes(length, max(1, trailer_length))
+        return self._has_room(size, self._areas.searches(namespace)[-1])
+
     def make_room_ahead(
         self, length: int, trailer_length: int, *, now: float, namespace: str = ""
     ) -> None:
@@ -266,9 +311,14 @@ class Segment:
             size, places
         ):
             return
-        with suppress(CapacityExceeded, ObjectTooLarge):
-            room = self.reserve(length, trailer_length, holder=NOBODY, now=now, namespace=namespace)
-            self.abort(room.number, holder=NOBODY)
+        steps = self.reserve_in_steps(
+            length, trailer_length, holder=NOBODY, now=now, namespace=namespace
+        )
+        with suppress(CapacityExceeded, ObjectTooLarge), closing(steps):
+            for _ in range(MOST_STEPS_AHEAD):
+                next(steps, None)
+        for number in self._reservations.of(NOBODY):
+            self.abort(number, holder=NOBODY)
 
     def _has_room(self, size: int, places: Places) -> bool:
         return self._areas.has_room(size, places) and self._table.has_free_slot
@@ -517,6 +567,10 @@ class Segment:
             held for held in found if isinstance(held, ObjectEntry) and held.state is SlotState.LIVE
         ]
 
+    def prepare_keys(self, namespace: str) -> bool:
+        """A step towards `keys`, of a millisecond: many have to be put in order first. Whether it was the last one."""
+        return self._listing.prepare(namespace)
+
     def keys(
         self, namespace: str, prefix: str, after: str, limit: int
     ) -> tuple[list[ObjectEntry], bool]:
@@ -587,11 +641,12 @@ class Segment:
         return (entry for entry in found if entry.state is SlotState.LIVE)
 
     def expire(self, now: float) -> list[ObjectEntry]:
-        """Withdraw what is past its time to live and return it (`take_withdrawn` has it, too); end
-        the pins that have run out."""
+        """Withdraw some of what is past its time to live and return it (`take_withdrawn` has it, too); end
+        some of the pins that have run out. `expires_on` says whether there are more."""
         self._settle()
+        self._put_back()
         gone: list[ObjectEntry] = []
-        for entry in self._timers.due(now):
+        for entry in islice(self._timers.due(now), EXPIRED_PER_STEP):
             if entry.state is not SlotState.LIVE:
                 continue
             if entry.expired(now):
@@ -599,8 +654,14 @@ class Segment:
                 gone.append(entry)
             elif 0 < entry.pin_until <= now:
                 self.set_pin(entry, Pin.NONE, 0.0)
+            else:
+                self._timers.set(entry)
         self._withdrawn += gone
         return gone
+
+    def expires_on(self, now: float) -> bool:
+        """Whether `expire` has something to do."""
+        return self._timers.any_due(now) or bool(self._to_put_back)
 
     def take_withdrawn(self) -> list[ObjectEntry]:
         """What was evicted, expired or replaced since the last call: announce that it is gone."""
@@ -608,13 +669,25 @@ class Segment:
         return withdrawn
 
     def drop_holder(self, holder: Hashable) -> None:
-        """End all leases and reservations of a holder that is gone."""
-        for lease in self._leases.of(holder):
-            self.release(lease, holder=holder)
-        for entry in self._hazards.drop(holder):
+        """`drop_holder_in_steps` in one go."""
+        run_through(self.drop_holder_in_steps(holder))
+
+    def drop_holder_in_steps(self, holder: Hashable) -> Steps[None]:
+        """End all leases and reservations of a holder that is gone. Between two steps anything may be done to the
+        segment."""
+        hazards = list(self._hazards.drop(holder))
+        for place, entry in enumerate(hazards, 1):
             self.let_go(entry)
-        for number in self._reservations.of(holder):
+            if place % DROPPED_PER_STEP == 0:
+                yield
+        for place, lease in enumerate(self._leases.of(holder), 1):
+            self.release(lease, holder=holder)
+            if place % DROPPED_PER_STEP == 0:
+                yield
+        for place, number in enumerate(self._reservations.of(holder), 1):
             self.abort(number, holder=holder)
+            if place % DROPPED_PER_STEP == 0:
+                yield
 
     def close(self) -> None:
         """Tell readers that nobody keeps this segment any more. What is held can be let go later."""
@@ -775,12 +848,11 @@ class Segment:
 
     # --- making room -------------------------------------------------------------------------
 
-    def _take_slot(self, extent: int, namespace: str, now: float) -> int:
+    def _take_slot(self, extent: int, namespace: str, now: float) -> Steps[int]:
         """A slot for what goes to that extent. What a namespace has of its quota makes place for more of it last."""
         slot = self._table.take_slot()
         if slot is None:
-            self.expire(now)  # and what views and loans kept is free then
-            slot = self._table.take_slot()
+            slot = yield from self._when_expired(self._table.take_slot, now)
         if slot is None:
             groups = _groups_of(self._areas.searches(namespace)[-1])
             area = self._areas.at(extent)
@@ -791,7 +863,7 @@ class Segment:
                 victims = self._victims.for_slot(others, now) or self._victims.for_slot(groups, now)
                 if not victims:
                     break
-                self._evict(victims)
+                self._evict(self._chosen(victims))
                 slot = self._table.take_slot()
                 if slot is not None:
                     break
@@ -800,41 +872,108 @@ class Segment:
             raise self._no_room(what, namespace)
         return slot
 
-    def _take_extent(self, size: int, namespace: str, now: float) -> int:
+    def _take_extent(self, size: int, namespace: str, now: float) -> Steps[int]:
         searches = self._areas.searches(namespace)
         for places in searches:
             extent = self._areas.take(size, places)
             if extent is None:
-                self.expire(now)  # and what views and loans kept is free then
-                extent = self._areas.take(size, places)
+                take = partial(self._areas.take, size, places)
+                extent = yield from self._when_expired(take, now)
             last = places is searches[-1]
             if extent is None:
-                extent = self._take_made_room(size, places, now, thoroughly=last)
+                extent = yield from self._take_made_room(size, places, now, thoroughly=last)
             if extent is not None:
                 return extent
         raise self._no_room(f"{format_bytes(size)} do not fit", namespace)
 
+    def _when_expired(self, take: Callable[[], int | None], now: float) -> Steps[int | None]:
+        """What `take` gives when what has expired is gone, and what views and loans kept is free."""
+        self.expire(now)
+        while (taken := take()) is None and self.expires_on(now):
+            yield
+            self.expire(now)
+        return taken
+
     def _take_made_room(
         self, size: int, places: Places, now: float, *, thoroughly: bool
-    ) -> int | None:
+    ) -> Steps[int | None]:
         """Room that is made by evicting. Just then a thread may begin to send from what is chosen, or a client look at
-        it: others go too."""
+        it, or others, between two steps, may do anything to it: others go too."""
         for _ in range(MOST_TRIES):
             self._settle()
-            victims = self._victims.for_room(size, places, now, thoroughly=thoroughly)
+            victims = yield from self._victims.for_room(size, places, now, thoroughly=thoroughly)
             if not victims:
                 return None
-            self._evict(victims)
-            extent = self._areas.take(size, places)
+            if len(victims) > EVICTED_PER_STEP:
+                extent = yield from self._clear(victims, size)
+            else:
+                self._evict(self._chosen(victims))
+                extent = self._areas.take(size, places)
+            while self._to_put_back:
+                self._put_back()
+                yield
             if extent is not None:
                 return extent
-            assert self._loans.any_known or self._hazards.any_known, (
-                "a window was evicted and did not make the room it was chosen for"
-            )
         return None
 
-    def _evict(self, offsets: Iterable[int]) -> None:
-        entries = [self._order.at(offset) for offset in offsets]
+    def _chosen(self, offsets: list[int]) -> list[ObjectEntry]:
+        """The entries there that may still go."""
+        return [self._order.at(offset) for offset in offsets if self._order.can_go(offset)]
+
+    def _clear(self, victims: list[int], size: int) -> Steps[int | None]:
+        """An extent of `size` bytes in place of these entries, which are neighbours but for free extents; None when one
+        of them has to stay by now. First all are set aside, so that no others choose them; then they go, some at a
+        time, and what is cleared is taken at once."""
+        base = self.geometry.data_offset
+        entries: list[ObjectEntry] = []
+        at, gone, whole = -1, 0, False
+        try:
+            for offset in sorted(victims):
+                if not self._order.can_go(offset):
+                    return None
+                entries.append(self._set_aside(offset))
+                if len(entries) % SET_ASIDE_PER_STEP == 0:
+                    yield
+            first = entries[0].offset - base
+            hole = self._areas.at(first).allocator.hole_before(first)
+            for begin in range(0, len(entries), EVICTED_PER_STEP):
+                some = entries[begin : begin + EVICTED_PER_STEP]
+                if any(rank_of(entry) is None for entry in some):
+                    return None
+                self._evict(some)
+                gone += len(some)
+                if not begin and self._areas.claim(hole) is not None:
+                    at = hole
+                    self._in_making.add(at)
+                if at < 0 or at + self._areas.grow(at) <= some[-1].offset - base:
+                    return None
+                yield
+            whole = self._areas.grow(at) >= size
+            if whole:
+                self._areas.shrink(at, size)
+            return at if whole else None
+        finally:
+            self._to_put_back.extend(entries[gone:])
+            self._in_making.discard(at)
+            if at >= 0 and not whole:
+                self._areas.free(at)
+
+    def _set_aside(self, offset: int) -> ObjectEntry:
+        """Nobody else chooses the entry from now on."""
+        entry = self._order.at(offset)
+        self._order.discard(entry)
+        self._aside[entry] = None
+        return entry
+
+    def _put_back(self) -> None:
+        """Some of what was set aside for nothing may be evicted again."""
+        for _ in range(min(SET_ASIDE_PER_STEP, len(self._to_put_back))):
+            entry = self._to_put_back.popleft()
+            self._aside.pop(entry, None)
+            if entry not in self._order:
+                self._order.update(entry)
+
+    def _evict(self, entries: Sequence[ObjectEntry]) -> None:
         self._withdrawn += [entry for entry in entries if entry.state is SlotState.LIVE]
         self._withdraw(*entries, evicted=True)
 
@@ -881,6 +1020,8 @@ class Segment:
         """LIVE -> DOOMED, and on to FREE when nothing refers to it."""
         for entry in entries:
             self._order.gone(entry, evicted=evicted)
+            self._timers.drop(entry)
+            self._aside.pop(entry, None)
             self._areas.count(entry, -1)
             entry.state = SlotState.DOOMED
             if self._hazards:
@@ -957,6 +1098,8 @@ class Segment:
         entries = [held for held in self._held.values() if isinstance(held, ObjectEntry)]
         expected = [(entry.offset - base, entry.extent_bytes) for entry in entries]
         expected += [(held.offset - base, held.capacity) for held in self._reservations]
+        for extent in self._in_making:
+            expected.append((extent, self._areas.at(extent).allocator.size_of(extent)))
         assert sorted(expected) == sorted(taken)
         reserved = sum(held.capacity for held in self._reservations)
         referenced = sum(entry.extent_bytes for entry in entries if entry.references)
@@ -978,7 +1121,8 @@ class Segment:
     def _check_entry(self, entry: ObjectEntry) -> None:
         """What is published of an entry says the same as the entry."""
         assert entry.state in (SlotState.LIVE, SlotState.RETURNED) or entry.references
-        assert (entry in self._order) == (rank_of(entry) is not None)
+        if entry not in self._aside:
+            assert (entry in self._order) == (rank_of(entry) is not None)
         area = self._areas.at(entry.offset - self.geometry.data_offset)
         assert entry.group == area.group_of(entry.namespace)
         assert decode_slot(self.slot_bytes(entry)) == slot_of(entry)

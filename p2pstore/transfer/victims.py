@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable
 from typing import Final
 
+from p2pstore.stepping import Steps
 from p2pstore.transfer.allocator import Window, choose_windows
 from p2pstore.transfer.areas import Place, Places
 from p2pstore.transfer.eviction import EvictionOrder
 from p2pstore.transfer.layout import Geometry
+from p2pstore.transfer.stretches import StretchSearch
 
 MOST_WINDOWS: Final = 8
 AHEAD_SHARE: Final = 256
 """So many windows go at once, as long as those ahead of need are less than this part of the segment."""
-MOST_STRETCHES: Final = 8
-"""So many are compared, where a search everywhere finds several."""
+EVICTED_PER_STEP: Final = 64
+"""Objects that go at once, at 20 us each."""
 
 
 class Victims:
@@ -25,8 +26,12 @@ class Victims:
         self._data_bytes = geometry.data_bytes
         self._base = geometry.data_offset
         self._order = order
+        self._searches: dict[tuple[int, ...], StretchSearch] = {}
+        """By the groups of a place, which name it."""
 
-    def for_room(self, size: int, places: Places, now: float, *, thoroughly: bool) -> list[int]:
+    def for_room(
+        self, size: int, places: Places, now: float, *, thoroughly: bool
+    ) -> Steps[list[int]]:
         """What lies in the cheapest window of `size` bytes in any of these places; nothing when there is none as far
         as candidates tell, or if need be (`thoroughly`) anywhere. For small values some more windows go with it: they
         would be next, and looking for them takes longer than all the rest of a put."""
@@ -39,18 +44,22 @@ class Victims:
                 continue
             offsets = self._order.candidates(size, place.groups, len(places))
             least_used = (offset - self._base for offset in offsets)
-            windows = self._windows(place, least_used, size, count, now)
+            windows = yield from self._windows(place, least_used, size, count, now)
             found += windows
             if not windows and not place.is_lent:
                 hemmed_in.append(place)
-        # What must stay hems in all candidates: look everywhere, which may take long. In what is lent, most is to stay,
-        # and whoever has no room of its own would have all of it looked through with every put.
+        # What must stay hems in all candidates: look everywhere. In what is lent, most is to stay, and whoever has no
+        # room of its own would have all of it looked through.
         if not found and thoroughly:
             count = 1
             for place in hemmed_in:
-                anywhere = islice(self._stretches(place, size), MOST_STRETCHES)
-                found += self._windows(place, anywhere, size, count, now)
-        return [self._base + extent for extent in choose_windows(found, count)] if found else []
+                anywhere = yield from self._search_of(place).find(size)
+                found += yield from self._windows(place, anywhere, size, count, now)
+        if not found:
+            return []
+        cheapest = choose_windows(found)
+        chosen = cheapest if len(cheapest) > EVICTED_PER_STEP else choose_windows(found, count)
+        return [self._base + extent for extent in chosen]
 
     def for_slot(self, groups: tuple[int, ...], now: float) -> list[int]:
         """The cheapest object of these groups, if there is one: what it lies in does not matter."""
@@ -61,14 +70,29 @@ class Victims:
 
     def _windows(
         self, place: Place, candidates: Iterable[int], size: int, count: int, now: float
-    ) -> list[Window]:
+    ) -> Steps[list[Window]]:
         def cost(extent: int) -> float | None:
             return self._order.cost_at(self._base + extent, now, place.groups)
 
-        return place.area.allocator.windows(size, candidates, cost, count)
+        # A list: others may have their turn, and change the order, before all were looked at.
+        return place.area.allocator.find_windows(size, list(candidates), cost, count)
 
-    def _stretches(self, place: Place, size: int) -> Iterator[int]:
-        def stays(extent: int) -> bool:
-            return not self._order.may_go(self._base + extent, place.groups)
+    def _search_of(self, place: Place) -> StretchSearch:
+        search = self._searches.get(place.groups)
+        if search is None:
 
-        return place.area.allocator.stretches(size, stays)
+            def stays(extent: int) -> bool:
+                return not self._order.may_go(self._base + extent, place.groups)
+
+            search = self._searches[place.groups] = StretchSearch(place.area.allocator, stays)
+            self._order.on_evictable = self._evictable
+            place.area.allocator.on_opened = self._opened
+        return search
+
+    def _evictable(self, offset: int) -> None:
+        self._opened(offset - self._base)
+
+    def _opened(self, extent: int) -> None:
+        """An extent of any place: where it is none of a search's, that finds nothing there."""
+        for search in self._searches.values():
+            search.opened(extent)

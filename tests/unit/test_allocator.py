@@ -84,11 +84,6 @@ class AllocatorAgainstIntervals(RuleBasedStateMachine):
             window = choose_windows(found)
             assert not barred.intersection(window)
             assert self.freed_by(window) >= size
-        stretches = list(self.allocator.stretches(size, barred.__contains__))
-        for begin, length in wide:
-            assert any(begin <= start < begin + length for start in stretches)
-        for start in stretches:
-            assert self.allocator.windows(size, [start], costs.get)
 
     def runs_without(self, barred: set[int]) -> list[tuple[int, int, int]]:
         """(offset, bytes, extents) of each stretch between barred extents."""
@@ -269,53 +264,3 @@ def test_freeing_everything_leaves_one_extent(sizes: list[int]) -> None:
     for offset in sorted((at for at in offsets if at is not None), key=lambda at: at % 7):
         allocator.free(offset)
     assert allocator.free_extents() == [(0, 96 * GRANULE)]
-
-
-def test_what_hems_in_is_not_passed_again_with_every_search() -> None:
-    """Half of the memory is hemmed in by what stays; each search evicts what it found, and then that stays as well."""
-    extents = 4096
-    allocator = ExtentAllocator(extents * GRANULE, GRANULE)
-    for _ in range(extents):
-        allocator.allocate(GRANULE)
-    staying = {number * GRANULE for number in range(0, extents // 2, 2)}
-    looked = 0
-
-    def stays(offset: int) -> bool:
-        nonlocal looked
-        looked += 1
-        return offset in staying
-
-    searches = 200
-    for _ in range(searches):
-        start = next(allocator.stretches(4 * GRANULE, stays))
-        for offset in range(start, start + 4 * GRANULE, GRANULE):
-            allocator.free(offset)
-        staying.add(allocator.allocate(4 * GRANULE) or 0)
-    assert looked < extents + 10 * searches
-    assert len(staying) == extents // 4 + searches
-
-
-def test_a_search_ends_somewhere_and_the_next_one_goes_on_from_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("p2pstore.transfer.allocator.MOST_LOOKED_AT", 100)
-    allocator = ExtentAllocator(1000 * GRANULE, GRANULE)
-    for _ in range(1000):
-        allocator.allocate(GRANULE)
-    room = range(
-        650 * GRANULE, 950 * GRANULE
-    )  # longer than one search looks; all else is hemmed in
-    looked: list[int] = []
-
-    def stays(offset: int) -> bool:
-        looked.append(offset)
-        return offset not in room and (offset // GRANULE) % 2 == 0
-
-    searches, found = 0, list[int]()
-    while not found and searches < 20:
-        before, searches = len(looked), searches + 1
-        found = list(allocator.stretches(300 * GRANULE, stays))
-        assert len(looked) - before <= 101 + 300
-    assert searches == 7
-    assert found[0] in (room.start, room.start - GRANULE)
-    assert list(allocator.stretches(400 * GRANULE, stays)) == []

@@ -16,7 +16,7 @@ from p2pstore.core.effects import (
     WriteObject,
 )
 from p2pstore.core.listing import ListOperation
-from p2pstore.core.prefetching import AT_ONCE, MAX_QUEUED
+from p2pstore.core.prefetching import AT_ONCE, BEGUN_PER_STEP, MAX_QUEUED
 from p2pstore.core.presence import is_known, known_keys
 from p2pstore.core.put import PutOperation
 from p2pstore.core.serving import ListHereOperation, reply_of
@@ -662,6 +662,8 @@ def test_prefetching_ends_somewhere() -> None:
 def test_prefetching_many_that_are_nowhere() -> None:
     world = ColdWorld()
     world.core.prefetching.add((number.to_bytes(16, "big") for number in range(5_000)), world.now)
+    assert len(world.core.prefetching) == 5_000 - BEGUN_PER_STEP
+    world.pass_time(0.1)
     assert not len(world.core.prefetching)
     world.check_idle()
 

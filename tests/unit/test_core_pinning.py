@@ -133,6 +133,7 @@ def test_more_than_a_holder_does_at_a_time_are_several_messages() -> None:
     for key in keys:
         world.push(world.others[0], same_as(world.stored(key, b"v"), key, b"v"))
     operation = pin(world, *keys)
+    world.pass_time(0.01)
     asked = asks(world)
     assert len(asked) == 3
     for ask in asked:

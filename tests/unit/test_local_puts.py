@@ -26,7 +26,9 @@ class Loop:
     def __init__(self, world: Harness) -> None:
         node: Any = SimpleNamespace(core=world.core, now=world.now, ssd=None)
         self.puts = LocalPuts(node, office=None)  # type: ignore[arg-type]  # no ticket is asked for
-        self._room = self.puts.reserve(CLIENT, local.Reserve([ROOM], NAMESPACE)).items[0]
+        reserved = self.puts.reserve(CLIENT, local.Reserve([ROOM], NAMESPACE))
+        assert isinstance(reserved, local.Reserved)
+        self._room = reserved.items[0]
 
     def put(self, key: str, again: local.ReserveItem | None = ROOM) -> local.Committed:
         sums = chunk_sums(VALUE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import get_args
 
 import pytest
@@ -178,12 +178,7 @@ def test_what_is_lent_is_not_looked_through_for_who_has_no_room_of_its_own(
         put(segment, "other", number)
         put(segment, "mine", number)
     looked: list[Place] = []
-
-    def stretches(place: Place, size: int) -> Iterator[int]:
-        looked.append(place)
-        return iter(())
-
-    monkeypatch.setattr(segment._victims, "_stretches", stretches)
+    monkeypatch.setattr(segment._victims, "_search_of", looked.append)
     for number in range(20):
         with pytest.raises(CapacityExceeded):
             put(segment, "other", 100 + number, granules=2)

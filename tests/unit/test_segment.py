@@ -645,7 +645,7 @@ def test_room_is_found_where_no_candidate_is() -> None:
         put(segment, f"recent {number}", one_granule(number), now=500)
     put(segment, "wide", value_of(1, 3 * GRANULE_BYTES - 200), now=501)
     gone = [entry.key for entry in segment.take_withdrawn()]
-    assert len(gone) == 3
+    assert len(gone) == 2  # and the free granule behind them
     assert all(key.startswith("recent") for key in gone)
     with pytest.raises(CapacityExceeded):
         put(segment, "too wide", value_of(1, 10 * GRANULE_BYTES - 200), now=502)
@@ -874,10 +874,10 @@ def test_soft_pins_run_out() -> None:
 
 def test_timers_of_overwritten_objects_do_not_pile_up() -> None:
     segment, _ = new_segment(8)
-    for clock in range(1, 6000):
+    for clock in range(1, 100):
         put(segment, "k", b"value", clock=clock, expires_unix_ms=10**9)
         segment.take_withdrawn()
-    assert len(segment._timers) < 1100
+    assert len(segment._timers) == 1
     assert [entry.key for entry in segment.expire(10**6)] == ["k"]
 
 

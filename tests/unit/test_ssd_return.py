@@ -57,6 +57,9 @@ class Life:
             for effect in self.world.effects(cast("type[Any]", kind)):
                 self._nursery.start_soon(self.ssd.carry_out, effect)
 
+    async def make_room(self, length: int, namespace: str = "") -> None:
+        """There is room."""
+
     def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
         self._nursery.start_soon(function)
 

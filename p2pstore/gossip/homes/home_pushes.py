@@ -42,6 +42,8 @@ ANSWER_WEIGHT: Final = 1 / 8
 """Of the last answer in the usual time (as TCP has it)."""
 
 _NUMBER: Final = struct.Struct("<I")
+COMPOSED_AT_ONCE: Final = 4_096
+"""Operations put into messages at a time, at 0.5 us each."""
 
 
 @dataclass(slots=True)
@@ -231,19 +233,24 @@ class HomePushes:
         return max(due, self._pushed_at + self._config.push_seconds)
 
     def take(self, now: float) -> list[Push]:
-        """What is due now, a message a home."""
+        """What is due now, a message a home; where that is much, to some homes now and to the others with the next
+        call."""
         if now < self.due():
             return []
         self._pushed_at = now
         self._expire(now)
         self._choose_new(now)
         self._choose_audits(now)
-        pushes = []
+        pushes: list[Push] = []
+        composed = 0
         for member, home in list(self._homes.items()):
             if home.tokens and home.resend_at <= now:
                 pushes.append(self._resend(member, home))
             if home.tokens or now < home.retry_at:
                 continue
+            if composed >= COMPOSED_AT_ONCE:
+                continue
+            composed += len(home.runs)
             push = self._compose(member, home)
             if push is None:
                 del self._homes[member]

@@ -12,6 +12,9 @@ from p2pstore.gossip.locations.published_locations import ApartKeys
 from p2pstore.gossip.records import Member
 from p2pstore.objects import DIGEST_BYTES
 
+EXPIRED_AT_ONCE: Final = 1_024
+"""A microsecond each."""
+
 _NONE: Final[Mapping[Member, EarlyOperation]] = {}
 
 
@@ -64,8 +67,8 @@ class EarlyOperations:
         return True
 
     def expire(self, now: float) -> None:
-        """Drop what was pushed so long ago that the log must have told of it."""
-        while self._order:
+        """Drop some of what was pushed so long ago that the log must have told of it."""
+        for _ in range(min(EXPIRED_AT_ONCE, len(self._order))):
             (digest, member), arrived_at = next(iter(self._order.items()))
             if arrived_at + self._kept_seconds > now:
                 break

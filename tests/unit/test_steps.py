@@ -1,0 +1,418 @@
+"""Nothing holds the event loop for long: how much work one step has at most, counted, for the largest requests."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from p2pstore.core import peer_core, serving
+from p2pstore.core.put import PutOperation
+from p2pstore.core.sweeping import WITHDRAWN_PER_STEP
+from p2pstore.errors import CapacityExceeded, ProtocolError
+from p2pstore.local import messages as local
+from p2pstore.local.messages import MAX_BATCH, Access
+from p2pstore.local.server import LocalClient
+from p2pstore.objects import Version, chunk_sums, root_checksum
+from p2pstore.peer.local_gets import LocalGets
+from p2pstore.peer.local_puts import LocalPuts
+from p2pstore.stepping import Steps, run_through
+from p2pstore.transfer import segment as segments
+from p2pstore.transfer.allocator import GROWN_PER_STEP
+from p2pstore.transfer.eviction import EvictionOrder
+from p2pstore.transfer.key_listing import RUN_KEYS, KeyListing
+from p2pstore.transfer.layout import Pin
+from p2pstore.transfer.messages import ClusterRecords, DataKind, Lookup
+from p2pstore.transfer.segment import Segment
+from p2pstore.transfer.stretches import LOOKED_AT_PER_STEP
+from p2pstore.transfer.victims import EVICTED_PER_STEP
+from p2pstore.turns import in_turns, take_turns
+from p2pstore.wire import decode_body, encode_body
+from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of
+
+GRANULE = 4096
+CLIENT = LocalClient(7, NAMESPACE, Access.WRITE, 1, "")
+
+
+def new_world(granules: int, **facts: Any) -> Harness:
+    return Harness(
+        memory_bytes=granules * GRANULE,
+        new_memory=lambda length: memoryview(mmap.mmap(-1, length)),
+        **facts,
+    )
+
+
+def fill(
+    world: Harness,
+    count: int,
+    *,
+    pinned: Callable[[int], bool] = lambda number: False,
+    **options: Any,
+) -> None:
+    for number in range(count):
+        pin = int(Pin.HARD) if pinned(number) else 0
+        operation = world.put(f"k{number}", b"v", pin=pin, **options)
+        assert isinstance(operation, PutOperation)
+        assert operation.done
+    world.forget_effects()
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> Iterator[list[int]]:
+    """How often a method was called since `[0]` was set to 0."""
+    calls, method = [0], getattr(owner, name)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return method(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, counting)
+        yield calls
+
+
+def most_in_a_step(steps: Steps[Any], calls: list[int]) -> tuple[int, Any]:
+    """The most calls in one step, and the result, or the error."""
+    most = 0
+    while True:
+        calls[0] = 0
+        try:
+            next(steps)
+        except StopIteration as end:
+            return max(most, calls[0]), end.value
+        except CapacityExceeded as error:
+            return max(most, calls[0]), error
+        most = max(most, calls[0])
+
+
+# --- room ------------------------------------------------------------------------------------
+
+
+def _take_the_rest(segment: Segment) -> None:
+    """Nothing is free any more."""
+    allocator = segment._areas.shared.allocator
+    while allocator.largest_free_bytes:
+        assert allocator.allocate(allocator.largest_free_bytes) is not None
+
+
+def test_a_failed_search_for_room_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = new_world(4_096)
+    fill(world, 1_024, pinned=lambda number: number % 10 != 0)
+    _take_the_rest(world.segment)
+    looked = []
+    with counted(monkeypatch, EvictionOrder, "may_go") as calls:
+        for _ in range(100):
+            steps = world.segment.reserve_in_steps(60_000, 200, holder="c", now=1.9e9)
+            most, error = most_in_a_step(steps, calls)
+            assert isinstance(error, CapacityExceeded)
+            assert most <= LOOKED_AT_PER_STEP
+            looked.append(most)
+    assert looked[0]
+    assert not any(looked[1:])
+
+
+def test_many_small_objects_go_for_a_large_one_some_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = new_world(1_024)
+    fill(world, 1_024)
+    segment = world.segment
+    assert not segment.free_bytes
+    value = 700 * GRANULE
+    with counted(monkeypatch, Segment, "_free") as freed:
+        steps = segment.reserve_in_steps(value - 500, 200, holder="c", now=1.9e9)
+        most, room = most_in_a_step(steps, freed)
+    assert most <= EVICTED_PER_STEP
+    assert room.length == value - 500
+    segment.check()
+
+
+def test_others_get_none_of_what_is_cleared_for_a_large_one() -> None:
+    world = new_world(1_024)
+    fill(world, 1_024)
+    segment = world.segment
+    steps = segment.reserve_in_steps(700 * GRANULE, 200, holder="c", now=1.9e9)
+    small, room = 0, None
+    while room is None:
+        try:
+            next(steps)
+        except StopIteration as end:
+            room = end.value
+        if segment.object_count < 1_024:  # it has begun
+            segment.reserve(10, 10, holder="other", now=1.9e9)
+            small += 1
+            segment.check()
+    assert small > 700 // EVICTED_PER_STEP
+    assert segment._reservations.count_of("c") == 1
+    segment.check()
+
+
+def test_a_reservation_that_is_called_off_in_the_middle_leaves_nothing_behind() -> None:
+    world = new_world(1_024)
+    fill(world, 1_024)
+    segment = world.segment
+    for made in range(5, 40, 7):
+        steps = segment.reserve_in_steps(600 * GRANULE, 200, holder="c", now=1.9e9)
+        for _ in range(made):
+            next(steps, None)
+        steps.close()
+        segment.drop_holder("c")
+        segment.check()
+    assert segment.used_bytes == segment.object_count * GRANULE
+
+
+def test_a_large_one_is_refused_when_something_in_its_place_is_leased_meanwhile() -> None:
+    world = new_world(256)
+    fill(world, 256)
+    segment = world.segment
+    steps = segment.reserve_in_steps(255 * GRANULE, 200, holder="c", now=1.9e9)
+    next(steps)
+    while segment.object_count > 256 - EVICTED_PER_STEP:
+        next(steps)
+    entry = min(segment.entries(), key=lambda each: abs(each.offset - segment.geometry.total_bytes))
+    segment.lease(entry, holder="reader", now=1.9e9)
+    with pytest.raises(CapacityExceeded):
+        run_through(steps)
+    segment.check()
+    assert segment.used_bytes == segment.object_count * GRANULE
+
+
+def test_windows_of_many_extents_are_grown_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = new_world(1_024)
+    fill(world, 1_024, pinned=lambda number: number == 512)
+    with counted(monkeypatch, EvictionOrder, "cost_at") as calls:
+        steps = world.segment.reserve_in_steps(900 * GRANULE, 200, holder="c", now=1.9e9)
+        most, error = most_in_a_step(steps, calls)
+    assert isinstance(error, CapacityExceeded)
+    assert most <= 4 * GROWN_PER_STEP + 32
+
+
+# --- time ------------------------------------------------------------------------------------
+
+
+def test_what_expires_at_the_same_moment_goes_some_at_a_time() -> None:
+    world = new_world(1_024)
+    fill(world, 1_000, ttl_seconds=10.0)
+    world.now += 20.0
+    left = [world.segment.object_count]
+    while left[-1]:
+        world.core.tick(world.now)
+        left.append(world.segment.object_count)
+        assert world.core.next_tick(world.now) <= world.now or not left[-1]
+    gone = [before - after for before, after in pairwise(left)]
+    assert max(gone) <= segments.EXPIRED_PER_STEP
+    world.segment.check()
+
+
+def test_room_of_what_has_expired_is_used_before_anything_else_goes() -> None:
+    world = new_world(1_024)
+    fill(world, 200)
+    for number in range(824):
+        world.put(f"short {number}", b"v", ttl_seconds=10.0)
+    world.now += 20.0
+    assert not world.segment.free_bytes
+    world.segment.reserve(500 * GRANULE, 200, holder="c", now=world.core.unix(world.now))
+    assert all(world.find(f"k{number}") for number in range(200))
+
+
+def test_keys_are_put_in_order_some_at_a_time() -> None:
+    listing, count = KeyListing(), 10_000
+    for number in range(count):
+        listing.add(SimpleNamespace(namespace="n", key=f"{number * 7919 % count:05d}"))  # type: ignore[arg-type]
+    steps = 1
+    while not listing.prepare("n"):
+        steps += 1
+    assert steps >= count // RUN_KEYS
+    found, more = listing.page("n", "", "01234", 3)
+    assert ([entry.key for entry in found], more) == (["01235", "01236", "01237"], True)
+    assert listing.page("n", "no such", "", 3) == ([], False)
+
+
+def test_what_a_namespace_floor_forbids_goes_some_at_a_time() -> None:
+    world = new_world(1_024)
+    fill(world, 1_000)
+    before = world.segment.object_count
+    world.core.floors.sweep.begin(world.now, distrusted=1 << 62)
+    assert before - world.segment.object_count <= WITHDRAWN_PER_STEP
+
+
+# --- other peers -----------------------------------------------------------------------------
+
+
+def test_large_lookups_and_pushes_of_floors_are_answered_in_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = new_world(1_024, others=1)
+    fill(world, 500)
+    (other,) = world.others
+    packed = b"".join(digest_of(f"k{number}") for number in range(1_500))
+    operation = world.serve(other, DataKind.LOOKUP, Lookup(packed))
+    assert not operation.done
+    world.pass_time(0.1)
+    reply = serving.reply_of(operation)
+    assert [bool(holdings) for holdings in reply.items] == [n < 500 for n in range(1_500)]  # type: ignore[attr-defined]
+
+    floors = [
+        world.floor_from(other, digest_of(f"k{number}"), Version(clock_at(5.0), 9))
+        for number in range(200)
+    ]
+    pushed = ClusterRecords([each.body for each in floors], [each.signature for each in floors])
+    operation = world.serve(other, DataKind.CLUSTER_RECORDS, pushed)
+    assert not operation.done
+    assert world.segment.object_count >= 500 - serving.RECORDS_PER_STEP
+    world.pass_time(0.1)
+    assert operation.done
+    assert world.segment.object_count == 300
+
+
+def test_few_members_make_no_step_larger() -> None:
+    assert Harness().core.keys_per_step <= peer_core.LOOKED_UP_PER_STEP
+
+
+# --- clients of this host --------------------------------------------------------------------
+
+
+class Peer:
+    """What answers local clients, under trio."""
+
+    def __init__(self, world: Harness) -> None:
+        node: Any = SimpleNamespace(
+            core=world.core, now=world.now, ssd=None, start_soon=lambda function: None
+        )
+        self.puts = LocalPuts(node, office=None)  # type: ignore[arg-type]  # no ticket is asked for
+        self.gets = LocalGets(node, None, 1 << 40)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have their turn after each step."""
+    monkeypatch.setattr("p2pstore.turns.TURN_SECONDS", 0.0)
+    monkeypatch.setattr("p2pstore.turns.FIRST_TURN_SECONDS", 0.0)
+
+
+async def turns_of(answer: Any) -> tuple[int, Any]:
+    """How often others had their turn until an answer was there, and the answer."""
+    turns, result = 0, None
+
+    async def wait(scope: trio.CancelScope) -> None:
+        nonlocal result
+        result = await answer if isinstance(answer, Awaitable) else answer
+        scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait, nursery.cancel_scope)
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+    return turns, result
+
+
+@pytest.mark.usefixtures("short_turns")
+async def test_batches_of_local_clients_let_others_have_their_turn() -> None:
+    world = new_world(1_024)
+    fill(world, 100)
+    peer = Peer(world)
+    reserve = local.Reserve([local.ReserveItem(1, 200)] * 300, NAMESPACE)
+    turns, reserved = await turns_of(peer.puts.reserve(CLIENT, reserve))
+    assert turns >= 300
+    sums = chunk_sums(b"v")
+    items = [
+        local.CommitItem(each.reservation, f"new {n}", 1, sums, root_checksum(1, sums))
+        for n, each in enumerate(reserved.items)
+    ]
+    turns, committed = await turns_of(peer.puts.commit(CLIENT, local.Commit(NAMESPACE, items)))
+    assert turns >= 300
+    assert not any(each.error.code for each in committed.items)
+    packed = b"".join(digest_of(f"new {n}") for n in range(300))
+    turns, leased = await turns_of(peer.gets.lease(CLIENT, local.Lease(packed, fetch=False)))
+    assert turns >= 300
+    leases = [each.lease for each in leased.items]
+    assert all(leases)
+    turns, _ = await turns_of(peer.gets.release(CLIENT, local.Release([*leases, 1 << 40])))
+    assert turns >= 300
+    assert not world.segment.leased_bytes
+    world.segment.check()
+
+
+@pytest.mark.usefixtures("short_turns")
+async def test_a_batch_of_reservations_that_is_called_off_leaves_none() -> None:
+    world = new_world(1_024)
+    peer = Peer(world)
+    reserve = local.Reserve([local.ReserveItem(1, 200)] * 300, NAMESPACE)
+    answer = peer.puts.reserve(CLIENT, reserve)
+    assert isinstance(answer, Awaitable)
+    work: Awaitable[Any] = answer
+
+    async def wait() -> None:
+        await work
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        for _ in range(100):
+            await trio.lowlevel.checkpoint()
+        assert world.segment.used_bytes
+        nursery.cancel_scope.cancel()
+    assert not world.segment.used_bytes
+    fill(world, 10)
+    packed = b"".join(digest_of(f"k{n}") for n in range(10))
+    answer = peer.gets.lease(CLIENT, local.Lease(packed, fetch=False))
+    assert isinstance(answer, Awaitable)
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await answer
+    assert not world.segment.leased_bytes
+
+
+@pytest.mark.usefixtures("short_turns")
+async def test_one_piece_of_work_at_a_time_has_a_turn() -> None:
+    """Of many that are worked on, so that it does not add up."""
+    done: list[int] = []
+    passes: list[int] = []
+
+    def work() -> Steps[None]:
+        for _ in range(20):
+            done.append(len(passes))
+            yield
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(10):
+            nursery.start_soon(take_turns, work())
+        await trio.lowlevel.checkpoint()
+        while len(done) < 200:
+            passes.append(len(done))
+            await trio.lowlevel.checkpoint()
+    later = done[30:]
+    assert max(later.count(number) for number in set(later)) <= 2
+
+
+def test_a_short_answer_is_there_at_once() -> None:
+    def work() -> Steps[int]:
+        return 5
+        yield
+
+    assert in_turns(work()) == 5
+
+
+def test_what_a_client_holds_ends_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = new_world(1_024)
+    fill(world, 800)
+    for entry in world.segment.entries():
+        world.segment.lease(entry, holder="c", now=1.9e9)
+    for _ in range(200):
+        world.segment.reserve(1, 100, holder="c", now=1.9e9)
+    with counted(monkeypatch, Segment, "let_go") as calls:
+        most, _ = most_in_a_step(world.segment.drop_holder_in_steps("c"), calls)
+    assert most <= segments.DROPPED_PER_STEP
+    assert not world.segment.leased_bytes
+    assert world.segment.used_bytes == 800 * GRANULE
+
+
+def test_lists_of_requests_are_bounded_before_they_are_decoded() -> None:
+    with pytest.raises(ProtocolError, match="length"):
+        decode_body(local.Abort, encode_body(local.Abort([1] * (MAX_BATCH + 1))))
