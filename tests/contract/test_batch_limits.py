@@ -16,14 +16,13 @@ from p2pstore.integrations.mooncake import removing
 from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
 from p2pstore.local import messages as local
 from p2pstore.local.batching import (
-    MAX_BATCH,
     MAX_REPORTED_FAILURES,
     MOST_ITEMS,
     REQUEST_BYTES,
     Cuts,
     text_bytes,
 )
-from p2pstore.local.messages import LocalKind
+from p2pstore.local.messages import MAX_BATCH, LocalKind
 from p2pstore.wire import LOCAL_LIMITS, encode_body
 from tests.contract.worlds import peer_process, until
 
