@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from p2pstore.invite import Invite
 from p2pstore.local.paths import own_directory, unreachable_by_others
 from p2pstore.nursery import open_background_nursery, sole_cause
 from p2pstore.peer.api import Peer, open_peer
+from p2pstore.peer.garbage import short_collections
 from p2pstore.peer.logs import configure_logs, reopen_logs, send_stderr_to_log
 from p2pstore.peer.service_manager import ServiceManager
 from p2pstore.places import kept
@@ -126,37 +126,26 @@ async def _serve(
     config: PeerConfig, hangups: _Hangups, detached: bool, manager: ServiceManager
 ) -> None:
     async with open_peer(config) as peer, open_background_nursery() as nursery:
-        _spare_the_collector()
-        nursery.start_soon(_watch_hangups, hangups, peer, manager)
-        _say_started(peer)
-        if config.bootstrap:
-            with trio.move_on_after(config.join_timeout):
-                await peer.node.settled.wait()
-        ready = _ready_document(peer)
-        if config.bootstrap and not peer.node.settled.is_set():
-            logger.warning(
-                "no bootstrap peer answered within %g s: serving alone, and trying on",
-                config.join_timeout,
-                extra={"event": "join_timed_out"},
-            )
-        _say_ready(ready)
-        manager.ready(f"serving {peer.socket}")
-        if detached:
-            _let_go()
-        await peer.node.leave_requested.wait()
-        manager.stopping(peer.node.drain_seconds + ENDING_SECONDS)
-        logger.info("leaving: asked to", extra={"event": "leaving"})
-
-
-def _spare_the_collector() -> None:
-    """Leave the 100,000 objects of the imported modules out of garbage collections.
-
-    With them a full collection takes 100 ms, in which this peer answers nobody, and comes only when
-    25,000 objects have survived since the last: until then ended connections, which are cycles, pile up to
-    20 MB. Without them it takes what the peer's own objects take, and comes often.
-    """
-    gc.freeze()
-    gc.collect()  # else the next one waits until there is a quarter of what was frozen
+        with short_collections():
+            nursery.start_soon(_watch_hangups, hangups, peer, manager)
+            _say_started(peer)
+            if config.bootstrap:
+                with trio.move_on_after(config.join_timeout):
+                    await peer.node.settled.wait()
+            ready = _ready_document(peer)
+            if config.bootstrap and not peer.node.settled.is_set():
+                logger.warning(
+                    "no bootstrap peer answered within %g s: serving alone, and trying on",
+                    config.join_timeout,
+                    extra={"event": "join_timed_out"},
+                )
+            _say_ready(ready)
+            manager.ready(f"serving {peer.socket}")
+            if detached:
+                _let_go()
+            await peer.node.leave_requested.wait()
+            manager.stopping(peer.node.drain_seconds + ENDING_SECONDS)
+            logger.info("leaving: asked to", extra={"event": "leaving"})
 
 
 def _say_started(peer: Peer) -> None:
