@@ -343,6 +343,13 @@ class FloorSync:
         if min(self.seen.values(), default=oldest + 1) <= oldest:
             self.seen = without_older(self.seen, oldest)
         self._note_horizon(now)
+        self._doubt(members, now)
+
+    def _doubt(self, members: Sequence[ShownFloors], now: float) -> None:
+        """Tell clients whether some member is doubted (`doubted_up_to`)."""
+        if not self._horizon_hash:
+            self._unproven.clear()
+            return
         proven = {m.member for m in members if m.floors_horizon == self._horizon_hash}
         self._unproven -= proven
         late = now > self._horizon_since + CATCH_UP_SECONDS
