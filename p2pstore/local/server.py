@@ -425,8 +425,12 @@ class _Connection:
                 )
             return
         kind = _KINDS[header.kind]
-        message = decode_body(request_type, body)
         begin = time.monotonic()
+        try:
+            message = decode_body(request_type, body)
+        except ProtocolError as error:  # the next frame is where it should be, so the client stays
+            answered += _answer(header, error)
+            return
         try:
             if kind in WRITING and client.access != Access.WRITE:
                 raise ValueError("the client connected only to read: connect with write access")

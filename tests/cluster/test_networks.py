@@ -109,7 +109,7 @@ def test_ipv6(network: Network) -> None:
     assert second["control"] == "[fd77::2]:17946"
     b.done("put", "k", "-", input="value")
     assert a.done("get", "k", "--wait", "10") == "value"
-    assert "link-local" in b.failed("join", "--insecure", "--listen", "[fe80::1]:0")
+    assert "link-local" in b.failed("join", "--name", "c", "--insecure", "--listen", "[fe80::1]:0")
 
 
 def test_a_name_that_stands_for_all_peers(network: Network) -> None:
