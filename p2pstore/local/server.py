@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+import msgspec
 import trio
 
 from p2pstore.accepting import Accepting
@@ -428,8 +429,12 @@ class _Connection:
         begin = time.monotonic()
         try:
             message = decode_body(request_type, body)
-        except ProtocolError as error:  # the next frame is where it should be, so the client stays
-            answered += _answer(header, error)
+        except ProtocolError as error:
+            if not isinstance(error.__cause__, msgspec.ValidationError):
+                raise
+            answered += _answer(
+                header, error
+            )  # a message, but with a list too long, say: the client stays
             return
         try:
             if kind in WRITING and client.access != Access.WRITE:
