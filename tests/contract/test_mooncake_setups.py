@@ -7,12 +7,13 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from p2pstore.integrations import mooncake
+from p2pstore.integrations.mooncake import segments
 from p2pstore.integrations.mooncake.own_peer import OwnPeer, ssd_folder
 from p2pstore.local import paths
 from tests.contract.worlds import until
@@ -174,6 +175,27 @@ def test_memory_given_out_is_freed_with_the_store(store: Store, peer: OwnPeer) -
     del calls
     gc.collect()
     set_up(store, peer)
+
+
+def test_a_segment_that_is_mounted_while_the_store_is_closed_ends(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    class Mounted:
+        """A peer that has just started when the store is closed."""
+
+        ready: ClassVar = {"joined": True, "peer_id": "nobody heard of it"}
+
+        def __init__(self, options: list[str]) -> None:
+            store.close()
+
+        def close(self) -> None:
+            ended.append("closed")
+
+    monkeypatch.setattr(segments, "OwnPeer", Mounted)
+    assert store.allocate_and_mount_segment(8 << 20)["ret"] == -1
+    assert ended == ["closed"]
 
 
 def test_closing_while_others_call_gives_codes_and_never_wrong_bytes(peer: OwnPeer) -> None:

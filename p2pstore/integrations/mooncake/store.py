@@ -29,7 +29,8 @@ class MooncakeDistributedStore(StoreCalls):
 
     `setup` it, use it from any number of threads, `close` it. Methods return codes as Mooncake's do: 0 or a length when
     it worked, else one of `ErrorCode`; the log (`p2pstore.mooncake`) says what a code was for. `TypeError` is raised
-    for arguments of a wrong type. Sessions, segments, registered and pooled memory and tasks end with `close`.
+    for arguments of a wrong type; an item of a batch that has one gets -600. Sessions, segments, registered and pooled
+    memory and tasks end with `close`.
     """
 
     def __init__(self) -> None:
