@@ -92,7 +92,7 @@ class LastingClient:
     """
 
     def __init__(
-        self, weight_version: str, socket: str | None = None, *, timeout: float = 5.0
+        self, weight_version: Any, socket: str | None = None, *, timeout: float = 5.0
     ) -> None:
         if not isinstance(weight_version, str) or not weight_version.strip():
             raise ConfigError(

@@ -73,7 +73,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 def test_the_weight_version_has_to_be_named() -> None:
     for none in ("", " ", None, 5):
         with pytest.raises(ConfigError, match="weight_version"):
-            LastingClient(none)  # type: ignore[arg-type]
+            LastingClient(none)
 
 
 def test_settings_that_mean_nothing_are_named(

@@ -155,6 +155,21 @@ def test_a_call_without_a_session_gets_nothing_of_another_tenant(
     assert store.get("session") == b"of the other"
 
 
+def test_what_is_said_beside_a_dict_counts_as_well(
+    peer: OwnPeer, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, values = Store(), {"socket": str(peer.socket)}
+    assert store.setup(values, master_server_addr="host:99999") == -600
+    assert store.setup(values, global_segment_size="16 apples") == -600
+    assert [each.getMessage()[:26] for each in caplog.records] == [
+        *("setup: master_server_addr:", "setup: global_segment_size")
+    ]
+    assert store.setup(values | {"tenant_id": "first"}, tenant_id="second") == 0
+    assert store.current._settings is not None
+    assert store.current._settings.namespace == "first"
+    store.close()
+
+
 def test_set_up_twice_is_refused_and_changes_nothing(
     store: Store, peer: OwnPeer, caplog: pytest.LogCaptureFixture
 ) -> None:

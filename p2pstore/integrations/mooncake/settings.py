@@ -77,7 +77,7 @@ class SetupSettings:
 
 def size_in_bytes(value: Any, name: str) -> int:
     """A number of bytes, or text such as `16MB`, `4gb`, `1024`, `1e6` (1024 bytes to a KB, as Mooncake has it)."""
-    size = math.nan
+    size: Any = math.nan
     if isinstance(value, numbers.Integral | float) and not isinstance(value, bool):
         size = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
