@@ -264,7 +264,7 @@ def test_an_item_that_cannot_be_takes_no_other_down(calls: mooncake_calls.Calls)
 
 
 NO_NUMBERS: list[Any] = [None, -1, 2**70, 1.5, "5"]
-NO_KEYS: list[Any] = [None, 5, b"bytes", "", "k" * 2000, "\ud800"]
+NO_KEYS: list[Any] = [["a list"], None, 5, b"bytes", "", "k" * 2000, "\ud800"]
 
 
 @pytest.mark.parametrize("wrong", NO_NUMBERS, ids=repr)
@@ -325,8 +325,15 @@ def test_what_is_no_key_takes_no_other_item_down(calls: mooncake_calls.Calls, wr
     keys = ["a good key", wrong]
     assert store.batch_is_exist(keys) == store.batch_probe_key(keys) == [1, 0]
     assert list(store.batch_get_replica_desc(keys)) == keys[:1]
-    assert store.batch_put_session_start([wrong, "begun beside no key"], [5, 5]) == [-600, 0]
-    assert store.batch_put_session_revoke(["begun beside no key"]) == [0]
+    begun = ["begun beside no key", wrong]
+    place, _ = calls.memory(b"12345")
+    parts = [[place]] * 2, [[5]] * 2, [[0]] * 2
+    assert store.batch_put_session_start(begun, [5, 5]) == [0, -600]
+    assert store.batch_put_from_multi_buffer_ranges(begun, *parts) == [5, -600]
+    assert store.batch_put_session_end(begun) == [0, -600]
+    assert store.get(begun[0]) == b"12345"
+    assert store.batch_put_session_revoke(begun) == [-600, -600]
+    assert store.batch_get_session_end(begun) == store.remove(begun[0]) == 0
     assert store.batch_put_tensor([wrong], [torch.ones(2)]) == [-600]
     for put in (store.batch_put_tensor_with_tp, store.batch_pub_tensor_with_tp):
         assert put([wrong, "cut"], [torch.ones(2)] * 2, tp_size=2) == [-600, 0]

@@ -53,7 +53,7 @@ class SessionCalls(AddressCalls):
 
     def batch_get_session_end(self, keys: Sequence[str]) -> int:
         """Let go of them. Returns 0."""
-        for key in keys:
+        for key in filter(is_key, keys):
             self._read.pop(key, None)
         return 0
 
@@ -72,7 +72,7 @@ class SessionCalls(AddressCalls):
         for key, pointers, sizes, offsets in zip(
             keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True
         ):
-            held = self._read.get(key)
+            held = self._read.get(key) if isinstance(key, str) else None
             places = None if held is None else _places(held, pointers, sizes, offsets)
             if places is None:
                 codes.append(INVALID)
@@ -132,7 +132,7 @@ class SessionCalls(AddressCalls):
         for key, pointers, sizes, offsets in zip(
             keys, all_buffer_ptrs, all_sizes, all_dst_offsets, strict=True
         ):
-            begun = self._written.get(key)
+            begun = self._written.get(key) if isinstance(key, str) else None
             places = None if begun is None else _places(begun[0], pointers, sizes, offsets)
             if places is None:
                 codes.append(INVALID)
@@ -147,7 +147,7 @@ class SessionCalls(AddressCalls):
         codes = [INVALID] * len(keys)
         by_config: dict[int, list[tuple[int, memoryview, ReplicateConfig]]] = {}
         for number, key in enumerate(keys):
-            begun = self._written.pop(key, None)
+            begun = self._written.pop(key, None) if is_key(key) else None
             if begun is not None:
                 value, config = begun
                 by_config.setdefault(id(config), []).append((number, value, config))
@@ -160,7 +160,10 @@ class SessionCalls(AddressCalls):
 
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
         """Forget what was begun: 0 for each, -600 for what was not."""
-        return [INVALID if self._written.pop(key, None) is None else 0 for key in keys]
+        return [
+            0 if is_key(key) and self._written.pop(key, None) is not None else INVALID
+            for key in keys
+        ]
 
 
 def _places(
