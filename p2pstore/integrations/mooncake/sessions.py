@@ -72,7 +72,7 @@ class SessionCalls(AddressCalls):
         for key, pointers, sizes, offsets in zip(
             keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True
         ):
-            held = self._read.get(key) if isinstance(key, str) else None
+            held = self._read.get(key) if is_key(key) else None
             places = None if held is None else _places(held, pointers, sizes, offsets)
             if places is None:
                 codes.append(INVALID)
@@ -132,7 +132,7 @@ class SessionCalls(AddressCalls):
         for key, pointers, sizes, offsets in zip(
             keys, all_buffer_ptrs, all_sizes, all_dst_offsets, strict=True
         ):
-            begun = self._written.get(key) if isinstance(key, str) else None
+            begun = self._written.get(key) if is_key(key) else None
             places = None if begun is None else _places(begun[0], pointers, sizes, offsets)
             if places is None:
                 codes.append(INVALID)
