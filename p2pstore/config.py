@@ -35,8 +35,10 @@ NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
 
 _PORT: Final = re.compile(r"[0-9]{1,5}")
 MAX_HOST_LENGTH: Final = 253
-_LABEL: Final = re.compile(r"[\w-]{1,63}")
+_LABEL: Final = re.compile(r"(?!-)[\w-]{1,63}(?<!-)")
 """One part of a host's name, between dots."""
+_SCOPE: Final = re.compile(r"[\w.-]{1,32}")
+"""The interface behind the `%` of an IPv6 address."""
 
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 NetworkName = Literal["lan", "wan", "local"]
@@ -475,7 +477,8 @@ def is_ip_address(host: str) -> bool:
         ipaddress.ip_address(host)
     except ValueError:
         return False
-    return True
+    _, percent, scope = host.partition("%")
+    return not percent or _SCOPE.fullmatch(scope) is not None
 
 
 def _is_host_name(host: str) -> bool:

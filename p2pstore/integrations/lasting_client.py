@@ -92,11 +92,11 @@ class LastingClient:
     """
 
     def __init__(
-        self, weight_version: str, socket: str | None = None, *, timeout: float = 5.0
+        self, weight_version: Any, socket: str | None = None, *, timeout: float = 5.0
     ) -> None:
-        if not weight_version:
+        if not isinstance(weight_version, str) or not weight_version.strip():
             raise ConfigError(
-                "weight_version is missing: name the model and the version of its weights, such as "
+                f"weight_version is {weight_version!r}: name the model and the version of its weights as text, such as "
                 "'llama-3.1-8b@v1'; engines share a cache only under the same name"
             )
         self._timeout = timeout

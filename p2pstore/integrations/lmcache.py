@@ -78,11 +78,11 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="p2pstore-lmcache")
         self._client.hashes_agree("lmcache", _hashed())
 
-    @or_else(lambda *_: False)
+    @or_else(lambda *_, **__: False)
     async def exists(self, key: Any) -> bool:
         return self.exists_sync(key)
 
-    @or_else(lambda *_: False)
+    @or_else(lambda *_, **__: False)
     def exists_sync(self, key: Any) -> bool:
         name = _text(key)
         return self._client.call(lambda client: client.contains(name), False)
@@ -90,7 +90,7 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
     def support_batched_contains(self) -> bool:
         return True
 
-    @or_else(lambda *_: 0)
+    @or_else(lambda *_, **__: 0)
     def batched_contains(self, keys: Sequence[Any]) -> int:
         names = [_text(key) for key in keys]
         return self._client.call(lambda client: client.match_prefix(names), 0)
@@ -101,7 +101,7 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
     ) -> int:
         return self.batched_contains(keys)
 
-    @or_else(lambda *_: None)
+    @or_else(lambda *_, **__: None)
     async def get(self, key: Any) -> Any:
         return (await self.batched_get([key]))[0]
 
@@ -112,7 +112,7 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
     async def batched_get(self, keys: Sequence[Any]) -> list[Any]:
         return await self._in_thread(lambda: self._get(keys))
 
-    @or_else(lambda *_: [])
+    @or_else(lambda *_, **__: [])
     async def batched_get_non_blocking(self, lookup_id: str, keys: Sequence[Any]) -> list[Any]:
         """The chunks from the first one on, as far as they came."""
         got = await self.batched_get(keys)
@@ -122,22 +122,22 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
                 each.ref_count_down()
         return got[:good]
 
-    @or_else(lambda *_: None)
+    @or_else(lambda *_, **__: None)
     async def put(self, key: Any, memory_obj: Any) -> None:
         await self.batched_put([key], [memory_obj])
 
     def support_batched_put(self) -> bool:
         return True
 
-    @or_else(lambda *_: None)
+    @or_else(lambda *_, **__: None)
     async def batched_put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
         await self._in_thread(lambda: self._put(keys, memory_objs))
 
-    @or_else(lambda *_: [])
+    @or_else(lambda *_, **__: [])
     async def list(self) -> Keys:
         return await self._in_thread(self._list)
 
-    @or_else(lambda *_: False)
+    @or_else(lambda *_, **__: False)
     def remove_sync(self, key: Any) -> bool:
         name = _text(key)
         return self._client.call(lambda client: client.remove(name), False)
@@ -145,7 +145,7 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
     def support_ping(self) -> bool:
         return True
 
-    @or_else(lambda *_: -1)
+    @or_else(lambda *_, **__: -1)
     async def ping(self) -> int:
         def ask(client: BlockingClient) -> int:
             client.statistics(cluster=False)
@@ -166,17 +166,25 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
     def _put(self, keys: Sequence[Any], memory_objs: Sequence[Any]) -> None:
         items: list[tuple[str, Any]] = []
         for key, each in zip(keys, memory_objs, strict=True):
-            value: Any = _bytes_of(each)
-            if self.save_chunk_meta:
-                about = RemoteMetadata(
-                    len(value), each.get_shapes(), each.get_dtypes(), each.get_memory_format()
-                )
-                value = about.serialize() + value
-            items.append((_text(key), value))
+            try:
+                items.append((_text(key), self._value_of(each)))
+            except Exception as error:  # whatever it is, the other chunks are stored
+                self._client.say(f"a chunk was not stored: {error!r}")
         failed: list[ItemResult[Any]] = []
         for result in self._client.call(lambda client: client.put_many(items), failed):
             if result.error is not None:
                 self._client.say(f"a chunk was not stored: {result.error}")
+
+    def _value_of(self, memory_obj: Any) -> Any:
+        """What is stored of a chunk."""
+        view = _bytes_of(memory_obj)
+        if not self.save_chunk_meta:
+            return view
+        about = RemoteMetadata(
+            *(len(view), memory_obj.get_shapes(), memory_obj.get_dtypes()),
+            memory_obj.get_memory_format(),
+        )
+        return about.serialize() + view
 
     def _get(self, keys: Sequence[Any]) -> Chunks:
         if self.save_chunk_meta:
@@ -211,7 +219,7 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         room.ref_count_down()
         return None
 
-    @or_else(lambda *_: None)
+    @or_else(lambda *_, **__: None)
     def _get_described(self, key: Any) -> Any:
         name = _text(key)
         value = self._client.call(lambda client: client.get(name), b"")
@@ -330,7 +338,7 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         with self._lock:
             return self._loaded.pop(task_id, None)
 
-    @or_else(lambda *_: None)
+    @or_else(lambda *_, **__: None)
     def delete(self, keys: Sequence[Any]) -> None:
         """Remove chunks everywhere."""
         names = [_name(key) for key in keys]

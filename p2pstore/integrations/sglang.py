@@ -236,7 +236,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     # --- single values, which older code asks for --------------------------------------------------
 
-    @or_else(lambda *_: False)
+    @or_else(lambda *_, **__: False)
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
@@ -290,16 +290,18 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         target_sizes: Any = None,
     ) -> bool:
         sources = values if values is not None else target_locations
-        return all(self.set(key, value) for key, value in zip(keys, sources or [], strict=True))
+        pairs = zip(keys, [] if sources is None else sources, strict=True)
+        stored = [self.set(*each) for each in pairs]  # also those behind one that fails
+        return all(stored)
 
     # -----------------------------------------------------------------------------------------------
 
-    @or_else(lambda *_: None)
+    @or_else(lambda *_, **__: None)
     def clear(self) -> None:
         """Remove everything of this weight version, everywhere."""
         self._client.call(lambda client: client.flush(), None)
 
-    @or_else(lambda *_: None)
+    @or_else(lambda *_, **__: None)
     def close(self) -> None:
         """Disconnect."""
         self._client.close()

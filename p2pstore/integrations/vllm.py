@@ -63,7 +63,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
     # --- what the scheduler asks -------------------------------------------------------------------
 
-    @or_else(lambda *_: LookupResult.MISS)
+    @or_else(lambda *_, **__: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Whether a block is there. One that could not be read a moment ago counts as missing for some seconds, or it
         would be tried again and again."""

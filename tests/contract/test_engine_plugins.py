@@ -71,8 +71,9 @@ def plugin(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
 
 
 def test_the_weight_version_has_to_be_named() -> None:
-    with pytest.raises(ConfigError, match="weight_version"):
-        LastingClient("")
+    for none in ("", " ", None, 5):
+        with pytest.raises(ConfigError, match="weight_version"):
+            LastingClient(none)
 
 
 def test_settings_that_mean_nothing_are_named(
@@ -238,6 +239,9 @@ def test_sglang_pages_come_back_in_another_engine(
     assert reader.get("whole", torch.zeros(10, 10).T) is None
     assert writer.set("odd", "no tensor") is False
     assert writer.batch_set(keys, [tensor]) is False
+    assert writer.batch_set(["behind 1", "behind 2"], ["no tensor", tensor]) is False
+    assert reader.get(key="behind 2", target_location=torch.zeros_like(tensor)) is not None
+    assert reader.exists(key=None) is False
     assert reader.batch_get(keys, [None]) == [None] * 4
     writer.clear()
     assert reader.batch_exists(keys) == 0

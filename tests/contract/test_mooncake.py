@@ -19,6 +19,7 @@ from p2pstore import blocking, errors
 from p2pstore.client.gathered import Gathered
 from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake.own_peer import OwnPeer
+from p2pstore.integrations.mooncake.tensor_format import TensorHeader, encode_header
 from p2pstore.local import paths
 from tests.contract import mooncake_calls
 from tests.contract.worlds import peer_process, until
@@ -259,6 +260,116 @@ def test_an_item_that_cannot_be_takes_no_other_down(calls: mooncake_calls.Calls)
     assert codes == [0, -600, 0]
     targets = [None, mooncake.ReadTarget("nonsense"), None]
     got = store.batch_get_tensor_with_parallelism(["axes 1"] * 3, targets)
+    assert [each is None for each in got] == [False, True, False]
+
+
+NO_NUMBERS: list[Any] = [None, -1, 2**70, 1.5, "5"]
+NO_KEYS: list[Any] = [["a list"], None, 5, b"bytes", "", "k" * 2000, "\ud800"]
+
+
+@pytest.mark.parametrize("wrong", NO_NUMBERS, ids=repr)
+def test_what_is_no_number_takes_no_other_item_down(
+    calls: mooncake_calls.Calls, wrong: Any
+) -> None:
+    store = calls.store
+    place, _ = calls.memory(b"0123456789")
+    room, array = calls.memory(bytes(64))
+    keys = [f"no number {wrong!r} {number}" for number in range(3)]
+    for places, sizes in (([place] * 3, [5, wrong, 5]), ([place, wrong, place], [5] * 3)):
+        assert store.batch_upsert_from(keys, places, sizes) == [0, -600, 0]
+        several = [[each] for each in places], [[each] for each in sizes]
+        assert store.batch_upsert_from_multi_buffers(keys, *several) == [0, -600, 0]
+    same = [keys[0]] * 3
+    for places, sizes in (([room] * 3, [5, wrong, 5]), ([room, wrong, room], [5] * 3)):
+        assert store.batch_get_into(same, places, sizes) == [5, -600, 5]
+        several = [[each] for each in places], [[each] for each in sizes]
+        assert store.batch_get_into_multi_buffers(same, *several) == [5, -600, 5]
+        assert store.batch_get_tensor_into(same, places, sizes) == [None] * 3
+    assert store.batch_upsert_from_multi_buffers(keys, [[place], wrong, [place]], [[5]] * 3) == [
+        0,
+        -600,
+        0,
+    ]
+    good, bad = [[0], [0], [0]], [[0], [wrong], [0]]
+    fives, one_bad = [[5], [5], [5]], [[5], [wrong], [5]]
+    for into, out_of, lengths in ((bad, good, fives), (good, bad, fives), (good, good, one_bad)):
+        array[:] = 0
+        got = store.get_into_ranges([room], [same], [into], [out_of], [lengths])
+        assert got == [[[5], [-600], [5]]]
+    assert (
+        store.get_into_ranges([room], [same], [[[0], wrong, [0]]], [good], [fives])[0][::2]
+        == [[5]] * 2
+    )
+    assert store.batch_put_session_start(keys, [5, wrong, 5]) == [-705, -600, -705]
+    fresh = [f"{key} begun" for key in keys]
+    assert store.batch_put_session_start(fresh, [5, wrong, 5]) == [0, -600, 0]
+    written = [[[place], [wrong], [place]], fives, good], [[[place]] * 3, [[5], wrong, [5]], good]
+    for arguments in written:
+        assert store.batch_put_from_multi_buffer_ranges([fresh[0]] * 3, *arguments) == [5, -600, 5]
+    assert store.batch_put_session_revoke(fresh) == [0, -600, 0]
+    codes = store.batch_put_tensor_from(keys, [place] * 3, [5, wrong, 5])
+    assert (
+        codes
+        == store.batch_put_tensor_with_tp_from(keys, [place] * 3, [5, wrong, 5], 0, 2)
+        == [-600] * 3
+    )
+    assert store.put_batch([keys[0], "never stored"], [b"1", wrong]) == -600
+    assert store.alloc_from_mem_pool(2**70) == 0
+
+
+@pytest.mark.parametrize("wrong", NO_KEYS, ids=lambda key: f"{key!r:.8}")
+def test_what_is_no_key_takes_no_other_item_down(calls: mooncake_calls.Calls, wrong: Any) -> None:
+    torch = require_torch()
+    store = calls.store
+    assert store.put_tensor("a good key", torch.ones(2)) == 0
+    keys = ["a good key", wrong]
+    assert store.batch_is_exist(keys) == store.batch_probe_key(keys) == [1, 0]
+    assert list(store.batch_get_replica_desc(keys)) == keys[:1]
+    begun = ["begun beside no key", wrong]
+    place, _ = calls.memory(b"12345")
+    parts = [[place]] * 2, [[5]] * 2, [[0]] * 2
+    assert store.batch_put_session_start(begun, [5, 5]) == [0, -600]
+    assert store.batch_put_from_multi_buffer_ranges(begun, *parts) == [5, -600]
+    assert store.batch_put_session_end(begun) == [0, -600]
+    assert store.get(begun[0]) == b"12345"
+    assert store.batch_put_session_revoke(begun) == [-600, -600]
+    assert store.batch_get_session_end(begun) == store.remove(begun[0]) == 0
+    assert store.batch_put_tensor([wrong], [torch.ones(2)]) == [-600]
+    for put in (store.batch_put_tensor_with_tp, store.batch_pub_tensor_with_tp):
+        assert put([wrong, "cut"], [torch.ones(2)] * 2, tp_size=2) == [-600, 0]
+    axes = mooncake.TensorParallelism([mooncake.ParallelAxis("tp", 0, 2, 0)])
+    put_parallel = store.batch_put_tensor_with_parallelism
+    assert put_parallel([wrong, "cut so"], [torch.ones(2)] * 2, [axes, axes]) == [-600, 0]
+    assert store.batch_replica_clear(keys, store.get_hostname()) == ["a good key"]
+
+
+def test_addresses_and_sizes_may_be_arrays(calls: mooncake_calls.Calls) -> None:
+    store = calls.store
+    place, _ = calls.memory(b"0123456789")
+    room, array = calls.memory(bytes(20))
+    places, sizes = np.array([[place, place + 5]] * 2), np.array([[5, 5]] * 2)
+    keys = ["of arrays 1", "of arrays 2"]
+    assert store.batch_put_from_multi_buffers(keys, places, sizes) == [0, 0]
+    rooms = np.array([[room, room + 5], [room + 10, room + 15]])
+    assert store.batch_get_into_multi_buffers(keys, rooms, sizes) == [10, 10]
+    assert array[:20].tobytes() == b"0123456789" * 2
+    assert store.batch_get_into(keys, rooms[:, 0], np.array([10, 10])) == [10, 10]
+
+
+def test_what_python_cannot_make_a_pattern_of_is_a_code(calls: mooncake_calls.Calls) -> None:
+    for pattern in ("(", "a{99999999999999}", "(" * 5000 + ")" * 5000):
+        assert calls.store.remove_by_regex(pattern) == -600
+
+
+def test_a_header_with_a_shape_that_cannot_be_takes_no_other_tensor_down(
+    calls: mooncake_calls.Calls,
+) -> None:
+    torch = require_torch()
+    store = calls.store
+    shape = (0, 2**62, 4)
+    assert store.put("no shape", encode_header(TensorHeader("float32", shape, 0, shape))) == 0
+    assert store.put_tensor("some shape", torch.ones(2)) == 0
+    got = store.batch_get_tensor(["some shape", "no shape", "some shape"])
     assert [each is None for each in got] == [False, True, False]
 
 

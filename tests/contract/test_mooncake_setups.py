@@ -7,12 +7,13 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from p2pstore.integrations import mooncake
+from p2pstore.integrations.mooncake import segments
 from p2pstore.integrations.mooncake.own_peer import OwnPeer, ssd_folder
 from p2pstore.local import paths
 from tests.contract.worlds import until
@@ -154,6 +155,21 @@ def test_a_call_without_a_session_gets_nothing_of_another_tenant(
     assert store.get("session") == b"of the other"
 
 
+def test_what_is_said_beside_a_dict_counts_as_well(
+    peer: OwnPeer, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, values = Store(), {"socket": str(peer.socket)}
+    assert store.setup(values, master_server_addr="host:99999") == -600
+    assert store.setup(values, global_segment_size="16 apples") == -600
+    assert [each.getMessage()[:26] for each in caplog.records] == [
+        *("setup: master_server_addr:", "setup: global_segment_size")
+    ]
+    assert store.setup(values | {"tenant_id": "first"}, tenant_id="second") == 0
+    assert store.current._settings is not None
+    assert store.current._settings.namespace == "first"
+    store.close()
+
+
 def test_set_up_twice_is_refused_and_changes_nothing(
     store: Store, peer: OwnPeer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,6 +190,27 @@ def test_memory_given_out_is_freed_with_the_store(store: Store, peer: OwnPeer) -
     del calls
     gc.collect()
     set_up(store, peer)
+
+
+def test_a_segment_that_is_mounted_while_the_store_is_closed_ends(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    class Mounted:
+        """A peer that has just started when the store is closed."""
+
+        ready: ClassVar = {"joined": True, "peer_id": "nobody heard of it"}
+
+        def __init__(self, options: list[str]) -> None:
+            store.close()
+
+        def close(self) -> None:
+            ended.append("closed")
+
+    monkeypatch.setattr(segments, "OwnPeer", Mounted)
+    assert store.allocate_and_mount_segment(8 << 20)["ret"] == -1
+    assert ended == ["closed"]
 
 
 def test_closing_while_others_call_gives_codes_and_never_wrong_bytes(peer: OwnPeer) -> None:

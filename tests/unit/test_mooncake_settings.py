@@ -43,6 +43,8 @@ from tests.ports import free_port
 )
 def test_sizes(text: Any, size: int) -> None:
     assert size_in_bytes(text, "x") == size
+    if isinstance(text, int):
+        assert size_in_bytes(np.int64(text), "x") == size
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,7 @@ MALFORMED = [
     ),
     *("0.0.0.0:1", "[::]:1", "[fe80::1]:1", "a..b:1", f"{'h' * 64}:1", "user@host:1", "*:1", " "),
     *("host:1\n2", "ho\0st:1", "host:\uff11", 5, ["h:1"], b"h:1", True),
+    *("-h:1", "h-:1", "a.-b:1", "[::1%a b]:1", "[::1%\n]:1"),
 ]
 
 
@@ -110,7 +113,17 @@ def test_a_master_is_a_peer_and_no_server_of_metadata() -> None:
 
 
 WRONG: dict[str, list[Any]] = {
-    "local_hostname": ["a b", "host:99999", "tcp://h", "::1:99999", 5, "a,b", "[::1"],
+    "local_hostname": [
+        "-h",
+        "::1%a b",
+        "a b",
+        "host:99999",
+        "tcp://h",
+        "::1:99999",
+        5,
+        "a,b",
+        "[::1",
+    ],
     "rdma_devices": ["mlx5_0,,mlx5_1", "mlx5_0;mlx5_1", '{"0": "x"}', ",", 5, ["x"]],
     "device_name": ["mlx5_0 mlx5_1"],
     "protocol": ["tpc", 5, ["tcp"]],
@@ -136,9 +149,12 @@ def test_what_is_wrong_with_a_setting_is_said_with_its_name(name: str, value: An
 
 def test_what_changes_nothing_is_named() -> None:
     values = {
-        **{"engine": object(), "protocol": "efa", "rdma_devices": "x", "globl_segment_size": 5},
+        **{"engine": np.zeros(2), "protocol": "efa", "rdma_devices": "x", "globl_segment_size": 5},
         **{"ipc_socket_path": "/x", "master_server_addr": "h:1", "enable_ssd_offload": False},
     }
+    odd: dict[Any, Any] = {5: 1, None: 2, ("x",): 3}
+    settings = from_arguments(values | odd, {})
+    assert sum("there is no setting" in each for each in settings.unused) == 4
     settings = from_arguments(values, {})
     unused = "\n".join(settings.unused)
     for text in (
@@ -179,6 +195,18 @@ def test_the_namespace_is_said_by_name_by_the_environment_or_by_the_tenant() -> 
     assert from_arguments({"tenant_id": "t"}, {}).namespace == "t"
     assert from_arguments({"tenant_id": "t"}, environment).namespace == "env"
     assert from_arguments({"tenant_id": "t", "namespace": "n"}, environment).namespace == "n"
+
+
+def test_what_counts_instead_of_a_setting_is_named() -> None:
+    environment = {"MOONCAKE_P2P_NAMESPACE": "env", "MOONCAKE_P2P_BOOTSTRAP": "h:1"}
+    (text,) = from_arguments({"tenant_id": "t", "namespace": "n"}, {}).unused
+    assert "tenant_id changes nothing" in text
+    settings = from_arguments({"tenant_id": "t", "master_server_addr": "other:1"}, environment)
+    assert ["'env'" in settings.unused[0], "other:1" in settings.unused[1]] == [True, True]
+    assert (
+        from_arguments({"tenant_id": "env", "metadata_server": "P2PHANDSHAKE"}, environment).unused
+        == ()
+    )
 
 
 def options(values: dict[str, Any], **environment: str) -> str:

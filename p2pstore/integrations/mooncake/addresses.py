@@ -9,7 +9,7 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.integrations.mooncake.allocator import MooncakeHostMemAllocator
 from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import view_at, views_at
-from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ObjectCalls
+from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ITEM_FAILURES, ObjectCalls
 from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
 from p2pstore.integrations.mooncake.scratch import Scratch, copy, scatter
 
@@ -125,8 +125,8 @@ class AddressCalls(ObjectCalls):
             return [INVALID] * len(keys)
         try:
             views = views_at(buffer_ptrs, sizes)
-        except ValueError:
-            return [self.get_into(*each) for each in zip(keys, buffer_ptrs, sizes, strict=True)]
+        except (ValueError, TypeError):
+            return self._get_into_places(keys, list(zip(buffer_ptrs, sizes, strict=True)))
         return self._get_many_into(keys, views)
 
     def batch_put_from_multi_buffers(
@@ -223,18 +223,21 @@ class AddressCalls(ObjectCalls):
         out_of: Sequence[int],
         lengths: Sequence[int],
     ) -> list[int]:
-        if not alike(into, out_of, lengths):
-            return [INVALID] * max(1, len(into))
+        try:
+            if not alike(into, out_of, lengths):
+                return [INVALID] * max(1, len(into))
+            room = self._buffers.size_at(pointer)
+        except TypeError:
+            return [INVALID]
         if isinstance(value, int):
             return [value] * len(lengths)
-        room = self._buffers.size_at(pointer)
         codes = []
         for target, source, length in zip(into, out_of, lengths, strict=True):
-            inside = min(source, length) >= 0 and source + length <= len(value)
-            if not inside or target < 0 or (room is not None and target + length > room):
-                codes.append(INVALID)
-                continue
             try:
+                inside = min(source, length) >= 0 and source + length <= len(value)
+                if not inside or target < 0 or (room is not None and target + length > room):
+                    codes.append(INVALID)
+                    continue
                 copy(view_at(pointer + target, length), value[source : source + length])
             except (ValueError, TypeError):
                 codes.append(INVALID)
@@ -295,11 +298,25 @@ class AddressCalls(ObjectCalls):
             try:
                 if size:
                     views[number] = view_at(pointer, size)
-            except ValueError as error:
-                codes[number] = self._code(error)
+            except ITEM_FAILURES as error:
+                codes[number] = self._item_code(error)
         good = [keys[number] for number in views]
         stored = self._store_many(good, list(views.values()), config, overwrite=overwrite)
         for number, code in zip(views, stored, strict=True):
+            codes[number] = code
+        return codes
+
+    def _get_into_places(self, keys: Sequence[str], places: Sequence[tuple[int, int]]) -> list[int]:
+        """Read values into places (address and size), some of which may be wrong; a length or a code for each."""
+        codes = [INVALID] * len(keys)
+        views: dict[int, memoryview] = {}
+        for number, place in enumerate(places):
+            try:
+                views[number] = view_at(*place)
+            except ITEM_FAILURES as error:
+                codes[number] = self._item_code(error)
+        got = self._get_many_into([keys[number] for number in views], list(views.values()))
+        for number, code in zip(views, got, strict=True):
             codes[number] = code
         return codes
 
@@ -317,11 +334,11 @@ def _several_views(
     """The places of each object, by its number; those of objects that were named wrongly are missing."""
     found = {}
     for number, (pointers, sizes) in enumerate(zip(all_pointers, all_sizes, strict=True)):
-        if pointers and len(pointers) == len(sizes):
-            try:
+        try:
+            if len(pointers):
                 found[number] = [view_at(*each) for each in zip(pointers, sizes, strict=True)]
-            except (ValueError, TypeError):
-                continue
+        except (ValueError, TypeError):  # also lists of different lengths
+            continue
     return found
 
 

@@ -20,7 +20,10 @@ class MooncakeHostMemAllocator:
         """The address of `size` new bytes. Raises `ValueError` for less than one, `OSError` when there is no memory."""
         if size < 1:
             raise ValueError(f"cannot allocate {size} bytes")
-        memory = mmap.mmap(-1, size)
+        try:
+            memory = mmap.mmap(-1, size)
+        except OverflowError as error:
+            raise ValueError(f"cannot allocate {size} bytes") from error
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
         with self._lock:
             self._memory[address] = memory

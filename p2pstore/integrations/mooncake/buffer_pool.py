@@ -234,7 +234,10 @@ class BufferPool:
         return fits and (self._max_regions is None or regions < self._max_regions)
 
     def _make(self, size: int) -> _Region:
-        region = _Region(size, self._alignment)
+        try:
+            region = _Region(size, self._alignment)
+        except (OSError, OverflowError) as error:
+            raise RuntimeError(f"there is no memory for {size} bytes: {error}") from error
         if self._store._buffers.add(region.address, size):
             self._store._pooled[region.address] = region
         self._bytes += size

@@ -24,10 +24,13 @@ from p2pstore.integrations.mooncake.placement import (
     put_options,
     unused_fields,
 )
+from p2pstore.objects import encode_key
 from p2pstore.results import Buffer
 
 FAILURES = (P2PStoreError, ValueError)
 """What becomes a code. Anything else is a mistake in a program, and raised."""
+ITEM_FAILURES = (*FAILURES, TypeError)
+"""What becomes the code of one item of a batch, whose others go on."""
 INVALID = int(ErrorCode.INVALID_PARAMS)
 
 
@@ -130,8 +133,8 @@ class ObjectCalls(StoreBase):
         self._say_lease(options)
         try:
             return [1 if each else 0 for each in self._live.contains_many(keys)]
-        except ValueError:
-            return [self.is_exist(key) for key in keys]  # one of them cannot be a key
+        except (ValueError, TypeError):  # one of them cannot be a key
+            return [self.is_exist(key) if is_key(key) else 0 for key in keys]
         except P2PStoreError as error:
             self._code(error)
             return [-1] * len(keys)
@@ -178,6 +181,10 @@ class ObjectCalls(StoreBase):
                 assert each.error is not None
                 wholes.append(self._read_code(each.error))
         return wholes
+
+    def _item_code(self, error: Exception) -> int:
+        """`_code` for one item of a batch."""
+        return self._code(ValueError(str(error)) if isinstance(error, TypeError) else error)
 
     def _say_lease(self, options: ExistOptions | None) -> None:
         if options is not None and options.asked:
@@ -229,8 +236,8 @@ class ObjectCalls(StoreBase):
             return INVALID
         try:
             views = [source_view(value) for value in values]
-        except ValueError as error:
-            return self._code(error)
+        except ITEM_FAILURES as error:
+            return self._item_code(error)
         if any(not view.nbytes for view in views):
             return INVALID
         codes = self._store_many(keys, views, config, overwrite=overwrite)
@@ -289,3 +296,12 @@ class ObjectCalls(StoreBase):
             except FAILURES as error:
                 codes[number] = self._code(error)
         return codes
+
+
+def is_key(key: Any) -> bool:
+    """Whether an object can have this key."""
+    try:
+        encode_key(key)
+    except (ValueError, TypeError):
+        return False
+    return True

@@ -48,6 +48,7 @@ from p2pstore.integrations.mooncake.tensors import (
     fresh_memory,
     tensor_in_answer,
 )
+from p2pstore.objects import encode_key
 
 Axes = Sequence[LayoutAxis]
 
@@ -266,6 +267,7 @@ class ParallelTensorCalls(TensorCalls):
         if parallelism is None and partition is None:
             return self._put_tensor(key, tensor, config, overwrite=overwrite)
         try:
+            encode_key(key)
             shape = describe(tensor).shape
             axes = _one_of(parallelism, partition)
             cut = tp_axis(axes)
@@ -300,6 +302,7 @@ class ParallelTensorCalls(TensorCalls):
         overwrite: bool = False,
     ) -> int:
         try:
+            encode_key(key)
             memory = view_at(buffer_ptr, size)
             header = decode_header(memory)
             if header.total_bytes != size:

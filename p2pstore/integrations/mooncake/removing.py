@@ -46,7 +46,7 @@ class RemovingCalls(ObjectCalls):
         they were, -600 for what is no pattern, or the code of the failure that left some of them there."""
         try:
             pattern = re.compile(regex_pattern)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             return self._code(ValueError(f"{regex_pattern!r} is no pattern: {error}"))
         removed = 0
         try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from p2pstore.integrations.mooncake.codes import ErrorCode
-from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
+from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, is_key
 from p2pstore.integrations.mooncake.placement import ReplicaStatus, TaskStatus, TaskType
 from p2pstore.integrations.mooncake.removing import RemovingCalls
 from p2pstore.results import Location
@@ -136,7 +136,7 @@ class ReplicaCalls(RemovingCalls):
             if holder is None:
                 raise ValueError(f"batch_replica_clear: no segment is called {name!r}")
             client, found = self._live, []
-            for key in keys:
+            for key in filter(is_key, keys):
                 holders = {copy.peer_id for copy in client.locate(key)}
                 if holders == {holder}:
                     found.append(key)
@@ -207,7 +207,7 @@ class ReplicaCalls(RemovingCalls):
         client = self._live
         names: dict[str, str] = {}
         described = {}
-        for key in dict.fromkeys(keys):
+        for key in dict.fromkeys(filter(is_key, keys)):
             copies = [copy for copy in client.locate(key) if copy.reachable]
             if not copies:
                 continue

@@ -66,7 +66,10 @@ def read_one(path: str, name: str) -> Any:
             raise ValueError(
                 f"{path}: tensor {found!r} is {entry.dtype}, which torch does not have"
             )
-        tensor = torch.empty(entry.shape, dtype=dtype)
+        try:
+            tensor = torch.empty(entry.shape, dtype=dtype)
+        except RuntimeError as error:  # there is no memory, or lengths beside a 0 are too large
+            raise ValueError(f"{path}: tensor {found!r}: {error}") from error
         if tensor.numel():
             room = memoryview(tensor.view(-1).view(torch.uint8).numpy())
             file.seek(entry.begin)

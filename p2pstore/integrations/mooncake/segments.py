@@ -59,7 +59,7 @@ class SegmentCalls(ObjectCalls):
 
     def unmount_segment(self, segment_ids: Sequence[str], grace_period_seconds: int = 0) -> int:
         """Take segments back: their peers first hand over what they alone hold, where others have room. 0, or -1 for an
-        id that is not one of this store's,."""
+        id that is not one of this store's."""
         return self._unmount(segment_ids, grace_period_seconds)
 
     def unmount_and_free_segment(
@@ -90,12 +90,11 @@ class SegmentCalls(ObjectCalls):
             listen = ["--listen", f"{here.control[0].rpartition(':')[0]}:0"]
             named = name_options(self._settings, os.environ) if self._settings is not None else []
             peer = OwnPeer(["--memory", str(size), *listen, *bootstrap, *named, *options])
-            if not peer.ready["joined"]:
+            try:
+                self._await_peer(peer)
+            except BaseException:
                 peer.close()
-                raise P2PStoreError(
-                    "it was not let into the cluster: set its key in the environment"
-                )
-            self._await_peer(peer)
+                raise
         except (P2PStoreError, ValueError, OSError) as error:
             self._say(f"no segment of {size} bytes: {error}")
             return failed
@@ -110,12 +109,13 @@ class SegmentCalls(ObjectCalls):
         return {"ret": 0, "segment_ids": [number]}
 
     def _await_peer(self, peer: OwnPeer) -> None:
-        """Until the store's peer knows of it, it is of no use to the store. Ends it and raises `P2PStoreError` when
-        that takes too long."""
+        """Until the store's peer knows of it, it is of no use to the store. Raises `P2PStoreError` when that takes too
+        long, and what the client raises."""
+        if not peer.ready["joined"]:
+            raise P2PStoreError("it was not let into the cluster: set its key in the environment")
         deadline = time.monotonic() + KNOWN_SECONDS
         while all(each.peer_id != peer.ready["peer_id"] for each in self._live.peers()):
             if time.monotonic() > deadline:
-                peer.close()
                 raise P2PStoreError(f"its peer was not heard of within {KNOWN_SECONDS:g} s")
             time.sleep(0.01)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,10 +11,9 @@ from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.mooncake.addresses import AddressCalls
 from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import view_at
-from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
+from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, is_key
 from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
 from p2pstore.integrations.mooncake.scratch import copy
-from p2pstore.objects import encode_key
 
 MAX_BYTES = 2**32
 """An object has at most 4 GiB."""
@@ -53,7 +53,7 @@ class SessionCalls(AddressCalls):
 
     def batch_get_session_end(self, keys: Sequence[str]) -> int:
         """Let go of them. Returns 0."""
-        for key in keys:
+        for key in filter(is_key, keys):
             self._read.pop(key, None)
         return 0
 
@@ -72,7 +72,7 @@ class SessionCalls(AddressCalls):
         for key, pointers, sizes, offsets in zip(
             keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True
         ):
-            held = self._read.get(key)
+            held = self._read.get(key) if is_key(key) else None
             places = None if held is None else _places(held, pointers, sizes, offsets)
             if places is None:
                 codes.append(INVALID)
@@ -102,12 +102,20 @@ class SessionCalls(AddressCalls):
                 codes.append(INVALID)
             elif next(there) or key in self._written:
                 codes.append(int(ErrorCode.OBJECT_ALREADY_EXISTS))
-            elif not 0 < size <= MAX_BYTES:
-                codes.append(INVALID)
             else:
-                self._written[key] = np.zeros(size, np.uint8).data, config
-                codes.append(0)
+                codes.append(self._begin_writing(key, size, config))
         return codes
+
+    def _begin_writing(self, key: str, size: int, config: ReplicateConfig) -> int:
+        try:
+            if not 0 < size <= MAX_BYTES:
+                return INVALID
+            self._written[key] = np.zeros(operator.index(size), np.uint8).data, config
+        except TypeError:
+            return INVALID
+        except MemoryError:
+            return int(ErrorCode.NO_AVAILABLE_HANDLE)
+        return 0
 
     def batch_put_from_multi_buffer_ranges(
         self,
@@ -124,7 +132,7 @@ class SessionCalls(AddressCalls):
         for key, pointers, sizes, offsets in zip(
             keys, all_buffer_ptrs, all_sizes, all_dst_offsets, strict=True
         ):
-            begun = self._written.get(key)
+            begun = self._written.get(key) if is_key(key) else None
             places = None if begun is None else _places(begun[0], pointers, sizes, offsets)
             if places is None:
                 codes.append(INVALID)
@@ -139,7 +147,7 @@ class SessionCalls(AddressCalls):
         codes = [INVALID] * len(keys)
         by_config: dict[int, list[tuple[int, memoryview, ReplicateConfig]]] = {}
         for number, key in enumerate(keys):
-            begun = self._written.pop(key, None)
+            begun = self._written.pop(key, None) if is_key(key) else None
             if begun is not None:
                 value, config = begun
                 by_config.setdefault(id(config), []).append((number, value, config))
@@ -152,30 +160,22 @@ class SessionCalls(AddressCalls):
 
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
         """Forget what was begun: 0 for each, -600 for what was not."""
-        return [INVALID if self._written.pop(key, None) is None else 0 for key in keys]
-
-
-def is_key(key: str) -> bool:
-    """Whether an object can have this key."""
-    try:
-        encode_key(key)
-    except ValueError:
-        return False
-    return True
+        return [
+            0 if is_key(key) and self._written.pop(key, None) is not None else INVALID
+            for key in keys
+        ]
 
 
 def _places(
     whole: memoryview, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
 ) -> list[tuple[memoryview, memoryview]] | None:
     """Pairs of the caller's memory and the object's part. None when one of them cannot be."""
-    if not alike(pointers, sizes, offsets):
-        return None
     pairs = []
-    for pointer, size, offset in zip(pointers, sizes, offsets, strict=True):
-        try:
+    try:
+        for pointer, size, offset in zip(pointers, sizes, offsets, strict=True):
             if offset < 0 or size < 0 or offset + size > len(whole):
                 return None
             pairs.append((view_at(pointer, size), whole[offset : offset + size]))
-        except (ValueError, TypeError):
-            return None
+    except (ValueError, TypeError):  # also lists of different lengths
+        return None
     return pairs

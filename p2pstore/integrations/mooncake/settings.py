@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ DEFAULT_HTTP_PORT: Final = 9300
 HTTP_PORTS: Final = 256
 """How many ports after the one that was named are tried."""
 NAMESPACE_VARIABLE: Final = "MOONCAKE_P2P_NAMESPACE"
+BOOTSTRAP_VARIABLE: Final = "MOONCAKE_P2P_BOOTSTRAP"
 SSD_VARIABLE: Final = "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"
 
 _SIZE: Final = re.compile(
@@ -75,8 +77,8 @@ class SetupSettings:
 
 def size_in_bytes(value: Any, name: str) -> int:
     """A number of bytes, or text such as `16MB`, `4gb`, `1024`, `1e6` (1024 bytes to a KB, as Mooncake has it)."""
-    size = math.nan
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    size: Any = math.nan
+    if isinstance(value, numbers.Integral | float) and not isinstance(value, bool):
         size = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
         size = float(match[1]) * _FACTORS[match[2].lower()]
@@ -222,8 +224,7 @@ def from_arguments(values: Mapping[str, Any], environment: Mapping[str, str]) ->
     said = {name: default for name, (_, default) in _SETTINGS.items()}
     for name, (read, _) in _SETTINGS.items():
         value = values.get(name)
-        is_blank = value is None or (isinstance(value, str) and not value)
-        if name in values and (not is_blank or read is size_in_bytes):
+        if name in values and (not _is_blank(value) or read is size_in_bytes):
             said[name] = read(value, name)
     ssd_path = said["ssd_offload_path"] or environment.get(SSD_VARIABLE, "")
     if said["enable_ssd_offload"] and not ssd_path:
@@ -231,6 +232,7 @@ def from_arguments(values: Mapping[str, Any], environment: Mapping[str, str]) ->
     namespace = said["namespace"]
     if not namespace and (named := environment.get(NAMESPACE_VARIABLE)):
         namespace = _namespace(named, NAMESPACE_VARIABLE)
+    namespace = namespace or said["tenant_id"]
     servers_said = [
         said[each] for each in ("metadata_server", "master_server_addr", "master_server_address")
     ]
@@ -242,7 +244,7 @@ def from_arguments(values: Mapping[str, Any], environment: Mapping[str, str]) ->
         host=_host_of(said["local_hostname"]),
         segment_bytes=max(segment, LEAST_SEGMENT_BYTES) if segment else 0,
         local_buffer_bytes=said["local_buffer_size"],
-        namespace=namespace or said["tenant_id"],
+        namespace=namespace,
         bootstrap=tuple(each for each in servers if not _is_metadata_server(each)),
         ignored=tuple(each for each in servers if _is_metadata_server(each)),
         socket=said["socket"] or None,
@@ -250,8 +252,12 @@ def from_arguments(values: Mapping[str, Any], environment: Mapping[str, str]) ->
         ssd_path=ssd_path if said["enable_ssd_offload"] else "",
         http_port=said["client_http_port"] if said["enable_client_http_server"] else None,
         for_own_peer=tuple(_kept_from(said)),
-        unused=tuple(_unused(said, values)),
+        unused=(*_overruled(said, namespace, servers, environment), *_unused(said, values)),
     )
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value)
 
 
 def _kept_from(said: Mapping[str, Any]) -> list[str]:
@@ -264,12 +270,28 @@ def _kept_from(said: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _overruled(
+    said: Mapping[str, Any],
+    namespace: str,
+    servers: Sequence[str],
+    environment: Mapping[str, str],
+) -> list[str]:
+    """What to say of settings instead of which others count."""
+    texts = []
+    if said["tenant_id"] not in (DEFAULT_NAMESPACE, namespace):
+        texts.append(f"setup: tenant_id changes nothing: the namespace is said to be {namespace!r}")
+    peers = [each for each in servers if not _is_metadata_server(each)]
+    if peers and environment.get(BOOTSTRAP_VARIABLE):
+        texts.append(f"setup: {', '.join(peers)}: not used, as {BOOTSTRAP_VARIABLE} names others")
+    return texts
+
+
 def _unused(said: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
     """What to say of settings that have no effect."""
     texts = [
         f"setup: {name} changes nothing: {why}"
         for name, why in _NEVER_USED.items()
-        if values.get(name)
+        if not _is_blank(values.get(name))
     ]
     if said["server_address"]:
         texts.append(
@@ -281,7 +303,7 @@ def _unused(said: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
         )
     if said["protocol"] != "rdma" and (said["rdma_devices"] or said["device_name"]):
         texts.append("setup: RDMA devices are used with protocol 'rdma' alone")
-    for name in sorted(values.keys() - _SETTINGS.keys() - _NEVER_USED.keys()):
+    for name in sorted(values.keys() - _SETTINGS.keys() - _NEVER_USED.keys(), key=str):
         near = difflib.get_close_matches(str(name), list(_SETTINGS), n=1)
         meant = f": did you mean {near[0]!r}?" if near else ""
         texts.append(f"setup: there is no setting {name!r}, so it changes nothing{meant}")
@@ -343,7 +365,7 @@ def peer_options(
         elif is_ip_address(host):
             options += ["--listen", join_address(host, 0)]
     others = [address for address in settings.bootstrap if address != listen]
-    if not environment.get("MOONCAKE_P2P_BOOTSTRAP"):
+    if not environment.get(BOOTSTRAP_VARIABLE):
         for address in others:
             options += ["--bootstrap", address]
     if others and not environment.get("MOONCAKE_P2P_JOIN_TIMEOUT"):

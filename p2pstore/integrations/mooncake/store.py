@@ -29,7 +29,8 @@ class MooncakeDistributedStore(StoreCalls):
 
     `setup` it, use it from any number of threads, `close` it. Methods return codes as Mooncake's do: 0 or a length when
     it worked, else one of `ErrorCode`; the log (`p2pstore.mooncake`) says what a code was for. `TypeError` is raised
-    for arguments of a wrong type. Sessions, segments, registered and pooled memory and tasks end with `close`.
+    for arguments of a wrong type; an item of a batch that has one gets -600. Sessions, segments, registered and pooled
+    memory and tasks end with `close`.
     """
 
     def __init__(self) -> None:
@@ -68,13 +69,15 @@ class MooncakeDistributedStore(StoreCalls):
         one `ssd_offload_path` has a folder of its own in it; one that finds `client_http_port` taken takes the next
         free one. `tenant_id` (or `namespace` in a dict, or `MOONCAKE_P2P_NAMESPACE`) is the namespace of all keys.
 
-        The settings may also be one dict with the parameters' names, values as text such as "16MB" included. A setting
+        The first one may also be a dict with the parameters' names, values as text such as "16MB" included. A setting
         that is wrong is -600, and what keeps the store from its peer another code, within seconds; the log says what it
         is in one line.
         """
         arguments = dict(locals())
         del arguments["self"]
-        return self._set_up(local_hostname if isinstance(local_hostname, dict) else arguments)
+        if isinstance(local_hostname, dict):  # what is said beside it counts as well
+            arguments |= {"local_hostname": None, **local_hostname}
+        return self._set_up(arguments)
 
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
         """Connect to this machine's peer and never start one. `server_address` is its socket's path; that of a Mooncake

@@ -212,7 +212,10 @@ def tensor_in(header: TensorHeader, memory: memoryview) -> Any:
             f"a tensor of {header.dtype} and shape {header.shape} is not {header.data_bytes} bytes"
         )
     if not header.data_bytes:
-        return torch.empty(header.shape, dtype=dtype)
+        try:
+            return torch.empty(header.shape, dtype=dtype)
+        except RuntimeError as error:  # other lengths than the 0 are too large
+            raise ValueError(f"a tensor cannot have the shape {header.shape}") from error
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=header.data_bytes, offset=HEADER_BYTES)
     return flat.view(dtype).reshape(header.shape)
 

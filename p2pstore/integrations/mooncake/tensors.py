@@ -10,7 +10,7 @@ from p2pstore.client.values import source_view
 from p2pstore.integrations.mooncake.addresses import AddressCalls, groups
 from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import view_at
-from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
+from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ITEM_FAILURES
 from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
 from p2pstore.integrations.mooncake.safetensors_file import read_one, write_one
 from p2pstore.integrations.mooncake.tensor_format import (
@@ -24,6 +24,7 @@ from p2pstore.integrations.mooncake.tensor_format import (
     tensor_in,
     tp_shard,
 )
+from p2pstore.objects import encode_key
 
 Tensor = Any
 Place = tuple[int, int] | None
@@ -218,8 +219,8 @@ class TensorCalls(AddressCalls):
             if header.total_bytes != size:
                 return INVALID
             tensor = tensor_in(header, memory)
-        except FAILURES as error:
-            return self._code(error)
+        except ITEM_FAILURES as error:
+            return self._item_code(error)
         return self._put_shards(key, tensor, tp_size, split_dim, DEFAULT_CONFIG)
 
     def batch_put_tensor_with_tp_from(
@@ -324,8 +325,8 @@ class TensorCalls(AddressCalls):
         for number, place in enumerate(places):
             try:
                 rooms[number] = view_at(*place)
-            except FAILURES as error:
-                found[number] = self._code(error)
+            except ITEM_FAILURES as error:
+                found[number] = self._item_code(error)
         lengths = self._get_many_into([keys[number] for number in rooms], list(rooms.values()))
         for (number, room), length in zip(rooms.items(), lengths, strict=True):
             found[number] = length if length < 0 else self._decoded(room[:length])
@@ -425,13 +426,14 @@ class TensorCalls(AddressCalls):
             return self._store_many(keys, values, config, overwrite=overwrite)
         try:
             return [self._store(keys[0], values[0], config, overwrite=overwrite)]
-        except FAILURES as error:
-            return [self._code(error)]
+        except ITEM_FAILURES as error:
+            return [self._item_code(error)]
 
     def _put_shards(
         self, key: str, tensor: Tensor, count: int, dimension: int, config: ReplicateConfig
     ) -> int:
         try:
+            encode_key(key)
             whole = describe(tensor).shape
             if count == 1:
                 return self._put_tensor(key, tensor, config)
@@ -440,8 +442,8 @@ class TensorCalls(AddressCalls):
                 describe(part, whole, tp_shard(rank, count, dimension))
                 for rank, part in enumerate(parts)
             ]
-        except FAILURES as error:
-            return self._code(error)
+        except ITEM_FAILURES as error:
+            return self._item_code(error)
         keys = [f"{key}_tp_{rank}" for rank in range(count)]
         codes = self._put_tensors(keys, parts, config, headers=headers)
         return next((code for code in codes if code), 0)
@@ -468,8 +470,8 @@ class TensorCalls(AddressCalls):
                 view = view_at(*place)
                 if decode_header(view).total_bytes == len(view):
                     memory[number] = view
-            except FAILURES as error:
-                codes[number] = self._code(error)
+            except ITEM_FAILURES as error:
+                codes[number] = self._item_code(error)
         stored = self._store_some(
             [keys[number] for number in memory],
             list(memory.values()),
