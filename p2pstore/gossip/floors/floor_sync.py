@@ -350,14 +350,14 @@ class FloorSync:
 
     def _forget_gone(self, now: float) -> None:
         """Members that died so long ago that all have heard of it are not waited for any more."""
-        forgotten = [m for m, gone_at in self._gone_at.items() if now > gone_at + GONE_SECONDS]
+        forgotten = {m for m, gone_at in self._gone_at.items() if now > gone_at + GONE_SECONDS}
         if not forgotten:
             return
         for member in forgotten:
             self._agreed.pop(member, None)
             self._waiting.pop(member, None)
         # A dictionary that was large once stays so: a smaller one takes its place.
-        self._gone_at = {m: at for m, at in self._gone_at.items() if m not in set(forgotten)}
+        self._gone_at = {m: at for m, at in self._gone_at.items() if m not in forgotten}
 
     def heard_of(self, operations: bytes | bytearray | memoryview, now: float) -> None:
         """Locations were heard of, in packed records. Those from a clock that is too far ahead do not
