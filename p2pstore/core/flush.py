@@ -36,9 +36,9 @@ class FlushOperation(Operation):
     heard of, pushed to all live peers at once, 32 at a time. Each answers how far its clock was: where
     that was ahead of the floor, a second floor follows that covers what was put there.
 
-    The result is a `FlushEnd`, or `Unavailable` when this peer's clock is wrong. It comes when every live peer has
-    withdrawn what it held, or the time is over. What is put after that, the same bytes under the same keys too, is
-    above the floor.
+    The result is a `FlushEnd`; `Unavailable` when this peer's clock is wrong; `CapacityExceeded` when there is no room
+    for a floor, which other peers would not take in either. It comes when every live peer has withdrawn what it held,
+    or the time is over. What is put after that, the same bytes under the same keys too, is above the floor.
     """
 
     def __init__(
@@ -63,6 +63,9 @@ class FlushOperation(Operation):
             self.core.timekeeping.check_all(now)
         except Unavailable as error:
             self.finish(error, now)
+            return
+        if self.core.floors.full:
+            self.finish(self.core.floors.no_room(), now)
             return
         self._begin_round(self.core.gossip.floors.newest_heard, now)
         if not self.done:

@@ -25,7 +25,7 @@ KEYS_PER_PUSH: Final = 1_024
 RECORDS_PER_PUSH: Final = 40
 """What the receiver of a push checks and forbids at a time: about 5 ms."""
 WAIT_SECONDS: Final = 4.0
-"""Longest wait for room among the floors, within the five seconds that clients wait for progress."""
+"""A request waits for room among the floors until so long after its lookups: clients wait for it for ten seconds."""
 WAIT_STEP_SECONDS: Final = 0.05
 
 
@@ -33,8 +33,8 @@ class RemoveOperation(Operation):
     """Remove keys everywhere: write floors, tell holders and home peers at once, gossip tells the rest.
 
     The result is a list of whether any copy was known, or `Unavailable` when this peer's clock is wrong. Many keys are
-    removed some at a time, one step a tick. Where floors are crowded, steps are put off; `CapacityExceeded` when none
-    was made for four seconds, and then the first of the keys are removed already.
+    removed some at a time, one step a tick. Where floors are crowded, steps are put off; `CapacityExceeded` when the
+    last is not made in four seconds, and then the first of the keys may be removed already.
     """
 
     def __init__(self, core: PeerCore, namespace: str, keys: Sequence[str]) -> None:
@@ -51,7 +51,7 @@ class RemoveOperation(Operation):
         """Records, each with how many keys it forbids."""
         self._pending: set[int] = set()
         self._next_tag = 0
-        self._removed_at = 0.0
+        self._give_up_at = math.inf
 
     def start(self, now: float) -> None:
         try:
@@ -88,7 +88,7 @@ class RemoveOperation(Operation):
             self.finish(result, now)
             return
         self._found.extend(zip(self._digests, result, strict=True))
-        self._removed_at = now
+        self._give_up_at = now + WAIT_SECONDS
         self._remove_on(now)
 
     def wake(self, now: float) -> None:
@@ -112,14 +112,13 @@ class RemoveOperation(Operation):
         except Unavailable as error:
             self.finish(error, now)
             return
-        if wanted and not allowed and now >= self._removed_at + WAIT_SECONDS:
-            self.finish(self.core.floors.no_room(), now)
-            return
         for _ in range(allowed):
             self._to_remove.popleft()
         waits = wanted > 0 and not allowed
-        if not waits:
-            self._removed_at = now
+        if waits and now >= self._give_up_at:
+            self._push_what_is_due(last=True)
+            self.finish(self.core.floors.no_room(), now)
+            return
         more = bool(self._to_remove or self._found)
         self._push_what_is_due(last=not more)
         self.wake_at = math.inf

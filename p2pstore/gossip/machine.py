@@ -762,13 +762,14 @@ class Gossip:
             self._probing.follow(change)
             if change.new > Status.SUSPECT:
                 self.losses += change.old is not None
-                self.floors.went(change.member, now)
+                if change.old is not None and change.old <= Status.SUSPECT:
+                    self.floors.went(change.member, now)
                 self.partitions.hide(change.member)
                 self._forget_at[change.member] = now + self.config.forget_seconds
                 self._exchanges.forget(change.peer_id)
             else:
                 if change.old is None or change.old > Status.SUSPECT:
-                    self.floors.came(change.member)
+                    self.floors.came(change.member, now)
                 self.partitions.show(change.member)
                 self._forget_at.pop(change.member, None)
         del self._changes[: -self.config.membership.max_members]

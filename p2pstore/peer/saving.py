@@ -80,7 +80,7 @@ class StateSaver:
             # After a renewal the file has floors above the new ones, and the clock is lower than it was.
             renewals = self._core.timekeeping.renewals
             renewed = renewals != self._renewals
-            all_floors = kept.dump() if crowded or lost or renewed else None
+            all_floors = await self._dump() if crowded or lost or renewed else None
             # As of now: what is seen is among the floors that are written first.
             stamps = self._core.floors.seen_to_save, dict(kept.floors.horizon)
             checkpoints = self._core.checkpoints
@@ -93,6 +93,15 @@ class StateSaver:
                 self._pins, self._renewals = version, renewals
             if lost and not written:
                 self._lost_unsaved = True
+
+    async def _dump(self) -> list[SignedRecord]:
+        """All records. Those that come meanwhile are unsaved, too."""
+        records: list[SignedRecord] = []
+        with trio.CancelScope(shield=True):
+            for some in self._core.gossip.cluster_records.dump_in_steps():
+                records += some
+                await trio.lowlevel.checkpoint()
+        return records
 
     def _write(
         self,

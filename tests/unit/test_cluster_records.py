@@ -245,6 +245,19 @@ def test_young_floors_stay_until_there_are_many() -> None:
     assert len(records) == 8
 
 
+def test_many_floors_of_a_writer_that_is_gone_do_not_keep_those_of_others() -> None:
+    """Of a dead writer nobody can confirm the last floors for a while: they are older than all that can go."""
+    dead = FakeSigner(peer_id_of(2))
+    records = ClusterRecords(limit=6_000)
+    for key in range(2_500):
+        records.offer(*floor(key, at(2000.0) + key, signer=dead))
+    for key in range(2_500, 5_000):
+        records.offer(*floor(key, at(1900.0 - key / 10)))
+    compacted(records)
+    assert records.floors.horizon[ME] > at(1900.0)
+    assert records.floors.count < 5_000
+
+
 def test_floors_that_others_may_not_have_stay_however_many_there_are() -> None:
     records = ClusterRecords(limit=20)
     for key in range(40):

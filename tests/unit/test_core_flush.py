@@ -10,6 +10,7 @@ from p2pstore.core.flush import PUSHES_AT_ONCE, FlushEnd, FlushOperation
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.serving import reply_of
+from p2pstore.errors import CapacityExceeded
 from p2pstore.gossip.floors.floor_sync import FloorAnswer
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.local.messages import PutStatus
@@ -38,6 +39,22 @@ def floor_of(world: Harness) -> Version:
 
 
 # --- flush -----------------------------------------------------------------------------------
+
+
+def test_there_is_no_flush_without_room_for_its_floor() -> None:
+    """Others would not take in a floor beyond the limit, and a flush that they never hear of must not be reported."""
+    world = Harness(others=1)
+    world.gossip.cluster_records.floors.limit = 3
+    for number in range(3):
+        operation = FlushOperation(world.core, f"namespace {number}")
+        world.start(operation)
+        (ask,) = world.asks(DataKind.CLUSTER_RECORDS)
+        world.answer(ask, Empty())
+        assert operation.result == FlushEnd(1, ())
+    world.stored("k", b"value")
+    assert isinstance(flush(world).result, CapacityExceeded)
+    assert world.find("k") is not None
+    world.check_idle()
 
 
 def test_all_live_peers_are_told_at_once() -> None:

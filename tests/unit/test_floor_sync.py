@@ -24,6 +24,7 @@ from p2pstore.gossip.floors.floor_stamps import (
     without_older,
 )
 from p2pstore.gossip.floors.floor_sync import FloorAnswer, FloorSync, ShownFloors
+from p2pstore.gossip.messages import Claim, Status
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,
@@ -32,6 +33,7 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
 )
 from p2pstore.objects import HybridClock, Version, clock_from_unix_seconds
+from tests.unit.core_harness import Harness
 from tests.unit.gossip_network import FakeSigner, digest_of, peer_id_of, peer_record
 
 START = 1_800_000_000.0
@@ -337,6 +339,33 @@ def test_a_member_that_died_is_waited_for_until_all_know() -> None:
     assert any(cluster.horizons())
 
 
+def test_older_floors_do_not_wait_for_a_newcomer_that_died() -> None:
+    """One that joins and dies all the time, each time as somebody else, must not stop compaction."""
+    cluster = Cluster(3)
+    one, other, third = cluster.sides
+    for key in range(16):
+        cluster.hear(key, 10.0 + key / 4, one, other)
+    for side in (one, other):
+        side.sync.came(third.member, 61.0)
+        side.sync.went(third.member, 62.0)
+    cluster.run(62, 100, [one, other])
+    assert any(cluster.horizons())
+
+
+def test_a_member_that_dies_twice_is_waited_for_as_if_it_had_died_once() -> None:
+    cluster = Cluster(3)
+    one, other, third = cluster.sides
+    cluster.run(62, 70)
+    for key in range(16):
+        cluster.hear(key, 71.0 + key / 4, one, other)
+    for side in (one, other):
+        side.sync.went(third.member, 72.0)
+        side.sync.came(third.member, 80.0)
+        side.sync.went(third.member, 81.0)
+    cluster.run(81, 140, [one, other])
+    assert not any(cluster.horizons())
+
+
 def test_floors_that_a_member_wrote_before_it_went_stay_three_minutes_longer() -> None:
     cluster = Cluster(3)
     one, other, third = cluster.sides
@@ -465,7 +494,7 @@ def test_a_member_that_came_is_doubted_until_it_shows_the_same_horizon() -> None
     assert side.sync.doubted_up_to(5, without.floors_horizon, 100.0) == -1, (
         "it may take its time: it was here before"
     )
-    side.sync.came(5)
+    side.sync.came(5, 100.0)
     assert side.sync.doubted_up_to(5, without.floors_horizon, 100.0) == clock(50.0)
     assert side.sync.doubted_up_to(5, same.floors_horizon, 100.0) == -1
     side.tick(101.0, members=[Shown(5, side.records.floors.horizon_hash)])
@@ -477,7 +506,7 @@ def test_a_member_that_came_is_doubted_until_it_shows_the_same_horizon() -> None
 
 def test_without_a_horizon_nobody_is_doubted() -> None:
     side = Side(1)
-    side.sync.came(5)
+    side.sync.came(5, 100.0)
     assert side.sync.doubted_up_to(5, peer_record(2).floors_horizon, 1000.0) == -1
 
 
@@ -491,3 +520,21 @@ def test_versions_that_were_heard_of_count_unless_their_clock_is_wrong() -> None
     assert side.sync.newest_heard == clock(9.0)
     side.sync.heard_of(b"", 0.0)
     assert side.sync.newest_heard == clock(9.0)
+
+
+# --- whom gossip says is gone ----------------------------------------------------------------
+
+
+def test_a_peer_that_was_dead_before_it_was_heard_of_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Claims of dead peers go round for long, and newcomers hear of all: each would stop compaction for a minute."""
+    world = Harness(others=1)
+    gone: list[int] = []
+    monkeypatch.setattr(world.gossip.floors, "went", lambda member, now: gone.append(member))
+    claims = [Claim(peer_id_of(77), 1, int(Status.DEAD), 1)]
+    world.gossip.membership.observe_claims(claims, world.now)
+    world.die(world.others[0])
+    world.pass_time(0.1)
+    assert world.gossip.membership.get(peer_id_of(77)) is not None
+    assert gone == [member_of(world.others[0].peer_id)]

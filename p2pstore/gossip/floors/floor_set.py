@@ -56,8 +56,8 @@ REFUSE_ABOVE: Final = 2.0
 since those who have them offer them again."""
 SLICE_BITS: Final = 26
 """A slice of time is 1.024 s: 2^26 of the hybrid clock, which counts 65,536 a millisecond."""
-LOOKED_AT: Final = 2_000
-"""Of the oldest floors, before a horizon is raised."""
+LOOKED_AT: Final = 20_000
+"""Writers of slices, the oldest first, before a horizon is raised: at most 2 ms. Those of dead writers wait longest."""
 MINUTE_BITS: Final = 32
 """A minute is 64 slices. There are at most some ten thousands of minutes, however many slices."""
 
@@ -82,6 +82,19 @@ class Floor:
 class _Slice:
     hash: int = 0
     floors: list[Floor] = field(default_factory=list)
+    known_oldest: Stamps | None = None
+
+    @property
+    def oldest(self) -> Stamps:
+        """Writer -> the lowest stamp of its floors in this slice. Kept once it was asked for, of few slices."""
+        if self.known_oldest is None:
+            self.known_oldest = {}
+            for floor in self.floors:
+                clock = floor.version.clock
+                self.known_oldest[floor.signer] = min(
+                    clock, self.known_oldest.get(floor.signer, clock)
+                )
+        return self.known_oldest
 
 
 class FloorSet:
@@ -181,6 +194,7 @@ class FloorSet:
             part = self._slices[number] = _Slice()
             self._newest = max(self._newest, number)
         part.floors.append(floor)
+        part.known_oldest = None
         self._tally(floor, part, 1)
         return floor
 
@@ -261,13 +275,17 @@ class FloorSet:
             going = [f for f in part.floors if f.version.clock <= self.horizon.get(f.signer, 0)]
             if not going:
                 continue
-            part.floors = [
-                f for f in part.floors if f.version.clock > self.horizon.get(f.signer, 0)
-            ]
+            staying = [f for f in part.floors if f.version.clock > self.horizon.get(f.signer, 0)]
             dropped += [(floor, self._drop(floor, part)) for floor in going]
-            if not part.floors:
-                del self._slices[number]
+            self._leave(number, staying)
         return dropped
+
+    def _leave(self, number: int, floors: list[Floor]) -> None:
+        """Others of the slice are dropped."""
+        part = self._slices[number]
+        part.floors, part.known_oldest = floors, None
+        if not floors:
+            del self._slices[number]
 
     def _drop(self, floor: Floor, part: _Slice) -> ClusterRecord:
         record = read_cluster_record(floor.signed)
@@ -282,12 +300,10 @@ class FloorSet:
         """Forget one floor."""
         number = floor.version.clock >> SLICE_BITS
         part = self._slices[number]
-        part.floors.remove(floor)
         self._drop(floor, part)
-        if not part.floors:
-            del self._slices[number]
-            if number in self._in_minute:
-                self._in_minute.remove(number)
+        self._leave(number, [each for each in part.floors if each is not floor])
+        if number not in self._slices and number in self._in_minute:
+            self._in_minute.remove(number)
 
     # --- bounds ------------------------------------------------------------------------------
 
@@ -310,17 +326,14 @@ class FloorSet:
 
     def _would_drop(self, stamps: Mapping[Member, int]) -> bool:
         """Whether a horizon drops any of the oldest floors: each new one costs all peers a few messages."""
-        for floor in islice(self._oldest_first(), LOOKED_AT):
-            if floor.version.clock <= stamps.get(floor.signer, 0):
-                return True
-        return False
+        return any(clock <= stamps[writer] for writer, clock in islice(self._oldest(), LOOKED_AT))
 
-    def _oldest_first(self) -> Iterator[Floor]:
+    def _oldest(self) -> Iterator[tuple[Member, int]]:
+        """Slice by slice, the writers and the stamp of the oldest floor of each."""
         for minute in sorted(self._minutes):
             for number in _slices_of(minute):
-                part = self._slices.get(number)
-                if part is not None:
-                    yield from part.floors
+                if (part := self._slices.get(number)) is not None:
+                    yield from part.oldest.items()
 
     def _cut(self, share: float) -> int:
         """The end of the slice up to which that share of all keys lies."""

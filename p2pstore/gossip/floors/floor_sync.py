@@ -142,6 +142,8 @@ class FloorSync:
         """Member -> end below which it announced the same floors as this peer has."""
         self._living = {me}
         self._gone_at: dict[Member, float] = {}
+        self._came_clock: dict[Member, int] = {}
+        """When a member came that was not waited for: what is older does not wait for it when it is gone again."""
         self._waiting: dict[Member, _Waiting] = {}
         self._announced_end = 0
         self._agreed_by_all = 0
@@ -161,6 +163,7 @@ class FloorSync:
         self._floors.lower_horizon(limit, by)
         self.seen = lower_stamps(self.seen, limit, by)
         self._agreed.clear()
+        self._came_clock.clear()
         self._announced_end = self._agreed_by_all = 0
         if self.newest_heard > limit:
             self.newest_heard = max(0, self.newest_heard - by)
@@ -294,7 +297,8 @@ class FloorSync:
                 waits_for.append(shown.member)
             mine = min(mine, agreed)
             everybody = min(everybody, agreed, shown.floors_seen)
-        mine = min([mine, *(self._agreed.get(member, 0) for member in self._gone_at)])
+        for member in self._gone_at:
+            mine = min(mine, max(self._agreed.get(member, 0), self._came_clock.get(member, 0)))
         self._agreed_by_all = mine
         self.waits_for, self.passed_over = waits_for, passed_over
         return min(everybody, self._agreed_by_all) - SAVED_SLACK
@@ -357,14 +361,15 @@ class FloorSync:
 
     def _forget_gone(self, now: float) -> None:
         """Members that died so long ago that all have heard of it are not waited for any more."""
-        forgotten = [m for m, gone_at in self._gone_at.items() if now > gone_at + GONE_SECONDS]
+        forgotten = {m for m, gone_at in self._gone_at.items() if now > gone_at + GONE_SECONDS}
         if not forgotten:
             return
         for member in forgotten:
             self._agreed.pop(member, None)
+            self._came_clock.pop(member, None)
             self._waiting.pop(member, None)
         # A dictionary that was large once stays so: a smaller one takes its place.
-        self._gone_at = {m: at for m, at in self._gone_at.items() if m not in set(forgotten)}
+        self._gone_at = {m: at for m, at in self._gone_at.items() if m not in forgotten}
 
     def heard_of(self, operations: bytes | bytearray | memoryview, now: float) -> None:
         """Locations were heard of, in packed records. Those from a clock that is too far ahead do not
@@ -380,11 +385,12 @@ class FloorSync:
         distrusted, self._distrusted = self._distrusted, 0
         return distrusted
 
-    def came(self, member: Member) -> None:
+    def came(self, member: Member, now: float) -> None:
         """A member has just come, or come back."""
         self._unproven.add(member)
         self._floors.doubt_members(True)
-        self._gone_at.pop(member, None)
+        if self._gone_at.pop(member, None) is None:
+            self._came_clock[member] = self._wall_clock(now)
         self._waiting.pop(member, None)
 
     def went(self, member: Member, now: float) -> None:
@@ -396,6 +402,7 @@ class FloorSync:
         """A member does not belong to the cluster any more: nothing of it is waited for."""
         self._unproven.discard(member)
         self._gone_at.pop(member, None)
+        self._came_clock.pop(member, None)
         self._agreed.pop(member, None)
         self._waiting.pop(member, None)
 
