@@ -81,6 +81,7 @@ HELP_OPTIONS: Final = ("-h", "--help")
 PLAINER: Final = (
     ("Value error, ", ""),
     ("Input should be a valid integer, unable to parse string as an integer", "must be a number"),
+    ("Input should be a valid boolean, unable to interpret input", "must be 1 or 0"),
     ("Input should be greater than or equal to", "must be at least"),
     ("Input should be less than or equal to", "must be at most"),
 )
@@ -320,6 +321,8 @@ def _message(error: BaseException, arguments: Sequence[str]) -> str:
         if empty:
             text = f"{empty} is empty: give a value or leave it out"
         hint = f" (see `{context.command_path} --help`)" if context is not None else ""
+        if hasattr(error, "option_name") and context is not None and context.parent is None:
+            hint = f"; options of a command stand behind its name{hint}"
         return f"{text[:1].lower()}{text[1:].rstrip('.')}{hint}"
     return describe(error)
 

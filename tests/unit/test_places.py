@@ -143,6 +143,13 @@ def test_a_running_peer_keeps_its_key(home: Path) -> None:
     assert KEY.hex() in (home / "n" / "cluster.key").read_text()
 
 
+def test_a_state_directory_that_is_a_file_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    settings = settle(said(name="n", state_dir=str(tmp_path / "file")))
+    with pytest.raises(ConfigError, match=r"the state directory .* cannot be used"):
+        StateDirectory.open(settings.values["state_dir"])
+
+
 def test_a_kept_invite_that_is_damaged_or_open_to_others(home: Path) -> None:
     keep_joined(INVITE, str(home / "n"))
     file = home / "n" / "invite"
