@@ -76,6 +76,8 @@ command of its own."""
 
 
 HELP_OPTIONS: Final = ("-h", "--help")
+FILE_METAVARS: Final = ("FILE", "DIR", "PATH")
+"""In the metavar of what names a file."""
 
 
 PLAINER: Final = (
@@ -95,6 +97,16 @@ class ManualCommand(TyperCommand):
         return [
             piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)
         ]
+
+    def invoke(self, ctx: Any) -> Any:
+        """A path or command without anything in it comes of an unset variable: "" would be the current directory."""
+        for parameter in self.params:
+            metavar = parameter.metavar or ""
+            named = any(word in metavar for word in (*FILE_METAVARS, "CMD"))
+            if named and ctx.params.get(parameter.name) == "":
+                name = metavar if parameter.param_type_name == "argument" else parameter.opts[0]
+                ctx.fail(f"{name} is empty: give a value or leave it out")
+        return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}

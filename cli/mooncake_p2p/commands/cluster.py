@@ -74,11 +74,11 @@ def stats(
     """
     if watch and slow:
         raise ValueError("--watch and --slow: choose one")
-    if was_given("interval") and not watch:
-        raise ValueError("--interval is for --watch: add it, or leave --interval out")
     interval_seconds = parse_timeout(interval, "--interval")
     if interval_seconds < MIN_INTERVAL_SECONDS:
         raise ValueError(f"--interval: {interval!r} is below {MIN_INTERVAL_SECONDS:g} seconds")
+    if was_given("interval") and not watch:
+        raise ValueError("--interval is for --watch: add it, or leave --interval out")
     if watch:
         from mooncake_p2p.watching import watch as watch_statistics
 
