@@ -75,14 +75,19 @@ def chose_name(settings: Settings) -> bool:
 
 
 def name_in_use(settings: Settings) -> ConfigError | None:
-    """What is wrong when a live peer of this host uses the name that was said; None when it is free."""
+    """What is wrong when a live peer of this host uses the name that was said; None when it is free. The state
+    directory and the socket of that name tell, where no other ones were said."""
     name, state_dir = settings.values.get("name"), settings.values["state_dir"]
-    if chose_name(settings) or settings.origins["state_dir"] != BY_NAME or not is_in_use(state_dir):
+    if chose_name(settings) or not name:
         return None
-    socket = next((str(path) for path in live_sockets() if path.stem == name), "PATH")
+    socket = next((str(path) for path in live_sockets() if path.stem == name), "")
+    by_name = settings.origins["state_dir"] == BY_NAME and is_in_use(state_dir)
+    if not by_name and (not socket or settings.values.get("socket")):
+        return None
+    where = f"state directory {state_dir}" if by_name else f"socket {socket}"
     return ConfigError(
-        f"{settings.origins['name']}: a peer named {name} runs on this machine already (state directory {state_dir}): "
-        f"give this one another --name, or end that one with `mooncake-p2p leave --socket {shlex.quote(socket)}`"
+        f"{settings.origins['name']}: a peer named {name} runs on this machine already ({where}): give this one "
+        f"another --name, or end that one with `mooncake-p2p leave --socket {shlex.quote(socket or 'PATH')}`"
     )
 
 

@@ -558,6 +558,8 @@ def is_in_use(path: str | os.PathLike[str]) -> bool:
 
 def kept_invite(path: str | os.PathLike[str]) -> str | None:
     """The line of the invite that the peer of this state directory joined by. Raises `ConfigError`."""
+    if not os.path.isdir(path):  # `StateDirectory.open` makes it, or says what is wrong
+        return None
     try:
         return _read_private(Path(path) / _INVITE, "is how this peer joined")
     except FileNotFoundError:

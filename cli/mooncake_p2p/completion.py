@@ -22,7 +22,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args
 
-from mooncake_p2p.main import COMMANDS, COMPLETION_VARIABLE, PROGRAM, LazyCommands, function_of
+from mooncake_p2p.main import (
+    COMMANDS,
+    COMPLETION_VARIABLE,
+    FILE_METAVARS,
+    PROGRAM,
+    LazyCommands,
+    function_of,
+)
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
@@ -32,7 +39,6 @@ LOOK_SECONDS: Final = 0.15
 MAX_CANDIDATES: Final = 100
 NO_FILES: Final = "\t"
 GLOBAL_OPTIONS: Final = ("--version", "--debug", "--help")
-FILE_METAVARS: Final = ("FILE", "DIR", "PATH")
 
 SCRIPTS: Final = {
     "bash": """\

@@ -76,11 +76,14 @@ command of its own."""
 
 
 HELP_OPTIONS: Final = ("-h", "--help")
+FILE_METAVARS: Final = ("FILE", "DIR", "PATH")
+"""In the metavar of what names a file."""
 
 
 PLAINER: Final = (
     ("Value error, ", ""),
     ("Input should be a valid integer, unable to parse string as an integer", "must be a number"),
+    ("Input should be a valid boolean, unable to interpret input", "must be 1 or 0"),
     ("Input should be greater than or equal to", "must be at least"),
     ("Input should be less than or equal to", "must be at most"),
 )
@@ -94,6 +97,16 @@ class ManualCommand(TyperCommand):
         return [
             piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)
         ]
+
+    def invoke(self, ctx: Any) -> Any:
+        """A path or command without anything in it comes of an unset variable: "" would be the current directory."""
+        for parameter in self.params:
+            metavar = parameter.metavar or ""
+            named = any(word in metavar for word in (*FILE_METAVARS, "CMD"))
+            if named and ctx.params.get(parameter.name) == "":
+                name = metavar if parameter.param_type_name == "argument" else parameter.opts[0]
+                ctx.fail(f"{name} is empty: give a value or leave it out")
+        return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
@@ -320,6 +333,8 @@ def _message(error: BaseException, arguments: Sequence[str]) -> str:
         if empty:
             text = f"{empty} is empty: give a value or leave it out"
         hint = f" (see `{context.command_path} --help`)" if context is not None else ""
+        if hasattr(error, "option_name") and context is not None and context.parent is None:
+            hint = f"; options of a command stand behind its name{hint}"
         return f"{text[:1].lower()}{text[1:].rstrip('.')}{hint}"
     return describe(error)
 

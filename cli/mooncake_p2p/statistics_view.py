@@ -245,7 +245,8 @@ def _repair_lines(repair: Document) -> list[str]:
     if repair.get("copies"):
         facts.append(f"{_copies(repair['copies'])} made again ({_bytes(repair['bytes'])})")
     if repair.get("lacking"):
-        facts.append(f"{repair['lacking']:,} objects with fewer copies than wanted")
+        count = repair["lacking"]
+        facts.append(f"{count:,} object{'' if count == 1 else 's'} with fewer copies than wanted")
     if repair.get("limited"):
         count = repair["limited"]
         facts.append(f"{count:,} object{'' if count == 1 else 's'} limited by the number of peers")

@@ -240,7 +240,7 @@ class CheckpointGroups:
         """Do not list or trust a publisher's name any more, on this peer alone, and pass its versions on no more: for a
         publisher that is gone for good. It counts again when it publishes a newer version. The last version. Raises
         `NoSuchKey` when it publishes no such name, `ValueError` for the peer's own."""
-        return await self._remove(name, parse_peer_id(publisher, "publisher"))
+        return await self._remove(name, parse_peer_id(publisher, "the publisher to forget"))
 
     async def _remove(self, name: str, publisher: bytes) -> str:
         connection = await self._open()

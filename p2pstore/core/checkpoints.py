@@ -278,6 +278,8 @@ class Checkpoints:
         if known:
             others = ", ".join(format_peer_id(head.publisher) for head in known)
             says += f"; to trust another one, name it (--publisher): {others}"
+        else:
+            says += " (to wait for it: --wait)"
         return says
 
     def forget(self, namespace: str, name: str, publisher: PeerId) -> Head:

@@ -31,6 +31,7 @@ from p2pstore.errors import (
     StoreClosed,
 )
 from p2pstore.local.messages import Access, Hello, HelloReply, LocalKind, SegmentInfo
+from p2pstore.local.paths import CHOICES, not_a_socket
 from p2pstore.local.requests import Frame, LateFrame, RequestAhead, Waiter, reply_in
 from p2pstore.shortage import is_shortage, shortage
 from p2pstore.signal_errors import FromSignalHandler, is_from_signal_handler
@@ -143,6 +144,10 @@ class LocalConnection:
             if is_shortage(error):
                 raise NoLocalPeer(
                     f"this process cannot connect to the peer at {path}: {shortage(error)}"
+                ) from error
+            if what := not_a_socket(path):
+                raise NoLocalPeer(
+                    f"{path} is {what}, not a peer's socket: {CHOICES} names one"
                 ) from error
             raise NoLocalPeer(
                 f"no peer listens at {path} ({error.strerror}): start one with `mooncake-p2p join`"

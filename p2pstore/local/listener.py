@@ -14,7 +14,7 @@ from typing import Final
 import trio
 
 from p2pstore.errors import ConfigError
-from p2pstore.local.paths import answers
+from p2pstore.local.paths import answers, not_a_socket
 from p2pstore.place_owners import lock_owner
 
 MAX_CONNECTIONS: Final = 1024
@@ -45,6 +45,10 @@ def _listen(path: Path, mode: int, group: str | None, group_id: int | None) -> s
                     "give this one another --name or --socket"
                 )
             path.unlink()
+        elif what := not_a_socket(path):
+            raise ConfigError(
+                f"socket: {path} is {what}: remove it, or name a path at which nothing is"
+            )
         os.fchmod(listener.fileno(), mode)  # bind makes the file with this mode, less the umask
         listener.bind(os.fspath(path))
         try:

@@ -166,6 +166,15 @@ def _candidates() -> Iterator[Path]:
                             yield path
 
 
+def not_a_socket(path: Path | str) -> str:
+    """What is at `path` instead of a socket; empty for a socket, and where nothing is, or nothing can be seen."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return ""
+    return "" if stat.S_ISSOCK(mode) else "a directory" if stat.S_ISDIR(mode) else "a file"
+
+
 def answers(path: Path | str) -> bool:
     """Whether somebody accepts connections at `path`; a file that a dead peer left does not. Raises `NoLocalPeer` when
     this process cannot look."""

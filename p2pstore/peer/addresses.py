@@ -48,6 +48,8 @@ def control_listen_address(config: PeerConfig) -> tuple[str, int | None]:
     if config.listen is not None:
         host, port = split_address(config.listen, "listen")
         _check_own(host)
+        if config.interface is not None:
+            _addresses_on(config.interface)
         return host, port
     if config.interface is not None:
         host = interface_address(config.interface)
@@ -213,6 +215,18 @@ def interface_address(wanted: str) -> str:
 
     IPv4 goes before IPv6. Raises `ConfigError` listing what there is when there is none, or more than one.
     """
+    candidates = _addresses_on(wanted)
+    if len(candidates) == 1:
+        return candidates[0]
+    raise ConfigError(
+        f"interface: {wanted!r} has several addresses ({', '.join(candidates)}): narrow it down to one with "
+        f"--interface {candidates[0]}/{128 if ':' in candidates[0] else 32}, or say it with --listen"
+    )
+
+
+def _addresses_on(wanted: str) -> list[str]:
+    """This machine's addresses on that interface or in that network: IPv4, else IPv6. Raises `ConfigError` when there
+    is none."""
     interfaces = interface_addresses()
     if "/" in wanted:
         try:
@@ -225,16 +239,10 @@ def interface_address(wanted: str) -> str:
         matching = [address for address in every if ipaddress.ip_address(address) in network]
     else:
         matching = interfaces.get(wanted, [])
-    candidates = [each for each in matching if ":" not in each] or matching
-    if len(candidates) == 1:
-        return candidates[0]
-    if not candidates:
+    if not matching:
         what = "no address of this machine is in" if "/" in wanted else "there is no address on"
         raise ConfigError(f"interface: {what} {wanted!r}; there is {_what_there_is(interfaces)}")
-    raise ConfigError(
-        f"interface: {wanted!r} has several addresses ({', '.join(candidates)}): narrow it down to one with "
-        f"--interface {candidates[0]}/{128 if ':' in candidates[0] else 32}, or say it with --listen"
-    )
+    return [each for each in matching if ":" not in each] or matching
 
 
 def _what_there_is(interfaces: dict[str, list[str]]) -> str:

@@ -210,7 +210,8 @@ class LocalGroups:
         heads = self._known.heads(message.namespace or None, message.name or None)
         if message.name and not heads:
             raise NoSuchKey(
-                f"no checkpoint {message.name!r} is known in namespace {message.namespace!r}"
+                f"no checkpoint {message.name!r} is known in namespace {message.namespace!r}: "
+                "`mooncake-p2p checkpoint list --all` shows those that are"
             )
         return local.Checkpoints(
             [self._entry(head, members=bool(message.name)) for head in heads[:MAX_ENTRIES]]

@@ -1162,6 +1162,17 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> Non
     assert not path.exists()
 
 
+def test_what_is_no_socket_is_said_and_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for path, what in ((file, "a file"), (tmp_path, "a directory")):
+        with pytest.raises(NoLocalPeer, match=f"{path} is {what}, not a peer's socket"):
+            blocking.connect(str(path))
+        with pytest.raises(ConfigError, match=f"socket: {path} is {what}"):
+            trio.run(listen_at, path, 0o600, None)
+    assert file.read_text() == "mine"
+
+
 def test_connecting_to_nobody(tmp_path: Path) -> None:
     with pytest.raises(NoLocalPeer, match="mooncake-p2p join"):
         blocking.connect(str(tmp_path / "nobody"))

@@ -178,6 +178,15 @@ def test_an_interface_by_name_or_by_network(wanted: str, address: str | None) ->
 
 
 @pytest.mark.usefixtures("interfaces")
+def test_an_interface_beside_an_address_has_to_exist() -> None:
+    """One with several addresses may: the address says which."""
+    config = PeerConfig(listen="127.0.0.1:0", interface="ib0")
+    assert control_listen_address(config) == ("127.0.0.1", 0)
+    with pytest.raises(ConfigError, match=r"interface: .*eth1"):
+        control_listen_address(PeerConfig(listen="127.0.0.1:0", interface="eth1"))
+
+
+@pytest.mark.usefixtures("interfaces")
 def test_an_interface_is_where_a_peer_listens_and_what_it_tells() -> None:
     config = PeerConfig(interface="eth0", insecure=True)
     assert control_listen_address(config)[0] == "10.0.0.7"

@@ -103,7 +103,7 @@ def test_a_step_that_is_under_way_is_not_run_into(
     assert run(["keygen", "--add", str(path)]) == 1
     assert "key.new is left" in capsys.readouterr().err
     assert run(["keygen", "--add", str(tmp_path / "none")]) == 1
-    assert "cannot change" in capsys.readouterr().err
+    assert "none does not exist; `mooncake-p2p keygen" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_no_file_that_the_next_try_would_find(

@@ -100,6 +100,7 @@ def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixt
     [
         (["putt"], "did you mean 'put'?"),
         (["--wrong"], "no such option"),
+        (["--socket", "x", "ls"], "no such option: --socket; options of a command stand behind"),
         (
             ["put", "k", "f", "--replcas", "2"],
             "no such option: --replcas, did you mean --replicas? (see `mooncake-p2p put --help`)",
@@ -115,6 +116,14 @@ def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixt
         (["get", "k", "--json"], "--json needs -o"),
         (["ls", "--limit", "100001"], "'--limit': must be at most 100000"),
         (["stats", "--timeout", "0"], "--timeout"),
+        (["stats", "--interval", "5"], "--interval is for --watch"),
+        (["checkpoint", "publish", "name", ""], "DIR is empty"),
+        (["checkpoint", "fetch", "name@", "here"], "name@: the version is empty"),
+        (["put", "k", ""], "FILE|- is empty"),
+        (["get", "k", "-o", ""], "--output is empty"),
+        (["checkpoint", "follow", "name", "here", "--exec", ""], "--exec is empty"),
+        (["keygen", ""], "FILE is empty"),
+        (["doctor", "--directory", ""], "--directory is empty"),
         (["stats", "--timeout", "nan"], "--timeout"),
         (["leave", "--drain", "-1"], "--drain"),
         (["demo", "--blocks", "100"], "--blocks: 100 blocks"),

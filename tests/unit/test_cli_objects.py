@@ -209,21 +209,25 @@ def test_put_passes_its_options_on(store: MemoryStore, file: Path) -> None:
     }
     assert store.put_options == expected
     assert run(["put", "k", str(file), "--on-conflict", "error"]) == 0
-    assert store.put_options["on_conflict"] == "error"
+    assert not store.put_options["overwrite"]
+    assert run(["put", "k", str(file), "--on-conflict", "overwrite"]) == 0
+    assert store.put_options["overwrite"]
     assert run(["put", "k", str(file), "--on-conflict", "overwrite", "--overwrite"]) == 0
     assert run(["put", "k", str(file), "--on-conflict", "keep", "--overwrite"]) == 2
     assert run(["put", "k", str(file), "--on-conflict", "other"]) == 2
     assert type(store.put_options["pin"]) is str
 
 
+@pytest.mark.parametrize("options", [[], ["--on-conflict", "keep"], ["--on-conflict", "error"]])
 def test_put_does_not_replace_by_itself(
-    store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[str]
+    store: MemoryStore, file: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     store.values["k"] = b"other"
-    assert run(["put", "k", str(file), "--json"]) == 1
+    assert run(["put", "k", str(file), "--json", *options]) == 1
     captured = capsys.readouterr()
     document = json.loads(captured.out)
     assert (document["status"], document["error"]["status"]) == ("kept_existing", 1)
+    assert document["error"]["type"] == "KeyExists"
     assert "--overwrite" in captured.err
     assert store.values["k"] == b"other"
     assert run(["put", "k", str(file), "--overwrite"]) == 0

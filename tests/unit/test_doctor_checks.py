@@ -131,13 +131,13 @@ def test_a_directory_that_cannot_be_made_is_judged_by_the_one_above(tmp_path: Pa
     assert free_bytes > 0
 
 
-def test_a_disk_that_is_not_there_is_skipped(
+def test_a_disk_that_cannot_be_written_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("MOONCAKE_P2P_SOCKET", raising=False)
     monkeypatch.setattr(speed, "SECONDS", 0.0)
-    run(["doctor", "--json", "--directory", str(tmp_path / "none")])
+    run(["doctor", "--json", "--directory", "/proc"])
     document = json.loads(capsys.readouterr().out)
     disk = next(each for each in document["findings"] if each["name"] == "disk")
     assert disk["status"] == "skipped"
@@ -149,10 +149,13 @@ def test_a_disk_that_is_not_there_is_skipped(
     [
         (["--peer", "nowhere"], "--peer: 'nowhere' is not HOST:PORT"),
         (["--peer", "h:1", "--directory", "/tmp"], "choose one"),
+        (["--directory", "/nonexistent"], "--directory: /nonexistent is no directory"),
         (["--peer", "h:1", "--seconds", "1h"], "--seconds: '1h' is above 60"),
         (["--peer", "h:1", "--seconds", "0"], "--seconds"),
         (["--peer", "h:1", "--cluster-key-file", "/nonexistent"], "/nonexistent"),
         (["--timeout", "x"], "--timeout"),
+        (["--seconds", "1"], "--seconds is for --peer"),
+        (["--cluster-key-file", "k"], "--cluster-key-file is for --peer"),
     ],
 )
 def test_wrong_arguments(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import stat
 from pathlib import Path
 
@@ -63,6 +64,23 @@ def test_a_name_that_was_said_is_never_replaced(home: Path, origin: str) -> None
         assert problem is not None
         assert re.match(rf"{origin}: a peer named n runs .* another --name, or end", str(problem))
         assert name_in_use(settle(settings.over({"state_dir": str(home / "x")}, "file"))) is None
+
+
+def test_a_name_in_use_is_told_by_its_socket_too(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a peer with a state directory of its own would be a second one of that name, in a cluster of its own."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    (tmp_path / "run" / "mooncake-p2p").mkdir(mode=0o755, parents=True)
+    settings = said(name="n", state_dir=str(home / "elsewhere"))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "run" / "mooncake-p2p" / "n.sock"))
+        listener.listen()
+        for each in (settings, said(name="n")):
+            assert "leave --socket" in str(name_in_use(settle(each)))
+        assert name_in_use(settle(settings.over({"socket": "/own.sock"}, "file"))) is None
+        assert name_in_use(settle(said(name="m"))) is None
+    assert name_in_use(settle(settings)) is None
 
 
 def test_a_state_directory_that_was_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +159,13 @@ def test_a_running_peer_keeps_its_key(home: Path) -> None:
     ):
         keep_joined(Invite("green", ("10.0.0.2:1",), (b"2" * 32,)), str(home / "n"))
     assert KEY.hex() in (home / "n" / "cluster.key").read_text()
+
+
+def test_a_state_directory_that_is_a_file_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    settings = settle(said(name="n", state_dir=str(tmp_path / "file")))
+    with pytest.raises(ConfigError, match=r"the state directory .* cannot be used"):
+        StateDirectory.open(settings.values["state_dir"])
 
 
 def test_a_kept_invite_that_is_damaged_or_open_to_others(home: Path) -> None:

@@ -193,7 +193,9 @@ def checkpoint_fetch(
     With --include or --exclude DIR/VERSION has only those files, and those that were fetched before; without them the
     rest is fetched later.
     """
-    bare, _, version = name.partition("@")
+    bare, at, version = name.partition("@")
+    if at and not version:
+        raise ValueError(f"{printable(name)}: the version is empty: give one, or leave out the @")
     rate = 0 if limit_rate is None else parse_bytes(limit_rate, "--limit-rate")
     wait_seconds = 0.0 if wait == "0" else parse_timeout(wait, "--wait")
     begin = time.perf_counter()

@@ -18,6 +18,7 @@ from mooncake_p2p.options import (
     Timeout,
     connected,
     parse_timeout,
+    was_given,
 )
 from mooncake_p2p.output import (
     ProgressBar,
@@ -76,6 +77,8 @@ def stats(
     interval_seconds = parse_timeout(interval, "--interval")
     if interval_seconds < MIN_INTERVAL_SECONDS:
         raise ValueError(f"--interval: {interval!r} is below {MIN_INTERVAL_SECONDS:g} seconds")
+    if was_given("interval") and not watch:
+        raise ValueError("--interval is for --watch: add it, or leave --interval out")
     if watch:
         from mooncake_p2p.watching import watch as watch_statistics
 

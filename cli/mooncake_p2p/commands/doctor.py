@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from mooncake_p2p.errors import CommandFailed, ExitCode
-from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, parse_timeout
+from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, parse_timeout, was_given
 from mooncake_p2p.output import print_json, printable, remark
 
 if TYPE_CHECKING:
@@ -89,6 +90,11 @@ def doctor(
         raise ValueError(f"--seconds: {seconds!r} is above {MAX_MEASURE_SECONDS:g}")
     if peer is not None and directory is not None:
         raise ValueError("--directory is about this machine and --peer is not: choose one")
+    for option in ("cluster_key_file", "cluster", "seconds"):
+        if peer is None and was_given(option):
+            raise ValueError(f"--{option.replace('_', '-')} is for --peer: add it, or leave it out")
+    if directory is not None and not os.path.isdir(directory):
+        raise ValueError(f"--directory: {directory} is no directory; name one on the disk to try")
     findings: list[Finding] = []
 
     def report(finding: Finding) -> None:

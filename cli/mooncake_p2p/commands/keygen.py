@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -107,6 +108,10 @@ def _change(path: Path, step: str) -> list[str]:
         raise CommandFailed(
             f"{temporary} is left from a step that was interrupted, or another one is under way: "
             "remove it and try again"
+        ) from None
+    except FileNotFoundError:
+        raise CommandFailed(
+            f"{path} does not exist; `mooncake-p2p keygen {shlex.quote(str(path))}` makes a new one"
         ) from None
     except UnicodeDecodeError:
         raise CommandFailed(f"{path} is not a cluster key file") from None

@@ -28,7 +28,7 @@ from mooncake_p2p.options import (
     parse_timeout,
 )
 from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
-from p2pstore.errors import BufferTooSmall, ConfigError, NoSuchKey
+from p2pstore.errors import BufferTooSmall, ConfigError, KeyExists, NoSuchKey
 from p2pstore.objects import PART_BYTES, encode_key, parse_duration
 
 if TYPE_CHECKING:
@@ -103,7 +103,6 @@ def put(
     encode_key(key)
     if overwrite and on_conflict not in (None, OnConflict.overwrite):
         raise ValueError("--overwrite contradicts --on-conflict: give one of the two")
-    policy: dict[str, Any] = {} if on_conflict is None else {"on_conflict": on_conflict.value}
     ttl_seconds = None if ttl is None else parse_timeout(ttl, "--ttl")
     if file is not None and file != "-" and os.path.exists(key) and not os.path.exists(file):
         swapped = f"`put {shlex.quote(file)} {shlex.quote(key)}`"
@@ -122,10 +121,9 @@ def put(
             replicas=replicas,
             pin=pin.value,
             ttl=ttl_seconds,
-            overwrite=overwrite,
+            overwrite=overwrite or on_conflict is OnConflict.overwrite,
             durable=durable,
             progress=bar.at if bar.shown else None,
-            **policy,
         )
         seconds = time.perf_counter() - begin
         too_few = shortfall(client, result)
@@ -146,9 +144,10 @@ def put(
             }
         )
     if result.status == "kept_existing":
-        raise CommandFailed(
+        raise KeyExists(
             f"{printable(key)} already exists with other bytes and was kept; "
-            "use --overwrite to replace it"
+            "use --overwrite to replace it",
+            key,
         )
     if not json:
         where = f", on {printable(elsewhere)}: this peer has no room for it" if elsewhere else ""

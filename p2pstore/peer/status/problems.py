@@ -167,7 +167,7 @@ def _alone(facts: Facts) -> Finding:
         "alone",
         "This peer is alone",
         cause,
-        f"on its machine, `mooncake-p2p doctor --peer {address}`{of_them} says why",
+        f"`mooncake-p2p doctor --peer {address}`{of_them}, run on this peer's machine, says why",
     )
 
 
