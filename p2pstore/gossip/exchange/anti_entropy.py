@@ -304,9 +304,8 @@ class Knowledge:
             return None
         if not self.cluster_records.wants(record, signed):
             return None
-        if record.clock > self._newest_accepted(
-            now
-        ):  # before its signature costs anything: it comes again and again
+        # Before its signature costs anything: what is refused comes again and again.
+        if record.clock > self._newest_accepted(now) and not self.accepts_clock(record.clock, now):
             self._future.note_record(record)
             return None
         record = open_cluster_record(signed, self.verifier)
