@@ -210,14 +210,13 @@ class TargetDirectory:
         """The files and folders that `commit` has to make durable."""
         if self.committed:
             return []
-        places = {self._place(number): None for number in sorted(self._held - self._there)}
         folders = {self._partial: None}
-        for place in places:
+        for place in self._numbers:
             folder = place.parent
             while folder not in folders and folder.is_relative_to(self._state):
                 folders[folder] = None
                 folder = folder.parent
-        return [place for place in (*places, *folders) if place not in self._durable]
+        return [place for place in (*self._numbers, *folders) if place not in self._durable]
 
     def make_durable(self, places: Sequence[Path]) -> int:
         """Have some of `unsynced` be on the disk, files with their permissions; returns their bytes. May be called
@@ -234,7 +233,8 @@ class TargetDirectory:
 
     @cached_property
     def _numbers(self) -> dict[Path, int]:
-        return {self._place(number): number for number in self._held - self._there}
+        """The files that come, by the place where they are written."""
+        return {self._place(number): number for number in sorted(self._held - self._there)}
 
     def _finish(self, keep: int) -> Iterator[None]:
         if not self.committed:
@@ -405,12 +405,13 @@ class TargetDirectory:
             for number, file in enumerate(manifest.files)
             if file.size >= layout.piece_bytes
         }
-        for number, file in enumerate(self.manifest.files):
+        for number in sorted(self._held - self._there):
+            file = self.manifest.files[number]
+            if file.size < layout.piece_bytes:
+                continue
             pieces = map_of(layout.pieces_of(number))
             other = known.get((file.size, self.manifest.hashes_of(number)))
-            if number not in self._held - self._there:
-                continue
-            if other is None or record.have & pieces or file.size < layout.piece_bytes:
+            if other is None or record.have & pieces:
                 continue
             if manifest.files[other].mode != file.mode:
                 continue  # a file has one mode, whatever it is called
