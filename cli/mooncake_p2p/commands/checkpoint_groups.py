@@ -194,7 +194,7 @@ def checkpoint_update(
             nonlocal said
             if not bar.shown:
                 if now.version and not said and not now.switched:
-                    _say_whom_it_waits_for(name, now, quorum, timeout)
+                    _say_whom_it_waits_for(name, now, quorum, seconds)
                     said = True
                 return
             what = f"{now.using} use it" if now.switched else f"{now.ready} have it"
@@ -223,7 +223,7 @@ def checkpoint_update(
 
 
 def _say_whom_it_waits_for(
-    name: str, now: CheckpointUpdate, quorum: int | None, timeout: str
+    name: str, now: CheckpointUpdate, quorum: int | None, seconds: float
 ) -> None:
     """One line, where no progress is shown."""
     lacking = quorum is not None and now.followers < quorum
@@ -232,7 +232,7 @@ def _say_whom_it_waits_for(
         remark(f"looking for followers of {printable(name)}")
     elif lacking or behind:
         remark(
-            f"waiting for followers of {printable(name)}, for {timeout} at most: {now.ready} of "
+            f"waiting for followers of {printable(name)}, for {seconds:g} s at most: {now.ready} of "
             f"{now.followers if quorum is None else quorum} have it"
             + (f"; behind: {behind}" if behind else "")
         )
