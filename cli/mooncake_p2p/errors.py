@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Any, Final
 
 from p2pstore import errors
+from p2pstore.objects import printable
 
 STANDARD_OUTPUT: Final = "standard output"
 """What errors call stdout."""
@@ -78,7 +79,8 @@ def exit_code(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """One line for people: what happened and what to do."""
+    """One line for people: what happened and what to do. It may name what strangers named, such as files: without
+    control characters, which would steer the terminal."""
     if isinstance(error, AlreadyTold):
         return describe(error.cause)
     if isinstance(error, KeyboardInterrupt):
@@ -98,7 +100,7 @@ def describe(error: BaseException) -> str:
             f"unexpected {type(error).__name__}: {error}; "
             "`mooncake-p2p --debug COMMAND ...` shows where, please report it"
         )
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 def error_document(error: BaseException, message: str) -> dict[str, Any]:

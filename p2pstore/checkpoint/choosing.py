@@ -41,9 +41,14 @@ def is_asked_for(path: str, mark: str, include: Sequence[str]) -> bool:
 
 def is_chosen(path: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
     """Whether a path matches some of `include`, if there are any, and none of `exclude`."""
-    if any(fnmatchcase(path, pattern) for pattern in exclude):
+    if matches(path, exclude):
         return False
-    return not include or any(fnmatchcase(path, pattern) for pattern in include)
+    return not include or matches(path, include)
+
+
+def matches(name: str, patterns: Collection[str]) -> bool:
+    """Whether a name is one of these patterns (it may have brackets itself), or matches one."""
+    return name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def choose_files(
@@ -70,11 +75,9 @@ def unmatched(paths: Collection[str], patterns: Sequence[str]) -> list[str]:
     """The patterns that match none of these."""
     found = []
     for pattern in patterns:
-        if not WILDCARDS & set(pattern):
-            matches = pattern in paths
-        else:
-            matches = any(fnmatchcase(path, pattern) for path in paths)
-        if not matches:
+        if pattern in paths:
+            continue
+        if not WILDCARDS & set(pattern) or not any(fnmatchcase(path, pattern) for path in paths):
             found.append(pattern)
     return found
 

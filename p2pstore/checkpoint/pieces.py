@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Final, NamedTuple
 
-from p2pstore.checkpoint.piece_map import PieceMap, full_map, pieces_in
+from p2pstore.checkpoint.piece_map import PieceMap, full_map, sum_of
 from p2pstore.errors import CheckpointRefused
 
 MIN_PIECE_BYTES: Final = 16 * 1024
@@ -105,7 +105,7 @@ class PieceLayout:
         """Of these pieces together, in bytes."""
         if pieces == full_map(self.count):
             return self.total_bytes
-        return sum(self.sizes[piece] for piece in pieces_in(pieces))
+        return sum_of(pieces, self.sizes)
 
     def extents(self, piece: int) -> list[Extent]:
         """Where the piece's bytes are, in their order."""

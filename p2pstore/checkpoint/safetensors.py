@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import posixpath
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, NoReturn
@@ -134,6 +135,11 @@ def read_weight_map(content: bytes | memoryview) -> dict[str, str]:
     raise BrokenFile(
         cause or 'it is no index of tensors: JSON with a "weight_map" of names and files'
     )
+
+
+def path_in_index(folder: str, file: str) -> str:
+    """The path of a file that an index in a folder names, perhaps as `./NAME`."""
+    return posixpath.normpath(posixpath.join(folder, file))
 
 
 _UNFINISHED: Final = ": perhaps an unfinished download, or a full disk"

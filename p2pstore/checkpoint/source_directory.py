@@ -7,6 +7,7 @@ time of each file are taken in the beginning. One that is not the same later is 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -192,7 +193,9 @@ def _source_file(place: Path, path: str) -> SourceFile:
         raise CheckpointRefused(f"{error}; {_way_out(path)}") from None
     try:
         found = place.stat()
-    except FileNotFoundError as error:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
         raise CheckpointRefused(f"{path}: a link to nothing; --exclude it") from error
     if not stat.S_ISREG(found.st_mode):
         what = "a link to a directory" if stat.S_ISDIR(found.st_mode) else "no regular file"

@@ -54,7 +54,13 @@ from p2pstore.checkpoint.paths import CURRENT
 from p2pstore.checkpoint.piece_map import PieceMap, full_map, map_of, pieces_in
 from p2pstore.checkpoint.piece_record import PieceRecord, boot_id
 from p2pstore.checkpoint.pieces import Extent
-from p2pstore.errors import CapacityExceeded, CheckpointRefused, ConfigError, ProtocolError
+from p2pstore.errors import (
+    CapacityExceeded,
+    CheckpointRefused,
+    ConfigError,
+    P2PStoreError,
+    ProtocolError,
+)
 from p2pstore.folder import Folder
 from p2pstore.regular_file import SAFELY, read_regular_file
 from p2pstore.wire import decode_body, encode_body
@@ -83,7 +89,8 @@ class TargetDirectory:
         chosen: Collection[int] | None = None,
     ) -> None:
         """`signed` must have been verified. `chosen`: the files that are wanted, by number; None: all. Raises
-        `ConfigError` when the directory cannot be used: it says why (`DirectoryInUse`: at present)."""
+        `ConfigError` when the directory cannot be used: it says why (`DirectoryInUse`: at present), and
+        `CapacityExceeded` when the disk is full."""
         self.manifest = signed.manifest
         self.version = signed.version
         self.directory = directory
@@ -116,7 +123,7 @@ class TargetDirectory:
             with Folder(self._state) as state:
                 self._lock = state.open("lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise ConfigError(f"{directory}: cannot be written to: {error.strerror}") from error
+            raise _unusable(directory, error) from error
         try:
             self._take()
         except BaseException:
@@ -210,14 +217,13 @@ class TargetDirectory:
         """The files and folders that `commit` has to make durable."""
         if self.committed:
             return []
-        places = {self._place(number): None for number in sorted(self._held - self._there)}
         folders = {self._partial: None}
-        for place in places:
+        for place in self._numbers:
             folder = place.parent
             while folder not in folders and folder.is_relative_to(self._state):
                 folders[folder] = None
                 folder = folder.parent
-        return [place for place in (*places, *folders) if place not in self._durable]
+        return [place for place in (*self._numbers, *folders) if place not in self._durable]
 
     def make_durable(self, places: Sequence[Path]) -> int:
         """Have some of `unsynced` be on the disk, files with their permissions; returns their bytes. May be called
@@ -234,7 +240,8 @@ class TargetDirectory:
 
     @cached_property
     def _numbers(self) -> dict[Path, int]:
-        return {self._place(number): number for number in self._held - self._there}
+        """The files that come, by the place where they are written."""
+        return {self._place(number): number for number in sorted(self._held - self._there)}
 
     def _finish(self, keep: int) -> Iterator[None]:
         if not self.committed:
@@ -309,9 +316,7 @@ class TargetDirectory:
                 self._state_file("pieces"), self.version, self.manifest.layout.count, boot_id()
             )
         except OSError as error:
-            raise ConfigError(
-                f"{self.directory}: cannot be written to: {error.strerror}"
-            ) from error
+            raise _unusable(self.directory, error) from error
 
     def _find_needed(self) -> None:
         """The pieces of the files that are wanted, and all files that are in them."""
@@ -405,12 +410,13 @@ class TargetDirectory:
             for number, file in enumerate(manifest.files)
             if file.size >= layout.piece_bytes
         }
-        for number, file in enumerate(self.manifest.files):
+        for number in sorted(self._held - self._there):
+            file = self.manifest.files[number]
+            if file.size < layout.piece_bytes:
+                continue
             pieces = map_of(layout.pieces_of(number))
             other = known.get((file.size, self.manifest.hashes_of(number)))
-            if number not in self._held - self._there:
-                continue
-            if other is None or record.have & pieces or file.size < layout.piece_bytes:
+            if other is None or record.have & pieces:
                 continue
             if manifest.files[other].mode != file.mode:
                 continue  # a file has one mode, whatever it is called
@@ -549,6 +555,11 @@ class TargetDirectory:
         if self._record is None:
             raise ValueError("the version is complete, or the directory was closed")
         return self._record
+
+
+def _unusable(directory: Path, error: OSError) -> P2PStoreError:
+    kind = CapacityExceeded if error.errno in _NO_ROOM else ConfigError
+    return kind(f"{directory}: cannot be written to: {error.strerror}")
 
 
 def in_steps(places: Sequence[Path]) -> Iterator[Sequence[Path]]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from p2pstore.checkpoint.choosing import is_chosen, nearest, unmatched
+from p2pstore.checkpoint.choosing import WILDCARDS, is_chosen, matches, nearest, unmatched
 from p2pstore.checkpoint.manifest import Manifest, read_manifest
 from p2pstore.checkpoint.memory_layout import plan_memory
 from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, map_of
@@ -25,6 +25,7 @@ from p2pstore.checkpoint.safetensors import (
     SUFFIX,
     BrokenFile,
     header_end,
+    path_in_index,
     read_header,
     read_weight_map,
 )
@@ -35,6 +36,7 @@ from p2pstore.local.connection import LocalConnection
 logger = logging.getLogger("p2pstore.client")
 
 LOGGED_PROBLEMS: Final = 8
+_PLAIN_NAMES: Final = frozenset(DTYPES.values())
 
 
 class Place(NamedTuple):
@@ -100,15 +102,16 @@ class CheckpointTensors(Mapping[str, Any]):
         file describes wrongly, and `P2PStoreError` for a dtype that numpy does not have here."""
         place = self._place(name)
         try:
-            kind = numpy_dtype(DTYPES.get(place.dtype, place.dtype))
+            kind = numpy_dtype(_plain_name(place.dtype))
         except P2PStoreError as error:
             raise _unknown(name, place, "numpy", error) from error
         view = self._version.bytes_of(place.file, place.begin, place.end)
-        if not view.nbytes:
+        with _as_shaped(name, place, "numpy"):
+            if view.nbytes:
+                return np.frombuffer(view, kind).reshape(place.shape)
             empty = np.empty(place.shape, kind)
-            empty.flags.writeable = False
-            return empty
-        return np.frombuffer(view, kind).reshape(place.shape)
+        empty.flags.writeable = False
+        return empty
 
     def torch(self, name: str) -> Any:
         """The tensor as torch has it, also of dtypes that numpy lacks (bfloat16): a view without a copy. The memory is
@@ -116,15 +119,15 @@ class CheckpointTensors(Mapping[str, Any]):
         `P2PStoreError` where torch is not installed."""
         place = self._place(name)
         try:
-            kind = torch_dtype(place.dtype, DTYPES.get(place.dtype, place.dtype))
+            kind = torch_dtype(place.dtype, _plain_name(place.dtype))
         except P2PStoreError as error:
             raise _unknown(name, place, "torch", error) from error
         import torch
 
         view = self._version.bytes_of(place.file, place.begin, place.end)
-        if not view.nbytes:
-            return torch.empty(place.shape, dtype=kind)
-        with warnings.catch_warnings():
+        with _as_shaped(name, place, "torch"), warnings.catch_warnings():
+            if not view.nbytes:
+                return torch.empty(place.shape, dtype=kind)
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
             return torch.frombuffer(view, dtype=kind).reshape(place.shape)
 
@@ -216,6 +219,8 @@ class TensorsWanted:
         self.files: set[int] = set()
         self.problems = Problems({}, {})
         self._names, self._patterns, self._rows = names, files, rows
+        self._exact = frozenset(names)
+        self._wild = [pattern for pattern in names if WILDCARDS & set(pattern)]
         self._steps = [self._ask_indexes, self._ask_headers, self._ask_long_headers, self._ask_rows]
         self._headed: list[int] = []
         self._by_index: dict[str, str] = {}
@@ -242,10 +247,10 @@ class TensorsWanted:
         what matches is broken. Other problems are said in the log."""
         called = f"checkpoint {manifest.name!r}"
         for pattern in self._names:
-            if any(fnmatchcase(name, pattern) for name in self.places):
+            if not unmatched(self.places, (pattern,)):
                 continue
             for name, why in self.problems.tensors.items():
-                if fnmatchcase(name, pattern):
+                if matches(name, (pattern,)):
                     raise CheckpointRefused(f"{called}: tensor {name!r}: {why}")
             raise NoSuchKey(
                 f"no tensor of {called} matches {pattern!r}{nearest(pattern, self._known)}{self.problems.said()}"
@@ -312,7 +317,7 @@ class TensorsWanted:
         folder = path.rpartition("/")[0]
         try:
             for name, file in read_weight_map(content).items():
-                yield name, f"{folder}/{file}" if folder else file
+                yield name, path_in_index(folder, file)
         except BrokenFile as error:
             self.problems.files[path] = str(error)
 
@@ -351,6 +356,14 @@ class TensorsWanted:
             for name, why in header.bad.items():
                 self._known.add(name)
                 self.problems.tensors[name] = f"{file.path}: {why}"
+        self._find_missing()
+
+    def _find_missing(self) -> None:
+        """Tensors that an index has, and the file that it names has not."""
+        for name, path in self._by_index.items():
+            if self._is_wanted(name) and name not in self.places:
+                why = self.problems.files.get(path, "it has no such tensor")
+                self.problems.tensors.setdefault(name, f"by its index it is in {path}: {why}")
 
     def _place(self, version: MappedVersion, name: str, place: Place) -> None:
         self._known.add(name)
@@ -363,7 +376,7 @@ class TensorsWanted:
         self._ask(version, place.file, place.begin, place.end)
 
     def _is_wanted(self, name: str) -> bool:
-        return not self._names or any(fnmatchcase(name, pattern) for pattern in self._names)
+        return not self._names or name in self._exact or matches(name, self._wild)
 
     @staticmethod
     def _safetensors(manifest: Manifest) -> list[int]:
@@ -372,6 +385,26 @@ class TensorsWanted:
             for number, file in enumerate(manifest.files)
             if file.path.endswith(SUFFIX) and not file.dtype
         ]
+
+
+def _plain_name(dtype: str) -> str:
+    """What numpy, ml_dtypes or torch call a dtype. A name that only happens to be one of theirs is none: a `U4` of the
+    format would be text to numpy. Raises `P2PStoreError`."""
+    if dtype not in DTYPES and dtype not in _PLAIN_NAMES:
+        raise P2PStoreError(f"{dtype!r} is not known here")
+    return DTYPES.get(dtype, dtype)
+
+
+@contextmanager
+def _as_shaped(name: str, place: Place, library: str) -> Iterator[None]:
+    """A shape that a file may have and an array not, such as an empty one of (0, 2**62), as a `P2PStoreError`."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise P2PStoreError(
+            f"tensor {name!r} of dtype {place.dtype} and shape {place.shape} cannot be an array of {library}: {error}; "
+            f"its bytes: raw({name!r})"
+        ) from error
 
 
 def _unknown(name: str, place: Place, library: str, error: P2PStoreError) -> P2PStoreError:

@@ -224,7 +224,7 @@ class Checkpoints:
             for record in records
             if (head := read_head(record)) is not None
             and not head.gone
-            and not self._is_forgotten(head)
+            and not self.is_forgotten(head)
             and namespace in (None, head.namespace)
             and name in (None, head.name)
         ]
@@ -303,7 +303,8 @@ class Checkpoints:
         self._heard += 1
         return found[0]
 
-    def _is_forgotten(self, head: Head) -> bool:
+    def is_forgotten(self, head: Head) -> bool:
+        """Whether this peer is not to trust or show what this head says."""
         until = self._forgotten.get(((head.namespace, head.name), head.publisher))
         return until is not None and head.clock <= until
 

@@ -247,3 +247,26 @@ async def test_who_follows_another_publisher_than_there_is_hears_why_it_waits(
             nursery.start_soon(partial(one.run, publisher=b.peer_id))
             await until(lambda: any("to trust another one" in each.why for each in one.said))
             nursery.cancel_scope.cancel()
+
+
+async def test_who_follows_a_publisher_that_is_forgotten_follows_the_next(tmp_path: Path) -> None:
+    """As when a publisher came back with another identity, with the same files."""
+    for number in (1, 2):
+        make_files(tmp_path / f"v{number}", {"weights": 1000 * number})
+    async with cluster(tmp_path, 3) as (a, b, c):
+        first = (await a.checkpoints.publish("model", tmp_path / "v1")).version
+        one = Follow(b, tmp_path / "b")
+        async with following(one):
+            await one.until("verified", first)
+            await until_published(c, 1)
+            await c.checkpoints.forget("model", a.peer_id)
+            second = (await c.checkpoints.publish("model", tmp_path / "v2")).version
+            assert second not in {each.version for each in one.said}
+            await b.checkpoints.forget("model", a.peer_id)
+            await one.until("verified", second)
+            assert one.said[-1].publisher == c.peer_id
+            again = (await c.checkpoints.publish("model", tmp_path / "v1")).version
+            assert again == first
+            await until_followed(c, 1)
+            assert (await c.checkpoints.update("model", timeout=DEADLINE)).using == 1
+            assert one.current == first

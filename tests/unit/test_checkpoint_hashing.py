@@ -114,6 +114,10 @@ def to_nothing(root: Path) -> None:
     (root / "x").symlink_to("nowhere")
 
 
+def to_itself(root: Path) -> None:
+    (root / "x").symlink_to("x")
+
+
 def to_a_directory(root: Path) -> None:
     (root / "x").symlink_to("..")
 
@@ -132,7 +136,7 @@ def with_a_line_end(root: Path) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [to_nothing, to_a_directory, a_pipe, not_utf8, with_a_line_end],
+    [to_nothing, to_itself, to_a_directory, a_pipe, not_utf8, with_a_line_end],
     ids=lambda f: f.__name__,
 )
 def test_what_cannot_be_published_is_refused_unless_it_is_excluded(

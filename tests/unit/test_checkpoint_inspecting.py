@@ -105,7 +105,7 @@ def test_an_index_that_names_an_absent_file_is_refused_with_its_likely_cause(
         told(tmp_path)
     outside = json.dumps({"weight_map": {"w": "/etc/hostname", "v": "../a"}}).encode()
     write(tmp_path / "sub", {"pytorch_model.bin.index.json": outside})
-    with pytest.raises(CheckpointRefused, match=r"names sub/../a, sub//etc/hostname, and there is"):
+    with pytest.raises(CheckpointRefused, match=r"names /etc/hostname, a, and there is"):
         told(tmp_path)
 
 

@@ -196,6 +196,8 @@ def test_no_row_of_the_table_is_hidden_by_an_earlier_one() -> None:
 
 def test_descriptions_are_one_line_and_say_what_to_do() -> None:
     assert describe(errors.NoSuchKey("no such key: k")) == "no such key: k"
+    red = "names \x1b[31mred\ud800 漢, and\nno more"
+    assert describe(errors.CheckpointRefused(red)) == r"names \x1b[31mred\ud800 漢, and no more"
     assert describe(OSError(13, "Permission denied", "/x")) == "/x: Permission denied"
     assert "free some space" in describe(OSError(28, "No space left on device"))
     assert describe(OSError(28, "x is full; free some space there")).count("free some space") == 1

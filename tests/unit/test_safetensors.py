@@ -321,6 +321,57 @@ def test_an_index_says_what_is_where_and_what_is_missing() -> None:
     assert tensors_of(twice).dtype("w") == "I32"
 
 
+def test_an_index_may_name_tensors_that_its_files_lack() -> None:
+    weight_map = {
+        **{"w": "./a.safetensors", "lost": "a.safetensors"},
+        **{"layers.0": "pointer.safetensors", "layers.1": "./a.safetensors"},
+    }
+    files = {
+        "sub/a.safetensors": file_with(
+            {"w": entry(), "layers.1": entry(data_offsets=[16, 32])}, 32
+        ),
+        "sub/pointer.safetensors": POINTER,
+        "sub/m.safetensors.index.json": json.dumps({"weight_map": weight_map}).encode(),
+    }
+    assert set(tensors_of(files, ["w"])) == {"w"}
+    assert not tensors_of(files, ["w"]).broken  # the pointer was not looked at
+    with pytest.raises(CheckpointRefused, match=r"'lost': by its index it is in sub/a.safetensors"):
+        tensors_of(files, ["lost"])
+    for names in (["layers.*"], []):
+        found = tensors_of(files, names)
+        assert "layers.1" in found
+        with pytest.raises(CheckpointRefused, match=r"in sub/pointer.safetensors: .*git-LFS"):
+            found["layers.0"]
+
+
+def test_names_may_have_brackets() -> None:
+    files = {
+        "m.safetensors": file_with({"h[0].w": entry(), "h0.w": entry(data_offsets=[16, 32])}, 32)
+    }
+    assert set(tensors_of(files, ["h[0].w"])) == {"h[0].w", "h0.w"}
+    assert set(tensors_of({"m.safetensors": file_with({"h[0].w": entry()})}, ["h[0].w"])) == {
+        "h[0].w"
+    }
+
+
+@pytest.mark.parametrize(
+    "dtype", ["U4", "U1", "S4", "V8", "M8", "f4", "O", "T", "i4,i4", "float99"]
+)
+def test_a_dtype_is_none_that_numpy_or_torch_only_happen_to_call_so(dtype: str) -> None:
+    found = tensors_of({"m.safetensors": file_with({"w": entry(dtype=dtype)})})
+    assert found.raw("w").nbytes == 16
+    with pytest.raises(P2PStoreError, match=r"numpy has no such dtype here .*raw\('w'\)"):
+        found["w"]
+
+
+def test_a_shape_that_no_array_can_have_is_said() -> None:
+    big = entry(shape=[0, 1 << 62], data_offsets=[0, 0])
+    found = tensors_of({"m.safetensors": file_with({"w": big, "good": entry()})})
+    assert found["good"].shape == (2, 2)
+    with pytest.raises(P2PStoreError, match=r"cannot be an array of numpy: .*raw\('w'\)"):
+        found["w"]
+
+
 def test_torch_has_what_it_knows_of() -> None:
     torch = require_torch()
     found = tensors_of(MIXED)

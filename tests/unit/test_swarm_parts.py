@@ -44,6 +44,7 @@ from p2pstore.checkpoint.piece_map import (
     map_of,
     pack_map,
     pieces_in,
+    sum_of,
     unpack_map,
 )
 from p2pstore.checkpoint.selection import HostShare, Selection, stripe
@@ -63,6 +64,15 @@ def test_a_map_travels(pieces: int) -> None:
     packed = pack_map(pieces, 70)
     assert len(packed) == 9
     assert unpack_map(packed, 70) == pieces
+
+
+@given(st.sets(st.sampled_from([0, 1, 1022, 1023, 1024, 1025, 2048, 5000, 65_534, 65_535])))
+def test_pieces_are_found_and_their_sizes_added_up_whatever_word_they_are_in(
+    numbers: set[int],
+) -> None:
+    sizes = tuple(range(65_536))
+    assert pieces_in(map_of(numbers)) == sorted(numbers)
+    assert sum_of(map_of(numbers), sizes) == sum(numbers)
 
 
 @pytest.mark.parametrize("packed", [b"", bytes(8), bytes(10), bytes(8) + b"\x40"])

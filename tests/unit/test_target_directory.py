@@ -36,6 +36,7 @@ from p2pstore.checkpoint.piece_map import full_map, map_of, pieces_in
 from p2pstore.checkpoint.pieces import MIN_PIECE_BYTES, Extent, PieceLayout
 from p2pstore.checkpoint.target_directory import FILES_A_STEP, TargetDirectory
 from p2pstore.errors import CapacityExceeded, ConfigError
+from p2pstore.folder import Folder
 from p2pstore.gossip.links.identity import Identity
 
 PIECE = MIN_PIECE_BYTES
@@ -269,6 +270,22 @@ def test_the_newest_versions_are_kept(tmp_path: Path, keep: int) -> None:
     assert state(tmp_path) == sorted([f"{name}.manifest" for name in kept] + ["lock"])
 
 
+def test_a_removal_that_was_killed_does_not_stop_the_next(tmp_path: Path) -> None:
+    """Whatever is left of it: the folder that was going, or a manifest without a version."""
+    fetch(tmp_path, BASE, keep=1)
+    first = name_of(signed(BASE))
+    left = tmp_path / ".p2pstore" / f"{first}.going" / "deep"
+    left.mkdir(parents=True)
+    (left / "file").write_bytes(b"x")
+    (tmp_path / ".p2pstore" / f"{'0' * 32}.manifest").write_bytes(b"")
+    second = changed(BASE, "b.safetensors", 0)
+    fetch(tmp_path, second, keep=1)
+    assert [path.name for path in tmp_path.iterdir() if len(path.name) == 32] == [
+        name_of(signed(second))
+    ]
+    assert state(tmp_path) == [f"{name_of(signed(second))}.manifest", "lock"]
+
+
 def test_what_else_is_in_the_directory_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / ("0" * 32)).mkdir()
@@ -484,9 +501,13 @@ def test_a_disk_without_room_is_said_before_the_first_piece(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CapacityExceeded, match="No space left"):
-        prepared(tmp_path / "full", signed(BASE))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(CapacityExceeded, match="No space left"):
+            prepared(tmp_path / "full", signed(BASE))
+    monkeypatch.setattr(Folder, "replace", full)
+    with pytest.raises(CapacityExceeded, match="cannot be written to: No space left"):
+        TargetDirectory(tmp_path / "no room for a manifest", signed(BASE))
 
 
 def test_room_that_is_taken_already_is_not_needed_again(

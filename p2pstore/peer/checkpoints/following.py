@@ -128,18 +128,23 @@ class Following:
         await self.ended.wait()
 
     async def _follow(self) -> None:
-        self.follower = await trio.to_thread.run_sync(_look, self.directory.path, self.order)
-        self.looked.set()
-        head = self.head = await self._first_head()
-        try:
-            async with trio.open_nursery() as nursery:
-                self._nursery = nursery
-                nursery.start_soon(self._pass_on, head)
-                nursery.start_soon(self._listen, head)
-                await self._tick_forever()
-        finally:
-            self._checkpoints.follow_no_more(head.digest, self._node.now)
-            self._node.process()
+        """One publisher after the other: each until this peer is to forget it."""
+        while True:
+            self.follower = await trio.to_thread.run_sync(_look, self.directory.path, self.order)
+            self.head = self._told = None
+            self.news.changed()
+            self.looked.set()
+            head = self.head = await self._first_head()
+            try:
+                async with trio.open_nursery() as nursery:
+                    self._nursery = nursery
+                    nursery.start_soon(self._pass_on, head)
+                    nursery.start_soon(self._tick_forever)
+                    await self._listen(head)
+                    nursery.cancel_scope.cancel()
+            finally:
+                self._checkpoints.follow_no_more(head.digest, self._node.now)
+                self._node.process()
 
     async def _first_head(self) -> Head:
         """Once somebody publishes the name."""
@@ -157,8 +162,9 @@ class Following:
             seen = await self._node.checkpoint_news(seen)
 
     async def _listen(self, first: Head) -> None:
+        """Until the publisher is forgotten."""
         seen: object = None
-        while True:
+        while not self._checkpoints.is_forgotten(self.head or first):
             head = self._checkpoints.head(first.digest)
             switch = self._checkpoints.switched(first.digest)
             self.head = head or first

@@ -51,6 +51,7 @@ from p2pstore.errors import (
 from p2pstore.gossip.checkpoints import Head, checkpoint_digest, short_version
 from p2pstore.gossip.records import Participation, PeerId, TakesPart, member_of
 from p2pstore.nursery import open_background_nursery
+from p2pstore.objects import format_peer_id
 from p2pstore.peer.checkpoints.held_directory import HeldDirectory
 from p2pstore.peer.checkpoints.holding import Holding, PublishedMemory
 from p2pstore.peer.checkpoints.job import Job, JobPhase
@@ -226,6 +227,13 @@ class PeerCheckpoints:
 
     async def _publish_if_it_counts(self, kept: Publication) -> None:
         manifest, version = kept.manifest.manifest, kept.manifest.version
+        if kept.manifest.signer != self._core.peer_id:
+            logger.warning(
+                "checkpoint %s@%s was published by %s, which this peer was before: publish it again, from %s",
+                *(manifest.name, format_version(version), format_peer_id(kept.manifest.signer)),
+                os.fsdecode(kept.directory),
+                extra={"event": "checkpoint_failed"},
+            )
         if not self._counts(kept, manifest.name, version):
             await trio.to_thread.run_sync(self._publications.forget, version)
             return

@@ -43,7 +43,7 @@ from p2pstore.checkpoint.effects import (
 )
 from p2pstore.checkpoint.manifest import Manifest, SignedManifest
 from p2pstore.checkpoint.messages import Refusal
-from p2pstore.checkpoint.piece_map import PieceMap, map_of, pieces_in
+from p2pstore.checkpoint.piece_map import PieceMap, map_of
 from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
 from p2pstore.errors import CheckpointChanged, P2PStoreError, StoreClosed, Unavailable
 from p2pstore.peer.checkpoints.at_once import AtOnce
@@ -261,8 +261,7 @@ class SwarmRun:
         are. Raises like `until`."""
         while not self.machine.dispensable:
             self.check_running()
-            elsewhere = self.machine.elsewhere
-            report(sum(self._sizes[each] for each in pieces_in(elsewhere)), len(self.links.members))
+            report(self._bytes_of(self.machine.elsewhere), len(self.links.members))
             await trio.sleep(LOOK_SECONDS)
 
     def check_running(self) -> None:
