@@ -266,7 +266,12 @@ class StateDirectory:
         if not _is_stamp(found.get("incarnation"), MAX_INCARNATION - 1):
             self._note("state.json has no usable incarnation: that of the clock is taken")
             found["incarnation"] = 0
-        elif found["incarnation"] > now_ms + MAX_AHEAD_MS and now > _PLAUSIBLE_UNIX_SECONDS:
+        elif (
+            # One that was used is kept, though the clock was wrong: others know this peer by it.
+            not (certain and found["incarnation"] <= MAX_INCARNATION // 2)
+            and found["incarnation"] > now_ms + MAX_AHEAD_MS
+            and now > _PLAUSIBLE_UNIX_SECONDS
+        ):
             self._note(
                 "state.json has an incarnation of the far future: that of the clock is taken"
             )

@@ -560,6 +560,16 @@ def test_what_was_edited_plausibly_is_not_believed_either(tmp_path: Path) -> Non
         assert not state.damage
 
 
+def test_an_incarnation_of_a_clock_that_was_fast_is_kept(tmp_path: Path) -> None:
+    """Others know this peer by it, and would not hear it by an earlier one."""
+    in_a_year = int((time.time() + 366 * 86_400) * 1000)
+    with StateDirectory.open(tmp_path) as state:
+        assert state.next_incarnation(in_a_year) == in_a_year
+    with StateDirectory.open(tmp_path) as state:
+        assert state.next_incarnation(int(time.time() * 1000)) == in_a_year + 1
+        assert not state.damage
+
+
 def test_of_a_clock_that_was_fast_what_was_seen_stays_seen(tmp_path: Path) -> None:
     with StateDirectory.open(tmp_path) as state:
         state.save_clock(CLOCK_NOW, {1: FUTURE, 2: 5}, {1: FUTURE, 2: 5})
