@@ -306,6 +306,9 @@ class AsyncioDriver:
     def event(self) -> Event:
         return _AsyncioEvent()
 
+    def interrupted(self, error: Exception) -> BaseException:
+        return error
+
 
 async def _resolve(host: str, port: int) -> list[Any]:
     """The addresses of a host. A numeric one needs no thread."""

@@ -51,6 +51,10 @@ class Folder:
         """Whose the directory is, and who may write to it."""
         return os.fstat(self._descriptor)
 
+    def owner(self, name: str) -> int:
+        """The user of a file, or of a link itself."""
+        return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_uid
+
     def open(self, name: str, flags: int, mode: int = 0o600) -> int:
         """A descriptor of a regular file."""
         try:
@@ -136,10 +140,19 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 def refuse_folder_of_another(folder: Folder, setting: str) -> None:
     """Raise `ConfigError` when the directory belongs to another user than this process's, or root: that user could
     exchange what is in it."""
-    owner, own = folder.status().st_uid, os.geteuid()
+    _refuse_owner(folder.status().st_uid, folder.path, "could exchange what is in it", setting)
+
+
+def refuse_files_of_others(folder: Folder, setting: str) -> None:
+    """Raise `ConfigError` when something in the directory belongs to such a user, who may have planted it."""
+    for name in folder.names():
+        _refuse_owner(folder.owner(name), folder.path / name, "may have planted it", setting)
+
+
+def _refuse_owner(owner: int, path: Path, what: str, setting: str) -> None:
+    own = os.geteuid()
     if owner not in (own, 0):
         raise ConfigError(
-            f"{setting}: {folder.path} belongs to {user_name(owner)}, who could exchange what is in it, while this "
-            f"process runs as {user_name(own)}: run it as that user, or `chown {own} {folder.path}`, or choose another "
-            "directory"
+            f"{setting}: {path} belongs to {user_name(owner)}, who {what}, while this process runs as "
+            f"{user_name(own)}: run it as that user, or `chown {own} {path}`, or choose another directory"
         )

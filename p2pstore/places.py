@@ -99,12 +99,11 @@ def state_root() -> Path:
         return Path(home) / STATE_DIRECTORY_NAME
     if os.getuid() == 0:
         return Path("/var/lib") / STATE_DIRECTORY_NAME
-    try:
-        return Path.home() / ".local" / "state" / STATE_DIRECTORY_NAME
-    except (
-        RuntimeError
-    ):  # neither HOME nor an entry in passwd, as in containers of an arbitrary user
-        return _without_home()
+    with contextlib.suppress(RuntimeError):  # neither HOME nor an entry in passwd
+        own = Path.home()
+        if own.is_absolute() and own != Path("/"):  # "/": HOME of a container's arbitrary user
+            return own / ".local" / "state" / STATE_DIRECTORY_NAME
+    return _without_home()
 
 
 def _without_home() -> Path:

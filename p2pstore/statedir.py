@@ -44,7 +44,7 @@ from p2pstore.allowlist import parse_peer_id
 from p2pstore.config import split_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.floors_file import NewerFormat, floor_frames, floors_file, read_floors
-from p2pstore.folder import Folder, refuse_folder_of_another
+from p2pstore.folder import Folder, refuse_files_of_others, refuse_folder_of_another
 from p2pstore.gossip.floors.floor_stamps import Stamps, stamps_as_text, stamps_from_text
 from p2pstore.gossip.links.identity import SEED_BYTES, Identity
 from p2pstore.gossip.members.membership import MAX_AHEAD_MS, MAX_INCARNATION
@@ -145,6 +145,7 @@ class StateDirectory:
                 ) from None
             undo.callback(os.close, lock)
             _take_lock(directory, lock)
+            refuse_files_of_others(folder, "state_dir")
             opened = cls(folder, lock)
             undo.pop_all()
         return opened
@@ -257,7 +258,7 @@ class StateDirectory:
             return _State(FORMAT, 0, 0)
         told = found.pop("sum", "")
         certain = told == _sum_of(found)
-        if told and not certain:
+        if (told or "floors_bytes" in found) and not certain:
             self._note("state.json was changed or damaged: what it says of floors is not believed")
             found |= {"floors_seen": {}, "floors_horizon": {}, "floors_bytes": -1}
         now = time.time()
@@ -265,7 +266,12 @@ class StateDirectory:
         if not _is_stamp(found.get("incarnation"), MAX_INCARNATION - 1):
             self._note("state.json has no usable incarnation: that of the clock is taken")
             found["incarnation"] = 0
-        elif found["incarnation"] > now_ms + MAX_AHEAD_MS and now > _PLAUSIBLE_UNIX_SECONDS:
+        elif (
+            # One that was used is kept, though the clock was wrong: others know this peer by it.
+            not (certain and found["incarnation"] <= MAX_INCARNATION // 2)
+            and found["incarnation"] > now_ms + MAX_AHEAD_MS
+            and now > _PLAUSIBLE_UNIX_SECONDS
+        ):
             self._note(
                 "state.json has an incarnation of the far future: that of the clock is taken"
             )

@@ -162,6 +162,10 @@ class Driver(Protocol):
         """A new event, for one waiter."""
         ...
 
+    def interrupted(self, error: Exception) -> BaseException:
+        """What to raise for an error of a signal handler that ran within a call."""
+        ...
+
 
 def total_bytes(parts: Sequence[BytesLike]) -> int:
     """The bytes of all parts together."""
@@ -663,6 +667,9 @@ class BlockingDriver:
 
     def event(self) -> Event:
         return _BlockingEvent()
+
+    def interrupted(self, error: Exception) -> BaseException:
+        return FromSignalHandler(error)  # `run_blocking` has it out again
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -335,6 +335,9 @@ class TrioDriver:
     def event(self) -> Event:
         return _TrioEvent()
 
+    def interrupted(self, error: Exception) -> BaseException:
+        return error
+
 
 async def _connect(sock: socket.socket, address: Any) -> None:
     """Connect a fresh socket without blocking. A full backlog of a Unix socket is waited out."""

@@ -254,6 +254,8 @@ class Gossip:
 
     def record(self, now: float) -> SignedRecord:
         """This peer's own record, signed anew when something changed."""
+        if self.own_record.came_back():
+            self.partitions.log_restarted(now)
         return self.own_record.signed(now)
 
     def offer_changed(self) -> None:

@@ -34,7 +34,7 @@ from p2pstore.local.messages import Access, Hello, HelloReply, LocalKind, Segmen
 from p2pstore.local.paths import CHOICES, not_a_socket
 from p2pstore.local.requests import Frame, LateFrame, RequestAhead, Waiter, reply_in
 from p2pstore.shortage import is_shortage, shortage
-from p2pstore.signal_errors import FromSignalHandler, is_from_signal_handler
+from p2pstore.signal_errors import is_from_signal_handler
 from p2pstore.streams import (
     DEFAULT_PROGRESS_SECONDS,
     MAX_PASSED_DESCRIPTORS,
@@ -470,11 +470,11 @@ class LocalConnection:
                 self._dispatch(self._receive_buffer[:count], waiter)
         except DeadlineExceeded as error:
             if is_from_signal_handler(error):
-                raise FromSignalHandler(error) from None
+                raise self._driver.interrupted(error) from None
             # whose deadline it was, its waiter finds out
         except Exception as error:
             if is_from_signal_handler(error):
-                raise FromSignalHandler(error) from None
+                raise self._driver.interrupted(error) from None
             if isinstance(error, ProtocolError):
                 raise self._end(f"the local peer sent what is not the protocol: {error}") from error
             raise self._end(

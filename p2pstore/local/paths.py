@@ -45,7 +45,7 @@ def default_socket_path(name: str, *, shared: bool = False) -> Path:
     """Where a peer of this name listens; makes the directory, which others may enter but not write to: who
     may connect is for the socket's own mode to say. `shared` is for one that lets others connect.
 
-    Raises `ConfigError` when no directory can be made, or the path is too long for a socket.
+    Raises `ConfigError` when no directory can be made, or every path is too long for a socket.
     """
     reasons = []
     for directory in socket_directories(shared=shared):
@@ -54,12 +54,15 @@ def default_socket_path(name: str, *, shared: bool = False) -> Path:
         except OSError as error:
             reasons.append(f"{directory}: {error.strerror}")
             continue
+        path = directory / f"{name}.sock"
         if reason := distrust(directory):
             reasons.append(f"{directory}: {reason}")
         elif not os.access(directory, os.W_OK | os.X_OK):
             reasons.append(f"{directory}: not writable")
+        elif len(os.fsencode(path)) > MAX_PATH_BYTES:
+            reasons.append(f"{path}: longer than {MAX_PATH_BYTES} bytes")
         else:
-            return check_socket_path(directory / f"{name}.sock")
+            return path
     raise ConfigError(
         f"there is no directory for the local socket ({'; '.join(reasons)}): name one with "
         "--socket, or PeerConfig(socket=...)"

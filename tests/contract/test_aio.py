@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import trio
 
+import p2pstore
 from p2pstore import aio
 from p2pstore.asyncio_streams import AsyncioDriver, AsyncioStream
 from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
@@ -288,6 +289,31 @@ def test_leases_are_given_back_without_another_call(peer: SmallPeer) -> None:
             assert "p2pstore-janitor" not in names
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), DeadlineExceeded("mine")])
+def test_what_a_signal_handler_raises_within_a_step_comes_out_as_itself(
+    peer: SmallPeer, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def strike(*_: object) -> None:
+        raise error
+
+    async def in_asyncio() -> None:
+        async with aio.connect(peer.path) as client:
+            monkeypatch.setattr(client._link.connection, "_dispatch", strike)
+            with pytest.raises(type(error)) as came:
+                await client.get("absent")
+            assert came.value is error
+
+    async def in_trio() -> None:
+        async with p2pstore.connect(peer.path) as client:
+            monkeypatch.setattr(client._link.connection, "_dispatch", strike)
+            with pytest.raises(type(error)) as came:
+                await client.get("absent")
+            assert came.value is error
+
+    asyncio.run(in_asyncio())
+    trio.run(in_trio)
 
 
 def test_each_loop_connects_for_itself(peer: SmallPeer) -> None:

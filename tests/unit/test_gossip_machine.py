@@ -275,6 +275,29 @@ def test_leaving_is_known_at_once_and_not_undone() -> None:
     assert net.run(3, net.converged)
 
 
+@pytest.mark.parametrize(
+    ("behind", "leaves"), [(5, True), (1000, True), (3_600_000, True), (3_600_000, False)]
+)
+def test_a_peer_that_comes_back_by_an_earlier_clock_is_heard(behind: int, leaves: bool) -> None:
+    """Its clock was fast in its last life, and what it had saved of that is gone."""
+    net, nodes = joined(3)
+    net.stop(2)
+    net._incarnation += behind
+    first = net.start(2)
+    assert net.run(10, net.converged)
+    if leaves:
+        net.do(first, first.gossip.leave(net.now))
+        net.run(1)
+    net.stop(2)
+    net.run(20)
+    net._incarnation = first.gossip.incarnation - behind - 1000
+    again = net.start(2)
+    assert net.run(20, net.converged)
+    again.hold(location(7), net.now)
+    assert net.run(10, lambda: bool(nodes[0].gossip.directory.holders(digest_of(7))))
+    assert not again.duplicate
+
+
 def test_bootstrap_addresses_are_tried_ever_less_often_and_the_book_only_when_alone() -> None:
     net = network()
     node = net.start(1)

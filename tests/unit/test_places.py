@@ -104,6 +104,20 @@ def test_state_of_root_and_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state_root() == Path("/home/user/.local/state/mooncake-p2p")
 
 
+@pytest.mark.parametrize("without", [None, "/", "", "relative"])
+def test_a_user_without_a_home_has_state_beside_its_sockets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without: str | None
+) -> None:
+    """Container runtimes say "/" of a user without an entry in passwd."""
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("HOME", raising=False)
+    if without is not None:
+        monkeypatch.setenv("HOME", without)
+    assert state_root() == tmp_path / "mooncake-p2p-12345" / "state"
+
+
 def test_an_invite_is_below_what_somebody_said(home: Path) -> None:
     settled = settle(said(name="n", cluster="red"), INVITE)
     config = settled.checked()

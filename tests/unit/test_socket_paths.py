@@ -94,6 +94,20 @@ def test_shared_sockets_are_not_put_where_nobody_gets(
     assert paths.unreachable_by_others(place / "run" / "mooncake-p2p" / "a.sock") is None
 
 
+def test_a_directory_whose_path_is_too_long_for_a_socket_is_passed_over(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = place / ("x" * paths.MAX_PATH_BYTES)
+    session.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    found = paths.default_socket_path("a")
+    assert found == place / "run" / "mooncake-p2p" / "a.sock"
+    with listen(found):
+        assert paths.find_socket() == found
+    with pytest.raises(ConfigError, match=r"longer than 107 bytes.*longer than.*--socket"):
+        paths.default_socket_path("a" * paths.MAX_PATH_BYTES)
+
+
 @needs_root
 def test_a_directory_that_a_stranger_made_first_is_not_used(place: Path) -> None:
     """In a place where everybody may make directories. Neither peers nor clients fall for it."""

@@ -367,6 +367,22 @@ def test_a_directory_of_another_user_is_refused(
         StateDirectory.open(tmp_path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
+@pytest.mark.parametrize("name", ["identity.key", "state.json", "invite", "floors.bin"])
+def test_a_file_of_another_user_is_refused(tmp_path: Path, name: str) -> None:
+    """In a directory that others may write to, it was planted."""
+    with StateDirectory.open(tmp_path) as state:
+        state.identity()
+        state.next_incarnation(1)
+        state.load_floors()
+    (tmp_path / name).touch()
+    os.chown(tmp_path / name, 65534, -1)
+    with pytest.raises(ConfigError, match=rf"{name} belongs to .*, who may have planted it"):
+        StateDirectory.open(tmp_path)
+    os.chown(tmp_path / name, 0, -1)
+    StateDirectory.open(tmp_path).close()
+
+
 # --- damage ----------------------------------------------------------------------------------
 
 
@@ -530,11 +546,27 @@ def test_what_was_edited_plausibly_is_not_believed_either(tmp_path: Path) -> Non
     with StateDirectory.open(tmp_path) as state:
         assert state.floors_seen == {}
         assert state.damage
+    unsummed = json.loads(text)
+    del unsummed["sum"]
+    (tmp_path / "state.json").write_text(json.dumps(unsummed))
+    with StateDirectory.open(tmp_path) as state:
+        assert state.floors_seen == {}
+        assert state.damage
     (tmp_path / "state.json").write_text(
         json.dumps(json.loads(text), indent=4)
     )  # spelled anew only
     with StateDirectory.open(tmp_path) as state:
         assert state.floors_seen == {1: 7}
+        assert not state.damage
+
+
+def test_an_incarnation_of_a_clock_that_was_fast_is_kept(tmp_path: Path) -> None:
+    """Others know this peer by it, and would not hear it by an earlier one."""
+    in_a_year = int((time.time() + 366 * 86_400) * 1000)
+    with StateDirectory.open(tmp_path) as state:
+        assert state.next_incarnation(in_a_year) == in_a_year
+    with StateDirectory.open(tmp_path) as state:
+        assert state.next_incarnation(int(time.time() * 1000)) == in_a_year + 1
         assert not state.damage
 
 

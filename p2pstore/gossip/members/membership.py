@@ -186,6 +186,9 @@ class Membership:
         """Grows whenever a record says something new of checkpoints."""
         self.refused_count = 0
         """Records that were left out since the start because there were as many members as there may be."""
+        self.left_at = -1
+        """The highest incarnation that this peer is said to have left in, at or above the one that it has: its clock
+        went back since, or what it had saved is gone. Only a later record brings it back."""
         self.resumed_at = -math.inf
         """When this process last found that it had stood still: nothing that ran out before proves anything."""
         self._states: dict[PeerId, MemberState] = {}
@@ -486,6 +489,8 @@ class Membership:
         if own.status == Status.LEFT or claim.incarnation + 1 >= MAX_INCARNATION:
             return
         own.incarnation = claim.incarnation + 1
+        if claim.status == Status.LEFT:
+            self.left_at = claim.incarnation
         self.health.worse()  # others could not reach this peer
         self._spread(own)
 

@@ -96,8 +96,18 @@ class OwnRecord:
             return False
         if record.incarnation + 1 >= MAX_INCARNATION:
             return False
-        self._changed = True
         # Just above the other record, and not above what refutations have raised the claims to: by that
         # little the other one tells a defence from a third process.
-        self._log.restart(record.incarnation + 1)
+        self._begin_above(record.incarnation)
         return True
+
+    def came_back(self) -> bool:
+        """Whether the log was begun anew because others hold this peer to have left later than it started."""
+        if self._membership.left_at < self._log.incarnation:
+            return False
+        self._begin_above(self._membership.left_at)
+        return True
+
+    def _begin_above(self, incarnation: int) -> None:
+        self._changed = True
+        self._log.restart(incarnation + 1)
