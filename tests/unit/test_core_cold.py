@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -482,6 +483,51 @@ def test_the_same_bytes_come_back_to_memory() -> None:
     assert entry is not None
     assert entry.on_ssd
     assert (entry.version.clock, entry.version.writer) == record.version[:2]
+
+
+TENSOR: dict[str, Any] = {"dtype": "uint8", "shape": (len(VALUE),)}
+
+
+@pytest.mark.parametrize("ttl", [0.0, 60.0])
+@pytest.mark.parametrize("given", [{}, TENSOR])
+def test_the_bytes_of_a_tensor_come_back_as_that_tensor(given: dict[str, Any], ttl: float) -> None:
+    world = ColdWorld()
+    record = world.cool("k", VALUE, **TENSOR)
+    put = world.put("k", VALUE, ttl_seconds=ttl, **given)
+    assert world.load() == ["k"]
+    assert put.result.status is PutStatus.UNCHANGED
+    entry = world.find("k")
+    assert entry is not None
+    assert (entry.dtype, entry.shape, entry.version[:2]) == (
+        *("uint8", (len(VALUE),)),
+        record.version[:2],
+    )
+    assert (entry.expires_unix_ms > 0) == (ttl > 0)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("had", [{}, TENSOR])
+def test_the_same_bytes_in_another_shape_are_another_value(
+    had: dict[str, Any], overwrite: bool
+) -> None:
+    world = ColdWorld()
+    world.cool("k", VALUE, **had)
+    put = world.put("k", VALUE, dtype="uint8", shape=(1, len(VALUE)), overwrite=overwrite)
+    assert world.load() == ["k"]
+    wanted = PutStatus.CREATED if overwrite else PutStatus.KEPT_EXISTING
+    assert put.result.status is wanted
+    entry = world.find("k")
+    assert entry is not None
+    assert entry.shape == ((1, len(VALUE)) if overwrite else had.get("shape", ()))
+
+
+def test_a_tensor_that_the_ssd_does_not_give_is_created_anew() -> None:
+    world = ColdWorld()
+    record = world.cool("k", VALUE, **TENSOR)
+    put = world.put("k", VALUE, **TENSOR)
+    world.load(fail=True)
+    assert put.result.status is PutStatus.CREATED
+    assert put.result.version[:2] > record.version[:2]
 
 
 def test_other_bytes_keep_what_exists() -> None:

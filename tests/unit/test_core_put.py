@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from p2pstore.core import sweeping
-from p2pstore.core.effects import CheckObject
+from p2pstore.core.effects import CheckObject, PullFailure, PullOutcome
 from p2pstore.core.put import SLOT_ONLY, PutEnd, PutOperation
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import DeadlineExceeded, ProtocolError
@@ -185,10 +185,31 @@ def test_overwriting_makes_a_new_version_and_a_floor_below_it() -> None:
     world.check_idle()
 
 
-def test_overwriting_what_is_elsewhere_asks_nobody() -> None:
+def test_overwriting_what_is_elsewhere_asks_one_that_has_the_newest_version() -> None:
+    for overwrites_same in (False, True):
+        world = Harness(others=2)
+        world.hold(world.others[1], "k", b"older", clock=clock_at(-90.0))
+        remote = remote_object("k", b"value", expires_unix_ms=1_800_000_060_000)
+        world.push(world.others[0], remote)
+        value = b"value" if overwrites_same else b"other"
+        operation, ask = compare(world, "k", value, overwrite=True)
+        assert ask.peer_id == world.others[0].peer_id
+        world.answer(ask, remote.reply)
+        end, entry = end_of(operation), world.find("k")
+        assert entry is not None
+        if overwrites_same:
+            assert (end.status, end.version) == (PutStatus.UNCHANGED, remote.version)
+            assert entry.expires_unix_ms == 1_800_000_060_000
+        else:
+            assert (end.status, end.version > remote.version) == (PutStatus.CREATED, True)
+            assert entry.expires_unix_ms == 0
+
+
+def test_overwriting_what_its_holder_does_not_tell_of_makes_a_new_version() -> None:
     world = Harness(others=2)
     remote = world.hold(world.others[0], "k", b"value")
-    operation = world.put("k", b"other", overwrite=True)
+    operation, ask = compare(world, "k", b"value", overwrite=True)
+    world.answer(ask, None)
     end = end_of(operation)
     assert (end.status, end.version > remote.version) == (PutStatus.CREATED, True)
     assert [copy.local for copy in world.core.known_copies(digest_of("k"), world.now)] == [True]
@@ -197,7 +218,9 @@ def test_overwriting_what_is_elsewhere_asks_nobody() -> None:
 def test_overwriting_goes_above_a_version_whose_clock_is_ahead() -> None:
     world = Harness(others=2)
     remote = world.hold(world.others[0], "k", b"value", clock=clock_at(8.0))
-    end = end_of(world.put("k", b"other", overwrite=True))
+    operation, ask = compare(world, "k", b"other", overwrite=True)
+    world.answer(ask, remote.reply)
+    end = end_of(operation)
     assert (end.status, end.version > remote.version) == (PutStatus.CREATED, True)
     world.core.gossip_arrived(world.now)
     assert world.value("k") == b"other"
@@ -210,6 +233,8 @@ def test_overwriting_what_is_not_known_asks_the_homes_first() -> None:
     holding = Holding(world.others[1].member, OTHER_INCARNATION, 1, world.location(remote))
     assert not operation.done
     world.answer(world.asks(DataKind.LOOKUP)[0], Locations([[holding]]))
+    (ask,) = world.asks(DataKind.GET)
+    world.answer(ask, remote.reply)
     assert end_of(operation).version > remote.version
     cancelled = world.put("l", b"other", overwrite=True)
     world.core.cancel(cancelled, world.now)
@@ -389,6 +414,45 @@ def test_a_tensor_of_another_shape_is_another_value() -> None:
     entry = world.find("k")
     assert entry is not None
     assert (entry.dtype, entry.shape) == ("int32", (2,))
+
+
+def test_the_bytes_of_a_tensor_elsewhere_are_that_tensor_here_too() -> None:
+    world = Harness(others=2)
+    remote = remote_object("k", b"12345678", dtype="float32", shape=(2,))
+    world.push(world.others[0], remote)
+    operation, ask = compare(world, "k", b"12345678", ttl_seconds=0.0)
+    world.answer(ask, remote.reply)
+    world.deliver(world.pull_wanted(), remote)
+    assert end_of(operation).status == PutStatus.UNCHANGED
+    entry = world.find("k")
+    assert entry is not None
+    assert (entry.version, entry.dtype, entry.shape) == (remote.version, "float32", (2,))
+    assert not entry.soft
+    world.check_idle()
+
+
+def test_what_its_holder_does_not_give_is_created_anew() -> None:
+    world = Harness(others=2)
+    remote = remote_object("k", b"12345678", dtype="float32", shape=(2,))
+    world.push(world.others[0], remote)
+    operation, ask = compare(world, "k", b"12345678")
+    world.answer(ask, remote.reply)
+    pull = world.pull_wanted()
+    failure = PullFailure(world.others[0].member, int(Code.UNAVAILABLE), "")
+    world.core.pulled(pull.operation, PullOutcome(False, (failure,), None, 0, ""), world.now)
+    assert end_of(operation).status == PutStatus.CREATED
+    world.check_idle()
+
+
+def test_a_put_that_is_cancelled_while_its_object_is_brought_leaves_nothing() -> None:
+    world = Harness(others=2)
+    remote = remote_object("k", b"12345678", dtype="float32", shape=(2,))
+    world.push(world.others[0], remote)
+    operation, ask = compare(world, "k", b"12345678")
+    world.answer(ask, remote.reply)
+    world.core.cancel(operation, world.now)
+    assert not world.core.fetching
+    world.check_idle()
 
 
 # --- false checksums ----------------------------------------------------------------------------
