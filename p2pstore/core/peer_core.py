@@ -40,6 +40,7 @@ from p2pstore.core.repair import Repair, RepairTiming
 from p2pstore.core.serving import serve
 from p2pstore.core.taking_pushes import PushesComing
 from p2pstore.core.timekeeping import Timekeeping
+from p2pstore.core.times_to_live import Expiries
 from p2pstore.core.write_back import WriteBack
 from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
 from p2pstore.gossip.machine import Effect as GossipEffect
@@ -137,6 +138,7 @@ class PeerCore:
         self.floors = Floors(self)
         self.cold = ColdCopies(self)
         self.checks = Checks(self)
+        self.expiries = Expiries(self)
         self._doubted: dict[tuple[Member, bytes], float] = {}
         """Copies of others that a reader found spoilt: when they may be told so again."""
         self.write_back = WriteBack(self)

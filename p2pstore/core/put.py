@@ -18,7 +18,7 @@ from p2pstore.core.fetch import FetchOperation
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.replicate import ReplicateOperation
-from p2pstore.core.times_to_live import MAX_TTL_MS, ExpiryOperation
+from p2pstore.core.times_to_live import MAX_TTL_MS
 from p2pstore.errors import (
     P2PStoreError,
     ProtocolError,
@@ -425,12 +425,9 @@ class PutOperation(Operation):
             self._replicate(entry, now)
             return
         expires_unix_ms = spec.trailer(self.core.unix(now)).expires_unix_ms
-        self.core.start(
-            ExpiryOperation(
-                *(self.core, self.digest, entry.version, expires_unix_ms),
-                lambda _, later: self._replicate(entry, later),
-            ),
-            now,
+        self.core.expiries.change(
+            *(self.digest, entry.version, expires_unix_ms, now),
+            lambda later: self._replicate(entry, later),
         )
 
     def _replicate(self, entry: ObjectEntry, now: float) -> None:

@@ -29,6 +29,7 @@ from p2pstore.objects import KIB, Version, namespace_digest
 from p2pstore.transfer.layout import Pin
 from p2pstore.transfer.messages import (
     DataKind,
+    ExpiryItem,
     ExpirySet,
     Keys,
     ListKeys,
@@ -432,7 +433,9 @@ def test_the_ttl_of_a_second_put_is_that_of_the_copy_on_the_ssd_too(
 ) -> None:
     world = ColdWorld()
     world.cool("k", VALUE, ttl_seconds=before)
-    assert world.put("k", VALUE, ttl_seconds=after).result.status is PutStatus.UNCHANGED
+    put = world.put("k", VALUE, ttl_seconds=after)
+    world.core.tick(world.now)
+    assert put.result.status is PutStatus.UNCHANGED
     ends = int((world.core.unix(world.now) + after) * 1000)
     entry = world.find("k")
     assert entry is not None
@@ -452,8 +455,9 @@ def test_a_holder_sets_the_end_of_what_is_on_its_ssd_alone() -> None:
     world = ColdWorld(others=1)
     record = world.cool("k", VALUE, ttl_seconds=60.0)
     ends = int(world.core.unix(world.now) * 1000) + 500_000
-    request = SetExpiry(digest_of("k"), record.version.clock, record.version.writer, ends)
-    assert world.serve(world.others[0], DataKind.SET_EXPIRY, request) == ExpirySet(True)
+    item = ExpiryItem(digest_of("k"), record.version.clock, record.version.writer, ends)
+    request = SetExpiry([item])
+    assert world.serve(world.others[0], DataKind.SET_EXPIRY, request) == ExpirySet(b"\1")
     cold = world.core.cold.find(digest_of("k"), world.now)
     assert cold is not None
     assert cold.expires_unix_ms == ends
@@ -495,6 +499,7 @@ def test_the_bytes_of_a_tensor_come_back_as_that_tensor(given: dict[str, Any], t
     record = world.cool("k", VALUE, **TENSOR)
     put = world.put("k", VALUE, ttl_seconds=ttl, **given)
     assert world.load() == ["k"]
+    world.core.tick(world.now)
     assert put.result.status is PutStatus.UNCHANGED
     entry = world.find("k")
     assert entry is not None

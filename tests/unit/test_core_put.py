@@ -21,6 +21,7 @@ from p2pstore.transfer.messages import (
     CheckCopy,
     CopyChecked,
     DataKind,
+    ExpiryItem,
     ExpirySet,
     Get,
     Holding,
@@ -308,6 +309,7 @@ def test_a_holder_is_asked_for_its_slot_only() -> None:
 
 def answer_homes(world: Harness) -> None:
     """The homes know of no more copies than this peer does."""
+    world.core.tick(world.now)
     for ask in world.asks(DataKind.LOOKUP):
         world.answer(ask, Locations([[]]))
 
@@ -330,8 +332,9 @@ def test_a_copy_of_what_is_elsewhere_ends_when_that_does_unless_the_put_says_whe
         assert entry is not None
         assert entry.expires_unix_ms == (1_800_000_005_000 if ttl else ends)
         answer_homes(world)
-        told = [ask.request for ask in world.asks(DataKind.SET_EXPIRY)]
-        wanted = SetExpiry(digest_of("k"), *remote.version[:2], entry.expires_unix_ms)
+        asks = world.asks(DataKind.SET_EXPIRY)
+        told = [item for ask in asks for item in ask.request.items]
+        wanted = ExpiryItem(digest_of("k"), *remote.version[:2], entry.expires_unix_ms)
         assert told == ([wanted] if ttl else [])
 
 
@@ -353,7 +356,7 @@ def test_the_ttl_of_a_second_put_replaces_that_of_the_object(before: float) -> N
     (ask,) = world.asks(DataKind.SET_EXPIRY)
     assert ask.peer_id == world.others[0].peer_id, "whoever holds that version is told"
     assert not put.done
-    world.answer(ask, ExpirySet(True))
+    world.answer(ask, ExpirySet(b"\1"))
     assert end_of(put).status == PutStatus.UNCHANGED
     trailer = decode_trailer(world.segment.trailer_bytes(entry))
     assert trailer is not None
@@ -374,16 +377,44 @@ def test_a_holder_sets_the_end_of_that_version_only() -> None:
     ends = int(world.core.unix(world.now) * 1000) + 5000
 
     def serve(*facts: Any) -> Any:
-        return world.serve(world.others[0], DataKind.SET_EXPIRY, SetExpiry(*facts))
+        request = SetExpiry([ExpiryItem(*each) for each in facts])
+        return world.serve(world.others[0], DataKind.SET_EXPIRY, request)
 
-    assert serve(digest_of("k"), clock - 1, writer, ends) == ExpirySet(False)
-    assert serve(digest_of("absent"), clock, writer, ends) == ExpirySet(False)
+    older = (digest_of("k"), clock - 1, writer, ends)
+    absent = (digest_of("absent"), clock, writer, ends)
+    assert serve(older, absent) == ExpirySet(b"\0\0")
     assert entry.expires_unix_ms == 0
-    assert serve(digest_of("k"), clock, writer, ends) == ExpirySet(True)
+    assert serve(absent, (digest_of("k"), clock, writer, ends)) == ExpirySet(b"\0\1")
     assert entry.expires_unix_ms == ends
     for nonsense in ((b"short", 1, 1, 0), (bytes(16), 1, 1, -1), (bytes(16), 1, 1, 1 << 62)):
         with pytest.raises(ProtocolError):
-            serve(*nonsense)
+            serve(nonsense)
+    with pytest.raises(ProtocolError):
+        serve(*[absent] * 65)
+
+
+def test_a_batch_asks_homes_once_and_each_holder_for_64_objects_at_a_time() -> None:
+    world = Harness(others=2, memory_bytes=1 << 20)
+    keys = [f"k{number}" for number in range(100)]
+    for key in keys:
+        entry = world.stored(key, b"value")
+        world.hold(world.others[0], key, b"value", entry.version.clock, entry.version.writer)
+    puts = [world.put(key, b"value", ttl_seconds=7.0) for key in keys]
+    puts.append(world.put(keys[0], b"value", ttl_seconds=9.0))
+    assert not any(put.done for put in puts)
+    world.core.tick(world.now)
+    lookups = world.asks(DataKind.LOOKUP)
+    assert len({ask.peer_id for ask in lookups}) == len(lookups)
+    for ask in lookups:
+        world.answer(ask, Locations([[]] * len(keys)))
+    asks = world.asks(DataKind.SET_EXPIRY)
+    assert [len(ask.request.items) for ask in asks] == [64, 36]
+    last = int((world.core.unix(world.now) + 9.0) * 1000)
+    assert asks[0].request.items[0].expires_unix_ms == last
+    for ask in asks:
+        world.answer(ask, None)
+    assert {end_of(put).status for put in puts} == {PutStatus.UNCHANGED}
+    world.check_idle()
 
 
 def test_a_value_that_fills_its_extent_is_given_an_end() -> None:
