@@ -17,6 +17,7 @@ from typing import Any, Final
 from p2pstore.core.checking import CheckOperation, Checks
 from p2pstore.core.checkpoints import Checkpoints
 from p2pstore.core.cold_copies import ColdCopies
+from p2pstore.core.comparing import Comparisons
 from p2pstore.core.copy_destination import CopyDestination
 from p2pstore.core.describe import location_of, location_on_ssd
 from p2pstore.core.effects import (
@@ -139,6 +140,7 @@ class PeerCore:
         self.cold = ColdCopies(self)
         self.checks = Checks(self)
         self.expiries = Expiries(self)
+        self.comparisons = Comparisons(self)
         self._doubted: dict[tuple[Member, bytes], float] = {}
         """Copies of others that a reader found spoilt: when they may be told so again."""
         self.write_back = WriteBack(self)

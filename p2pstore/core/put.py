@@ -38,8 +38,6 @@ from p2pstore.transfer.messages import (
     CheckCopy,
     CopyChecked,
     DataKind,
-    Get,
-    GetItem,
     Objects,
     ObjectStatus,
 )
@@ -49,14 +47,9 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
     from p2pstore.ssd_tier.index import ColdEntry
 
-COMPARE_TIMEOUT_SECONDS: Final = 1.0
 CHECK_TIMEOUT_SECONDS: Final = 3.0
 """A holder that has not compared its copy by then is believed."""
-DOUBT: Final = 1
-"""The tag of that question."""
 MAX_REPLICAS: Final = 64
-SLOT_ONLY: Final = 0xFFFF_FFFF
-"""A first chunk beyond every object: the answer is slot and trailer without payload."""
 
 
 class PutSpec(msgspec.Struct, frozen=True):
@@ -216,14 +209,10 @@ class PutOperation(Operation):
         if not self._comparing:
             self._create(now)
             return
-        get = Get(
-            [GetItem(self.digest, first_chunk=SLOT_ONLY, slot=self._comparing[0].record.slot)]
-        )
-        self.ask(0, self._comparing[0].peer_id, DataKind.GET, get, COMPARE_TIMEOUT_SECONDS)
+        self.core.comparisons.ask(self._comparing[0], now, self._compared)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        if tag == DOUBT:
-            self._doubt_answered(reply, now)
+    def _compared(self, reply: Reply, now: float) -> None:
+        if self.done:
             return
         copy = self._comparing.pop(0)
         slot = None
@@ -255,7 +244,7 @@ class PutOperation(Operation):
                     return
                 self._rival = copy, slot.version
                 request = CheckCopy(self.digest)
-                self.ask(DOUBT, copy.peer_id, DataKind.CHECK_COPY, request, CHECK_TIMEOUT_SECONDS)
+                self.ask(0, copy.peer_id, DataKind.CHECK_COPY, request, CHECK_TIMEOUT_SECONDS)
                 return
             assert original is not None
             expires = original.expires_unix_ms  # the same object ends at the same time everywhere
@@ -264,7 +253,7 @@ class PutOperation(Operation):
                 slot.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
             )
 
-    def _doubt_answered(self, reply: Reply, now: float) -> None:
+    def answered(self, tag: int, reply: Reply, now: float) -> None:
         """Another value stands in this put's way, unless its holder finds that it is spoilt. (A holder of a version
         that does not know the question refuses to answer.)"""
         assert self._rival is not None

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
+from p2pstore.core.comparing import SLOT_ONLY
 from p2pstore.core.hot_objects import HOT_BYTES, SentOn
 from p2pstore.core.operation import Operation
-from p2pstore.core.put import SLOT_ONLY
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import member_of

@@ -359,7 +359,10 @@ class Harness:
         self._effects.clear()
 
     def asks(self, kind: int) -> list[AskPeer]:
-        """Take the requests of one kind, having gone through the codec."""
+        """Take the requests of one kind, having gone through the codec. Questions to holders about what is put are
+        asked in the next step."""
+        if kind == DataKind.GET:
+            self.core.tick(self.now)
         asks = self.effects(AskPeer)
         self._effects += [ask for ask in asks if ask.kind != kind]
         return [

@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from p2pstore.core import sweeping
+from p2pstore.core.comparing import SLOT_ONLY
 from p2pstore.core.effects import CheckObject, PullFailure, PullOutcome
-from p2pstore.core.put import SLOT_ONLY, PutEnd, PutOperation
+from p2pstore.core.put import PutEnd, PutOperation
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.machine import Ask
@@ -671,6 +672,7 @@ def test_a_silent_holder_is_avoided_and_probed() -> None:
     first = world.hold(world.others[0], "k", b"value")
     world.push(world.others[1], first)
     _, ask = compare(world, "k", b"value")
+    world.effects(Ask)
     world.answer(ask, None)
     copies = world.core.known_copies(digest_of("k"), world.now)
     assert copies[-1].peer_id == ask.peer_id, "its copy comes last now"
@@ -699,6 +701,23 @@ def test_only_unreachable_holders_make_the_key_new() -> None:
     assert not world.asks(DataKind.GET)
 
 
+def test_a_batch_asks_each_holder_once_and_goes_on_in_steps() -> None:
+    world = Harness(others=2, memory_bytes=4 << 20)
+    keys = [f"k{number}" for number in range(300)]
+    remotes = {digest_of(key): world.hold(world.others[0], key, b"value") for key in keys}
+    puts = [world.put(key, b"value") for key in keys]
+    asks = world.asks(DataKind.GET)
+    assert [len(ask.request.items) for ask in asks] == [256, 44]
+    for ask in asks:
+        found = [remotes[item.digest].reply.items[0] for item in ask.request.items]
+        world.answer(ask, Objects(found))
+    assert [sum(put.done for put in puts[:256]), sum(put.done for put in puts[256:])] == [32, 32]
+    while not all(put.done for put in puts):
+        world.core.tick(world.now)
+    assert {end_of(put).status for put in puts} == {PutStatus.UNCHANGED}
+    world.check_idle()
+
+
 # --- ends ------------------------------------------------------------------------------------
 
 
@@ -708,7 +727,6 @@ def test_a_put_that_is_cancelled_while_it_compares_leaves_nothing() -> None:
     operation, ask = compare(world, "k", b"value")
     world.core.cancel(operation, world.now)
     assert isinstance(operation.result, DeadlineExceeded)
-    world.check_idle()
     world.answer(ask, remote.reply)  # too late
     assert world.find("k") is None
     world.check_idle()
@@ -719,7 +737,7 @@ def test_a_put_whose_question_the_shell_could_not_carry_out_ends() -> None:
     world.hold(world.others[0], "k", b"value")
     operation, ask = compare(world, "k", b"value")
     world.core.abandon(ask.operation, world.now)
-    assert isinstance(operation.result, DeadlineExceeded)
+    assert end_of(operation).status is PutStatus.CREATED, "as if the holder were silent"
     world.core.abandon(ask.operation, world.now)
     world.check_idle()
 
@@ -751,10 +769,11 @@ def test_a_client_that_goes_while_a_holder_is_asked_harms_nobody(reply: str) -> 
 def test_cancelling_after_the_client_went_harms_nobody() -> None:
     world = Harness(others=1)
     world.hold(world.others[0], "k", b"value")
-    operation, _ = compare(world, "k", b"value")
+    operation, ask = compare(world, "k", b"value")
     world.segment.drop_holder(HOLDER)
     world.core.cancel(operation, world.now)
     assert isinstance(operation.result, DeadlineExceeded)
+    world.answer(ask, None)
     world.check_idle()
 
 
