@@ -358,6 +358,9 @@ class PutOperation(Operation):
     def _create(self, now: float) -> None:
         if not self._may_write(now):  # by now more may be known of the key, and of the clock
             return
+        if not self.spec.overwrite and self.core.find(self.digest, now) is not None:
+            self._decide(now)  # another put of the key was here first
+            return
         if self.spec.overwrite:
             for copy in self.core.known_copies(self.digest, now, self._namespace):
                 self.core.clock.observe(copy.record.version.clock, self.core.believed_unix(now))

@@ -718,6 +718,21 @@ def test_a_batch_asks_each_holder_once_and_goes_on_in_steps() -> None:
     world.check_idle()
 
 
+@pytest.mark.parametrize("value", [b"mine", b"theirs"])
+def test_of_two_puts_at_once_the_second_finds_what_the_first_made(value: bytes) -> None:
+    world = Harness(others=1)
+    world.hold(world.others[0], "k", b"gone")
+    first, second = world.put("k", b"mine"), world.put("k", value)
+    (ask,) = world.asks(DataKind.GET)
+    gone = NOT_FOUND.items[0]
+    world.answer(ask, Objects([gone, gone]))
+    assert end_of(first).status is PutStatus.CREATED
+    same = value == b"mine"
+    assert end_of(second).status is (PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING)
+    assert world.value("k") == b"mine"
+    world.check_idle()
+
+
 # --- ends ------------------------------------------------------------------------------------
 
 
