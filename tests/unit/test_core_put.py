@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from p2pstore.core import sweeping
 from p2pstore.core.comparing import SLOT_ONLY
-from p2pstore.core.effects import CheckObject, PullFailure, PullOutcome
+from p2pstore.core.effects import AskPeer, CheckObject, PullFailure, PullOutcome
 from p2pstore.core.put import PutEnd, PutOperation
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import DeadlineExceeded, ProtocolError
@@ -308,6 +308,12 @@ def test_a_holder_is_asked_for_its_slot_only() -> None:
     assert world.find("k") is None, "nothing is published before the answer"
 
 
+def items_of(ask: AskPeer) -> list[Any]:
+    """What a question to a holder is about."""
+    assert isinstance(ask.request, Get | SetExpiry)
+    return list(ask.request.items)
+
+
 def answer_homes(world: Harness) -> None:
     """The homes know of no more copies than this peer does."""
     world.core.tick(world.now)
@@ -334,7 +340,7 @@ def test_a_copy_of_what_is_elsewhere_ends_when_that_does_unless_the_put_says_whe
         assert entry.expires_unix_ms == (1_800_000_005_000 if ttl else ends)
         answer_homes(world)
         asks = world.asks(DataKind.SET_EXPIRY)
-        told = [item for ask in asks for item in ask.request.items]
+        told = [item for ask in asks for item in items_of(ask)]
         wanted = ExpiryItem(digest_of("k"), *remote.version[:2], entry.expires_unix_ms)
         assert told == ([wanted] if ttl else [])
 
@@ -409,9 +415,9 @@ def test_a_batch_asks_homes_once_and_each_holder_for_64_objects_at_a_time() -> N
     for ask in lookups:
         world.answer(ask, Locations([[]] * len(keys)))
     asks = world.asks(DataKind.SET_EXPIRY)
-    assert [len(ask.request.items) for ask in asks] == [64, 36]
+    assert [len(items_of(ask)) for ask in asks] == [64, 36]
     last = int((world.core.unix(world.now) + 9.0) * 1000)
-    assert asks[0].request.items[0].expires_unix_ms == last
+    assert items_of(asks[0])[0].expires_unix_ms == last
     for ask in asks:
         world.answer(ask, None)
     assert {end_of(put).status for put in puts} == {PutStatus.UNCHANGED}
@@ -707,9 +713,9 @@ def test_a_batch_asks_each_holder_once_and_goes_on_in_steps() -> None:
     remotes = {digest_of(key): world.hold(world.others[0], key, b"value") for key in keys}
     puts = [world.put(key, b"value") for key in keys]
     asks = world.asks(DataKind.GET)
-    assert [len(ask.request.items) for ask in asks] == [256, 44]
+    assert [len(items_of(ask)) for ask in asks] == [256, 44]
     for ask in asks:
-        found = [remotes[item.digest].reply.items[0] for item in ask.request.items]
+        found = [remotes[item.digest].reply.items[0] for item in items_of(ask)]
         world.answer(ask, Objects(found))
     assert [sum(put.done for put in puts[:256]), sum(put.done for put in puts[256:])] == [32, 32]
     while not all(put.done for put in puts):
