@@ -304,8 +304,10 @@ class Harness:
         return operation
 
     def stored(self, key: str, value: bytes, **options: Any) -> ObjectEntry:
-        """Put what nobody else holds."""
+        """Put what nobody else holds, or tells of."""
         operation = self.put(key, value, **options)
+        for ask in [] if operation.done else self.asks(DataKind.GET):
+            self.answer(ask, None)
         assert operation.done, operation
         entry = self.find(key)
         assert entry is not None, operation.result
