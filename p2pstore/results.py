@@ -343,8 +343,8 @@ class ObjectStore(Protocol):
     ) -> PutResult:
         """Store a value under a key; a key that exists with other bytes is kept by default (`kept_existing`).
         `on_conflict` says what to do with such a key: "keep" it, "overwrite" it with a new version, or raise
-        `KeyExists` ("error"). `overwrite=True` is short for "overwrite". A tensor of another dtype or shape conflicts,
-        too.
+        `KeyExists` ("error"). `overwrite=True` is short for "overwrite". Two first puts on two peers at the same moment
+        may both succeed: the higher version stays. A tensor of another dtype or shape conflicts, too.
         Where the key has these bytes (`unchanged`), a `ttl` replaces the object's, on all its copies that are reached;
         without one it stays. Pin and replicas are only ever raised.
         With `replicas`, returns when so many copies exist. `ttl` in seconds. Raises

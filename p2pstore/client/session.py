@@ -203,8 +203,9 @@ class ClientSession:
     ) -> PutResult:
         """Store a value under a key; a key that exists with other bytes is kept by default (`kept_existing`).
         `on_conflict` says what to do with such a key: "keep" it, "overwrite" it with a new version, or raise
-        `KeyExists` ("error"). `overwrite=True` is short for "overwrite". Where the key has these bytes (`unchanged`), a
-        `ttl` replaces the object's, and pin and replicas are raised if need be.
+        `KeyExists` ("error"). `overwrite=True` is short for "overwrite". Two first puts on two peers at the same moment
+        may both succeed: the higher version stays. Where the key has these bytes (`unchanged`), a `ttl` replaces the
+        object's, and pin and replicas are raised if need be.
         `ttl` in seconds. With `replicas`, returns when so many copies exist or no more can be made. On another peer
         when the local one has no room: the result's `location` says where. Raises `CapacityExceeded` when no peer has
         room, and `ObjectTooLarge` above 4 GiB, before any byte is copied; `ValueError` for a value that is not

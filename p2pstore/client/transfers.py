@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from p2pstore.client.answers import plain_error
-from p2pstore.client.arguments import conflict_policy, whole_number
+from p2pstore.client.arguments import conflict_policy, seconds, whole_number
 from p2pstore.client.device_memory import on_device
 from p2pstore.client.values import destination_view, source_view
 from p2pstore.errors import P2PStoreError, TransferCancelled
@@ -305,12 +305,21 @@ def _checked(request: Any) -> _Transfer:
     encode_key(request.key)
     if request.operation not in ("get", "put"):
         raise ValueError(f"operation is {request.operation!r}: it is 'get' or 'put'")
+    _check_options(request)
     device = on_device(request.buffer)
     if device is not None:  # with the stream that is current here, not in the helper
         return _Transfer(request.key, replace(request, buffer=device), device.nbytes)
-    conflict_policy(request.overwrite, request.on_conflict)
     view_of = destination_view if request.operation == "get" else source_view
     return _Transfer(request.key, request, view_of(request.buffer).nbytes)
+
+
+def _check_options(request: TransferRequest) -> None:
+    wait, replicas = seconds("wait", request.wait), whole_number("replicas", request.replicas)
+    policy = conflict_policy(request.overwrite, request.on_conflict)
+    if request.operation == "put" and wait:
+        raise ValueError("wait is for gets: a put does not wait for its key")
+    if request.operation == "get" and (replicas != 1 or policy != "keep"):
+        raise ValueError("replicas, overwrite and on_conflict are for puts, not for gets")
 
 
 def _status(transfer: _Transfer) -> TransferStatus:

@@ -34,6 +34,8 @@ from p2pstore.wire import Code
 
 REPLICATE_BYTES_PER_SECOND: Final = 50e6
 """A copy on another peer may take this long before a put stops waiting for it."""
+ITEM_SECONDS: Final = 0.005
+"""What each item of a batch, and each further copy of it, may take besides: other peers are asked about it."""
 
 _NO_MEMORY: Final = local.ItemError(
     int(Code.CAPACITY_EXCEEDED), "the local peer offers no memory: it was started with memory 0"
@@ -297,7 +299,7 @@ class Writer:
 
 def _replication_seconds(length: int, replicas: int) -> float:
     """What making the copies may take."""
-    return length * (replicas - 1) / REPLICATE_BYTES_PER_SECOND
+    return length * (replicas - 1) / REPLICATE_BYTES_PER_SECOND + ITEM_SECONDS * replicas
 
 
 def _numbers(reservations: Iterable[local.Reservation]) -> list[int]:

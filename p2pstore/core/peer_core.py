@@ -17,6 +17,7 @@ from typing import Any, Final
 from p2pstore.core.checking import CheckOperation, Checks
 from p2pstore.core.checkpoints import Checkpoints
 from p2pstore.core.cold_copies import ColdCopies
+from p2pstore.core.comparing import Comparisons
 from p2pstore.core.copy_destination import CopyDestination
 from p2pstore.core.describe import location_of, location_on_ssd
 from p2pstore.core.effects import (
@@ -40,6 +41,7 @@ from p2pstore.core.repair import Repair, RepairTiming
 from p2pstore.core.serving import serve
 from p2pstore.core.taking_pushes import PushesComing
 from p2pstore.core.timekeeping import Timekeeping
+from p2pstore.core.times_to_live import Expiries
 from p2pstore.core.write_back import WriteBack
 from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
 from p2pstore.gossip.machine import Effect as GossipEffect
@@ -137,6 +139,8 @@ class PeerCore:
         self.floors = Floors(self)
         self.cold = ColdCopies(self)
         self.checks = Checks(self)
+        self.expiries = Expiries(self)
+        self.comparisons = Comparisons(self)
         self._doubted: dict[tuple[Member, bytes], float] = {}
         """Copies of others that a reader found spoilt: when they may be told so again."""
         self.write_back = WriteBack(self)

@@ -14,10 +14,11 @@ from p2pstore.core.effects import (
     PullFailure,
     Reply,
 )
+from p2pstore.core.fetch import FetchOperation
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.replicate import ReplicateOperation
-from p2pstore.core.times_to_live import MAX_TTL_MS, ExpiryOperation
+from p2pstore.core.times_to_live import MAX_TTL_MS
 from p2pstore.errors import (
     P2PStoreError,
     ProtocolError,
@@ -32,13 +33,11 @@ from p2pstore.objects import (
     root_checksum,
 )
 from p2pstore.transfer.entries import ObjectEntry
-from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, decode_slot, decode_trailer
+from p2pstore.transfer.layout import SlotState, TrailerBody, decode_slot, decode_trailer
 from p2pstore.transfer.messages import (
     CheckCopy,
     CopyChecked,
     DataKind,
-    Get,
-    GetItem,
     Objects,
     ObjectStatus,
 )
@@ -48,14 +47,9 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
     from p2pstore.ssd_tier.index import ColdEntry
 
-COMPARE_TIMEOUT_SECONDS: Final = 1.0
 CHECK_TIMEOUT_SECONDS: Final = 3.0
 """A holder that has not compared its copy by then is believed."""
-DOUBT: Final = 1
-"""The tag of that question."""
 MAX_REPLICAS: Final = 64
-SLOT_ONLY: Final = 0xFFFF_FFFF
-"""A first chunk beyond every object: the answer is slot and trailer without payload."""
 
 
 class PutSpec(msgspec.Struct, frozen=True):
@@ -133,6 +127,7 @@ class PutOperation(Operation):
         self._rival: tuple[KnownCopy, Version] | None = None
         """A copy of another value elsewhere, while its holder compares it with its checksums."""
         self._lookup: LookupOperation | None = None
+        self._fetch: FetchOperation | None = None
         self._end: PutEnd | None = None
 
     def start(self, now: float) -> None:
@@ -200,14 +195,13 @@ class PutOperation(Operation):
     def _looked(self, result: Any, now: float) -> None:
         if self.done:
             return
-        if self.spec.overwrite:
-            self._create(now)
-        else:
-            self._compare_known(now)
+        self._compare_known(now)
 
     def _compare_known(self, now: float) -> None:
+        """Ask up to three holders what they have; to overwrite, one that has the newest version."""
         known = self.core.known_copies(self.digest, now, self._namespace)
-        self._comparing = [copy for copy in known if copy.reachable and not copy.local][:3]
+        asked = known[:1] if self.spec.overwrite else known
+        self._comparing = [copy for copy in asked if copy.reachable and not copy.local][:3]
         self._nobody_known = not known
         self._compare(now)
 
@@ -215,14 +209,10 @@ class PutOperation(Operation):
         if not self._comparing:
             self._create(now)
             return
-        get = Get(
-            [GetItem(self.digest, first_chunk=SLOT_ONLY, slot=self._comparing[0].record.slot)]
-        )
-        self.ask(0, self._comparing[0].peer_id, DataKind.GET, get, COMPARE_TIMEOUT_SECONDS)
+        self.core.comparisons.ask(self._comparing[0], now, self._compared)
 
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        if tag == DOUBT:
-            self._doubt_answered(reply, now)
+    def _compared(self, reply: Reply, now: float) -> None:
+        if self.done:
             return
         copy = self._comparing.pop(0)
         slot = None
@@ -244,19 +234,26 @@ class PutOperation(Operation):
         else:
             assert isinstance(reply, Objects)
             original = decode_trailer(reply.items[0].trailer)
-            if not self._is_same_elsewhere(slot, original):
+            same_bytes = slot.version.root == self.spec.root and slot.length == self.spec.length
+            if same_bytes and (original is None or (original.dtype and not self.spec.dtype)):
+                self._bring(copy, now)
+                return
+            if not same_bytes or (original is not None and not self._is_described(original)):
+                if self.spec.overwrite:
+                    self._create(now)
+                    return
                 self._rival = copy, slot.version
                 request = CheckCopy(self.digest)
-                self.ask(DOUBT, copy.peer_id, DataKind.CHECK_COPY, request, CHECK_TIMEOUT_SECONDS)
+                self.ask(0, copy.peer_id, DataKind.CHECK_COPY, request, CHECK_TIMEOUT_SECONDS)
                 return
-            # The same object ends at the same time everywhere. (Of what is on an SSD alone, no trailer comes along.)
-            expires = None if original is None else original.expires_unix_ms
+            assert original is not None
+            expires = original.expires_unix_ms  # the same object ends at the same time everywhere
             soft = not self.spec.pin  # what is pinned here is kept here
             self._commit(
                 slot.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
             )
 
-    def _doubt_answered(self, reply: Reply, now: float) -> None:
+    def answered(self, tag: int, reply: Reply, now: float) -> None:
         """Another value stands in this put's way, unless its holder finds that it is spoilt. (A holder of a version
         that does not know the question refuses to answer.)"""
         assert self._rival is not None
@@ -270,10 +267,30 @@ class PutOperation(Operation):
         self._give_room_back()
         self.finish(self._found(PutStatus.KEPT_EXISTING, version, now), now)
 
-    def _is_same_elsewhere(self, slot: Slot, trailer: TrailerBody | None) -> bool:
-        spec = self.spec
-        described = trailer is None or not spec.dtype or _describes(trailer, spec)
-        return slot.version.root == spec.root and slot.length == spec.length and described
+    def _bring(self, source: KnownCopy | None, now: float) -> None:
+        """Another copy has the put's bytes, and its dtype, shape or end are to be those of this one: bring it here from
+        that holder, or (None) from this peer's SSD, and decide anew."""
+        self._fetch = FetchOperation(
+            self.core,
+            self.digest,
+            soft=not self.spec.pin,
+            progress_seconds=CHECK_TIMEOUT_SECONDS,
+            source=source,
+            only_here=source is None,
+            on_finish=self._brought,
+        )
+        self.core.start(self._fetch, now)
+
+    def _brought(self, result: Any, now: float) -> None:
+        """What cannot be read stands in no put's way."""
+        if self.done:
+            return
+        if not isinstance(result, Exception) and self.core.find(self.digest, now) is not None:
+            self._decide(now)
+        elif self.spec.reservation is None:
+            self.finish(None, now)
+        else:
+            self._create(now)
 
     def _is_void(self, version: Version) -> bool:
         """Whether what a holder has was removed, or may have been: it does not stand in a put's way."""
@@ -285,13 +302,22 @@ class PutOperation(Operation):
     def _is_same(self, existing: ObjectEntry | ColdEntry) -> bool:
         """Whether it is the put's value. A tensor has its dtype and shape, too; the SSD's index does not know those."""
         spec = self.spec
-        if spec.dtype and isinstance(existing, ObjectEntry) and not _describes(existing, spec):
+        if isinstance(existing, ObjectEntry) and not self._is_described(existing):
             return False
         return existing.version.root == spec.root and existing.length == spec.length
+
+    def _is_described(self, known: ObjectEntry | TrailerBody) -> bool:
+        """Whether an object has the dtype and shape of the put's tensor, if it is one."""
+        spec = self.spec
+        described = (known.dtype, tuple(known.shape)) == (spec.dtype, tuple(spec.shape))
+        return described or not spec.dtype
 
     def _keep_cold(self, cold: ColdEntry, now: float) -> None:
         """The object is on the SSD alone. The same bytes bring it back to memory."""
         same, spec = self._is_same(cold), self.spec
+        if same and (spec.dtype or (cold.described and spec.reservation is not None)):
+            self._bring(None, now)
+            return
         if (
             same
             and spec.reservation is None
@@ -331,6 +357,9 @@ class PutOperation(Operation):
 
     def _create(self, now: float) -> None:
         if not self._may_write(now):  # by now more may be known of the key, and of the clock
+            return
+        if not self.spec.overwrite and self.core.find(self.digest, now) is not None:
+            self._decide(now)  # another put of the key was here first
             return
         if self.spec.overwrite:
             for copy in self.core.known_copies(self.digest, now, self._namespace):
@@ -388,12 +417,9 @@ class PutOperation(Operation):
             self._replicate(entry, now)
             return
         expires_unix_ms = spec.trailer(self.core.unix(now)).expires_unix_ms
-        self.core.start(
-            ExpiryOperation(
-                *(self.core, self.digest, entry.version, expires_unix_ms),
-                lambda _, later: self._replicate(entry, later),
-            ),
-            now,
+        self.core.expiries.change(
+            *(self.digest, entry.version, expires_unix_ms, now),
+            lambda later: self._replicate(entry, later),
         )
 
     def _replicate(self, entry: ObjectEntry, now: float) -> None:
@@ -431,8 +457,5 @@ class PutOperation(Operation):
         super().cancel(now)
         if self._lookup is not None:
             self._lookup.cancel(now)
-
-
-def _describes(known: ObjectEntry | TrailerBody, spec: PutSpec) -> bool:
-    """Whether an object has the dtype and shape of the put's tensor."""
-    return (known.dtype, tuple(known.shape)) == (spec.dtype, tuple(spec.shape))
+        if self._fetch is not None:
+            self._fetch.cancel(now)

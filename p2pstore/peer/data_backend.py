@@ -6,13 +6,13 @@ import contextlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import trio
 
+from p2pstore.core.comparing import SLOT_ONLY
 from p2pstore.core.hot_objects import HOT_BYTES, SentOn
 from p2pstore.core.operation import Operation
-from p2pstore.core.put import SLOT_ONLY
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import member_of
@@ -23,7 +23,7 @@ from p2pstore.peer.statistics import peer_document
 from p2pstore.streams import BytesLike
 from p2pstore.transfer.data_server import OpenedObject
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
-from p2pstore.transfer.layout import Slot, SlotState, encode_slot
+from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.transfer.messages import (
     DataKind,
     GetItem,
@@ -42,6 +42,9 @@ from p2pstore.transfer.read_thread import LentObject
 from p2pstore.transfer.segment import ObjectEntry
 from p2pstore.transfer.tickets import TicketClaims
 from p2pstore.wire import Failure, Message, error_of
+
+if TYPE_CHECKING:
+    from p2pstore.ssd_tier.index import ColdEntry
 
 BRING_SECONDS: Final = 4.0
 """For objects that are asked for before they are in memory. Who asks gives up after 5 s without progress."""
@@ -74,7 +77,7 @@ class PeerDataBackend:
         cold = self._core.cold.find(item.digest, now) if entry is None else None
         if cold is not None and item.first_chunk == SLOT_ONLY:
             slot = encode_slot(Slot(SlotState.LIVE, cold.digest, cold.version, 0, cold.length, 0))
-            return OpenedObject(slot, b"", memoryview(b""), None)
+            return OpenedObject(slot, _trailer_on_ssd(cold), memoryview(b""), None)
         if (
             cold is not None
         ):  # it could not be brought: the disk hangs, or memory is full of what must stay
@@ -256,3 +259,17 @@ class PeerDataBackend:
         head = copy.head
         reply = SnapshotReply(self._core.member, copy.incarnation, head.sequence, head.set_hash)
         return reply, copy.parts
+
+
+def _trailer_on_ssd(cold: ColdEntry) -> bytes:
+    """The trailer of what is on the SSD alone, without its sums; nothing where only its record tells all."""
+    if cold.described:
+        return b""
+    return encode_trailer(
+        TrailerBody(
+            *(cold.namespace, cold.key, b""),
+            expires_unix_ms=cold.expires_unix_ms,
+            replicas=cold.replicas,
+            pin=cold.pin,
+        )
+    )

@@ -394,9 +394,9 @@ def _asked_about(request: Message) -> Sequence[bytes]:
         return _split(request.digests)
     if isinstance(request, Get):
         return [item.digest for item in request.items]
-    if isinstance(request, Replicate | SetExpiry | CheckCopy):
+    if isinstance(request, Replicate | CheckCopy):
         return [request.digest]
-    if isinstance(request, SetPins):
+    if isinstance(request, SetPins | SetExpiry):
         return [item.digest for item in request.items]
     return ()
 

@@ -94,7 +94,7 @@ def footer_from_headers(headers: Sequence[RecordHeader]) -> Footer:
             min(facts.replicas, MAX_REPLICAS),
             namespaces.setdefault(facts.namespace, len(namespaces)),
             header.part,
-            flags_of(facts.pin, facts.soft),
+            flags_of(facts.pin, facts.soft, described=bool(facts.dtype)),
         )
         keys += key
     return Footer(np.frombuffer(rows, ROW), list(namespaces), bytes(keys))

@@ -33,7 +33,7 @@ from p2pstore.ssd_tier.record_rows import (
     WRITER,
     RecordRows,
 )
-from p2pstore.ssd_tier.rows import FLAG_PIN, FLAG_SOFT, ROW_BYTES, Rows, flags_of
+from p2pstore.ssd_tier.rows import FLAG_DESCRIBED, FLAG_PIN, FLAG_SOFT, ROW_BYTES, Rows, flags_of
 
 MAX_HITS: Final = 0xFFFF
 
@@ -54,6 +54,8 @@ class ColdEntry(msgspec.Struct, frozen=True, gc=False):
     pin: int
     soft: bool
     disk_bytes: int
+    described: bool = False
+    """Whether it has a dtype and a shape, which its record tells. What an older version wrote seems to have none."""
 
 
 class ColdRecord(msgspec.Struct, frozen=True, gc=False):
@@ -209,7 +211,9 @@ class ColdIndex:
         if head == NOT_FOUND or self._rows.version(head) != version:
             return False
         for row, _ in self._parts(head):
-            self._rows.set_care(row, replicas, flags_of(pin, soft), expires_unix_ms)
+            described = self._rows.fields(row)[FLAGS] & FLAG_DESCRIBED > 0
+            flags = flags_of(pin, soft, described=described)
+            self._rows.set_care(row, replicas, flags, expires_unix_ms)
         return True
 
     # --- finding -------------------------------------------------------------------------------
@@ -325,6 +329,7 @@ class ColdIndex:
             fields[FLAGS] & FLAG_PIN,
             fields[FLAGS] & FLAG_SOFT > 0,
             size,
+            fields[FLAGS] & FLAG_DESCRIBED > 0,
         )
 
     def _parts(self, head: int) -> Iterator[tuple[int, tuple[Any, ...]]]:

@@ -119,7 +119,7 @@ class RecordRows:
             min(facts.replicas, MAX_REPLICAS),
             0,
             part,
-            flags_of(facts.pin, facts.soft),
+            flags_of(facts.pin, facts.soft, described=bool(facts.dtype)),
         )
         self._segments[row] = segment + 1
         self._namespaces[row] = self.names.use(facts.namespace)

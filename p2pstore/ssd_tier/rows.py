@@ -31,7 +31,7 @@ ROW: Final = np.dtype(
         ("replicas", "<u2"),
         ("namespace", "<u2"),  # in a footer: which of its namespaces; in the index: see there
         ("part", "u1"),
-        ("flags", "u1"),  # bits 0-1 pin, 2 soft
+        ("flags", "u1"),  # bits 0-1 pin, 2 soft, 3 described
     ]
 )
 ROW_BYTES: Final = ROW.itemsize
@@ -40,12 +40,14 @@ assert ROW_STRUCT.size == ROW_BYTES == 80
 
 FLAG_PIN: Final = 3
 FLAG_SOFT: Final = 4
+FLAG_DESCRIBED: Final = 8
+"""The object has a dtype and a shape. Records of older versions never say so."""
 MAX_REPLICAS: Final = 0xFFFF
 
 
-def flags_of(pin: int, soft: bool) -> int:
+def flags_of(pin: int, soft: bool, *, described: bool) -> int:
     """The flags of a row; a pin that is not known counts as hard."""
-    return min(pin, 2) | (FLAG_SOFT if soft else 0)
+    return min(pin, 2) | (FLAG_SOFT if soft else 0) | (FLAG_DESCRIBED if described else 0)
 
 
 def disk_bytes(rows: Rows) -> npt.NDArray[np.int64]:

@@ -323,8 +323,8 @@ class PinsSet(Message, frozen=True):
     done: bytes
 
 
-class SetExpiry(Message, frozen=True):
-    """Have your copies of this version end at that time: Unix milliseconds, 0 for never."""
+class ExpiryItem(Message, frozen=True):
+    """An object in one version, and when it is to end: Unix milliseconds, 0 for never."""
 
     digest: bytes
     clock: int
@@ -332,10 +332,16 @@ class SetExpiry(Message, frozen=True):
     expires_unix_ms: int
 
 
-class ExpirySet(Message, frozen=True):
-    """Whether the receiver has that version, and did so."""
+class SetExpiry(Message, frozen=True):
+    """Have your copies of these objects end at other times."""
 
-    done: bool
+    items: list[ExpiryItem]
+
+
+class ExpirySet(Message, frozen=True):
+    """A byte per item: 1 where the receiver has that version, and did so."""
+
+    done: bytes
 
 
 class CheckCopy(Message, frozen=True):

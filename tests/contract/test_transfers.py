@@ -309,6 +309,12 @@ async def test_who_cannot_be_submitted_is_refused_with_all_others(side: Side) ->
                 (TransferRequest("", bytearray(1)), ValueError),
                 (TransferRequest("k", b"read-only"), ValueError),
                 (TransferRequest("k", 5), TypeError),
+                (TransferRequest("k", bytearray(1), wait=-1.0), ValueError),
+                (TransferRequest("k", bytearray(1), wait="1"), TypeError),  # type: ignore[arg-type]  # on purpose
+                (TransferRequest("k", bytearray(1), replicas=2), ValueError),
+                (TransferRequest("k", bytearray(1), overwrite=True), ValueError),
+                (TransferRequest("k", b"v", "put", wait=1.0), ValueError),
+                (TransferRequest("k", b"v", "put", replicas="2"), TypeError),  # type: ignore[arg-type]  # on purpose
                 (TransferRequest("k", bytearray(1), "move"), ValueError),  # type: ignore[arg-type]  # on purpose
                 (("k", bytearray(1)), TypeError),
             ):

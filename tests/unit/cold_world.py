@@ -138,6 +138,7 @@ class ColdWorld(Harness):
             pin=int(held.pin),
             soft=held.soft,
             disk_bytes=held.length,
+            described=bool(held.dtype),
         )
         self.store.objects[held.digest] = Stored(entry, trailer, bytes(self.segment.payload(held)))
 

@@ -304,8 +304,10 @@ class Harness:
         return operation
 
     def stored(self, key: str, value: bytes, **options: Any) -> ObjectEntry:
-        """Put what nobody else holds."""
+        """Put what nobody else holds, or tells of."""
         operation = self.put(key, value, **options)
+        for ask in [] if operation.done else self.asks(DataKind.GET):
+            self.answer(ask, None)
         assert operation.done, operation
         entry = self.find(key)
         assert entry is not None, operation.result
@@ -359,7 +361,10 @@ class Harness:
         self._effects.clear()
 
     def asks(self, kind: int) -> list[AskPeer]:
-        """Take the requests of one kind, having gone through the codec."""
+        """Take the requests of one kind, having gone through the codec. Questions to holders about what is put are
+        asked in the next step."""
+        if kind == DataKind.GET:
+            self.core.tick(self.now)
         asks = self.effects(AskPeer)
         self._effects += [ask for ask in asks if ask.kind != kind]
         return [

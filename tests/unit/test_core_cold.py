@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -28,6 +29,7 @@ from p2pstore.objects import KIB, Version, namespace_digest
 from p2pstore.transfer.layout import Pin
 from p2pstore.transfer.messages import (
     DataKind,
+    ExpiryItem,
     ExpirySet,
     Keys,
     ListKeys,
@@ -431,7 +433,9 @@ def test_the_ttl_of_a_second_put_is_that_of_the_copy_on_the_ssd_too(
 ) -> None:
     world = ColdWorld()
     world.cool("k", VALUE, ttl_seconds=before)
-    assert world.put("k", VALUE, ttl_seconds=after).result.status is PutStatus.UNCHANGED
+    put = world.put("k", VALUE, ttl_seconds=after)
+    world.core.tick(world.now)
+    assert put.result.status is PutStatus.UNCHANGED
     ends = int((world.core.unix(world.now) + after) * 1000)
     entry = world.find("k")
     assert entry is not None
@@ -451,8 +455,9 @@ def test_a_holder_sets_the_end_of_what_is_on_its_ssd_alone() -> None:
     world = ColdWorld(others=1)
     record = world.cool("k", VALUE, ttl_seconds=60.0)
     ends = int(world.core.unix(world.now) * 1000) + 500_000
-    request = SetExpiry(digest_of("k"), record.version.clock, record.version.writer, ends)
-    assert world.serve(world.others[0], DataKind.SET_EXPIRY, request) == ExpirySet(True)
+    item = ExpiryItem(digest_of("k"), record.version.clock, record.version.writer, ends)
+    request = SetExpiry([item])
+    assert world.serve(world.others[0], DataKind.SET_EXPIRY, request) == ExpirySet(b"\1")
     cold = world.core.cold.find(digest_of("k"), world.now)
     assert cold is not None
     assert cold.expires_unix_ms == ends
@@ -482,6 +487,52 @@ def test_the_same_bytes_come_back_to_memory() -> None:
     assert entry is not None
     assert entry.on_ssd
     assert (entry.version.clock, entry.version.writer) == record.version[:2]
+
+
+TENSOR: dict[str, Any] = {"dtype": "uint8", "shape": (len(VALUE),)}
+
+
+@pytest.mark.parametrize("ttl", [0.0, 60.0])
+@pytest.mark.parametrize("given", [{}, TENSOR])
+def test_the_bytes_of_a_tensor_come_back_as_that_tensor(given: dict[str, Any], ttl: float) -> None:
+    world = ColdWorld()
+    record = world.cool("k", VALUE, **TENSOR)
+    put = world.put("k", VALUE, ttl_seconds=ttl, **given)
+    assert world.load() == ["k"]
+    world.core.tick(world.now)
+    assert put.result.status is PutStatus.UNCHANGED
+    entry = world.find("k")
+    assert entry is not None
+    assert (entry.dtype, entry.shape, entry.version[:2]) == (
+        *("uint8", (len(VALUE),)),
+        record.version[:2],
+    )
+    assert (entry.expires_unix_ms > 0) == (ttl > 0)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("had", [{}, TENSOR])
+def test_the_same_bytes_in_another_shape_are_another_value(
+    had: dict[str, Any], overwrite: bool
+) -> None:
+    world = ColdWorld()
+    world.cool("k", VALUE, **had)
+    put = world.put("k", VALUE, dtype="uint8", shape=(1, len(VALUE)), overwrite=overwrite)
+    assert world.load() == ["k"]
+    wanted = PutStatus.CREATED if overwrite else PutStatus.KEPT_EXISTING
+    assert put.result.status is wanted
+    entry = world.find("k")
+    assert entry is not None
+    assert entry.shape == ((1, len(VALUE)) if overwrite else had.get("shape", ()))
+
+
+def test_a_tensor_that_the_ssd_does_not_give_is_created_anew() -> None:
+    world = ColdWorld()
+    record = world.cool("k", VALUE, **TENSOR)
+    put = world.put("k", VALUE, **TENSOR)
+    world.load(fail=True)
+    assert put.result.status is PutStatus.CREATED
+    assert put.result.version[:2] > record.version[:2]
 
 
 def test_other_bytes_keep_what_exists() -> None:

@@ -461,7 +461,7 @@ def test_an_older_version_here_is_replaced_by_what_arrives() -> None:
     world = Harness(others=1)
     pull = begin(world)
     newer = remote_object("k", b"newer", clock=clock_at(5.0))
-    world.put("k", b"older", overwrite=True)
+    world.stored("k", b"older", overwrite=True)
     entry = world.deliver(pull, newer)
     assert entry is not None
     assert world.value("k") == b"newer"

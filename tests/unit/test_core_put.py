@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from p2pstore.core import sweeping
-from p2pstore.core.effects import CheckObject
-from p2pstore.core.put import SLOT_ONLY, PutEnd, PutOperation
+from p2pstore.core.comparing import SLOT_ONLY
+from p2pstore.core.effects import AskPeer, CheckObject, PullFailure, PullOutcome
+from p2pstore.core.put import PutEnd, PutOperation
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.machine import Ask
@@ -21,6 +22,7 @@ from p2pstore.transfer.messages import (
     CheckCopy,
     CopyChecked,
     DataKind,
+    ExpiryItem,
     ExpirySet,
     Get,
     Holding,
@@ -185,10 +187,31 @@ def test_overwriting_makes_a_new_version_and_a_floor_below_it() -> None:
     world.check_idle()
 
 
-def test_overwriting_what_is_elsewhere_asks_nobody() -> None:
+def test_overwriting_what_is_elsewhere_asks_one_that_has_the_newest_version() -> None:
+    for overwrites_same in (False, True):
+        world = Harness(others=2)
+        world.hold(world.others[1], "k", b"older", clock=clock_at(-90.0))
+        remote = remote_object("k", b"value", expires_unix_ms=1_800_000_060_000)
+        world.push(world.others[0], remote)
+        value = b"value" if overwrites_same else b"other"
+        operation, ask = compare(world, "k", value, overwrite=True)
+        assert ask.peer_id == world.others[0].peer_id
+        world.answer(ask, remote.reply)
+        end, entry = end_of(operation), world.find("k")
+        assert entry is not None
+        if overwrites_same:
+            assert (end.status, end.version) == (PutStatus.UNCHANGED, remote.version)
+            assert entry.expires_unix_ms == 1_800_000_060_000
+        else:
+            assert (end.status, end.version > remote.version) == (PutStatus.CREATED, True)
+            assert entry.expires_unix_ms == 0
+
+
+def test_overwriting_what_its_holder_does_not_tell_of_makes_a_new_version() -> None:
     world = Harness(others=2)
     remote = world.hold(world.others[0], "k", b"value")
-    operation = world.put("k", b"other", overwrite=True)
+    operation, ask = compare(world, "k", b"value", overwrite=True)
+    world.answer(ask, None)
     end = end_of(operation)
     assert (end.status, end.version > remote.version) == (PutStatus.CREATED, True)
     assert [copy.local for copy in world.core.known_copies(digest_of("k"), world.now)] == [True]
@@ -197,7 +220,9 @@ def test_overwriting_what_is_elsewhere_asks_nobody() -> None:
 def test_overwriting_goes_above_a_version_whose_clock_is_ahead() -> None:
     world = Harness(others=2)
     remote = world.hold(world.others[0], "k", b"value", clock=clock_at(8.0))
-    end = end_of(world.put("k", b"other", overwrite=True))
+    operation, ask = compare(world, "k", b"other", overwrite=True)
+    world.answer(ask, remote.reply)
+    end = end_of(operation)
     assert (end.status, end.version > remote.version) == (PutStatus.CREATED, True)
     world.core.gossip_arrived(world.now)
     assert world.value("k") == b"other"
@@ -210,6 +235,8 @@ def test_overwriting_what_is_not_known_asks_the_homes_first() -> None:
     holding = Holding(world.others[1].member, OTHER_INCARNATION, 1, world.location(remote))
     assert not operation.done
     world.answer(world.asks(DataKind.LOOKUP)[0], Locations([[holding]]))
+    (ask,) = world.asks(DataKind.GET)
+    world.answer(ask, remote.reply)
     assert end_of(operation).version > remote.version
     cancelled = world.put("l", b"other", overwrite=True)
     world.core.cancel(cancelled, world.now)
@@ -281,8 +308,15 @@ def test_a_holder_is_asked_for_its_slot_only() -> None:
     assert world.find("k") is None, "nothing is published before the answer"
 
 
+def items_of(ask: AskPeer) -> list[Any]:
+    """What a question to a holder is about."""
+    assert isinstance(ask.request, Get | SetExpiry)
+    return list(ask.request.items)
+
+
 def answer_homes(world: Harness) -> None:
     """The homes know of no more copies than this peer does."""
+    world.core.tick(world.now)
     for ask in world.asks(DataKind.LOOKUP):
         world.answer(ask, Locations([[]]))
 
@@ -305,8 +339,9 @@ def test_a_copy_of_what_is_elsewhere_ends_when_that_does_unless_the_put_says_whe
         assert entry is not None
         assert entry.expires_unix_ms == (1_800_000_005_000 if ttl else ends)
         answer_homes(world)
-        told = [ask.request for ask in world.asks(DataKind.SET_EXPIRY)]
-        wanted = SetExpiry(digest_of("k"), *remote.version[:2], entry.expires_unix_ms)
+        asks = world.asks(DataKind.SET_EXPIRY)
+        told = [item for ask in asks for item in items_of(ask)]
+        wanted = ExpiryItem(digest_of("k"), *remote.version[:2], entry.expires_unix_ms)
         assert told == ([wanted] if ttl else [])
 
 
@@ -328,7 +363,7 @@ def test_the_ttl_of_a_second_put_replaces_that_of_the_object(before: float) -> N
     (ask,) = world.asks(DataKind.SET_EXPIRY)
     assert ask.peer_id == world.others[0].peer_id, "whoever holds that version is told"
     assert not put.done
-    world.answer(ask, ExpirySet(True))
+    world.answer(ask, ExpirySet(b"\1"))
     assert end_of(put).status == PutStatus.UNCHANGED
     trailer = decode_trailer(world.segment.trailer_bytes(entry))
     assert trailer is not None
@@ -349,16 +384,44 @@ def test_a_holder_sets_the_end_of_that_version_only() -> None:
     ends = int(world.core.unix(world.now) * 1000) + 5000
 
     def serve(*facts: Any) -> Any:
-        return world.serve(world.others[0], DataKind.SET_EXPIRY, SetExpiry(*facts))
+        request = SetExpiry([ExpiryItem(*each) for each in facts])
+        return world.serve(world.others[0], DataKind.SET_EXPIRY, request)
 
-    assert serve(digest_of("k"), clock - 1, writer, ends) == ExpirySet(False)
-    assert serve(digest_of("absent"), clock, writer, ends) == ExpirySet(False)
+    older = (digest_of("k"), clock - 1, writer, ends)
+    absent = (digest_of("absent"), clock, writer, ends)
+    assert serve(older, absent) == ExpirySet(b"\0\0")
     assert entry.expires_unix_ms == 0
-    assert serve(digest_of("k"), clock, writer, ends) == ExpirySet(True)
+    assert serve(absent, (digest_of("k"), clock, writer, ends)) == ExpirySet(b"\0\1")
     assert entry.expires_unix_ms == ends
     for nonsense in ((b"short", 1, 1, 0), (bytes(16), 1, 1, -1), (bytes(16), 1, 1, 1 << 62)):
         with pytest.raises(ProtocolError):
-            serve(*nonsense)
+            serve(nonsense)
+    with pytest.raises(ProtocolError):
+        serve(*[absent] * 65)
+
+
+def test_a_batch_asks_homes_once_and_each_holder_for_64_objects_at_a_time() -> None:
+    world = Harness(others=2, memory_bytes=1 << 20)
+    keys = [f"k{number}" for number in range(100)]
+    for key in keys:
+        entry = world.stored(key, b"value")
+        world.hold(world.others[0], key, b"value", entry.version.clock, entry.version.writer)
+    puts = [world.put(key, b"value", ttl_seconds=7.0) for key in keys]
+    puts.append(world.put(keys[0], b"value", ttl_seconds=9.0))
+    assert not any(put.done for put in puts)
+    world.core.tick(world.now)
+    lookups = world.asks(DataKind.LOOKUP)
+    assert len({ask.peer_id for ask in lookups}) == len(lookups)
+    for ask in lookups:
+        world.answer(ask, Locations([[]] * len(keys)))
+    asks = world.asks(DataKind.SET_EXPIRY)
+    assert [len(items_of(ask)) for ask in asks] == [64, 36]
+    last = int((world.core.unix(world.now) + 9.0) * 1000)
+    assert items_of(asks[0])[0].expires_unix_ms == last
+    for ask in asks:
+        world.answer(ask, None)
+    assert {end_of(put).status for put in puts} == {PutStatus.UNCHANGED}
+    world.check_idle()
 
 
 def test_a_value_that_fills_its_extent_is_given_an_end() -> None:
@@ -389,6 +452,45 @@ def test_a_tensor_of_another_shape_is_another_value() -> None:
     entry = world.find("k")
     assert entry is not None
     assert (entry.dtype, entry.shape) == ("int32", (2,))
+
+
+def test_the_bytes_of_a_tensor_elsewhere_are_that_tensor_here_too() -> None:
+    world = Harness(others=2)
+    remote = remote_object("k", b"12345678", dtype="float32", shape=(2,))
+    world.push(world.others[0], remote)
+    operation, ask = compare(world, "k", b"12345678", ttl_seconds=0.0)
+    world.answer(ask, remote.reply)
+    world.deliver(world.pull_wanted(), remote)
+    assert end_of(operation).status == PutStatus.UNCHANGED
+    entry = world.find("k")
+    assert entry is not None
+    assert (entry.version, entry.dtype, entry.shape) == (remote.version, "float32", (2,))
+    assert not entry.soft
+    world.check_idle()
+
+
+def test_what_its_holder_does_not_give_is_created_anew() -> None:
+    world = Harness(others=2)
+    remote = remote_object("k", b"12345678", dtype="float32", shape=(2,))
+    world.push(world.others[0], remote)
+    operation, ask = compare(world, "k", b"12345678")
+    world.answer(ask, remote.reply)
+    pull = world.pull_wanted()
+    failure = PullFailure(world.others[0].member, int(Code.UNAVAILABLE), "")
+    world.core.pulled(pull.operation, PullOutcome(False, (failure,), None, 0, ""), world.now)
+    assert end_of(operation).status == PutStatus.CREATED
+    world.check_idle()
+
+
+def test_a_put_that_is_cancelled_while_its_object_is_brought_leaves_nothing() -> None:
+    world = Harness(others=2)
+    remote = remote_object("k", b"12345678", dtype="float32", shape=(2,))
+    world.push(world.others[0], remote)
+    operation, ask = compare(world, "k", b"12345678")
+    world.answer(ask, remote.reply)
+    world.core.cancel(operation, world.now)
+    assert not world.core.fetching
+    world.check_idle()
 
 
 # --- false checksums ----------------------------------------------------------------------------
@@ -576,6 +678,7 @@ def test_a_silent_holder_is_avoided_and_probed() -> None:
     first = world.hold(world.others[0], "k", b"value")
     world.push(world.others[1], first)
     _, ask = compare(world, "k", b"value")
+    world.effects(Ask)
     world.answer(ask, None)
     copies = world.core.known_copies(digest_of("k"), world.now)
     assert copies[-1].peer_id == ask.peer_id, "its copy comes last now"
@@ -604,6 +707,38 @@ def test_only_unreachable_holders_make_the_key_new() -> None:
     assert not world.asks(DataKind.GET)
 
 
+def test_a_batch_asks_each_holder_once_and_goes_on_in_steps() -> None:
+    world = Harness(others=2, memory_bytes=4 << 20)
+    keys = [f"k{number}" for number in range(300)]
+    remotes = {digest_of(key): world.hold(world.others[0], key, b"value") for key in keys}
+    puts = [world.put(key, b"value") for key in keys]
+    asks = world.asks(DataKind.GET)
+    assert [len(items_of(ask)) for ask in asks] == [256, 44]
+    for ask in asks:
+        found = [remotes[item.digest].reply.items[0] for item in items_of(ask)]
+        world.answer(ask, Objects(found))
+    assert [sum(put.done for put in puts[:256]), sum(put.done for put in puts[256:])] == [32, 32]
+    while not all(put.done for put in puts):
+        world.core.tick(world.now)
+    assert {end_of(put).status for put in puts} == {PutStatus.UNCHANGED}
+    world.check_idle()
+
+
+@pytest.mark.parametrize("value", [b"mine", b"theirs"])
+def test_of_two_puts_at_once_the_second_finds_what_the_first_made(value: bytes) -> None:
+    world = Harness(others=1)
+    world.hold(world.others[0], "k", b"gone")
+    first, second = world.put("k", b"mine"), world.put("k", value)
+    (ask,) = world.asks(DataKind.GET)
+    gone = NOT_FOUND.items[0]
+    world.answer(ask, Objects([gone, gone]))
+    assert end_of(first).status is PutStatus.CREATED
+    same = value == b"mine"
+    assert end_of(second).status is (PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING)
+    assert world.value("k") == b"mine"
+    world.check_idle()
+
+
 # --- ends ------------------------------------------------------------------------------------
 
 
@@ -613,7 +748,6 @@ def test_a_put_that_is_cancelled_while_it_compares_leaves_nothing() -> None:
     operation, ask = compare(world, "k", b"value")
     world.core.cancel(operation, world.now)
     assert isinstance(operation.result, DeadlineExceeded)
-    world.check_idle()
     world.answer(ask, remote.reply)  # too late
     assert world.find("k") is None
     world.check_idle()
@@ -624,7 +758,7 @@ def test_a_put_whose_question_the_shell_could_not_carry_out_ends() -> None:
     world.hold(world.others[0], "k", b"value")
     operation, ask = compare(world, "k", b"value")
     world.core.abandon(ask.operation, world.now)
-    assert isinstance(operation.result, DeadlineExceeded)
+    assert end_of(operation).status is PutStatus.CREATED, "as if the holder were silent"
     world.core.abandon(ask.operation, world.now)
     world.check_idle()
 
@@ -656,10 +790,11 @@ def test_a_client_that_goes_while_a_holder_is_asked_harms_nobody(reply: str) -> 
 def test_cancelling_after_the_client_went_harms_nobody() -> None:
     world = Harness(others=1)
     world.hold(world.others[0], "k", b"value")
-    operation, _ = compare(world, "k", b"value")
+    operation, ask = compare(world, "k", b"value")
     world.segment.drop_holder(HOLDER)
     world.core.cancel(operation, world.now)
     assert isinstance(operation.result, DeadlineExceeded)
+    world.answer(ask, None)
     world.check_idle()
 
 

@@ -194,6 +194,8 @@ def test_a_cancelled_put_is_told_as_such() -> None:
     with pytest.raises(DeadlineExceeded):
         reply_to(world, wanted, operation)
     stores.close(incoming)
+    for ask in world.asks(DataKind.GET):
+        world.answer(ask, None)
     world.check_idle()
 
 

@@ -88,7 +88,7 @@ FOOTER_BODY_BYTES = bytes.fromhex(
     "7766554433221100 464acf28774ccc73"  # clock, root
     "0c00000000000000 8877665544332211 7b68e5cf8b010000"  # length, sequence, expires
     "34120000 07000000 00000000"  # page, stored bytes, where the key begins
-    "9988 5600 0a00 0200 0000 00 05"  # writer, number, bytes of the key, replicas, namespace, part, flags
+    "9988 5600 0a00 0200 0000 00 0d"  # writer, number, bytes of the key, replicas, namespace, part, flags
     "0600 676f6c64656e"  # namespaces
     "676f6c64656e206b6579"  # keys
 )
@@ -96,9 +96,9 @@ FOOTER_TAIL_BYTES = bytes.fromhex(
     "5032505346545200 01000000 03000000"  # magic, format, segment
     f"{STORE} 0807060504030201"  # store id, generation
     "01000000 50000000 01000000 08000000 0a000000 00000000"  # rows, bytes each, namespaces, bytes of both
-    "4a070f4c80165041"  # checksum of the body
+    "e22b3041f675e8fe"  # checksum of the body
 )
-FOOTER_CHECKSUM = bytes.fromhex("c70eb001632cbb67")
+FOOTER_CHECKSUM = bytes.fromhex("0fec77d7e3d67347")
 
 
 def page(content: bytes, checksum: bytes = b"") -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -218,7 +219,7 @@ def place(number: int, segment: int = 0, generation: int = 1) -> RecordPlace:
 
 def test_all_parts_of_an_object_are_kept_as_firmly() -> None:
     index = ColdIndex(SEGMENTS, ROOM, salt=1)
-    facts = facts_of("k", 2 * PART_BYTES + 1, 5, "n")
+    facts = replace(facts_of("k", 2 * PART_BYTES + 1, 5, "n"), dtype="uint8")
     for part in range(3):
         place = RecordPlace(0, 1, 2 + 17_000 * part, part, part + 1)
         index.add(place, facts, part, part_bytes(facts.length, part))
@@ -228,9 +229,10 @@ def test_all_parts_of_an_object_are_kept_as_firmly() -> None:
     entry = index.find(facts.digest)
     assert entry is not None
     assert (entry.pin, entry.replicas, entry.soft, entry.length) == (2, 7, True, facts.length)
+    assert entry.described
     rows = index.footer_of(0).rows
     assert rows["replicas"].tolist() == [7] * 3
-    assert rows["flags"].tolist() == [2 | 4] * 3
+    assert rows["flags"].tolist() == [2 | 4 | 8] * 3
     assert rows["part"].tolist() == [0, 1, 2]
 
 
