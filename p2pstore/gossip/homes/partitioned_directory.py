@@ -392,7 +392,7 @@ class PartitionedDirectory:
         members = frozenset(state.member for state in self._membership.live())
         self._making = self._newest_table.changed(members)
         self.work()  # other peers of this process may have made the same
-        while self._making is not None and len(members) <= MADE_AT_ONCE:
+        while self.work_pending and len(members) <= MADE_AT_ONCE:
             self.work()
 
     @property
