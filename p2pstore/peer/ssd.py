@@ -377,7 +377,8 @@ class PeerSsd:
             some = segment.entries_in(first, SLOTS_PER_STEP)
             wanted = [entry for entry in some if not entry.on_ssd and not entry.soft]
             runs.append(sorted(wanted, key=_least_unused))
-            await trio.lowlevel.checkpoint()
+            with trio.CancelScope(shield=True):  # how many are left unwritten is said in any case
+                await trio.lowlevel.checkpoint()
         return runs
 
     async def _keep(self, entry: ObjectEntry) -> None:
