@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
     from p2pstore.transfer.segment import ObjectEntry
 
-COLD_PER_STEP: Final = 2_000
+COLD_PER_STEP: Final = 64
+"""Looking at one costs some 10 us, and announcing it 20."""
 PACE_ABOVE: Final = 0.8
 """Share of the limit of floors above which removals are slowed down."""
 MAX_NOTES: Final = 100

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from p2pstore.ssd_tier.index import ColdEntry
 
 AT_ONCE: Final = 8
+BEGUN_PER_STEP: Final = 2
+"""To find whom to give an object to takes 2 ms among 5,000 members."""
 UNDER_WAY_BYTES: Final = 256 * MIB
 """At most, of all that are being handed over; a single object may be larger."""
 MOST_ORDERED: Final = 32_768
@@ -147,9 +149,14 @@ class HandOverOperation(Operation):
         if self._beginning or self.done:  # one of those that begin ended at once
             return
         self._beginning = True
-        while self._order and not self._is_full:
+        for _ in range(BEGUN_PER_STEP):
+            if not self._order or self._is_full:
+                break
             self._begin(*heapq.heappop(self._order)[-2:], now)
         self._beginning = False
+        if self._order and not self._is_full:
+            self.wake_at = now
+            self.core.set_alarm(self)
         if self._order or self._under_way:
             return
         if now >= self._spread_at:
@@ -257,7 +264,6 @@ class _Rooms:
                 continue
             self._capacity[state.peer_id] = state.memory_capacity
             said = state.record_incarnation, state.record_sequence
-            record = state.record
-            if record is not None and self._said.get(state.peer_id) != said:
+            if self._said.get(state.peer_id) != said:
                 self._said[state.peer_id] = said
-                self._free[state.peer_id] = record.memory_capacity - record.memory_used
+                self._free[state.peer_id] = state.memory_capacity - state.memory_used

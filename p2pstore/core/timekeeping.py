@@ -305,15 +305,21 @@ class Timekeeping:
 
     def _renew_records(self, limit: int, by: int) -> Iterator[float]:
         records = self._core.gossip.cluster_records
-        for some in records.dump_in_steps():
-            for number, signed in enumerate(some):
-                if number % RECORDS_PER_UNIT == 0:
-                    yield 0.0
-                record = decode_body(ClusterRecord, signed.body)  # it was verified when it came
-                if record.clock > limit:
-                    records.take_out(record, signed)
-                    self._renew_record(record, self._lowered(record.clock, by))
-                    yield 0.0
+        dump, found = records.dump_in_steps(), None
+        while found is None:
+            try:
+                next(dump)
+            except StopIteration as end:
+                found = end.value
+            yield 0.0
+        for number, signed in enumerate(found):
+            if number % RECORDS_PER_UNIT == 0:
+                yield 0.0
+            record = decode_body(ClusterRecord, signed.body)  # it was verified when it came
+            if record.clock > limit:
+                records.take_out(record, signed)
+                self._renew_record(record, self._lowered(record.clock, by))
+                yield 0.0
 
     def _lowered(self, clock: int, by: int) -> int:
         wall = clock_from_unix_seconds(self._core.unix(self._now))

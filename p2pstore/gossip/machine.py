@@ -58,9 +58,9 @@ from p2pstore.gossip.homes.placement import rank
 from p2pstore.gossip.homes.push_intake import PushIntake
 from p2pstore.gossip.locations.catch_up import CatchUp
 from p2pstore.gossip.locations.directory import Directory, Location
-from p2pstore.gossip.locations.log import OwnLog, newest_clock
+from p2pstore.gossip.locations.log import MAX_STAMP, OwnLog, newest_clock
 from p2pstore.gossip.locations.published_locations import PublishedLocations
-from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
+from p2pstore.gossip.locations.snapshots import CheckedSnapshot, Packed, check_snapshot
 from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.members.contacts import Contacts
 from p2pstore.gossip.members.membership import (
@@ -116,7 +116,6 @@ __all__ = [
 HOUSEKEEPING_SECONDS: Final = 0.25
 PURGING_SECONDS: Final = 0.05
 """While floors are dropped, step by step."""
-MAX_STAMP: Final = (1 << 64) - 1
 
 
 class Gossip:
@@ -324,10 +323,11 @@ class Gossip:
 
     # --- what is known -----------------------------------------------------------------------
 
-    def heard_of(self, operations: bytes | bytearray | memoryview, now: float) -> None:
-        """Locations were heard of, in packed records."""
-        self.floors.heard_of(operations, now)
-        newest = newest_clock(operations, MAX_STAMP)
+    def heard_of(self, operations: Packed, now: float, newest: int | None = None) -> None:
+        """Locations were heard of, in packed records; `newest` is their highest clock where that is known already."""
+        if newest is None:
+            newest = newest_clock(operations, MAX_STAMP)
+        self.floors.heard_of(operations, newest, now)
         if newest > self._newest_accepted(now):
             self.future.note(newest)
 
@@ -392,8 +392,8 @@ class Gossip:
         """Where the members (dead ones too, after the living) were last, for the state directory."""
         book: dict[PeerId, tuple[str, ...]] = {}
         for state in sorted(self.membership.states(), key=lambda state: state.status):
-            if (record := state.record) is not None and record.control:
-                book[state.peer_id] = tuple(record.control)
+            if state.control:
+                book[state.peer_id] = state.control
         for peer_id, addresses in self.contacts.book():
             if peer_id is not None:
                 book.setdefault(peer_id, addresses)
@@ -508,7 +508,7 @@ class Gossip:
         if self.directory.install_snapshot(
             asked.member, head.incarnation, head.sequence, head.set_hash, checked
         ):
-            self.heard_of(checked.packed, now)
+            self.heard_of(checked.packed, now, checked.newest_clock)
             self._exchanges.hurry()
         return []
 
@@ -546,6 +546,7 @@ class Gossip:
         effects += self._fresh.spread(now)
         if self.directory.work_pending and self.directory.work():
             self._exchanges.hurry()
+        self.partitions.work()
         if now >= self._housekeeping_at:
             effects += self._housekeep(now)
             purging = self.cluster_records.floors.purging
@@ -559,7 +560,7 @@ class Gossip:
         """When `tick`, or `pushes`, has something to do next."""
         if self.leaving:
             return math.inf
-        if self.directory.work_pending:
+        if self.directory.work_pending or self.partitions.work_pending:
             return now
         due = min(
             self.membership.next_tick(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Awaitable, Sequence
@@ -41,14 +40,19 @@ from p2pstore.peer.local_groups import LocalGroups
 from p2pstore.peer.local_puts import LocalPuts
 from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
-from p2pstore.peer.statistics import cluster_document, peer_document
+from p2pstore.peer.statistics import (
+    MEMBERS_PER_STEP,
+    cluster_document,
+    json_in_steps,
+    peer_document,
+)
 from p2pstore.peer.tickets import TicketOffice
 from p2pstore.stepping import Steps
 from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES
 from p2pstore.transfer.layout import Pin
 from p2pstore.transfer.memory import SharedMemory, create_page
 from p2pstore.transfer.messages import ListKeys
-from p2pstore.turns import take_turns
+from p2pstore.turns import in_turns, take_turns
 from p2pstore.wire import Empty, Message
 
 logger = logging.getLogger("p2pstore.local")
@@ -307,9 +311,16 @@ class PeerLocalBackend:
         silent = [self._core.name_of(peer_id) for peer_id in page.silent]
         return local.Keys(page.items, page.more, silent)
 
-    def _peers(self, client: LocalClient, message: local.Peers) -> local.PeersReply:
+    def _peers(
+        self, client: LocalClient, message: local.Peers
+    ) -> local.PeersReply | Awaitable[local.PeersReply]:
+        return in_turns(self._peers_in_steps(message))
+
+    def _peers_in_steps(self, message: local.Peers) -> Steps[local.PeersReply]:
         entries = []
-        for state in self._core.gossip.membership.states():
+        for number, state in enumerate([*self._core.gossip.membership.states()]):
+            if number % MEMBERS_PER_STEP == 0:
+                yield
             me = state.peer_id == self._core.peer_id
             if state.record is not None and (message.everyone or state.alive or me):
                 entries.append(
@@ -324,14 +335,21 @@ class PeerLocalBackend:
                 )
         return local.PeersReply(entries)
 
-    def _statistics(self, client: LocalClient, message: local.Statistics) -> local.StatisticsReply:
+    def _statistics(
+        self, client: LocalClient, message: local.Statistics
+    ) -> local.StatisticsReply | Awaitable[local.StatisticsReply]:
+        return in_turns(self._statistics_in_steps(message))
+
+    def _statistics_in_steps(self, message: local.Statistics) -> Steps[local.StatisticsReply]:
         peer = peer_document(self._node)
+        yield
         look = self._node.checkup.look(peer, private=True)
         peer["problems"] = look.documents()
+        yield
         document: dict[str, Any] = {"peer": peer}
         if message.cluster:
-            document["cluster"] = cluster_document(self._core, self._now)
-        return local.StatisticsReply(json.dumps(document).encode())
+            document["cluster"] = yield from cluster_document(self._core, self._now)
+        return local.StatisticsReply((yield from json_in_steps(document)))
 
     # --- changing ----------------------------------------------------------------------------
 

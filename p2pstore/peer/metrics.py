@@ -29,6 +29,7 @@ from p2pstore.peer.metric_families import (
     histograms,
 )
 from p2pstore.peer.metrics_ssd import ssd_families
+from p2pstore.stepping import Steps
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -79,11 +80,25 @@ ANSWERS: Final = {
 """Who has what clients get, and the counters that say so."""
 
 
-def exposition(peer: Document, cluster: str, measures: Measures) -> bytes:
+def exposition(peer: Document, cluster: str, measures: Measures) -> Steps[bytes]:
     """All metrics in Prometheus' text format; `cluster` is its name."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(peer, cluster, measures))
-    return generate_latest(registry)
+    parts: list[bytes] = []
+    for metric in _Collected(peer, cluster, measures).collect():
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_One(metric))
+        parts.append(generate_latest(registry))
+        yield
+    return b"".join(parts)
+
+
+class _One(Collector):
+    """A single metric."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._metric
 
 
 class _Collected(Collector):

@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing, suppress
 from http import HTTPStatus
 from typing import Final, NamedTuple
@@ -46,7 +46,7 @@ class Answer(NamedTuple):
     headers: tuple[tuple[str, str], ...] = ()
 
 
-Pages = dict[str, Callable[[], Answer]]
+Pages = dict[str, Callable[[], Answer | Awaitable[Answer]]]
 
 
 def text_answer(status: HTTPStatus, text: str) -> Answer:
@@ -168,7 +168,8 @@ async def _answer(pages: Pages, stream: trio.abc.Stream, by_any_name: bool) -> N
             "this page is not shown by that name at a loopback address: ask for it as localhost, or by its address",
         )
     else:
-        answer = pages[path]()
+        made = pages[path]()
+        answer = await made if isinstance(made, Awaitable) else made
     head_bytes = _head(answer)
     await stream.send_all(head_bytes if method == "HEAD" else head_bytes + answer.body)
 

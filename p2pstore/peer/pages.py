@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Final
 
@@ -9,6 +10,8 @@ from p2pstore.peer.metrics_server import Answer, Pages, text_answer
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
 from p2pstore.peer.status.source import StatusSource
+from p2pstore.stepping import Steps
+from p2pstore.turns import in_turns
 
 DATA_HEADERS: Final = (("Cross-Origin-Resource-Policy", "same-origin"),)
 """Other sites' pages are not to have it, should they run in the browser of somebody who can reach this peer."""
@@ -35,9 +38,13 @@ def metrics_pages(node: Node, status: StatusSource) -> Pages:
     process = CollectorRegistry()
     ProcessCollector(registry=process)  # CPU time, memory and descriptors, by Prometheus' own names
 
-    def metrics() -> Answer:
+    def metrics() -> Answer | Awaitable[Answer]:
+        return in_turns(metrics_in_steps())
+
+    def metrics_in_steps() -> Steps[Answer]:
         peer = peer_document(node, private=False)
-        body = exposition(peer, node.config.cluster, node.watch.measures)
+        yield
+        body = yield from exposition(peer, node.config.cluster, node.watch.measures)
         body += generate_latest(process)
         return Answer(HTTPStatus.OK, CONTENT_TYPE, body)
 

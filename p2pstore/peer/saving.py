@@ -15,6 +15,7 @@ from p2pstore.errors import ConfigError
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.statedir import StateDirectory
+from p2pstore.turns import take_turns
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -80,28 +81,25 @@ class StateSaver:
             # After a renewal the file has floors above the new ones, and the clock is lower than it was.
             renewals = self._core.timekeeping.renewals
             renewed = renewals != self._renewals
-            all_floors = await self._dump() if crowded or lost or renewed else None
             # As of now: what is seen is among the floors that are written first.
-            stamps = self._core.floors.seen_to_save, dict(kept.floors.horizon)
+            seen, horizon = self._core.floors.seen_to_save, dict(kept.floors.horizon)
+            all_floors = None
+            if crowded or lost or renewed:
+                all_floors = await take_turns(kept.dump_in_steps())
             checkpoints = self._core.checkpoints
             version = checkpoints.pins_version
             pins = (checkpoints.pins, checkpoints.forgotten)
             written = await trio.to_thread.run_sync(
-                self._write, addresses, all_floors, stamps, None if version == self._pins else pins
+                self._write,
+                addresses,
+                all_floors,
+                (seen, horizon),
+                None if version == self._pins else pins,
             )
             if written:
                 self._pins, self._renewals = version, renewals
             if lost and not written:
                 self._lost_unsaved = True
-
-    async def _dump(self) -> list[SignedRecord]:
-        """All records. Those that come meanwhile are unsaved, too."""
-        records: list[SignedRecord] = []
-        with trio.CancelScope(shield=True):
-            for some in self._core.gossip.cluster_records.dump_in_steps():
-                records += some
-                await trio.lowlevel.checkpoint()
-        return records
 
     def _write(
         self,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import shutil
 import struct
-from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -67,6 +67,8 @@ ENDING_SECONDS: Final = 3.0
 """What is under way when the peer ends has so long; then a disk that hangs is left alone."""
 KEPT_AT_ONCE: Final = 8
 """Objects that are written side by side when the peer leaves."""
+SLOTS_PER_STEP: Final = 2_000
+"""Passed in a millisecond."""
 SEGMENTS_WANTED: Final = 16
 LEAST_SEGMENT_BYTES: Final = 16 * MIB
 SPARE_TRAILER_BYTES: Final = 512
@@ -222,6 +224,10 @@ def default_capacity(path: str) -> int | None:
     return half
 
 
+def _least_unused(entry: ObjectEntry) -> float:
+    return -entry.last_access
+
+
 class PeerSsd:
     """The shell between a peer's core and its SSD tier."""
 
@@ -335,23 +341,19 @@ class PeerSsd:
 
     async def keep_memory(self) -> None:
         """Write what is in memory only, the most recently used first, for the next life of this peer."""
-        entries = [
-            entry for entry in self._core.segment.entries() if not entry.on_ssd and not entry.soft
-        ]
-        left = deque(sorted(entries, key=lambda entry: -entry.last_access))
-
-        unwritten = len(left)
+        runs = await self._only_in_memory()
+        left: Iterator[ObjectEntry] = heapq.merge(*runs, key=_least_unused)
+        unwritten = sum(map(len, runs))
 
         async def write_some() -> None:
-            nonlocal unwritten
-            while left:
-                entry = left.popleft()
+            nonlocal left, unwritten
+            while (entry := next(left, None)) is not None:
                 try:
                     if entry.state is SlotState.LIVE:
                         await self._keep(entry)
                 except Unavailable as error:  # the disk hangs
                     logger.debug("not kept: %s", error)
-                    left.clear()
+                    left = iter(())
                     return
                 unwritten -= 1
 
@@ -366,6 +368,18 @@ class PeerSsd:
                     f"{unwritten:,}",
                     extra={"event": "ssd_not_drained"},
                 )
+
+    async def _only_in_memory(self) -> list[list[ObjectEntry]]:
+        """What is neither on the SSD nor a soft copy, in runs, each in the order in which it is to be written: all of
+        a million in order would hold the event loop for a second."""
+        segment, runs = self._core.segment, []
+        for first in range(0, segment.geometry.slots, SLOTS_PER_STEP):
+            some = segment.entries_in(first, SLOTS_PER_STEP)
+            wanted = [entry for entry in some if not entry.on_ssd and not entry.soft]
+            runs.append(sorted(wanted, key=_least_unused))
+            with trio.CancelScope(shield=True):  # how many are left unwritten is said in any case
+                await trio.lowlevel.checkpoint()
+        return runs
 
     async def _keep(self, entry: ObjectEntry) -> None:
         segment = self._core.segment

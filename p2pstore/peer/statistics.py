@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 import p2pstore
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.homes.directory_mode import kept_name
+from p2pstore.gossip.members.membership import MemberState
 from p2pstore.gossip.messages import Status
-from p2pstore.gossip.records import TakesPart, format_peer_id
+from p2pstore.gossip.records import PeerRecord, TakesPart, format_peer_id
 from p2pstore.peer.status.hottest import hottest
+from p2pstore.stepping import Steps
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
+
+MEMBERS_PER_STEP: Final = 64
+"""The record of each is read: some 6 us."""
+JSON_PARTS_PER_STEP: Final = 1_024
+"""Names, numbers and what stands between them."""
 
 
 def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
@@ -109,10 +118,10 @@ def _gossip(node: Node) -> dict[str, Any]:
     """Members by state, those included that are gone; what gossip carried; how far this peer trusts its own probes (0
     is best, 8 worst)."""
     membership = node.core.gossip.membership
-    states = Counter(Status(state.status).name.lower() for state in membership.states())
+    states = Counter(state.status for state in membership.states())
     carried = node.host.carried
     return {
-        "members": {status.name.lower(): states[status.name.lower()] for status in Status},
+        "members": {status.name.lower(): states[status] for status in Status},
         "local_health": membership.health.score,
         "sent_bytes": carried.sent,
         "received_bytes": carried.received,
@@ -176,34 +185,48 @@ def _seconds_ago(then: float, now: float) -> float | None:
     return round(max(0.0, now - then), 3) if math.isfinite(then) else None
 
 
-def cluster_document(core: PeerCore, now: float) -> dict[str, Any]:
+def cluster_document(core: PeerCore, now: float) -> Steps[dict[str, Any]]:
     """What gossip says of the members that are believed alive."""
-    members = [
-        {
-            "name": record.name,
-            "peer_id": format_peer_id(record.peer_id),
-            "memory_capacity_bytes": record.memory_capacity,
-            "memory_used_bytes": record.memory_used,
-            "ssd_capacity_bytes": record.ssd_capacity,
-            "ssd_used_bytes": record.ssd_used,
-            "objects": record.head.count,
-            "status": Status(state.status).name.lower(),
-            "heard_seconds_ago": _seconds_ago(
-                now if record.peer_id == core.peer_id else state.heard_at, now
-            ),
-            "software": record.software,
-            "directory": kept_name(record.directory),
-        }
-        for state in core.gossip.membership.live()
-        if (record := state.record) is not None
-    ]
+    members = []
+    for number, state in enumerate(core.gossip.membership.live()):
+        if number % MEMBERS_PER_STEP == 0:
+            yield
+        if (record := state.record) is not None:
+            members.append(_member_document(core, state, record, now))
+    sums = ("memory_capacity", "memory_used", "ssd_capacity", "ssd_used")
     return {
         "name": core.gossip.config.cluster,
         "peers": len(members),
-        "memory_capacity_bytes": sum(record["memory_capacity_bytes"] for record in members),
-        "memory_used_bytes": sum(record["memory_used_bytes"] for record in members),
-        "ssd_capacity_bytes": sum(record["ssd_capacity_bytes"] for record in members),
-        "ssd_used_bytes": sum(record["ssd_used_bytes"] for record in members),
-        "copies": sum(record["objects"] for record in members),
+        **{f"{name}_bytes": sum(each[f"{name}_bytes"] for each in members) for name in sums},
+        "copies": sum(each["objects"] for each in members),
         "members": members,
     }
+
+
+def _member_document(
+    core: PeerCore, state: MemberState, record: PeerRecord, now: float
+) -> dict[str, Any]:
+    heard_at = now if record.peer_id == core.peer_id else state.heard_at
+    return {
+        "name": record.name,
+        "peer_id": format_peer_id(record.peer_id),
+        "memory_capacity_bytes": record.memory_capacity,
+        "memory_used_bytes": record.memory_used,
+        "ssd_capacity_bytes": record.ssd_capacity,
+        "ssd_used_bytes": record.ssd_used,
+        "objects": record.head.count,
+        "status": Status(state.status).name.lower(),
+        "heard_seconds_ago": _seconds_ago(heard_at, now),
+        "software": record.software,
+        "directory": kept_name(record.directory),
+    }
+
+
+def json_in_steps(document: Mapping[str, Any]) -> Steps[bytes]:
+    """The document as JSON. Of thousands of members it is megabytes."""
+    parts: list[str] = []
+    for part in json.JSONEncoder().iterencode(document):
+        parts.append(part)
+        if len(parts) % JSON_PARTS_PER_STEP == 0:
+            yield
+    return "".join(parts).encode()

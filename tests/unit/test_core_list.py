@@ -5,8 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.core.listing import ListedPage, ListOperation, merge_pages
+from p2pstore.core.listing import (
+    ASKED_PER_STEP,
+    MERGED_PER_STEP,
+    ListedPage,
+    ListOperation,
+    merge_pages,
+)
 from p2pstore.gossip.records import PeerId
+from p2pstore.stepping import run_through
 from p2pstore.transfer.messages import DataKind, KeyInfo, Keys, ListKeys
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import NAMESPACE, Harness
@@ -43,7 +50,7 @@ def test_paging_through_gives_every_key_once_with_the_holders_of_its_newest_vers
         answers = [
             (peer_id, page_of(keys, prefix, after, limit)) for peer_id, keys in peers.items()
         ]
-        page = merge_pages(limit, answers, [], name_of)
+        page = run_through(merge_pages(limit, answers, [], name_of))
         listed += page.items
         assert len(page.items) <= limit
         if not page.more:
@@ -69,13 +76,13 @@ def info(key: str, clock: int = 1) -> KeyInfo:
 
 def test_nothing_is_listed_behind_what_a_peer_has_not_listed() -> None:
     answers = [(b"x", Keys([info("a"), info("b")], True)), (b"y", Keys([info("c")], False))]
-    page = merge_pages(10, answers, [], name_of)
+    page = run_through(merge_pages(10, answers, [], name_of))
     assert [item.key for item in page.items] == ["a", "b"]
     assert page.more
 
 
 def test_an_entry_carries_what_its_holder_said() -> None:
-    (item,) = merge_pages(10, [(b"x", Keys([info("a", 5)], False))], [], name_of).items
+    (item,) = run_through(merge_pages(10, [(b"x", Keys([info("a", 5)], False))], [], name_of)).items
     assert (item.length, item.pin, item.soft, item.expires_unix_ms) == (5, 2, True, 77)
     assert (item.clock, item.writer, item.copies, item.peers) == (5, 1, 1, ["x"])
 
@@ -146,3 +153,23 @@ def test_cancelling_ends_a_listing() -> None:
     world.core.cancel(operation, world.now)
     world.answer(ask, Keys([], False))
     world.check_idle()
+
+
+def test_many_peers_are_asked_and_their_pages_merged_some_at_a_time() -> None:
+    answers = [
+        (b"peer %d" % number, Keys([info(f"{key:05}") for key in range(200)], False))
+        for number in range(20)
+    ]
+    steps = merge_pages(150, answers, [], name_of)
+    assert len(list(steps)) == 150 * len(answers) // MERGED_PER_STEP
+    world = Harness(others=ASKED_PER_STEP + 3)
+    operation = list_keys(world)
+    asks = world.asks(DataKind.LIST)
+    assert len(asks) == ASKED_PER_STEP
+    world.pass_time(0.01)
+    asks += world.asks(DataKind.LIST)
+    assert len({ask.peer_id for ask in asks}) == len(asks) == ASKED_PER_STEP + 3
+    for ask in asks:
+        world.answer(ask, Keys([info("c")], False))
+    assert operation.done
+    assert operation.result.items[0].copies == len(asks)

@@ -269,6 +269,29 @@ def hand_over(world: Harness) -> HandOverOperation:
     return operation
 
 
+def test_whom_to_give_objects_to_is_looked_for_some_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = Harness(others=2, memory_bytes=1 << 20)
+    for number in range(30):
+        world.stored(f"k{number}", b"v")
+    chosen: list[bytes] = []
+
+    def choose(rooms: object, digest: bytes, *facts: object, **more: object) -> list[bytes]:
+        chosen.append(digest)
+        return []
+
+    monkeypatch.setattr(hand_over_module._Rooms, "choose", choose)
+    operation = HandOverOperation(world.core)
+    world.core.start(operation, world.now)
+    while not operation.done:
+        before = len(chosen)
+        world.now += 0.001
+        world.core.tick(world.now)
+        assert len(chosen) - before <= hand_over_module.BEGUN_PER_STEP
+    assert len(chosen) == 30
+
+
 def answer_all(world: Harness) -> list[bytes]:
     """Have all that is asked for done, to the end; digests in the order in which they were asked for."""
     order = []

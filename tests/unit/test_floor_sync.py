@@ -516,9 +516,9 @@ def test_versions_that_were_heard_of_count_unless_their_clock_is_wrong() -> None
         LocationRecord(digest_of(number), Version(clock(at), 1), 0, 1).encode()
         for number, at in enumerate((9.0, 5.0, 3600.0))
     )
-    side.sync.heard_of(packed, 0.0)
+    side.sync.heard_of(packed, clock(3600.0), 0.0)
     assert side.sync.newest_heard == clock(9.0)
-    side.sync.heard_of(b"", 0.0)
+    side.sync.heard_of(b"", 0, 0.0)
     assert side.sync.newest_heard == clock(9.0)
 
 

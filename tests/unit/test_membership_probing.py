@@ -13,7 +13,12 @@ from p2pstore.gossip.effects import Answer, Ask, Later
 from p2pstore.gossip.exchange.asking import Questions
 from p2pstore.gossip.members.local_health import LocalHealth
 from p2pstore.gossip.members.membership import MemberChange, Membership, MembershipConfig
-from p2pstore.gossip.members.probing import CONFIRMING_PROBES, MAX_RELAYED, Probing
+from p2pstore.gossip.members.probing import (
+    CONFIRMING_PROBES,
+    LOOKED_AT_FOR_HELP,
+    MAX_RELAYED,
+    Probing,
+)
 from p2pstore.gossip.members.suspicion import expected_confirmations, shortest_suspicion_seconds
 from p2pstore.gossip.messages import Ack, Claim, ControlKind, Ping, PingRequest, Status
 from p2pstore.gossip.presets import preset
@@ -151,6 +156,22 @@ def test_when_there_is_no_connection_and_every_helper_says_so_nobody_waits() -> 
     prober.answer(helpers[2], NACK)
     prober.tick(0.03)
     assert prober.status(1) is Status.SUSPECT
+
+
+def test_of_many_members_some_are_looked_at_for_help() -> None:
+    prober, _ = probing_one(count=LOOKED_AT_FOR_HELP + 200)
+    looked_at: list[PeerId] = []
+    may_help = prober.probing._may_help
+
+    def counting(peer_id: PeerId) -> bool:
+        looked_at.append(peer_id)
+        return may_help(peer_id)
+
+    prober.probing._may_help = counting  # type: ignore[method-assign]
+    prober.probing.tick(0.25, [])
+    asks = prober.probing.tick(0.5, [])
+    assert sum(ask.kind == ControlKind.PING_REQUEST for ask in asks) == 3
+    assert len(looked_at) <= LOOKED_AT_FOR_HELP
 
 
 def test_helpers_that_are_silent_too_make_this_peer_doubt_itself() -> None:

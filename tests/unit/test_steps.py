@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -13,15 +14,33 @@ import pytest
 import trio
 
 from p2pstore.core import peer_core, serving
+from p2pstore.core.cold_return import ColdObject, ColdSorted
+from p2pstore.core.floors import COLD_PER_STEP
+from p2pstore.core.operation import Operation
 from p2pstore.core.put import PutOperation
 from p2pstore.core.sweeping import WITHDRAWN_PER_STEP
 from p2pstore.errors import CapacityExceeded, ProtocolError
+from p2pstore.gossip.floors.cluster_records import PURGE_STEP
+from p2pstore.gossip.floors.cluster_records import ClusterRecords as KeptRecords
+from p2pstore.gossip.floors.floor_set import SLICE_BITS, FloorSet
+from p2pstore.gossip.homes import partition_homes
+from p2pstore.gossip.homes.bounded_homes import Words
+from p2pstore.gossip.homes.partition_homes import table_of
+from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
+from p2pstore.gossip.records import (
+    SignedRecord,
+    floor_of_keys,
+    read_peer_record,
+    sign_cluster_record,
+)
 from p2pstore.local import messages as local
 from p2pstore.local.messages import MAX_BATCH, Access
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import Version, chunk_sums, root_checksum
+from p2pstore.peer import statistics
 from p2pstore.peer.local_gets import LocalGets
 from p2pstore.peer.local_puts import LocalPuts
+from p2pstore.simulation.signer import SimulatedSigner
 from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer import segment as segments
 from p2pstore.transfer.allocator import GROWN_PER_STEP
@@ -34,7 +53,8 @@ from p2pstore.transfer.stretches import LOOKED_AT_PER_STEP
 from p2pstore.transfer.victims import EVICTED_PER_STEP
 from p2pstore.turns import in_turns, take_turns
 from p2pstore.wire import decode_body, encode_body
-from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of
+from tests.unit.cold_world import ColdWorld
+from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of, peer_record
 
 GRANULE = 4096
 CLIENT = LocalClient(7, NAMESPACE, Access.WRITE, 1, "")
@@ -64,7 +84,7 @@ def fill(
 
 
 @contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> Iterator[list[int]]:
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> Iterator[list[int]]:
     """How often a method was called since `[0]` was set to 0."""
     calls, method = [0], getattr(owner, name)
 
@@ -416,3 +436,150 @@ def test_what_a_client_holds_ends_in_steps(monkeypatch: pytest.MonkeyPatch) -> N
 def test_lists_of_requests_are_bounded_before_they_are_decoded() -> None:
     with pytest.raises(ProtocolError, match="length"):
         decode_body(local.Abort, encode_body(local.Abort([1] * (MAX_BATCH + 1))))
+
+
+# --- many members, floors and objects of an earlier life -------------------------------------
+
+
+def test_the_table_of_homes_is_made_some_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells: list[int] = []
+    weights_of = partition_homes.weights_of
+
+    def counting(members: Words, columns: Any = None) -> Words:
+        weights = weights_of(members, columns)
+        cells.append(weights.size)
+        return weights
+
+    monkeypatch.setattr(partition_homes, "weights_of", counting)
+    steps = partition_homes.NO_HOMES.changed(frozenset(range(1, 201)))
+    longest = pending = 0
+    for _ in steps:
+        longest, pending = max(longest, len(cells) - pending), len(cells)
+    assert sum(cells) == 200 * PARTITION_COUNT
+    assert longest <= 1
+    assert max(cells) <= partition_homes.CELLS_PER_STEP
+
+
+def test_the_homes_of_before_count_until_the_table_of_many_members_is_made() -> None:
+    world = Harness()
+    partitions = world.core.gossip.partitions
+    assert len(partitions.homes(digest_of("k"))) == 1
+    for number in range(1, 41):
+        record = peer_record(SimulatedSigner(number))
+        world.core.gossip.membership.observe_record(read_peer_record(record), record, world.now)
+    assert partitions.homes(digest_of("k")) == (world.core.member,)
+    assert partitions.work_pending
+    assert world.core.gossip.next_tick(world.now) <= world.now
+    while partitions.work_pending:
+        partitions.work()
+    live = {state.member for state in world.core.gossip.membership.live()}
+    assert partitions.homes(digest_of("k")) == table_of(live).homes[partition_of(digest_of("k"))]
+
+
+def test_what_is_told_of_members_is_read_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Harness()
+    for number in range(1, 301):
+        record = peer_record(SimulatedSigner(number))
+        world.core.gossip.membership.observe_record(read_peer_record(record), record, world.now)
+    with counted(monkeypatch, statistics, "_member_document") as calls:
+        most, document = most_in_a_step(statistics.cluster_document(world.core, world.now), calls)
+    assert most <= statistics.MEMBERS_PER_STEP
+    assert document["peers"] == len(document["members"]) == 301
+    steps = statistics.json_in_steps(document)
+    assert len(list(iter(steps))) > 1
+    assert json.loads(run_through(statistics.json_in_steps(document))) == document
+
+
+def floors_of_a_second(count: int) -> tuple[KeptRecords, list[SignedRecord]]:
+    """Floors of one key each, all of the same second."""
+    records, signer = KeptRecords(), SimulatedSigner(1)
+    kept = []
+    for number in range(count):
+        record = floor_of_keys(
+            [digest_of(f"k{number}")],
+            bytes(16),
+            Version(clock_at(0.0) + number, 9),
+            signer.peer_id,
+        )
+        signed = sign_cluster_record(record, signer)
+        assert records.offer(record, signed)
+        kept.append(signed)
+    return records, kept
+
+
+def test_floors_of_one_second_are_dropped_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    records, _ = floors_of_a_second(3_000)
+    (writer,) = records.floors.writers
+    records.floors.raise_horizon({writer: clock_at(0.0) + 1_999})
+    with counted(monkeypatch, FloorSet, "_drop") as dropped:
+        while records.floors.purging:
+            dropped[0] = 0
+            records.purge()
+            assert dropped[0] <= PURGE_STEP
+    assert records.floors.count == len(records) == 1_000
+    assert records.floors.hash_below(0) == 0
+
+
+def test_floors_are_listed_in_steps_for_the_disk() -> None:
+    records, kept = floors_of_a_second(1_000)
+    steps = records.dump_in_steps()
+    for _ in range(3):
+        next(steps)
+    dropped = records.floors.writers[0]
+    records.floors.raise_horizon({dropped: clock_at(0.0) + 499})
+    while records.floors.purging:
+        records.purge()
+    found = {signed.body for signed in run_through(steps)}
+    assert {signed.body for signed in kept[500:]} <= found
+
+
+def test_the_hashes_of_many_ends_are_those_of_each() -> None:
+    records, _ = floors_of_a_second(10)
+    floors = records.floors
+    first = clock_at(0.0) >> SLICE_BITS
+    ends = [(first + number) << SLICE_BITS for number in (3, -2, 0, 1, 600)]
+    assert floors.hashes_below(ends) == {end: floors.hash_below(end) for end in ends}
+
+
+def test_objects_of_an_earlier_life_come_back_some_at_a_time() -> None:
+    world = ColdWorld()
+    objects = [
+        ColdObject(digest_of(f"k{number}"), bytes(16), Version(clock_at(0.0), 9))
+        for number in range(500)
+    ]
+    world.core.floors.return_with(objects, clock_at(0.0), world.now)
+    found: list[ColdSorted] = []
+    while world.core.floors.returning:
+        world.now += 0.1
+        world.core.tick(world.now)
+        for effect in world.effects(ColdSorted):
+            found.append(effect)
+            assert len(effect.good) + len(effect.discarded) <= COLD_PER_STEP
+    assert sum(len(each.good) + len(each.discarded) for each in found) == 500
+
+
+class Sleeper(Operation):
+    """Wants to be woken once."""
+
+    woken = 0
+
+    def start(self, now: float) -> None:
+        self.wake_at = now + 1.0
+        self.core.set_alarm(self)
+
+    def wake(self, now: float) -> None:
+        Sleeper.woken += 1
+        self.finish(None, now)
+
+
+def test_operations_that_end_together_end_some_at_a_time() -> None:
+    world = Harness()
+    for _ in range(300):
+        world.core.start(Sleeper(world.core), world.now)
+    world.now += 2.0
+    Sleeper.woken, before = 0, 0
+    while Sleeper.woken < 300:
+        assert world.core.next_tick(world.now) <= world.now
+        world.core.tick(world.now)
+        assert 0 < Sleeper.woken - before <= peer_core.WOKEN_PER_TICK
+        before = Sleeper.woken

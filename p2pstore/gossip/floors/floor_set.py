@@ -14,7 +14,7 @@ peers' sets stay alike. Records go in steps (`purge`): an event loop that is hel
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -136,7 +136,9 @@ class FloorSet:
         self._to_purge: list[int] = []
         """Minutes that the horizon has reached since they were looked at last, the oldest last ..."""
         self._in_minute: list[int] = []
-        """... and slices of the one being looked at."""
+        """... and slices of the one being looked at, the oldest last."""
+        self._looked_at = 0
+        """How many floors of that oldest slice were looked at and stay."""
 
     # --- asking ------------------------------------------------------------------------------
 
@@ -173,6 +175,21 @@ class FloorSet:
         for number in later:
             total ^= self._slices[number].hash
         return total
+
+    def hashes_below(self, ends: Iterable[int]) -> dict[int, int]:
+        """`hash_below` of several ends: takes a step for each slice between the first and the last of them, however
+        many there are."""
+        hashes: dict[int, int] = {}
+        total, number = 0, -1
+        for end in sorted(ends, reverse=True):
+            if not hashes:
+                total, number = self.hash_below(end), end >> SLICE_BITS
+            while number > end >> SLICE_BITS:
+                number -= 1
+                if number in self._slices:
+                    total ^= self._slices[number].hash
+            hashes[end] = total
+        return hashes
 
     # --- changing ----------------------------------------------------------------------------
 
@@ -226,7 +243,7 @@ class FloorSet:
         if not raise_stamps(self.horizon, stamps):
             return False
         self._horizon_changed()
-        self._in_minute = []
+        self._in_minute, self._looked_at = [], 0
         last = self.compacted_before >> MINUTE_BITS
         self._to_purge = sorted((m for m in self._minutes if m <= last), reverse=True)
         return True
@@ -269,23 +286,25 @@ class FloorSet:
                 numbers = reversed(_slices_of(self._to_purge.pop()))
                 self._in_minute = [number for number in numbers if number in self._slices]
                 continue
-            number = self._in_minute.pop()
+            number = self._in_minute[-1]
             part = self._slices[number]
-            limit_keys -= sum(floor.keys for floor in part.floors)
-            going = [f for f in part.floors if f.version.clock <= self.horizon.get(f.signer, 0)]
-            if not going:
-                continue
-            staying = [f for f in part.floors if f.version.clock > self.horizon.get(f.signer, 0)]
-            dropped += [(floor, self._drop(floor, part)) for floor in going]
-            self._leave(number, staying)
+            while self._looked_at < len(part.floors) and limit_keys > 0:
+                floor = part.floors[self._looked_at]
+                limit_keys -= floor.keys
+                if floor.version.clock > self.horizon.get(floor.signer, 0):
+                    self._looked_at += 1
+                    continue
+                part.floors[self._looked_at] = part.floors[-1]
+                part.floors.pop()
+                part.known_oldest = None
+                dropped.append((floor, self._drop(floor, part)))
+            if self._looked_at < len(part.floors):
+                break
+            self._looked_at = 0
+            self._in_minute.pop()
+            if not part.floors:
+                del self._slices[number]
         return dropped
-
-    def _leave(self, number: int, floors: list[Floor]) -> None:
-        """Others of the slice are dropped."""
-        part = self._slices[number]
-        part.floors, part.known_oldest = floors, None
-        if not floors:
-            del self._slices[number]
 
     def _drop(self, floor: Floor, part: _Slice) -> ClusterRecord:
         record = read_cluster_record(floor.signed)
@@ -300,10 +319,14 @@ class FloorSet:
         """Forget one floor."""
         number = floor.version.clock >> SLICE_BITS
         part = self._slices[number]
+        part.floors.remove(floor)
+        part.known_oldest = None
+        self._looked_at = 0  # others moved up
         self._drop(floor, part)
-        self._leave(number, [each for each in part.floors if each is not floor])
-        if number not in self._slices and number in self._in_minute:
-            self._in_minute.remove(number)
+        if not part.floors:
+            del self._slices[number]
+            if number in self._in_minute:
+                self._in_minute.remove(number)
 
     # --- bounds ------------------------------------------------------------------------------
 

@@ -263,7 +263,7 @@ class FloorSync:
     def _compare(self, members: Sequence[ShownFloors], now: float) -> None:
         """Note which members announced the same floors as this peer has."""
         clock_now = self._wall_clock(now)
-        hashes: dict[int, int] = {}
+        news: list[ShownFloors] = []
         for shown in members:
             end = shown.floors_end
             new = end > max(self._agreed.get(shown.member, 0), clock_now - ANNOUNCED_BACK)
@@ -272,13 +272,12 @@ class FloorSync:
             if shown.floors_horizon != self._floors.horizon_hash:
                 continue
             # The member's clock may be ahead. No floor that this peer makes from now on is below the end.
-            if not self._accepts_clock(end, now):
-                continue
-            if end not in hashes:
-                hashes[end] = self._floors.hash_below(end)
-            if hashes[end] == shown.floors_hash:
-                self._agreed[shown.member] = end
-                raise_stamps(self.seen, {shown.member: end})
+            if self._accepts_clock(end, now):
+                news.append(shown)
+        hashes = self._floors.hashes_below({shown.floors_end for shown in news})
+        agreed = {m.member: m.floors_end for m in news if hashes[m.floors_end] == m.floors_hash}
+        self._agreed |= agreed
+        raise_stamps(self.seen, agreed)
 
     def _settle_agreement(self, members: Sequence[ShownFloors], now: float) -> int:
         """Up to where floors may be dropped: all members agree with this peer and say that they agree with all."""
@@ -371,11 +370,13 @@ class FloorSync:
         # A dictionary that was large once stays so: a smaller one takes its place.
         self._gone_at = {m: at for m, at in self._gone_at.items() if m not in forgotten}
 
-    def heard_of(self, operations: bytes | bytearray | memoryview, now: float) -> None:
-        """Locations were heard of, in packed records. Those from a clock that is too far ahead do not
-        count: nothing can be written above them that others would take."""
+    def heard_of(self, operations: bytes | bytearray | memoryview, newest: int, now: float) -> None:
+        """Locations were heard of, in packed records whose highest clock is `newest`. Those from a clock that is too
+        far ahead do not count: nothing can be written above them that others would take."""
         limit = self._wall_clock(now) + clock_from_unix_seconds(MAX_CLOCK_SKEW_SECONDS)
-        self.newest_heard = max(self.newest_heard, newest_clock(operations, limit))
+        if newest > limit:
+            newest = newest_clock(operations, limit)
+        self.newest_heard = max(self.newest_heard, newest)
 
     # --- what follows ------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from operator import xor
 from typing import Final
 
 import numpy as np
+import numpy.ma  # else the first `numpy.unique` loads it, which takes 20 ms
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 

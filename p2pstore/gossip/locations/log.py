@@ -28,6 +28,7 @@ DEFAULT_RING_LIMIT: Final = 65_536
 Position = tuple[int, int]
 """(incarnation, sequence): a place in a member's log."""
 
+MAX_STAMP: Final = (1 << 64) - 1
 MAX_OWN_RECORDS: Final = 1 << 22
 """As many as a segment has slots."""
 REMOVED: Final = 0x80

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import digests_of, hash_of
-from p2pstore.gossip.locations.log import REMOVED, check_run
+from p2pstore.gossip.locations.log import MAX_STAMP, REMOVED, check_run, newest_clock
 from p2pstore.location_table import RECORD, WHOLE
 
 _PIECE: Final = 4_096
@@ -23,11 +23,13 @@ Packed = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class CheckedSnapshot:
-    """Packed records, each of another digest and none withdrawn, and the XOR of their hashes."""
+    """Packed records, each of another digest and none withdrawn, the XOR of their hashes, and the highest clock of
+    their versions: to look for it again would hold the event loop for 13 ms with a million."""
 
     packed: Packed
     count: int
     set_hash: int
+    newest_clock: int
 
 
 def check_snapshot(packed: Packed) -> CheckedSnapshot:
@@ -53,7 +55,7 @@ def check_snapshot(packed: Packed) -> CheckedSnapshot:
     set_hash = 0
     for start in range(0, count, _PIECE):
         set_hash ^= hash_of(whole[start : start + _PIECE].tolist())
-    return CheckedSnapshot(packed, count, set_hash)
+    return CheckedSnapshot(packed, count, set_hash, newest_clock(packed, MAX_STAMP))
 
 
 def _repeats(fields: npt.NDArray[np.void]) -> bool:

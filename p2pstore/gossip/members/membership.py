@@ -116,6 +116,7 @@ class MemberState:
     memory_used: int = 0
     ssd_capacity: int = 0
     ssd_used: int = 0
+    control: tuple[str, ...] = ()
     directory: int = 0
     floors_horizon: int = 0
     floors_end: int = 0
@@ -147,6 +148,7 @@ class MemberState:
         self.log_sequence, self.location_count = record.head.sequence, record.head.count
         self.memory_capacity, self.memory_used = record.memory_capacity, record.memory_used
         self.ssd_capacity, self.ssd_used = record.ssd_capacity, record.ssd_used
+        self.control = tuple(record.control)
         self.directory, self.floors_horizon = record.directory, record.floors_horizon
         self.floors_end, self.floors_hash = record.floors_end, record.floors_hash
         self.floors_seen = record.floors_seen

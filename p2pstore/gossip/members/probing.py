@@ -36,6 +36,8 @@ MAX_PROBES: Final = 64
 """Under way at once; each asks `indirect_probes` others at worst."""
 MAX_DOUBTED: Final = 3
 """Probes under way above which none is begun only because an answer is late: that may be this peer's own load."""
+LOOKED_AT_FOR_HELP: Final = 128
+"""Members, for one that does not answer: with `MAX_PROBES` of thousands it would take 45 ms to look at all."""
 MAX_RELAYED: Final = 32
 """Pings on behalf of others under way at once."""
 RELAYED_SHARE: Final = 0.8
@@ -271,7 +273,10 @@ class Probing:
         count = self._config.indirect_probes
         fit = [peer_id for peer_id in neighbours if self._may_help(peer_id)]
         if len(fit) < count:
-            fit = [s.peer_id for s in self._membership.others() if self._may_help(s.peer_id)]
+            others = self._membership.others()
+            if len(others) > LOOKED_AT_FOR_HELP:
+                others = self._rng.sample(others, LOOKED_AT_FOR_HELP)
+            fit = [s.peer_id for s in others if self._may_help(s.peer_id)]
         return self._rng.sample(fit, min(count, len(fit)))
 
     def _may_help(self, peer_id: PeerId) -> bool:
