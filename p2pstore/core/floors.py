@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 COLD_PER_STEP: Final = 64
 """Looking at one costs some 10 us, and announcing it 20."""
+WAIT_SECONDS: Final = 4.0
+"""An operation waits for room among the floors for so long: clients wait for its answer for ten seconds."""
+WAIT_STEP_SECONDS: Final = 0.05
 PACE_ABOVE: Final = 0.8
 """Share of the limit of floors above which removals are slowed down."""
 MAX_NOTES: Final = 100

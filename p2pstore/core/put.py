@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,7 @@ from p2pstore.core.effects import (
     Reply,
 )
 from p2pstore.core.fetch import FetchOperation
+from p2pstore.core.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.replicate import ReplicateOperation
@@ -129,6 +131,9 @@ class PutOperation(Operation):
         self._lookup: LookupOperation | None = None
         self._fetch: FetchOperation | None = None
         self._end: PutEnd | None = None
+        self._has_room = not spec.overwrite
+        """Whether a floor may be written, for which an overwrite waits as a removal does."""
+        self._give_up_at = math.inf
 
     def start(self, now: float) -> None:
         spec = self.spec
@@ -137,6 +142,10 @@ class PutOperation(Operation):
                 ProtocolError("the chunk sums of a put do not give its root checksum"), now
             )
             return
+        self._give_up_at = now + WAIT_SECONDS
+        self._decide(now)
+
+    def wake(self, now: float) -> None:
         self._decide(now)
 
     def _decide(self, now: float) -> None:
@@ -149,7 +158,7 @@ class PutOperation(Operation):
         5. To be above all there is, the put asks what there is elsewhere; or looks at what it knows.
         """
         spec = self.spec
-        if not self._may_write(now):
+        if not self._may_write(now) or self._waits_for_room(now):
             return
         existing = self.core.find(self.digest, now)
         cold = self.core.cold.find(self.digest, now) if existing is None else None
@@ -173,12 +182,20 @@ class PutOperation(Operation):
         if not self.done:
             self._decide(now)
 
-    def _may_write(self, now: float) -> bool:
-        """Whether others take what this peer writes now, and there is room for the floor of an overwrite; if not, the
-        put is over."""
-        if self.spec.overwrite and self.core.floors.full:
+    def _waits_for_room(self, now: float) -> bool:
+        """Whether an overwrite has to wait for room among the floors, or is over as it waited for long enough."""
+        self.wake_at = math.inf
+        if self._has_room or self.core.floors.may_write(1, now):
+            self._has_room = True
+        elif now >= self._give_up_at:
             self._give_up(self.core.floors.no_room(), now)
-            return False
+        else:
+            self.wake_at = now + WAIT_STEP_SECONDS
+            self.core.set_alarm(self)
+        return not self._has_room
+
+    def _may_write(self, now: float) -> bool:
+        """Whether others take what this peer writes now; if not, the put is over."""
         try:
             self.core.timekeeping.check_key(self.digest, self._namespace, now)
         except Unavailable as error:

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.effects import KnownCopy, Reply
+from p2pstore.core.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.errors import Unavailable
@@ -24,9 +25,6 @@ DIGESTS_PER_STEP: Final = 512
 KEYS_PER_PUSH: Final = 1_024
 RECORDS_PER_PUSH: Final = 40
 """What the receiver of a push checks and forbids at a time: about 5 ms."""
-WAIT_SECONDS: Final = 4.0
-"""A request waits for room among the floors until so long after its lookups: clients wait for it for ten seconds."""
-WAIT_STEP_SECONDS: Final = 0.05
 
 
 class RemoveOperation(Operation):

@@ -483,7 +483,11 @@ def test_crowded_floors_slow_removals_down_and_then_end_them_with_an_error() -> 
     assert "until all living" in str(operation.result)
     assert floors.count <= 100, "the limit holds"
     floors.limit = floors.count
-    assert isinstance(world.put("other", b"value", overwrite=True).result, CapacityExceeded)
+    put = world.put("other", b"value", overwrite=True)
+    assert not put.done, "an overwrite writes a floor, and waits as a removal does"
+    world.pass_time(4.2)
+    assert isinstance(put.result, CapacityExceeded)
+    assert world.put("third", b"value").done, "a new key needs none"
     world.check_idle()
 
 
