@@ -61,8 +61,12 @@ class RemoveOperation(Operation):
 
     def _look_on(self, now: float) -> None:
         """Make some digests; look for copies when there are all."""
-        for _ in range(min(DIGESTS_PER_STEP, len(self._keys))):
-            self._digests.append(key_digest(self._keys.popleft(), self._name))
+        try:
+            for _ in range(min(DIGESTS_PER_STEP, len(self._keys))):
+                self._digests.append(key_digest(self._keys.popleft(), self._name))
+        except ValueError as error:  # a key that is none: nothing was removed yet
+            self.finish(error, now)
+            return
         if self._keys:
             self._wake_at(now)
             return

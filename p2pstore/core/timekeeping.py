@@ -74,6 +74,7 @@ class Timekeeping:
         self._look_at = -math.inf
         self._now = 0.0
         self._said = ""
+        self._said_kind = (False, False)
         self._said_of: set[PeerId] = set()
         self._notes: list[str] = []
         self.renewals = 0
@@ -263,12 +264,14 @@ class Timekeeping:
 
     def _say(self, now: float) -> None:
         problem = "" if self._work is not None else self.problem(now)
-        if problem and not self._said:
+        view = self.view(now)
+        kind = view.is_behind, view.lead < 0  # what is said of it changes by the second
+        if problem and (not self._said or kind != self._said_kind):
             self._notes.append(f"nothing can be written through this peer: {problem}")
         if self._said and not problem and self._work is None:
             self._notes.append("this peer's clock is right again: it writes")
         if self._work is None:
-            self._said = problem
+            self._said, self._said_kind = problem, kind
         wrong = dict(self.wrong_peers(now))
         for peer_id in sorted(wrong.keys() - self._said_of):
             ahead = wrong[peer_id]

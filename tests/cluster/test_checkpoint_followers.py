@@ -124,7 +124,7 @@ def test_nobody_switches_before_all_are_ready_whoever_is_stopped_or_killed() -> 
             too_many = ("checkpoint", "update", "model", "--quorum", "3", "--timeout", "1")
             late_by_one = publisher.run(*too_many)
             assert late_by_one.returncode == 5
-            assert b"waiting for followers of model, for 1 at most: 2 of 3" in late_by_one.stderr
+            assert b"waiting for followers of model, for 1 s at most: 2 of 3" in late_by_one.stderr
             assert b"error: checkpoint 'model': 2 of 3 followers have" in late_by_one.stderr
             assert (one.current, two.current) == (first, first)
             done(publisher.run(*update))

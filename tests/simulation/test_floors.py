@@ -56,6 +56,7 @@ class World:
         operation = self.peer(number).put(key, value, **options)  # type: ignore[arg-type]  # by name
         assert operation is not None
         self.run(1.0)
+        self.kernel.run_until(self.kernel.now + 5.0, stop=lambda: operation.done)
         assert isinstance(operation.result, PutEnd), operation.result
 
     def read(self, number: int, key: str, namespace: str = NAMESPACE) -> bytes | Exception:

@@ -435,6 +435,15 @@ def test_pushes_are_no_larger_than_their_receiver_takes_in_at_once(
     assert operation.result == [True] * 300
 
 
+@pytest.mark.parametrize("good", [0, 600])
+def test_a_key_that_is_none_ends_the_removal_of_all(good: int) -> None:
+    world = Harness()
+    operation = remove(world, *[f"k{number}" for number in range(good)], "")
+    world.pass_time(0.1)
+    assert isinstance(operation.result, ValueError)
+    world.check_idle()
+
+
 def test_an_older_peer_is_told_of_each_key_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removing, "RECORDS_PER_PUSH", 4)
     world = Harness(others=2)
