@@ -546,7 +546,6 @@ class Gossip:
         effects += self._fresh.spread(now)
         if self.directory.work_pending and self.directory.work():
             self._exchanges.hurry()
-        self.partitions.work()
         if now >= self._housekeeping_at:
             effects += self._housekeep(now)
             purging = self.cluster_records.floors.purging
@@ -560,7 +559,7 @@ class Gossip:
         """When `tick`, or `pushes`, has something to do next."""
         if self.leaving:
             return math.inf
-        if self.directory.work_pending or self.partitions.work_pending:
+        if self.directory.work_pending:
             return now
         due = min(
             self.membership.next_tick(),

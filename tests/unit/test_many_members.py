@@ -19,7 +19,7 @@ from tests.unit.gossip_network import FakeSigner, Network, peer_id_of, peer_reco
 
 MEMBERS = 1000
 LIVING_BYTES = 2150
-GONE_BYTES = 1900
+GONE_BYTES = 2150
 """Two thirds of it are the signed record, and what the directory keeps of a log."""
 
 

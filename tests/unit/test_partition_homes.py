@@ -18,7 +18,6 @@ from p2pstore.gossip.homes.partition_homes import (
     table_of,
 )
 from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
-from p2pstore.stepping import run_through
 from tests.unit.gossip_network import digest_of
 
 WORD = (1 << 64) - 1
@@ -72,9 +71,9 @@ def test_a_table_is_the_same_whatever_it_was_made_from(history: list[set[int]]) 
     names = members(12)
     table = NO_HOMES
     for live in history:
-        table = run_through(table.changed(frozenset(names[number] for number in live)))
+        table = table.changed(frozenset(names[number] for number in live))
     # Made anew, not taken from among those in use.
-    fresh = run_through(NO_HOMES._made_for(table.members))
+    fresh = NO_HOMES._made_for(table.members)
     assert table.homes == fresh.homes
     assert table.differing(fresh) == []
 
@@ -138,7 +137,7 @@ def test_those_who_know_the_same_members_share_a_table() -> None:
     live = members(9)
     table = table_of(live)
     assert table_of(reversed(live)) is table
-    assert run_through(table_of(live[:-1]).changed(frozenset(live))) is table
+    assert table_of(live[:-1]).changed(frozenset(live)) is table
     assert isinstance(table, HomeTable)
 
 

@@ -23,10 +23,6 @@ from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.floors.cluster_records import PURGE_STEP
 from p2pstore.gossip.floors.cluster_records import ClusterRecords as KeptRecords
 from p2pstore.gossip.floors.floor_set import SLICE_BITS, FloorSet
-from p2pstore.gossip.homes import partition_homes
-from p2pstore.gossip.homes.bounded_homes import Words
-from p2pstore.gossip.homes.partition_homes import table_of
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
 from p2pstore.gossip.records import (
     SignedRecord,
     floor_of_keys,
@@ -439,41 +435,6 @@ def test_lists_of_requests_are_bounded_before_they_are_decoded() -> None:
 
 
 # --- many members, floors and objects of an earlier life -------------------------------------
-
-
-def test_the_table_of_homes_is_made_some_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells: list[int] = []
-    weights_of = partition_homes.weights_of
-
-    def counting(members: Words, columns: Any = None) -> Words:
-        weights = weights_of(members, columns)
-        cells.append(weights.size)
-        return weights
-
-    monkeypatch.setattr(partition_homes, "weights_of", counting)
-    steps = partition_homes.NO_HOMES.changed(frozenset(range(1, 201)))
-    longest = pending = 0
-    for _ in steps:
-        longest, pending = max(longest, len(cells) - pending), len(cells)
-    assert sum(cells) == 200 * PARTITION_COUNT
-    assert longest <= 1
-    assert max(cells) <= partition_homes.CELLS_PER_STEP
-
-
-def test_the_homes_of_before_count_until_the_table_of_many_members_is_made() -> None:
-    world = Harness()
-    partitions = world.core.gossip.partitions
-    assert len(partitions.homes(digest_of("k"))) == 1
-    for number in range(1, 41):
-        record = peer_record(SimulatedSigner(number))
-        world.core.gossip.membership.observe_record(read_peer_record(record), record, world.now)
-    assert partitions.homes(digest_of("k")) == (world.core.member,)
-    assert partitions.work_pending
-    assert world.core.gossip.next_tick(world.now) <= world.now
-    while partitions.work_pending:
-        partitions.work()
-    live = {state.member for state in world.core.gossip.membership.live()}
-    assert partitions.homes(digest_of("k")) == table_of(live).homes[partition_of(digest_of("k"))]
 
 
 def test_what_is_told_of_members_is_read_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,8 @@ from typing import Final
 import numpy
 from numpy.typing import NDArray
 
-from p2pstore.stepping import Steps
-
 ROOM: Final = 1.25
 """Places for partitions in the whole cluster, in proportion to how many are needed."""
-PAIRS_PER_STEP: Final = 8_192
 Words = NDArray[numpy.uint64]
 
 
@@ -33,7 +30,7 @@ def places_of(members: Words, member_count: int, needed: int) -> NDArray[numpy.i
     return numpy.maximum(places, 1)
 
 
-def choose_homes(names: Words, weights: Words, home_count: int, member_count: int) -> Steps[Words]:
+def choose_homes(names: Words, weights: Words, home_count: int, member_count: int) -> Words:
     """`home_count` homes for each partition, or all members when they are fewer; the first row has the best.
 
     `names` and `weights` have a column for each partition: its candidates in the order of weight, at least so many.
@@ -46,7 +43,7 @@ def choose_homes(names: Words, weights: Words, home_count: int, member_count: in
     members, shares = numpy.unique(best, return_counts=True)
     if (shares <= places_of(members, member_count, needed)).all():
         return best
-    held, missing = yield from _assign(names, weights, len(best), member_count)
+    held, missing = _assign(names, weights, len(best), member_count)
     held |= ~held & (numpy.cumsum(~held, axis=0) <= missing)
     homes = numpy.zeros_like(best)
     row, column = numpy.nonzero(held)
@@ -56,22 +53,18 @@ def choose_homes(names: Words, weights: Words, home_count: int, member_count: in
 
 def _assign(
     names: Words, weights: Words, home_count: int, member_count: int
-) -> Steps[tuple[NDArray[numpy.bool_], NDArray[numpy.intp]]]:
+) -> tuple[NDArray[numpy.bool_], NDArray[numpy.intp]]:
     """Which candidates are homes, and how many homes each partition lacks."""
     depth, partition_count = names.shape
     needed = home_count * partition_count
-    yield
     order = numpy.argsort(weights, axis=None)[::-1]
     members = names.ravel()[order]
     places = places_of(members, member_count, needed)
-    yield
     free = dict(zip(members.tolist(), places.tolist(), strict=True))
     wanted = [home_count] * partition_count
     held = numpy.zeros(depth * partition_count, numpy.bool_)
     pairs = zip(order.tolist(), members.tolist(), (order % partition_count).tolist(), strict=True)
-    for number, (pair, member, partition) in enumerate(pairs):
-        if number % PAIRS_PER_STEP == 0:
-            yield
+    for pair, member, partition in pairs:
         if wanted[partition] and free[member]:
             wanted[partition] -= 1
             free[member] -= 1

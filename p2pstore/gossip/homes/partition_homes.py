@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 from p2pstore.gossip.homes.bounded_homes import choose_homes
 from p2pstore.gossip.homes.partitions import PARTITION_COUNT
 from p2pstore.gossip.records import Member
-from p2pstore.stepping import Steps, run_through
 
 HOME_COUNT: Final = 3
 CANDIDATES: Final = 32
 """Of each partition. Where many are full, as many may have to be asked."""
-CELLS_PER_STEP: Final = 1 << 15
-"""Weights in one step, of a millisecond."""
+CELLS_AT_ONCE: Final = 1 << 19
+"""Weights in one go: some MiB of memory while a table is made."""
 
 Words = NDArray[numpy.uint64]
 
@@ -54,17 +53,19 @@ def weights_of(members: Words, partitions: NDArray[numpy.intp] | None = None) ->
 class HomeTable:
     """The homes of all partitions for one set of live members. Made by `table_of` and `changed`."""
 
-    def __init__(
-        self, members: frozenset[Member], names: Words, weights: Words, chosen: Words
-    ) -> None:
+    def __init__(self, members: frozenset[Member], names: Words, weights: Words) -> None:
         self.members = members
         self._names = names
         self._weights = weights
-        self._chosen = chosen
+
+    @cached_property
+    def _chosen(self) -> Words:
+        return choose_homes(self._names, self._weights, HOME_COUNT, len(self.members))
 
     @cached_property
     def homes(self) -> list[tuple[Member, ...]]:
-        """For each partition its homes, best first: fewer than three when there are fewer members."""
+        """For each partition its homes, best first: fewer than three when there are fewer members. Choosing them
+        takes some ms where members are many, when it is asked for the first time."""
         if not self.members:
             return [()] * PARTITION_COUNT
         return list(zip(*self._chosen.tolist(), strict=True))
@@ -84,32 +85,30 @@ class HomeTable:
         unlike = _with_rows(self._chosen, rows) != _with_rows(other._chosen, rows)
         return [int(partition) for partition in numpy.nonzero(unlike.any(axis=0))[0]]
 
-    def changed(self, members: frozenset[Member]) -> Steps[HomeTable]:
+    def changed(self, members: frozenset[Member]) -> HomeTable:
         """The table for these members, made from this one. O(1,024) for each that joined, and for each
-        that left O(members) for the partitions that it was a candidate of: 200 ms for 10,000 that joined."""
+        that left O(members) for the partitions that it was a candidate of."""
         if members == self.members:
             return self
         known = _tables.get(members)
         if known is None:
-            known = _tables[members] = yield from self._made_for(members)
+            known = _tables[members] = self._made_for(members)
         return known
 
-    def _made_for(self, members: frozenset[Member]) -> Steps[HomeTable]:
+    def _made_for(self, members: frozenset[Member]) -> HomeTable:
         joined, left = members - self.members, self.members - members
         rows = min(CANDIDATES, len(members))
         names, weights = _with_rows(self._names, rows), _with_rows(self._weights, rows)
         if left:
             lost = numpy.nonzero(numpy.isin(names, _words(left)).any(axis=0))[0]
             names[:, lost] = weights[:, lost] = 0
-            yield from _insert(names, weights, _words(members), lost)
+            _insert(names, weights, _words(members), lost)
             others = numpy.setdiff1d(numpy.arange(PARTITION_COUNT), lost)
         else:
             others = numpy.arange(PARTITION_COUNT)
         if joined:
-            yield from _insert(names, weights, _words(joined), others)
-        names, weights = names[:rows], weights[:rows]
-        chosen = yield from choose_homes(names, weights, HOME_COUNT, len(members))
-        return HomeTable(members, names, weights, chosen)
+            _insert(names, weights, _words(joined), others)
+        return HomeTable(members, names[:rows], weights[:rows])
 
 
 def _with_rows(table: Words, rows: int) -> Words:
@@ -122,15 +121,12 @@ def _words(members: Iterable[Member]) -> Words:
     return numpy.fromiter(members, dtype=numpy.uint64)
 
 
-def _insert(
-    names: Words, weights: Words, members: Words, columns: NDArray[numpy.intp]
-) -> Steps[None]:
+def _insert(names: Words, weights: Words, members: Words, columns: NDArray[numpy.intp]) -> None:
     """Have these members compete for these partitions with those that are in the table."""
     if not len(columns):
         return
-    at_once = max(1, CELLS_PER_STEP // len(columns))
+    at_once = max(1, CELLS_AT_ONCE // len(columns))
     for start in range(0, len(members), at_once):
-        yield
         some = members[start : start + at_once]
         both = numpy.concatenate([weights[:, columns], weights_of(some, columns)])
         who = numpy.concatenate(
@@ -146,7 +142,7 @@ def _insert(
 
 
 _NOBODY: Final[Words] = numpy.zeros((0, PARTITION_COUNT), numpy.uint64)
-NO_HOMES: Final = HomeTable(frozenset(), _NOBODY, _NOBODY, _NOBODY)
+NO_HOMES: Final = HomeTable(frozenset(), _NOBODY, _NOBODY)
 """The table of a cluster without members, from which others are made."""
 
 _tables: WeakValueDictionary[frozenset[Member], HomeTable] = WeakValueDictionary()
@@ -155,4 +151,4 @@ _tables: WeakValueDictionary[frozenset[Member], HomeTable] = WeakValueDictionary
 
 def table_of(members: Iterable[Member]) -> HomeTable:
     """The table for these members."""
-    return run_through(NO_HOMES.changed(frozenset(members)))
+    return NO_HOMES.changed(frozenset(members))

@@ -34,7 +34,6 @@ from p2pstore.gossip.records import (
     member_of,
 )
 from p2pstore.objects import DIGEST_BYTES
-from p2pstore.stepping import Steps
 
 MODE_SECONDS: Final = 1.0
 ACQUAINTANCE_SECONDS: Final = 1.0
@@ -47,8 +46,6 @@ HOT_AGAIN_SECONDS: Final = 10.0
 """Shortest time between two messages that tell of hot keys, and between two that tell one peer."""
 FOLLOW_SECONDS: Final = 50e-6
 """For each member: shortest time between two looks at who is home now, which cost more the more there are."""
-MADE_AT_ONCE: Final = 16
-"""Members whose table of homes takes no longer than a step."""
 _NEVER: Final[Position] = (-1, 0)
 _REMOVED: Final = 0x80
 _FLAGS: Final = LOCATION_BYTES - 1
@@ -83,8 +80,6 @@ class PartitionedDirectory:
         self._hot_told: dict[PeerId, float] = {}
         self._seen_version = -1
         self._newest_table = NO_HOMES
-        self._making: Steps[HomeTable] | None = None
-        self._made_version = -1
         self._follow_at = -math.inf
         self._agreed_at = math.inf
         """When another peer knew the same members, for the first time."""
@@ -370,37 +365,14 @@ class PartitionedDirectory:
     # --- inside ------------------------------------------------------------------------------
 
     @property
-    def work_pending(self) -> bool:
-        """Whether `work` has something to do."""
-        return self._making is not None
-
-    def work(self) -> None:
-        """Go on with the table of homes for the members that are alive now, for some 2 ms."""
-        if self._making is None:
-            return
-        try:
-            next(self._making)
-        except StopIteration as end:
-            self._newest_table, self._making = end.value, None
-            self._make_table()
-
-    def _make_table(self) -> None:
-        """Begin with it, unless it is there or being made. That of few members is there at once."""
-        if self._making is not None or self._made_version == self._membership.version:
-            return
-        self._made_version = self._membership.version
-        members = frozenset(state.member for state in self._membership.live())
-        self._making = self._newest_table.changed(members)
-        self.work()  # other peers of this process may have made the same
-        while self.work_pending and len(members) <= MADE_AT_ONCE:
-            self.work()
-
-    @property
     def _table(self) -> HomeTable:
-        """The homes among those who are alive now, or were when `work` began."""
-        self._make_table()
+        """The homes among those who are alive now."""
         if self._seen_version != self._membership.version:
             self._seen_version = self._membership.version
+            live = self._membership.live()
+            self._newest_table = self._newest_table.changed(
+                frozenset(state.member for state in live)
+            )
             others = self._membership.others()
             partitioned = KeptDirectory.PARTITIONED
             self._partitioned_members = sum(state.directory == partitioned for state in others)
