@@ -288,8 +288,8 @@ class Floors:
         self._waits_for_clock = was_away and core.timekeeping.view(now).lead < 0
         if self._waits_for_clock:
             return
-        if was_away:
-            self._distrusted_before = core.clock.tick(core.unix(now))
+        if was_away:  # all that it kept; what was put since the start is above that
+            self._distrusted_before = max(self._distrusted_before, last_alive)
         self._last_alive = None
 
     @property
