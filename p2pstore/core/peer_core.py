@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import closing, suppress
 from random import Random
 from typing import Any, Final
@@ -608,6 +608,10 @@ class PeerCore:
                 self._namespaces.clear()
             digest = self._namespaces[namespace] = namespace_digest(namespace)
         return digest
+
+    def namespaces(self) -> Iterable[tuple[str, bytes]]:
+        """Namespaces that were met here lately, with their digests."""
+        return self._namespaces.items()
 
     def _is_kept_elsewhere(self, entry: ObjectEntry, unix: float) -> bool:
         return is_kept_elsewhere(self, entry, unix - self.unix_offset_seconds)
