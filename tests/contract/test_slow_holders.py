@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import trio
@@ -72,7 +72,12 @@ class Trickle:
     target: str = ""
     address: str = ""
     passed_bytes: int = 0
-    connections: list[trio.SocketStream] = field(default_factory=list)
+    attacks: int = 0
+
+    def attack(self, first_bytes: int) -> None:
+        """From now on no more than that at once; connections of before are slow at once."""
+        self.first_bytes = first_bytes
+        self.attacks += 1
 
     @contextlib.asynccontextmanager
     async def open(self, target: str) -> AsyncIterator[Trickle]:
@@ -105,13 +110,15 @@ class Trickle:
         slow: bool,
         scope: trio.CancelScope,
     ) -> None:
-        at_once = 0 if self.all_slow else self.first_bytes
+        at_once, attacks = 0 if self.all_slow else self.first_bytes, self.attacks
         if slow and not self.all_slow:  # the other side's first words
             await target.send_all(await source.receive_some(4096))
         while data := await source.receive_some(64 * KIB):
             if not slow:
                 await target.send_all(data)
                 continue
+            if attacks != self.attacks:
+                at_once, attacks = self.first_bytes, self.attacks
             while data:
                 if at_once <= 0:
                     await trio.sleep(self.every_seconds)
@@ -155,7 +162,7 @@ async def holders(value: bytes, *ways: Trickle | None) -> AsyncIterator[Holders]
     async with AsyncExitStack() as stack:
         harness = await stack.enter_async_context(TcpHarness.open(segment))
         opened = [
-            await stack.enter_async_context(replace(way, connections=[]).open(harness.address))
+            await stack.enter_async_context(replace(way).open(harness.address))
             for way in ways
             if way is not None
         ]
