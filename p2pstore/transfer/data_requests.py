@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from p2pstore.errors import AuthenticationFailed, ProtocolError
-from p2pstore.flow import NO_HASTE, Flow, Haste
+from p2pstore.flow import MOST_LEAST_RATE, NO_HASTE, Flow, Haste
 from p2pstore.streams import ByteStream
 from p2pstore.transfer.inbox import Inbox
 from p2pstore.transfer.messages import (
@@ -45,6 +45,8 @@ from p2pstore.wire import (
 
 R = TypeVar("R", bound=Message)
 _NO_BULK: Final = memoryview(b"")
+HELLO_HASTE: Final = Haste(least_rate=MOST_LEAST_RATE)
+"""A few hundred bytes are no reason to wait longer than for the first of them."""
 
 
 class DataRequests:
@@ -83,7 +85,7 @@ class DataRequests:
         return connection
 
     async def _shake_hands(self, granted: GrantedTicket, software: str) -> None:
-        self.begin_flow()
+        self.begin_flow(HELLO_HASTE)
         nonce = os.urandom(NONCE_BYTES)
         hello = Hello(MIN_DATA_VERSION, MAX_DATA_VERSION, granted.ticket, nonce, software)
         self.unanswered += 1
