@@ -92,9 +92,8 @@ class Flow:
 
     def too_slow(self) -> DeadlineExceeded:
         """The error of a flow that is not fast enough: `Outrun` when it would do where there is no other way."""
-        text = (
-            f"only {format_bytes(self.moved_bytes)} came or went within {self.waited_seconds:.3g} s"
-        )
+        moved = format_bytes(self.moved_bytes)
+        text = f"only {moved} moved within {self.waited_seconds:.3g} s of waiting"
         is_least = self.least_rate == LOWEST_RATE
         if is_least or self.moved_bytes < LOWEST_RATE * self.waited_seconds:
             return DeadlineExceeded(f"the connection made next to no progress: {text}")
