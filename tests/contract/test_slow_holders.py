@@ -285,8 +285,10 @@ async def test_a_large_object_of_which_helpers_are_slow(
         assert time.monotonic() - began < 4 * HASTE_SECONDS + SPARE_SECONDS
 
 
-async def test_a_queue_for_the_connections_to_a_slow_holder(side: Side) -> None:
+@pytest.mark.parametrize("name", ["trio", "blocking"])  # tasks of asyncio would need one loop
+async def test_a_queue_for_the_connections_to_a_slow_holder(name: str) -> None:
     """Reads that must wait for others that the holder keeps waiting are made elsewhere."""
+    side = Side(name, DRIVERS[name]())
     value = pattern(100 * KIB)
     async with holders(value, Trickle(piece=6000, every_seconds=0.05), None) as there:
         pool = DataPool(side.driver, max_places=1, progress_seconds=20.0)
@@ -309,8 +311,6 @@ async def test_a_queue_for_the_connections_to_a_slow_holder(side: Side) -> None:
                 )
             assert failed.value.code is Code.BUSY
 
-        if side.name == "asyncio":
-            return  # its tasks share one loop, which `side.run` ends
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read_alone)
             with trio.fail_after(SPARE_SECONDS):
