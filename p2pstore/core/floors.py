@@ -270,6 +270,7 @@ class Floors:
 
     def _hold_back(self, newest_clock: int, now: float) -> None:
         self._unsettled += 1
+        self._sync.has_older_copies |= newest_clock > 0
         core = self._core
         core.timekeeping.found(newest_clock)
         if self._seen_before_cold is None:

@@ -765,7 +765,10 @@ class Gossip:
             if change.new > Status.SUSPECT:
                 self.losses += change.old is not None
                 if change.old is not None and change.old <= Status.SUSPECT:
-                    self.floors.went(change.member, now)
+                    left = (
+                        state := self.membership.get(change.peer_id)
+                    ) is not None and state.leaving
+                    self.floors.went(change.member, now, left=left)
                 self.partitions.hide(change.member)
                 self._forget_at[change.member] = now + self.config.forget_seconds
                 self._exchanges.forget(change.peer_id)

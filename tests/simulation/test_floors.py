@@ -30,6 +30,7 @@ class World:
         *,
         keeps_memory: bool = False,
         limit: int = LIMIT,
+        booted: int | None = None,
     ) -> None:
         self.kernel = Kernel(7)
         self.network = FaultyNetwork(self.kernel, Faults())
@@ -42,7 +43,11 @@ class World:
             peer.keeps_memory = keeps_memory
         for peer, skew in zip(self.cluster.peers, skews, strict=False):
             peer.clock_skew_seconds = skew
-        self.cluster.boot_all()
+        if booted is None:
+            self.cluster.boot_all()
+        else:
+            for number in range(booted):
+                self.peer(number).boot([self.peer(0).address] if number else [])
         self.churned = 0
         self.run(5.0)
 

@@ -88,7 +88,7 @@ class Side:
         end, epoch_hash = self.sync.question(now, at_once=True)
         answer = other.sync.answer(end, epoch_hash, now)
         same = self.records.hash == other.records.hash
-        self.sync.learn(answer, end, now, same_now=same)
+        self.sync.learn(answer, end, now, sender=other.member, same_now=same)
         return answer
 
 
@@ -196,7 +196,7 @@ def test_having_the_same_floors_now_is_enough_to_know_of_those_made_meanwhile() 
 def test_having_the_same_floors_without_having_asked_says_nothing() -> None:
     """The horizon comes with the answer to a question only."""
     side = Side(1)
-    side.sync.learn(FloorAnswer(), 0, 100.0, same_now=True)
+    side.sync.learn(FloorAnswer(), 0, 100.0, sender=5, same_now=True)
     assert not side.sync.synchronised
 
 
@@ -531,7 +531,7 @@ def test_a_peer_that_was_dead_before_it_was_heard_of_is_not_waited_for(
     """Claims of dead peers go round for long, and newcomers hear of all: each would stop compaction for a minute."""
     world = Harness(others=1)
     gone: list[int] = []
-    monkeypatch.setattr(world.gossip.floors, "went", lambda member, now: gone.append(member))
+    monkeypatch.setattr(world.gossip.floors, "went", lambda member, now, left: gone.append(member))
     claims = [Claim(peer_id_of(77), 1, int(Status.DEAD), 1)]
     world.gossip.membership.observe_claims(claims, world.now)
     world.die(world.others[0])
