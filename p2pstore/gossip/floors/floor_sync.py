@@ -7,7 +7,7 @@
    writer by writer. The other's own floors are complete by nature, and it promises to make no more below that end.
 2. Every peer's signed record announces the hash of the floors that it has below a recent end, with the same promise. A
    peer with the same hash has seen the announcing peer's floors up to there. The record also says up to where its peer
-   has found all other living members to agree (`floors_seen`).
+   has found all other living members to agree (`floors_seen`, but for its lowest bit).
 
 *Compaction* waits for 2.: floors are dropped only up to where this peer agrees with every living member, and every
 living member says that it agrees with all of them. A member that confirms nothing for ten minutes while floors are
@@ -19,9 +19,10 @@ it says, it is taken over in two cases only:
 
 1. This peer might drop the same floors itself: it agreed up to there with all living members, by their signed records.
    It had those floors, so nothing follows for its copies.
-2. At least half of the members show that horizon's hash in their signed records (`quorum` says when more must). A
-   floor below it that this peer had not seen may have forbidden one of its copies, and nobody can tell any more: so
-   a peer that was away discards copies that are not newer than the newest such floor can be (`take_distrusted`).
+2. At least half of the members show that horizon's hash in their signed records (`quorum` says when more must); or
+   this peer has seen all of it, floors are crowded, and it was the same for a minute. What this peer had not seen may
+   have forbidden one of its copies, and nobody can tell any more: so a peer that was away discards copies that are
+   not newer than the newest such floor can be (`take_distrusted`).
 
 A member that has just come (back) and whose record does not show the same horizon may still hold such copies: until it
 does, this peer does not believe its locations of such versions (`doubted_up_to`).
@@ -66,6 +67,8 @@ ANNOUNCED_BACK: Final = clock_from_unix_seconds(600.0)
 """Nor are older announcements compared."""
 SETTLE_SECONDS: Final = 3.0
 """Floors are announced when they are this old: they ought to have been heard of everywhere by then."""
+APART_BIT: Final = 1
+"""Of `floors_seen`: the peer was away, and does not yet know what it missed (`quorum`)."""
 CROWDED: Final = COMPACT_ABOVE / 2
 """Above this share of the limit a peer announces its floors although nothing else of its record has changed."""
 HURRY_ABOVE: Final = 0.9
@@ -107,11 +110,12 @@ class FloorAnswer:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A horizon that a member told and that is not taken over yet: the hash of all of it, what of it is news, when it
-    was told first."""
+    """A horizon that a member told and that is not taken over yet: the hash of all of it, what of it is news, since
+    when it is the same, and since when the member has told any."""
 
     hash: int
     stamps: Stamps
+    same_since: float
     since: float
 
 
@@ -304,8 +308,11 @@ class FloorSync:
             return 0
         while len(self._offers) >= MAX_OFFERS:
             del self._offers[next(iter(self._offers))]
-        since = now if known is None else known.since
-        self._offers[sender] = _Offer(hash_stamps(told), rest, since)
+        told_hash, since, same_since = hash_stamps(told), now, now
+        if known is not None:
+            since = known.since
+            same_since = known.same_since if known.hash == told_hash else now
+        self._offers[sender] = _Offer(told_hash, rest, same_since, since)
         return self._unseen(rest)
 
     def _follow(self, horizon: Mapping[Member, int], now: float) -> Stamps:
@@ -334,7 +341,11 @@ class FloorSync:
             unseen = self._unseen(rest)
             by = [shown.member for shown in members if shown.floors_horizon == offer.hash]
             costs = unseen > 0 and not self.quorum.fresh
-            if rest and self.quorum.believes(len(by), now, costs=costs):
+            # Seen, so nothing is lost here; and all have had time to see it. Else members whose horizons differ after
+            # a restart of all could not agree on anything any more.
+            stale = not unseen and self.crowded and now > offer.same_since + CATCH_UP_SECONDS
+            apart = len([shown for shown in members if shown.floors_seen & APART_BIT])
+            if rest and (stale or self.quorum.believes(len(by), apart, now, costs=costs)):
                 # What was put here before this peer ever met another one was not removed by others.
                 older = (self._started_clock or 0) if self.has_older_copies else 0
                 newest = min(unseen, older) if self.quorum.fresh else unseen
@@ -357,6 +368,11 @@ class FloorSync:
     def _raise_horizon(self, stamps: Mapping[Member, int], now: float) -> None:
         self._floors.raise_horizon(stamps)
         self._note_horizon(now)
+
+    @property
+    def has_offers(self) -> bool:
+        """Whether some member told a horizon that is not taken over yet."""
+        return bool(self._offers)
 
     def disbelieved(self, now: float) -> dict[Member, int]:
         """Members that for a while have said that floors are gone of which this peer has not heard, and up to which
@@ -384,11 +400,16 @@ class FloorSync:
         end = end >> SLICE_BITS << SLICE_BITS
         ready = self.synchronised and not self._floors.purging and end > 0
         # Accepted, the end raises this peer's clock: no floor that it makes from now on is below.
+        seen = self._agreed_by_all & ~APART_BIT | self.quorum.apart
         if not ready or not self._accepts_clock(end, now):
-            return 1, 0, self._agreed_by_all
+            return 1, 0, seen
         raise_stamps(self.seen, {self._me: end})
         self._announced_end = max(self._announced_end, end)
-        return end, self._floors.hash_below(end), self._agreed_by_all
+        return end, self._floors.hash_below(end), seen
+
+    def shows_apart(self, floors_seen: int) -> bool:
+        """Whether a record of this peer's with these `floors_seen` says truly whether it is apart."""
+        return floors_seen & APART_BIT == self.quorum.apart
 
     def _compare(self, members: Sequence[ShownFloors], now: float) -> None:
         """Note which members announced the same floors as this peer has."""

@@ -55,6 +55,7 @@ class Quorum:
         self._gone_at: dict[Member, float] = {}
         self._left: set[Member] = set()
         self._first_came = self._last_came = self._counted_at = -math.inf
+        self._apart_at = -math.inf
         self._touch: float | None = None
         self._tracked: float | None = None
         self._minority = False
@@ -124,10 +125,10 @@ class Quorum:
         self._minority |= 2 * self.living < total or (stalled and total > 2)
         limit = GONE_SECONDS if self._minority else TIE_SECONDS
         if wall > self._touch + limit - MARGIN_SECONDS:
-            self.apart = True
+            self.apart, self._apart_at = True, now
         if 2 * self.living > total:
             self._touch, self._minority = wall, False
-            settled = now > self._last_came + SETTLE_SECONDS
+            settled = now > max(self._last_came, self._apart_at) + SETTLE_SECONDS
             if settled and self.living > 1 and 2 * (1 + same) > self.living:
                 self.apart = self.fresh = False
 
@@ -164,13 +165,16 @@ class Quorum:
         """Whether so many members, this peer among them, are enough to drop floors that all of them have."""
         return 2 * confirming >= self.living + self._lately
 
-    def believes(self, showing: int, now: float, *, costs: bool) -> bool:
-        """Whether a horizon is taken over that so many members show in their signed records. Half of all members are
-        enough. But where this peer would discard copies (`costs`) though it cannot have missed a compaction, more than
-        half must have gone on without it all the same."""
+    def believes(self, showing: int, apart: int, now: float, *, costs: bool) -> bool:
+        """Whether a horizon is taken over that so many members show in their signed records; `apart` others say there
+        that they are. Half of all members are enough, or more than half of those that are not apart: most may have been
+        away at the same time. But where this peer would discard copies (`costs`) though it cannot have missed a
+        compaction, more than half of all must have gone on without it all the same."""
         if now < self._first_came + FIRST_SECONDS:
             return False
         total = self.living
         if now < self._last_came + SETTLE_SECONDS:
             total += self._lately
-        return 2 * showing > total if costs and not self.apart else 2 * showing >= total
+        if costs and not self.apart:
+            return 2 * showing > total
+        return 2 * showing >= total or 2 * showing > total - apart
