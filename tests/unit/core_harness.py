@@ -280,7 +280,7 @@ class Harness:
         horizon = {1: clock}
         sync = self.gossip.floors
         sync.quorum.apart, sync.quorum.fresh = True, False
-        sync.quorum._first_came = -math.inf
+        sync.quorum._first_came, sync.quorum._apart_at = -math.inf, self.now
         for other in self.others:
             self.offer(other, floors_horizon=hash_stamps(horizon))
         answer = FloorAnswer(horizon=horizon)

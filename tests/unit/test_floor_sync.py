@@ -95,7 +95,7 @@ class Side:
 def away(side: Side, *others: Side, now: float) -> None:
     """The peer was out of touch for long; these members are back, and show their horizons."""
     quorum = side.sync.quorum
-    quorum.apart, quorum.fresh, quorum._first_came = True, False, 0.0
+    quorum.apart, quorum.fresh, quorum._first_came, quorum._apart_at = True, False, 0.0, now
     meet(side, *others, now=now)
 
 

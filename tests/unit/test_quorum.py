@@ -101,6 +101,20 @@ def test_a_peer_without_more_than_half_may_have_missed_something(
     assert not world.quorum.apart
 
 
+def test_a_split_may_last_longer_than_the_others_count() -> None:
+    world = World(3)
+    world.go(0, 1)
+    world.run(3000.0)
+    assert world.may_compact
+    assert world.quorum.missing(world.now) == []
+    assert world.quorum.apart, "the others may have compacted as well"
+    world.come(0, 1)
+    world.run(50.0)
+    assert world.quorum.apart
+    world.run(20.0)
+    assert not world.quorum.apart
+
+
 def test_a_peer_with_more_than_half_never_misses_anything() -> None:
     world = World(4)
     world.go(0, 1)

@@ -59,6 +59,11 @@ class Quorum:
         self._touch: float | None = None
         self._tracked: float | None = None
         self._minority = False
+        self._out_at = math.inf
+        """When this peer was last seen to be without more than half, if it was the last time."""
+        self._outlived = False
+        """Whether the others that this peer was without do not count any more, and nobody has come since: they may
+        live on, and have dropped floors."""
 
     def start(self, known: Iterable[Member], alive: float, now: float) -> None:
         """This peer was last alive at the wall-clock time `alive` (0 when it never was), with these members."""
@@ -78,6 +83,7 @@ class Quorum:
             self._came[member] = now
         self._left.discard(member)
         self._last_came = now
+        self._outlived = False
         if self.living == 1:
             self._first_came = now
 
@@ -126,9 +132,13 @@ class Quorum:
         limit = GONE_SECONDS if self._minority else TIE_SECONDS
         if wall > self._touch + limit - MARGIN_SECONDS:
             self.apart, self._apart_at = True, now
-        if 2 * self.living > total:
-            self._touch, self._minority = wall, False
+        if 2 * self.living <= total:
+            self._out_at = now
+        else:
+            self._outlived |= self._last_came < self._out_at < math.inf
+            self._touch, self._minority, self._out_at = wall, False, math.inf
             settled = now > max(self._last_came, self._apart_at) + SETTLE_SECONDS
+            settled &= not self._outlived
             if settled and self.living > 1 and 2 * (1 + same) > self.living:
                 self.apart = self.fresh = False
 
