@@ -110,11 +110,12 @@ class FloorAnswer:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A horizon that a member told and that is not taken over yet: the hash of all of it, what of it is news, since
-    when it is the same, and since when the member has told any."""
+    """A horizon that a member told and that is not taken over yet: the hash of all of it, what of it is news, the
+    highest stamp that was not seen, since when it is the same, and since when the member has told any."""
 
     hash: int
     stamps: Stamps
+    unseen: int
     same_since: float
     since: float
 
@@ -312,8 +313,9 @@ class FloorSync:
         if known is not None:
             since = known.since
             same_since = known.same_since if known.hash == told_hash else now
-        self._offers[sender] = _Offer(told_hash, rest, same_since, since)
-        return self._unseen(rest)
+        unseen = self._unseen(rest)
+        self._offers[sender] = _Offer(told_hash, rest, unseen, same_since, since)
+        return unseen
 
     def _follow(self, horizon: Mapping[Member, int], now: float) -> Stamps:
         """Take over what this peer may drop itself. Returns the rest that is news."""
@@ -336,27 +338,34 @@ class FloorSync:
 
     def _judge_offers(self, members: Sequence[ShownFloors], now: float) -> None:
         """Take over horizons that enough members show in their signed records."""
+        shown = [member.floors_horizon for member in members]
+        apart = len([member for member in members if member.floors_seen & APART_BIT])
         for sender, offer in list(self._offers.items()):
-            rest = self._follow(offer.stamps, now)
-            unseen = self._unseen(rest)
-            by = [shown.member for shown in members if shown.floors_horizon == offer.hash]
-            costs = unseen > 0 and not self.quorum.fresh
+            if offer.hash == self._floors.horizon_hash:  # taken over by another member's word
+                del self._offers[sender]
+                continue
+            costs = offer.unseen > 0 and not self.quorum.fresh
             # Seen, so nothing is lost here; and all have had time to see it. Else members whose horizons differ after
             # a restart of all could not agree on anything any more.
-            stale = not unseen and self.crowded and now > offer.same_since + CATCH_UP_SECONDS
-            apart = len([shown for shown in members if shown.floors_seen & APART_BIT])
-            if rest and (stale or self.quorum.believes(len(by), apart, now, costs=costs)):
-                # What was put here before this peer ever met another one was not removed by others.
-                older = (self._started_clock or 0) if self.has_older_copies else 0
-                newest = min(unseen, older) if self.quorum.fresh else unseen
-                if newest > self._distrusted:
-                    self._distrusted, self.distrusted_by = newest, by
-                # After that nothing is to be feared of them: or the same copies would go again and again.
-                raise_stamps(self.seen, rest)
-                self._raise_horizon(rest, now)
-                rest = {}
-            if not rest:
+            old = now > offer.same_since + CATCH_UP_SECONDS
+            stale = not offer.unseen and self.crowded and old
+            count = shown.count(offer.hash)
+            if stale or self.quorum.believes(count, apart, now, costs=costs):
                 del self._offers[sender]
+                by = [each.member for each in members if each.floors_horizon == offer.hash]
+                self._adopt(offer.stamps, by, now)
+
+    def _adopt(self, stamps: Stamps, by: list[Member], now: float) -> None:
+        """Take over a horizon, and note what is to be distrusted for that."""
+        unseen = self._unseen(stamps)
+        if self.quorum.fresh:
+            # What was put here before this peer ever met another one was not removed by others.
+            unseen = min(unseen, (self._started_clock or 0) if self.has_older_copies else 0)
+        if unseen > self._distrusted:
+            self._distrusted, self.distrusted_by = unseen, by
+        # After that nothing is to be feared of them: or the same copies would go again and again.
+        raise_stamps(self.seen, stamps)
+        self._raise_horizon(stamps, now)
 
     def _unseen(self, stamps: Mapping[Member, int]) -> int:
         """The highest clock that a floor may have which was dropped before it was seen here. What nobody could confirm
@@ -378,12 +387,11 @@ class FloorSync:
         """Members that for a while have said that floors are gone of which this peer has not heard, and up to which
         stamp: it is not believed."""
         late = now - DISBELIEVED_SECONDS
-        stamps = {
-            sender: self._unseen(offer.stamps)
+        return {
+            sender: offer.unseen
             for sender, offer in self._offers.items()
-            if offer.since < late
+            if offer.since < late and offer.unseen
         }
-        return {sender: stamp for sender, stamp in stamps.items() if stamp}
 
     # --- announcing --------------------------------------------------------------------------
 

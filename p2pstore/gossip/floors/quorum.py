@@ -109,7 +109,12 @@ class Quorum:
 
     def forget(self, now: float) -> list[Member]:
         """Those that are neither waited for nor counted any more."""
-        over = [m for m in self._gone_at if now > max(self._waits_until(m), self._counts_until(m))]
+        counted = set(self.missing(now))
+        over = [
+            member
+            for member, gone_at in self._gone_at.items()
+            if now > gone_at + TIE_SECONDS and member not in counted
+        ]
         for member in over:
             self.expelled(member)
         if over:  # a dictionary that was large once stays so: a smaller one takes its place
@@ -148,26 +153,29 @@ class Quorum:
 
     def _count(self, now: float) -> None:
         self._counted_at = now
-        self._lately = sum([self._counts_until(member) > now for member in self._gone_at])
-
-    def _counts_until(self, member: Member) -> float:
-        gone_at = self._gone_at[member]
-        if member in self._left:
-            return -math.inf
-        lived = gone_at - self._came.get(member, gone_at)
-        return gone_at + min(LATELY_SECONDS, LIVED_FACTOR * lived)
-
-    def _waits_until(self, member: Member) -> float:
-        tie = 2 * self.living <= self.living + self._lately and member not in self._left
-        return self._gone_at[member] + (TIE_SECONDS if tie else GONE_SECONDS)
-
-    def waited_for(self, now: float) -> list[Member]:
-        """Members that are gone and without which nobody compacts yet."""
-        return [m for m in self._gone_at if now <= self._waits_until(m)]
+        self._lately = len(self.missing(now))
 
     def missing(self, now: float) -> list[Member]:
         """Members that are gone and still count."""
-        return [m for m in self._gone_at if now < self._counts_until(m)]
+        came, left = self._came, self._left
+        return [
+            member
+            for member, gone_at in self._gone_at.items()
+            if now - gone_at < LATELY_SECONDS
+            and now - gone_at < LIVED_FACTOR * (gone_at - came.get(member, gone_at))
+            and member not in left
+        ]
+
+    def waited_for(self, now: float) -> list[Member]:
+        """Members that are gone and without which nobody compacts yet."""
+        tie = 2 * self.living <= self.living + self._lately
+        late, late_left = now - (TIE_SECONDS if tie else GONE_SECONDS), now - GONE_SECONDS
+        left = self._left
+        return [
+            member
+            for member, gone_at in self._gone_at.items()
+            if gone_at >= (late_left if member in left else late)
+        ]
 
     # --- judging -----------------------------------------------------------------------------
 
