@@ -365,9 +365,13 @@ class Gossip:
         """Whether no living member is of a version that knows floors of single keys only."""
         return all(state.floors_end for state in self.membership.others())
 
-    def floors_wait_for(self) -> list[PeerId]:
-        """Living members that keep floors from being dropped."""
-        return self._peer_ids(self.floors.waits_for)
+    def names_of(self, members: Iterable[Member]) -> list[str]:
+        """Their names; the short name in hexadecimal of one that is not known."""
+        states = [(member, self.membership.resolve(member)) for member in members]
+        return [
+            f"{member:016x}" if state is None else self.name_of(state.peer_id)
+            for member, state in states
+        ]
 
     def neighbours(self) -> list[PeerId]:
         """The members that this peer talks to all the time: connections with them are worth keeping."""
@@ -765,7 +769,10 @@ class Gossip:
             if change.new > Status.SUSPECT:
                 self.losses += change.old is not None
                 if change.old is not None and change.old <= Status.SUSPECT:
-                    self.floors.went(change.member, now)
+                    left = (
+                        state := self.membership.get(change.peer_id)
+                    ) is not None and state.leaving
+                    self.floors.went(change.member, now, left=left)
                 self.partitions.hide(change.member)
                 self._forget_at[change.member] = now + self.config.forget_seconds
                 self._exchanges.forget(change.peer_id)

@@ -399,7 +399,7 @@ class _Assembly:
         # Signatures were checked when these came in; a peer that is told of one checks it again.
         floors = _decoded(state)
         gossip.cluster_records.load(floors, state.floors_horizon)
-        gossip.floors.load(state.floors_seen)
+        gossip.floors.load(state.floors_seen, state.clock)
         stamps = (record.clock for record, _ in floors)
         known = (*state.floors_horizon.values(), *state.floors_seen.values())
         core.timekeeping.found(max((*stamps, *known), default=0))

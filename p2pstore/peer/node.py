@@ -318,7 +318,7 @@ class Node:
             self._checkpoint_news = trio.Event()
         for note in checkpoints.take_notes():
             logger.warning("%s", note, extra={"event": "publisher"})
-        for note in self.core.floors.take_notes():
+        for note in self.core.floors.take_notes(self.now):
             logger.warning("%s", note, extra={"event": "floors"})
         if checkpoints.pins_version != self._pins_version:
             self._pins_version = checkpoints.pins_version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from random import Random
@@ -14,6 +15,8 @@ from p2pstore.core.lookup import split_digests
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.put import PutOperation, PutSpec
+from p2pstore.gossip.floors.floor_stamps import hash_stamps
+from p2pstore.gossip.floors.floor_sync import FloorAnswer
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.gossip.machine import Gossip, GossipConfig
 from p2pstore.gossip.messages import Claim, ControlKind, Delta, Ping, Status
@@ -271,6 +274,19 @@ class Harness:
         self.serve(
             other, DataKind.CLUSTER_RECORDS, ClusterRecords([signed.body], [signed.signature])
         )
+
+    def miss_a_horizon(self, clock: int) -> None:
+        """This peer was away for long; all others have dropped floors up to there, and show that."""
+        horizon = {1: clock}
+        sync = self.gossip.floors
+        sync.quorum.apart, sync.quorum.fresh = True, False
+        sync.quorum._first_came, sync.quorum._apart_at = -math.inf, self.now
+        for other in self.others:
+            self.offer(other, floors_horizon=hash_stamps(horizon))
+        answer = FloorAnswer(horizon=horizon)
+        sync.learn(answer, 0, self.now, sender=self.others[0].member, same_now=False)
+        sync.housekeep(self.now, alone=False, members=self.gossip.membership.others())
+        self.core.gossip_arrived(self.now)
 
     # --- this peer ---------------------------------------------------------------------------
 

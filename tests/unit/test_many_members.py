@@ -18,8 +18,8 @@ from p2pstore.wire import decode_body, encode_body
 from tests.unit.gossip_network import FakeSigner, Network, peer_id_of, peer_record
 
 MEMBERS = 1000
-LIVING_BYTES = 2150
-GONE_BYTES = 2150
+LIVING_BYTES = 2000
+GONE_BYTES = 1950
 """Two thirds of it are the signed record, and what the directory keeps of a log."""
 
 

@@ -47,7 +47,7 @@ from p2pstore.gossip.floors.floor_stamps import pack_stamps, unpack_stamps
 from p2pstore.gossip.floors.floor_sync import FloorAnswer, FloorSync
 from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.messages import ControlKind, Delta, Exchange, ExchangeReply
-from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import PeerId, member_of
 
 MAX_IN_FLIGHT_EXCHANGES: Final = 3
 SLOW_SECONDS: Final = 0.5
@@ -318,7 +318,13 @@ class Exchanges:
         peer_id = asked.peer_id
         self._note_members(peer_id, theirs)
         differs = reply.cluster_hash != self._records.hash
-        self._floors.learn(theirs.floors, asked.floors_epoch, now, same_now=not differs)
+        self._floors.learn(
+            theirs.floors,
+            asked.floors_epoch,
+            now,
+            sender=member_of(peer_id),
+            same_now=not differs,
+        )
         if not differs:
             self._differing.pop(peer_id, None)
             return

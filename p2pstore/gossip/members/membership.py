@@ -116,7 +116,7 @@ class MemberState:
     memory_used: int = 0
     ssd_capacity: int = 0
     ssd_used: int = 0
-    control: tuple[str, ...] = ()
+    packed_control: str = ""
     directory: int = 0
     floors_horizon: int = 0
     floors_end: int = 0
@@ -125,6 +125,11 @@ class MemberState:
     leaving: bool = False
     """Whether it says there that it left on purpose."""
     checkpoints: tuple[Participation, ...] = ()
+
+    @property
+    def control(self) -> tuple[str, ...]:
+        """Its control addresses. As one string they take half the memory."""
+        return tuple(self.packed_control.split("\n")) if self.packed_control else ()
 
     @property
     def alive(self) -> bool:
@@ -148,7 +153,7 @@ class MemberState:
         self.log_sequence, self.location_count = record.head.sequence, record.head.count
         self.memory_capacity, self.memory_used = record.memory_capacity, record.memory_used
         self.ssd_capacity, self.ssd_used = record.ssd_capacity, record.ssd_used
-        self.control = tuple(record.control)
+        self.packed_control = "\n".join(record.control)
         self.directory, self.floors_horizon = record.directory, record.floors_horizon
         self.floors_end, self.floors_hash = record.floors_end, record.floors_hash
         self.floors_seen = record.floors_seen

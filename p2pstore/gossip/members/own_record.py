@@ -56,7 +56,9 @@ class OwnRecord:
         interval = self._config.head_interval_seconds(len(self._membership.live()))
         horizon = self._floors.records.floors.horizon_hash
         moved = own.signed is not None and (
-            own.log_sequence != self._log.sequence or own.floors_horizon != horizon
+            own.log_sequence != self._log.sequence
+            or own.floors_horizon != horizon
+            or not self._floors.shows_apart(own.floors_seen)
         )
         if (
             self._changed
