@@ -253,8 +253,6 @@ class Gossip:
 
     def record(self, now: float) -> SignedRecord:
         """This peer's own record, signed anew when something changed."""
-        if self.own_record.came_back():
-            self.partitions.log_restarted(now)
         return self.own_record.signed(now)
 
     def offer_changed(self) -> None:
@@ -651,9 +649,10 @@ class Gossip:
                 raise
             self.clocks.answered(pinged, reply.unix_ms, asked.sent_at, now)
             self._heard(asked.peer_id, now)
-            self.membership.observe_claims(
-                [*reply.claims, self._self_claim(pinged, reply.incarnation)], now, pinged
-            )
+            # What rides on an answer that a helper passed on is nobody's word: the helper has taken it in.
+            claims = [] if asked.about else reply.claims
+            alive = self._self_claim(pinged, reply.incarnation)
+            self.membership.observe_claims([*claims, alive], now, asked.peer_id)
         elif reply is not None:
             self.membership.heard(asked.peer_id, now)
         answers = self._probing.answered(token, asked, reply)
