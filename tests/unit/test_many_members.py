@@ -63,6 +63,9 @@ class Observer:
     def __init__(self) -> None:
         self.now = 1.0
         self.gossip = Network(1, GossipConfig(forget_seconds=1.0)).start(0, None).gossip
+        self.gossip.membership._met = (
+            MEMBERS  # others' word for those that it has not met is enough
+        )
         self.gossip.tick(self.now)
 
     def answer(self, effects: list[Effect]) -> None:

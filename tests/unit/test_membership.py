@@ -449,6 +449,7 @@ def test_claims_about_strangers_take_nobodys_place_and_the_others_count_all_the_
 def test_a_delta_with_one_member_too_many_is_taken_in_but_for_that() -> None:
     config = GossipConfig(membership=MembershipConfig(max_members=3))
     gossip = Network(1, config).start(0, None).gossip
+    gossip.membership._met = 100
     gossip.tick(0.0)
     signed = [
         sign_peer_record(record, FakeSigner(record.peer_id))

@@ -356,7 +356,7 @@ class Knowledge:
         """Take in a checked delta: records, then claims, then operations, then cluster records."""
         news = News()
         for record, signed in delta.records:
-            self._apply_record(record, signed, news, now)
+            self._apply_record(record, signed, news, now, sender)
         self.membership.observe_claims(delta.claims, now, sender)
         for chunk in delta.logs:
             if chunk.member == self.membership.own.member or not self.table.follows_logs:
@@ -378,7 +378,12 @@ class Knowledge:
         return news
 
     def _apply_record(
-        self, record: PeerRecord, signed: SignedRecord, news: News, now: float
+        self,
+        record: PeerRecord,
+        signed: SignedRecord,
+        news: News,
+        now: float,
+        sender: PeerId | None,
     ) -> None:
         if record.peer_id == self.membership.me:
             news.own.append(record)
@@ -386,7 +391,7 @@ class Knowledge:
         known, before = self.membership.get(record.peer_id), None
         if known is not None and known.signed is not None:
             before = known.record_incarnation, known.leaving
-        if not self.membership.observe_record(record, signed, now):
+        if not self.membership.observe_record(record, signed, now, sender):
             return
         state = self.membership.get(record.peer_id)
         assert state is not None

@@ -26,6 +26,12 @@ declares the death: that rumour then needs no probes. The peer from whose channe
 accuser, whatever name stands in it. Who is told later what it missed (`accusation`) hears of a death as a
 suspicion, and judges itself.
 
+Who counts. A peer that something came from, on a channel of its own, has been met, and always has a place. One that
+a member tells of is pinged first (`newcomers`), so that nobody counts who does not exist. In a large cluster nobody
+meets all: a peer that has met `met_before_trust` members believes each member as many others as `UNMET_FOR_EACH_MET`
+of these, and pings the rest. When there is no room the dead yield, then the oldest of those that
+have not been met, of the member that told of most.
+
 A timeout is judged in `tick` and nowhere else. The shell calls `tick` after it has fed in
 everything that had arrived: after a stall of this process its timers have all run out while the
 acknowledgements wait in the sockets, and a verdict passed before reading them would be wrong.
@@ -34,6 +40,7 @@ acknowledgements wait in the sockets, and a verdict passed before reading them w
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,6 +52,7 @@ from p2pstore.gossip.exchange.message_budget import MessageBudget
 from p2pstore.gossip.members.accusers import Accusers
 from p2pstore.gossip.members.claim_rumors import ClaimRumors
 from p2pstore.gossip.members.local_health import LocalHealth
+from p2pstore.gossip.members.newcomers import Newcomers
 from p2pstore.gossip.members.suspicion import (
     LONGEST_MULTIPLIER,
     Suspicion,
@@ -77,6 +85,7 @@ kept as, and a microsecond to parse."""
 MAX_HEARSAY: Final = 1024
 """Peers that are remembered only because somebody claims that they are dead."""
 
+UNMET_FOR_EACH_MET: Final = 8
 REFUTATIONS_AT_ONCE: Final = 4
 REFUTATIONS_A_SECOND: Final = 0.2
 """Each is a rumour that all members pass on. Those accused more often refute a few seconds later, for all at once."""
@@ -100,6 +109,8 @@ class MembershipConfig:
     recontact_interval_seconds: float = 1.0
     dead_kept_seconds: float = 24 * 3600.0
     max_members: int = 10_000
+    met_before_trust: int = 64
+    """With fewer members that this peer has met, peers that others only tell of do not count."""
 
 
 parsed = lru_cache(maxsize=PARSED_RECORDS)(read_peer_record)
@@ -117,6 +128,8 @@ class MemberState:
     status_since: float
     heard_at: float = -math.inf
     """When something last came from the peer itself; minus infinity before the first time."""
+    introduced_by: Member = 0
+    """Who told of it; 0 once it has been met."""
     signed: SignedRecord | None = None
     """The member's latest record. What it says that is wanted of all members at once stands here, too:"""
     record_incarnation: int = 0
@@ -214,6 +227,10 @@ class Membership:
         self._suspects: dict[PeerId, Suspicion] = {}
         self._unproved: list[PeerId] = []
         self._accusers = Accusers()
+        self.newcomers = Newcomers()
+        self._met = 0
+        self._introduced: Counter[Member] = Counter()
+        """How many members that have not been met each member told of."""
         self._accused_in = -1
         """The highest incarnation of this peer that it was accused in."""
         self._refutations = MessageBudget(REFUTATIONS_A_SECOND, REFUTATIONS_AT_ONCE)
@@ -278,15 +295,27 @@ class Membership:
 
     # --- evidence ----------------------------------------------------------------------------
 
-    def observe_record(self, record: PeerRecord, signed: SignedRecord, now: float) -> bool:
-        """Take in a verified record. Whether it is newer than the one known; that of one more member than there may
-        be is left out, and counted."""
+    def observe_record(
+        self, record: PeerRecord, signed: SignedRecord, now: float, sender: PeerId | None = None
+    ) -> bool:
+        """Take in a verified record that `sender` passed on. Whether it is newer than the one known; that of a peer
+        that does not count yet is left out, and that of one more member than there may be, which is counted."""
         state = self._states.get(record.peer_id)
+        introducer = None if sender == record.peer_id else sender
+        if introducer is not None and (state is None or state.signed is None):
+            known = self._believes(introducer)
+            if not known and not record.leaving:
+                self.newcomers.told_of(record.peer_id, record.control, introducer, now)
+            if not known:
+                return False
         if state is None:
-            if not self._has_room():
+            if not self._has_room(introducer):
                 self.refused_count += 1
                 return False
             state = self._add(record.peer_id, Status.ALIVE, record.incarnation, now)
+            if introducer is not None:
+                state.introduced_by = self._by_name(introducer)
+                self._introduced[state.introduced_by] += 1
         elif state.signed is not None and (record.incarnation, record.sequence) <= (
             state.record_incarnation,
             state.record_sequence,
@@ -372,7 +401,9 @@ class Membership:
         """Something came from the peer itself (the connection proves who it is)."""
         state = self._states.get(peer_id)
         if state is not None:
+            self._met += state.heard_at == -math.inf
             state.heard_at = now
+            self._forget_introducer(state)
             self._accusers.heard(state.member, now)
 
     def suspect(self, peer_id: PeerId, now: float) -> None:
@@ -608,13 +639,39 @@ class Membership:
         self._note_gone(state)
         return state
 
-    def _has_room(self) -> bool:
-        """Whether there may be one more. One that is gone may have to be forgotten for it."""
-        if len(self._states) >= self.config.max_members:
-            oldest = next(chain(self._hearsay, self._gone), None)
-            if oldest is None:
-                return False
-            self._drop(self._states[oldest])
+    def _believes(self, introducer: PeerId) -> bool:
+        """Whether a peer counts because this member tells of it."""
+        if self._met < self.config.met_before_trust:
+            return False
+        return self._introduced[member_of(introducer)] < UNMET_FOR_EACH_MET * self._met
+
+    def _by_name(self, peer_id: PeerId) -> Member:
+        """Its short name: the very number that its state has, where there is one, which takes no memory."""
+        state = self._states.get(peer_id)
+        return member_of(peer_id) if state is None else state.member
+
+    def _forget_introducer(self, state: MemberState) -> None:
+        """It has been met, or is forgotten."""
+        if state.introduced_by:
+            self._introduced[state.introduced_by] -= 1
+            if not self._introduced[state.introduced_by]:
+                del self._introduced[state.introduced_by]
+            state.introduced_by = 0
+
+    def _has_room(self, introducer: PeerId | None) -> bool:
+        """Whether there may be one more, of whom `introducer` tells (None: that comes itself). Another one may have to
+        be forgotten for it."""
+        if len(self._states) < self.config.max_members:
+            return True
+        oldest = next(chain(self._hearsay, self._gone), None)
+        if oldest is None and self._introduced:
+            most, count = self._introduced.most_common(1)[0]
+            if introducer is None or self._introduced[member_of(introducer)] + 1 < count:
+                unmet = (s.peer_id for s in self._states.values() if s.introduced_by == most)
+                oldest = next(unmet, None)
+        if oldest is None:
+            return False
+        self._drop(self._states[oldest])
         return True
 
     def _has_room_for_hearsay(self) -> bool:
@@ -640,6 +697,8 @@ class Membership:
         del self._states[state.peer_id]
         if self._by_member.get(state.member) is state:
             del self._by_member[state.member]
+        self._met -= state.heard_at > -math.inf
+        self._forget_introducer(state)
         self._rumors.discard(state.peer_id)
         self._gone.pop(state.peer_id, None)
         self._hearsay.pop(state.peer_id, None)
