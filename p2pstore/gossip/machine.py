@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -253,8 +254,6 @@ class Gossip:
 
     def record(self, now: float) -> SignedRecord:
         """This peer's own record, signed anew when something changed."""
-        if self.own_record.came_back():
-            self.partitions.log_restarted(now)
         return self.own_record.signed(now)
 
     def offer_changed(self) -> None:
@@ -382,7 +381,8 @@ class Gossip:
         state = self.membership.get(peer_id)
         if state is not None and (record := state.record) is not None:
             return list(record.control)
-        return list(self.contacts.known_at().get(peer_id, ()))
+        known = self.contacts.known_at().get(peer_id, ())
+        return [*known, *self.membership.newcomers.addresses_of(peer_id)]
 
     def snapshot(self, member: Member) -> tuple[SnapshotHead, bytes] | None:
         """A member's whole location set as known here, packed; None when nothing is known."""
@@ -481,6 +481,7 @@ class Gossip:
         if reply is not None:
             self.contacts.admitted(asked.peer_id)
         if asked.kind in (ControlKind.PING, ControlKind.PING_REQUEST):
+            self.membership.newcomers.answered(asked.peer_id)
             return self._probe_answered(token, asked, reply, now)
         if reply is None:
             self.view.failed(asked.peer_id, now)
@@ -546,6 +547,7 @@ class Gossip:
         self.view.tick(now)
         effects: list[Effect] = self._consequences(now)
         effects += self._probing.tick(now, self.view.neighbours())
+        effects += map(partial(self._ping_newcomer, now=now), self.membership.newcomers.take())
         effects += self._exchanges.start(now)
         effects += self._fresh.spread(now)
         if self.directory.work_pending and self.directory.work():
@@ -563,7 +565,7 @@ class Gossip:
         """When `tick`, or `pushes`, has something to do next."""
         if self.leaving:
             return math.inf
-        if self.directory.work_pending:
+        if self.directory.work_pending or self.membership.newcomers.is_due:
             return now
         due = min(
             self.membership.next_tick(),
@@ -655,9 +657,10 @@ class Gossip:
                 raise
             self.clocks.answered(pinged, reply.unix_ms, asked.sent_at, now)
             self._heard(asked.peer_id, now)
-            self.membership.observe_claims(
-                [*reply.claims, self._self_claim(pinged, reply.incarnation)], now, pinged
-            )
+            # What rides on an answer that a helper passed on is nobody's word: the helper has taken it in.
+            claims = [] if asked.about else reply.claims
+            alive = self._self_claim(pinged, reply.incarnation)
+            self.membership.observe_claims([*claims, alive], now, asked.peer_id)
         elif reply is not None:
             self.membership.heard(asked.peer_id, now)
         answers = self._probing.answered(token, asked, reply)
@@ -748,6 +751,12 @@ class Gossip:
         patience = self.config.membership.probe_timeout_seconds * self.membership.health.multiplier
         late = self.questions.overdue(self.membership.resumed_at, now - patience)
         return self._probing.doubt(late, now)
+
+    def _ping_newcomer(self, peer_id: PeerId, now: float) -> Ask:
+        """Ping a peer that is only told of. When it answers it is exchanged with (`_heard`)."""
+        seconds = self.config.membership.probe_interval_seconds
+        ping = Ping(0, [])
+        return self.questions.ask(peer_id, ControlKind.PING, ping, now, timeout_seconds=seconds)
 
     def _fetch_snapshots(self, now: float) -> list[Effect]:
         if not self.partitions.mode.follows_logs:

@@ -19,7 +19,7 @@ from p2pstore.gossip.floors.floor_stamps import hash_stamps
 from p2pstore.gossip.floors.floor_sync import FloorAnswer
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.gossip.machine import Gossip, GossipConfig
-from p2pstore.gossip.messages import Claim, ControlKind, Delta, Ping, Status
+from p2pstore.gossip.messages import ControlKind, Delta, Ping
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
     PEER_RECORD_FORMAT,
@@ -67,6 +67,7 @@ from p2pstore.transfer.messages import (
 )
 from p2pstore.transfer.segment import NO_QUOTAS, ObjectEntry, Segment
 from p2pstore.wire import Code, Message, decode_body, encode_body
+from tests.unit.gossip_network import inform_of_death
 
 NAMESPACE = "unit"
 UNIX = 1_800_000_000.0
@@ -218,9 +219,9 @@ class Harness:
         self.gossip.serve(other.peer_id, ControlKind.DELTA, news, self.now)
 
     def die(self, other: Other) -> None:
-        """The others say that it is dead."""
-        claim = Claim(other.peer_id, OTHER_INCARNATION, int(Status.DEAD), 1)
-        self.gossip.serve(self.others[-1].peer_id, ControlKind.PING, Ping(1, [claim]), self.now)
+        """The others say that it is dead, and it does not answer."""
+        inform_of_death(self.gossip.membership, other.peer_id, self.now)
+        self.gossip.serve(self.others[-1].peer_id, ControlKind.PING, Ping(1, []), self.now)
 
     def other(self, peer_id: PeerId) -> Other:
         """The member with this id."""
