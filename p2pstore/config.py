@@ -30,6 +30,8 @@ MEMORY_PIECE_BYTES: Final = 2 * MIB
 MAX_MEMORY_PIECES: Final = 7
 MINIMUM_SSD_BYTES: Final = 256 * MIB
 MAX_NAME_BYTES: Final = 64
+USER_KEY_NAME: Final = "user.key"
+"""A file among the state directories, which are named by peers (`p2pstore.user_key`)."""
 
 NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -412,7 +414,8 @@ def name_or_host(name: str, spelled: str) -> str:
     name = name or socket.gethostname() or "peer"
     if not _is_file_name(name):
         raise ConfigError(
-            f"{spelled}: {name!r} must be 1 to 64 bytes without '/' and control characters, and not . or .."
+            f"{spelled}: {name!r} must be 1 to 64 bytes without '/' and control characters, and not ., .. or "
+            f"{USER_KEY_NAME}"
         )
     return name
 
@@ -423,7 +426,7 @@ def _is_file_name(name: str) -> bool:
         name.isprintable()  # False also for what cannot be encoded
         and len(name.encode()) <= MAX_NAME_BYTES
         and "/" not in name
-        and name not in (".", "..")
+        and name not in (".", "..", USER_KEY_NAME)
     )
 
 

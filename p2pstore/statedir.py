@@ -597,6 +597,12 @@ def load_cluster_key_file(path: str | os.PathLike[str]) -> KeyRing:
     return parse_cluster_keys(text, str(where))
 
 
+def parse_private_keys(folder: Folder, name: str, what: str) -> KeyRing:
+    """The keys of a file in `folder`, which is `what`. Raises as `load_cluster_key_file`, and `OSError`."""
+    path = folder.path / name
+    return parse_cluster_keys(_read_private(path, what, folder), str(path))
+
+
 # --- files -----------------------------------------------------------------------------------
 
 

@@ -179,7 +179,7 @@ class _Examination:
         begin = time.monotonic()
         try:
             await host.ask(peer_id, [address], ControlKind.PING, Ping(0, []), self.timeout)
-            key = "without a key" if self.way.ring.keyless else "with the cluster's key"
+            key = "without a key" if self.way.ring.of_user else "with the cluster's key"
             self.report(fine("admission", f"{key}, cluster {self.way.cluster}"))
             round_trips = []
             for _ in range(PINGS):
@@ -196,7 +196,7 @@ class _Examination:
                     error.code,
                     time.monotonic() - begin,
                     self.timeout,
-                    keyless=self.way.ring.keyless,
+                    keyless=self.way.ring.of_user,
                     cluster=self.way.cluster,
                 )
             ) from None

@@ -39,6 +39,7 @@ from p2pstore.gossip.records import (
     TransportOffer,
     format_peer_id,
 )
+from p2pstore.keyring import Role
 from p2pstore.local.paths import answers as somebody_answers
 from p2pstore.local.paths import default_socket_path
 from p2pstore.local.server import serve_local
@@ -54,7 +55,12 @@ from p2pstore.peer.addresses import (
 )
 from p2pstore.peer.checkpoints.publications import Publications
 from p2pstore.peer.checkpoints.service import PeerCheckpoints
-from p2pstore.peer.credentials import Credentials, log_expelled, refuse_open_door
+from p2pstore.peer.credentials import (
+    Credentials,
+    fitted_to_role,
+    log_expelled,
+    refuse_open_door,
+)
 from p2pstore.peer.data_backend import PeerDataBackend
 from p2pstore.peer.kept_memory import begin_with_kept, tell_what_returned, watch_earlier_clients
 from p2pstore.peer.local_answers import known_copy
@@ -166,7 +172,7 @@ async def open_peer(
         "a peer in this process",
         "or start one with `mooncake-p2p join` and use it by p2pstore.aio or p2pstore.blocking",
     )
-    checked = (config or PeerConfig()).checked()
+    checked = fitted_to_role((config or PeerConfig()).checked())
     async with AsyncExitStack() as stack:
         state = (
             stack.enter_context(StateDirectory.open(checked.state_dir))
@@ -350,11 +356,13 @@ class _Assembly:
     def _gossip_config(self) -> GossipConfig:
         config = self.config
         index_bytes = parse_bytes(config.index_memory, "index_memory")
+        base, reads_only = preset(config.network), self.credentials.ring.role is Role.READER
         return replace(
-            preset(config.network),
+            base,
             cluster=config.cluster,
             directory_setting=config.directory,
             mode_limits=ModeLimits(index_bytes=index_bytes),
+            membership=replace(base.membership, observes=reads_only),
         )
 
     def _describe(self, segment: Segment) -> PeerRecord:
@@ -434,6 +442,7 @@ class _Assembly:
                 allowed=self.credentials.allowed,
                 cluster=config.cluster,
                 handler=node.serve_control,
+                readers=node.serve_reader,
                 on_lost=node.control_lost,
                 on_refused=node.stranger_refused,
                 software=p2pstore.__version__,

@@ -13,6 +13,7 @@ from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connect
 from mooncake_p2p.output import print_json, remark
 
 if TYPE_CHECKING:
+    from p2pstore.keyring import KeyRing
     from p2pstore.results import PeerInfo
 
 MAX_OTHERS: Final = 3
@@ -42,7 +43,7 @@ def invite(
     from p2pstore.statedir import load_cluster_key_file
 
     key_file = document["peer"]["cluster_key_file"]
-    keys = load_cluster_key_file(key_file).keys if key_file and not without_key else ()
+    keys = _keys_to_tell(load_cluster_key_file(key_file)) if key_file and not without_key else ()
     bootstrap = addresses_to_offer(members)
     line = format_invite(Invite(document["cluster"]["name"], tuple(bootstrap), tuple(keys)))
     only_here = all(is_loopback(split_address(each, "control")[0]) for each in bootstrap)
@@ -65,6 +66,17 @@ def invite(
         print(shlex.join(command))
     for text in _remarks(bool(keys), key_file, only_here):
         remark(text)
+
+
+def _keys_to_tell(ring: KeyRing) -> Sequence[bytes]:
+    from p2pstore.keyring import Role
+
+    if ring.role is Role.READER:
+        raise CommandFailed(
+            "the local peer's key file holds a reader's key, which an invite cannot carry: copy the file, and make an "
+            "invite --without-key"
+        )
+    return ring.keys
 
 
 def _remarks(with_key: bool, key_file: str | None, only_here: bool) -> Sequence[str]:

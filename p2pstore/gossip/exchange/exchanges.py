@@ -301,6 +301,26 @@ class Exchanges:
             self.unix_ms(now),
         )
 
+    def answer_reader(
+        self, sender: PeerId, request: Exchange, theirs: Theirs, now: float
+    ) -> ExchangeReply:
+        """What a reader lacks. Nothing is wanted of it, and nothing is remembered of what it says."""
+        floors = self._floors.answer(request.floors_epoch, request.floors_hash, now)
+        differs = request.cluster_hash != self._records.hash
+        return ExchangeReply(
+            self._delta_for(sender, theirs, differs),
+            b"",
+            self._records.hash,
+            pack_buckets(self._records.bucket_hashes) if differs else b"",
+            floors.epoch_end,
+            pack_stamps(floors.seen),
+            pack_stamps(floors.horizon),
+            self._knowledge.table.told().of.hash,
+            b"",
+            pack_cells(self._records, theirs.records.cells) if differs else b"",
+            unix_ms=self.unix_ms(now),
+        )
+
     def _invite(self, peer_id: PeerId, now: float) -> None:
         """A member is told what to send. That who asks again meanwhile is not waited for any longer."""
         if self._is_member(peer_id) and peer_id not in self._unreliable:

@@ -85,6 +85,8 @@ class MembershipConfig:
     retransmit_multiplier: int = 4
     claims_per_message: int = 32
     recontact_interval_seconds: float = 1.0
+    observes: bool = False
+    """Whether this peer is a reader: members do not know it, so it is no home, and it gives no verdict on others."""
     dead_kept_seconds: float = 24 * 3600.0
     max_members: int = 10_000
 
@@ -247,6 +249,10 @@ class Membership:
         if self._others is None:
             self._others = [state for state in self.live() if state is not self._own]
         return self._others
+
+    def homes(self) -> list[MemberState]:
+        """`live()`, as every member knows it: without this peer when it only observes."""
+        return self.others() if self.config.observes else self.live()
 
     @property
     def dead_count(self) -> int:
