@@ -484,7 +484,7 @@ class Gossip:
             case Delta() | Leave():
                 return Empty()
             case _:
-                return Failure(int(Code.UNSUPPORTED), f"readers are not answered kind {kind}")
+                return Failure(int(Code.UNAVAILABLE), f"readers are not answered kind {kind}")
 
     def answered(self, token: int, reply: Message | None, now: float) -> list[Effect]:
         """The outcome of an `Ask`: its reply, a `Failure`, or None when nothing came in time.

@@ -25,16 +25,20 @@ from p2pstore.gossip.messages import (
     Status,
 )
 from p2pstore.gossip.records import (
+    SCOPE_NAMESPACE,
     ClusterRecord,
+    ClusterRecordKind,
     LogHead,
     PeerRecord,
     format_peer_id,
     sign_cluster_record,
     sign_peer_record,
+    writer_of,
 )
 from p2pstore.keyring import KeyRing, new_cluster_key, parse_cluster_keys, reader_keys
+from p2pstore.objects import clock_from_unix_seconds, namespace_digest
 from p2pstore.peer.api import Peer, open_peer
-from p2pstore.transfer.messages import READER_KINDS, DataKind
+from p2pstore.transfer.messages import READER_KINDS, REQUESTS, ClusterRecords, DataKind
 from p2pstore.transfer.tickets import Scope, issue_ticket
 from p2pstore.wire import Code, Empty, Message
 from tests.cluster.test_cli import Machine, done, failed, machine
@@ -152,18 +156,15 @@ def forged_record(identity: Identity, incarnation: int) -> PeerRecord:
 
 def forged_flush(identity: Identity, victim: Peer) -> Delta:
     """A flush of the default namespace, well signed, by the reader."""
-    from p2pstore.gossip.records import SCOPE_NAMESPACE, ClusterRecordKind
-    from p2pstore.objects import namespace_digest
-
-    clock = victim.node.core.clock.tick(victim.node.core.unix(victim.node.now))
+    clock = clock_from_unix_seconds(victim.node.core.unix(victim.node.now))
     record = ClusterRecord(
-        1,
-        int(ClusterRecordKind.FLOOR),
-        SCOPE_NAMESPACE,
-        namespace_digest("default"),
-        clock,
-        identity.peer_id,
-        b"",
+        format=1,
+        kind=int(ClusterRecordKind.FLOOR),
+        name=namespace_digest("default"),
+        clock=clock,
+        writer=writer_of(identity.peer_id),
+        signer=identity.peer_id,
+        scope=SCOPE_NAMESPACE,
     )
     return Delta([], [], [sign_cluster_record(record, identity)], [])
 
@@ -199,7 +200,7 @@ async def test_nothing_that_a_reader_says_by_gossip_is_taken_in(tmp_path: Path) 
         assert isinstance(await say(ControlKind.LEAVE, Leave(leaving)), Empty)
         with pytest.raises(LinkError) as refused:
             await say(ControlKind.PING_REQUEST, PingRequest(them, 100))
-        assert refused.value.code is Code.UNSUPPORTED
+        assert refused.value.code is Code.UNAVAILABLE
         for peer, other, incarnation in zip((a, b), (b, a), incarnations, strict=True):
             assert peer.node.core.gossip.incarnation == incarnation, "nothing to refute came"
             assert peer.node.core.gossip.membership.get(identity.peer_id) is None
@@ -214,8 +215,6 @@ async def test_a_readers_ticket_changes_nothing(tmp_path: Path) -> None:
     identity = Identity(bytes([9]) * 32)
     async with open_peer(config(tmp_path, "a", cluster_key_file=member)) as a:
         await a.put("k", b"value")
-        from p2pstore.transfer.messages import REQUESTS, ClusterRecords
-
         granted = issue_ticket(
             signer=identity,
             ring=ring_in(reader),
