@@ -47,6 +47,7 @@ NetworkName = Literal["lan", "wan", "local"]
 DirectoryName = Literal["auto", "full", "partitioned"]
 HugePagesName = Literal["auto", "never", "require"]
 SwitchName = Literal["off", "on"]
+OthersMay = Literal["read", "write"]
 
 
 class _NamesAreChecked(msgspec.StructMeta):
@@ -133,6 +134,7 @@ class PeerConfig(
     `directory`: whether this peer knows where all objects are (`full`), or its part of that, and asks others
     (`partitioned`); `auto` as `index_memory` and the size of the cluster allow. `checkpoint_memory`: how much
     checkpoints that clients fetch to memory may take, beside `memory`; unset: half of what is available then.
+    `socket_others`: what users other than this peer's own may do at the socket, if its mode lets them in at all.
     `metrics`: where the status page, `/metrics`, `/livez` and `/readyz` are answered over HTTP, to anybody; unset:
     nowhere. `metrics_keys`: the page shows the keys of the objects that are read most, not just their namespaces.
     """
@@ -173,6 +175,7 @@ class PeerConfig(
     socket: str | None = None
     socket_mode: str | None = None
     socket_group: str | None = None
+    socket_others: OthersMay = "write"
     max_leased: str | int = "50%"
     drain_timeout: float = 10.0
     metrics: str | None = None

@@ -516,6 +516,7 @@ class _Assembly:
             backend,
             mode=config.socket_mode_bits(),
             group=config.socket_group,
+            others_read_only=config.socket_others == "read",
             observer=node.watch,
         )
         nursery.start_soon(data_server.serve, listeners)

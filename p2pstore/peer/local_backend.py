@@ -169,6 +169,7 @@ class PeerLocalBackend:
             [segment],
             self._max_leased_bytes,
             p2pstore.__version__,
+            access=int(client.access),
         )
         table, passed = self._location_table, list(descriptors)
         if table is not None and client.reads_locations:

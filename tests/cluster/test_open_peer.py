@@ -46,6 +46,7 @@ def config(folder: Path, name: str, *bootstrap: Peer | str, **settings: object) 
         "listen": "127.0.0.1:0",
         "socket": str(folder / f"{name}.sock"),
         "bootstrap": addresses,
+        "insecure": True,  # tests that attack as a member need no key then
     }
     return PeerConfig(**{**defaults, **settings})  # type: ignore[arg-type]  # settings of every type
 

@@ -232,7 +232,7 @@ async def test_a_readers_ticket_changes_nothing(tmp_path: Path) -> None:
         changing = {
             *(DataKind.PUSH, DataKind.REPLICATE, DataKind.CLUSTER_RECORDS, DataKind.STORE),
             *(DataKind.STORE_PART, DataKind.READS, DataKind.SET_PINS, DataKind.SET_EXPIRY),
-            *(DataKind.CHECK_COPY, DataKind.MEASURE, DataKind.SWARM_LINK, DataKind.PIECE_TAKEN),
+            *(DataKind.CHECK_COPY, DataKind.SWARM_LINK, DataKind.PIECE_TAKEN),
         }
         assert not changing & READER_KINDS
         assert set(REQUESTS) >= READER_KINDS

@@ -103,8 +103,9 @@ def keygen(
 def _make(path: Path, source: str | None) -> list[str]:
     """A new file with one key, or with the readers' keys that go with those in `source`. Returns their ids."""
     from p2pstore.keyring import new_cluster_key
+    from p2pstore.statedir import readers_key_file
 
-    line = new_cluster_key() + "\n" if source is None else _readers(source)
+    line = new_cluster_key() + "\n" if source is None else readers_key_file(source)
     try:
         _write_new(path, line)
     except FileExistsError:
@@ -115,16 +116,6 @@ def _make(path: Path, source: str | None) -> list[str]:
     except OSError as error:
         raise CommandFailed(f"cannot write {path}: {error.strerror}") from error
     return _ids(line, path)
-
-
-def _readers(source: str) -> str:
-    from p2pstore.gossip.links.identity import Identity
-    from p2pstore.keyring import reader_keys
-    from p2pstore.objects import format_peer_id
-    from p2pstore.statedir import load_cluster_key_file
-
-    ring = load_cluster_key_file(source)
-    return reader_keys(ring, lambda seed: format_peer_id(Identity(seed).peer_id))
 
 
 def _change(path: Path, step: str) -> list[str]:

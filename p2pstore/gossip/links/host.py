@@ -261,6 +261,11 @@ class ControlHost:
             if any(connection.admitted for connection in connections)
         ]
 
+    def key_ids(self, peer_id: PeerId) -> list[bytes]:
+        """The ids of the keys with which this peer's streams were admitted."""
+        connections = self._connections.get(peer_id, ())
+        return [key_id for connection in connections for key_id in connection.key_ids]
+
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until `close`."""
         with self._scope:
