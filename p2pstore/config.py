@@ -121,7 +121,8 @@ class PeerConfig(
     room. `eviction_policy`: what goes first when it is full: `prefix` is for chains of blocks, which go from their
     tails, and keeps what is read again; `lru` lets go what was not used for longest; `s3-fifo` what is new and was not
     read twice. `quota`: how much of the memory is kept for a namespace (`NAMESPACE=SIZE`, or a table): what it has
-    there is evicted for no other; while it leaves it free, others use it. `ssd`: a directory on a local SSD, or a
+    there is evicted for no other; while it leaves it free, others use it. `capped`: namespaces that may take no more
+    memory than their quota. `ssd`: a directory on a local SSD, or a
     block device, for objects that memory has no room for; `ssd_capacity` of it are taken at the start; unset: half of
     what is free, or the whole device. What is there comes back after a restart. `ssd_writes_per_day`: how much may be
     written to it, for devices that wear out; unset: as much as there is to write. `network` says how long the others
@@ -155,6 +156,7 @@ class PeerConfig(
     more_memory: list[str] = []
     eviction_policy: PolicyName = DEFAULT_POLICY
     quota: list[str] | dict[str, str | int] = []
+    capped: list[str] = []
     ssd: str | None = None
     ssd_capacity: str | int | None = None
     ssd_writes_per_day: str | int | None = None
@@ -208,6 +210,11 @@ class PeerConfig(
         if pieces and not memory:
             raise ConfigError(f"{says['more_memory']}: with memory 0 there is nothing to add to")
         self._check_quotas(memory + sum(each.size for each in pieces), says["quota"])
+        for namespace in self.capped:
+            if namespace not in self._quotas(says["quota"]):
+                raise ConfigError(
+                    f"{says['capped']}: {namespace!r} has no {says['quota']}, which is the most that it may take"
+                )
         if self.max_objects is not None and self.max_objects < 1:
             raise ConfigError(f"{says['max_objects']}: {self.max_objects} must be at least 1")
         for setting in ("rdma_device", "rdma_topology"):

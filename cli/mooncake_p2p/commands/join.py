@@ -156,6 +156,10 @@ def join(
         list[str] | None,
         _option("NAMESPACE=SIZE", "Memory kept for a namespace; may be repeated [default: none]."),
     ] = None,
+    capped: Annotated[
+        list[str] | None,
+        _option("NAMESPACE", "Takes no more memory than its quota; may be repeated."),
+    ] = None,
     ssd: Annotated[
         str | None,
         _option("DIR|DEVICE", "SSD for what memory has no room for [default: none]."),
