@@ -476,7 +476,7 @@ class Gossip:
             return Failure(int(Code.BUSY), "that peer asks too much; let it ask less often")
         match request:
             case Ping():
-                return self._ack(sender, now)
+                return Ack(self.membership.own.incarnation, [], self._unix_ms(now))
             case Exchange():
                 theirs = read_request(request, self.knowledge.table)
                 self.record(now)
@@ -676,6 +676,8 @@ class Gossip:
             )
         elif reply is not None:
             self.membership.heard(asked.peer_id, now)
+        if isinstance(reply, Ack) and asked.kind == ControlKind.PING:
+            self.membership.answered(asked.peer_id, now)
         answers = self._probing.answered(token, asked, reply)
         return [*answers, *self._consequences(now)]
 

@@ -107,6 +107,48 @@ async def test_a_reader_finds_and_reads_what_members_put(tmp_path: Path) -> None
         assert await b.get("after") == b"2" * 3_000_000
 
 
+async def test_a_reader_that_held_a_member_dead_finds_out(tmp_path: Path) -> None:
+    """No member hears what a reader holds of it, so none refutes it."""
+    member, reader = keys(tmp_path)
+    async with (
+        cluster(tmp_path, 2, cluster_key_file=member) as (a, b),
+        open_peer(config(tmp_path, "r", a, cluster_key_file=reader)) as r,
+    ):
+        await b.put("k", b"value")
+        assert await r.get("k", wait=5) == b"value"
+        membership = r.node.core.gossip.membership
+        state = membership.get(b.node.core.peer_id)
+        assert state is not None
+        membership._set(state, Status.DEAD, state.incarnation, r.node.now)
+        assert len(r.node.core.live_peers()) == 1
+        await until(lambda: len(r.node.core.live_peers()) == 2)
+        assert await r.get("k", wait=5) == b"value"
+        assert b.node.core.gossip.incarnation == state.incarnation, "it need not refute"
+
+
+async def test_a_reader_uses_up_no_rumours(tmp_path: Path) -> None:
+    """A rumour rides on some messages only: were it told to readers, one who asks a lot would keep it from members."""
+    member, reader = keys(tmp_path)
+    async with (
+        open_peer(config(tmp_path, "a", cluster_key_file=member)) as a,
+        hostile_reader(reader, Identity(bytes([8]) * 32)) as one,
+        hostile_reader(reader, Identity(bytes([9]) * 32)) as other,
+    ):
+        membership = a.node.core.gossip.membership
+        membership._spread(membership.own)
+        for number in range(30):
+            hostile = (one, other)[
+                number % 2
+            ]  # a rumour is not told twice in a row to the same peer
+            for kind, request in (
+                (ControlKind.PING, Ping(0, [])),
+                (ControlKind.EXCHANGE, Exchange(b"", 0, b"", [])),
+                (ControlKind.EXCHANGE, Exchange(b"", 0, b"", [], members_hash=1)),
+            ):
+                await hostile.ask(membership.me, [a.control], kind, request, SECONDS)
+        assert membership.has_rumors
+
+
 async def test_a_reader_refuses_to_change_anything(tmp_path: Path) -> None:
     member, reader = keys(tmp_path)
     async with (

@@ -158,9 +158,10 @@ class Knowledge:
         *,
         as_runs: bool = False,
         to: PeerId | None = None,
+        rumors: bool = True,
     ) -> Delta:
         """What somebody (`to`) lacks who has this digest, and these cluster records. `as_runs`: it named this
-        peer's set of members."""
+        peer's set of members. `rumors`: whether claims ride along that others are to hear of."""
         mine = self.table.current()
         named, incarnations, record_sequences, log_sequences = theirs.along(mine.of.members)
         older = incarnations < mine.of.incarnations
@@ -192,7 +193,8 @@ class Knowledge:
             if their_records is not None
             else []
         )
-        claims = self.membership.claims(self._not_alive(theirs.beside(mine.of.members)), to)
+        gone = self._not_alive(theirs.beside(mine.of.members))
+        claims = self.membership.claims(gone, to) if rumors else self.membership.accusations(gone)
         claims += self.membership.refuted(mine.of.members[~named].tolist(), MAX_CLAIMS // 4)
         if as_runs and all(run.first_sequence <= MAX_PACKED_SEQUENCE for run in runs):
             packed = pack_runs(runs)

@@ -308,7 +308,7 @@ class Exchanges:
         floors = self._floors.answer(request.floors_epoch, request.floors_hash, now)
         differs = request.cluster_hash != self._records.hash
         return ExchangeReply(
-            self._delta_for(sender, theirs, differs),
+            self._delta_for(sender, theirs, differs, rumors=False),
             b"",
             self._records.hash,
             pack_buckets(self._records.bucket_hashes) if differs else b"",
@@ -365,15 +365,18 @@ class Exchanges:
             return [self._questions.ask(peer_id, ControlKind.DELTA, delta, now)]
         return []
 
-    def _delta_for(self, peer_id: PeerId, theirs: Theirs, differs: bool) -> Delta:
+    def _delta_for(
+        self, peer_id: PeerId, theirs: Theirs, differs: bool, *, rumors: bool = True
+    ) -> Delta:
         if theirs.digest is None:
-            return Delta([], [], [], self._membership.claims(to=peer_id))
+            return Delta([], [], [], self._membership.claims(to=peer_id) if rumors else [])
         return self._knowledge.delta_for(
             theirs.digest,
             self._config.delta_bytes,
             theirs.records if differs else None,
             as_runs=theirs.members_hash == self._knowledge.table.current().of.hash,
             to=peer_id,
+            rumors=rumors,
         )
 
     def _note_members(self, peer_id: PeerId, theirs: Theirs) -> bool:

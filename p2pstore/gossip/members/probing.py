@@ -206,7 +206,7 @@ class Probing:
             if not probe.asked_others:
                 return self._ask_others(state, probe, self._helpers(probe, neighbours), now)
             self._end(probe)
-            if state.heard_at < probe.sent_at and not self._config.observes:
+            if state.heard_at < probe.sent_at:
                 # A helper that did not even refuse: perhaps nothing reaches this peer.
                 self._membership.health.worse(1 + probe.helpers - probe.refusals)
                 self._membership.suspect(probe.peer_id, now)
