@@ -375,8 +375,7 @@ async def test_without_a_key_nobody_else_reaches_a_peer(
 async def test_advertising_an_address_opens_no_port(tmp_path: Path) -> None:
     """What is told to others is not what is bound: without a key that stays loopback."""
     options = {"listen": None, "advertise": "192.0.2.1", "data_advertise": ["192.0.2.1:1"]}
-    options |= {"insecure": False}
-    async with open_peer(config(tmp_path, "a", **options)) as peer:
+    async with open_peer(config(tmp_path, "a", **options, insecure=False)) as peer:
         assert peer.node.host.listening[0] == "127.0.0.1"
 
 
