@@ -263,6 +263,7 @@ class _Assembly:
         core.timekeeping.started(node.now)
         self.node = node
         await self._serve(node, office, listeners)
+        self.credentials.warn_if_open()
         if node.ssd is not None:  # the first thing of all when this peer ends
             self.stack.callback(node.ssd.ending.set)
         client = await self.stack.enter_async_context(

@@ -52,6 +52,9 @@ class Credentials:
         self._own_id = own_id
         self._reloading = trio.Lock()
         self._apply(self._read())
+
+    def warn_if_open(self) -> None:
+        """Say that nothing keeps anybody out, if that is so."""
         if self._open:
             logger.warning(
                 "--insecure without a cluster key: every user and machine that reaches this peer's ports may read, "
