@@ -470,6 +470,26 @@ class Gossip:
                 reply = Failure(int(Code.UNSUPPORTED), f"requests of kind {kind} are not answered")
         return reply, effects + self._consequences(now)
 
+    def serve_reader(self, sender: PeerId, kind: int, request: Message, now: float) -> Message:
+        """Answer a peer that was admitted as a reader: it is told what members are told. Nothing that it says is
+        taken in or passed on, and members do not know it; what it says unasked is acknowledged.
+
+        Raises `ProtocolError` for nonsense.
+        """
+        if not self.questions.budget.serve(sender, now):
+            return Failure(int(Code.BUSY), "that peer asks too much; let it ask less often")
+        match request:
+            case Ping():
+                return Ack(self.membership.own.incarnation, [], self._unix_ms(now))
+            case Exchange():
+                theirs = read_request(request, self.knowledge.table)
+                self.record(now)
+                return self._exchanges.answer_reader(sender, request, theirs, now)
+            case Delta() | Leave():
+                return Empty()
+            case _:
+                return Failure(int(Code.UNAVAILABLE), f"readers are not answered kind {kind}")
+
     def answered(self, token: int, reply: Message | None, now: float) -> list[Effect]:
         """The outcome of an `Ask`: its reply, a `Failure`, or None when nothing came in time.
 
@@ -663,6 +683,8 @@ class Gossip:
             self.membership.observe_claims([*claims, alive], now, asked.peer_id)
         elif reply is not None:
             self.membership.heard(asked.peer_id, now)
+        if isinstance(reply, Ack) and asked.kind == ControlKind.PING:
+            self.membership.answered(asked.peer_id, now)
         answers = self._probing.answered(token, asked, reply)
         return [*answers, *self._consequences(now)]
 
@@ -827,7 +849,7 @@ class Gossip:
     def _members(self) -> list[Member]:
         version, members = self._placement
         if version != self.membership.version:
-            members = [state.member for state in self.membership.live()]
+            members = [state.member for state in self.membership.homes()]
             self._placement = (self.membership.version, members)
         return members
 

@@ -664,6 +664,17 @@ class Node:
             raise error_of(reply.code, reply.text, reply.detail)
         return reply
 
+    async def serve_reader(self, sender: PeerId, kind: int, request: Message) -> Message:
+        """The control host's handler for peers that may only read."""
+        if self._ended:
+            raise StoreClosed("this peer has left")
+        self.watch.measures.messages[_kind_name(kind), "received"] += 1
+        reply = self.core.gossip.serve_reader(sender, ControlKind(kind), request, self.now)
+        self.process()
+        if isinstance(reply, Failure):
+            raise error_of(reply.code, reply.text, reply.detail)
+        return reply
+
     def control_lost(self, peer_id: PeerId) -> None:
         """The control connection to a peer broke: readers turn to others at once; whether the peer is gone,
         gossip finds out."""

@@ -163,9 +163,10 @@ class Knowledge:
         *,
         as_runs: bool = False,
         to: PeerId | None = None,
+        rumors: bool = True,
     ) -> Delta:
         """What somebody (`to`) lacks who has this digest, and these cluster records. `as_runs`: it named this
-        peer's set of members."""
+        peer's set of members. `rumors`: whether claims ride along that others are to hear of."""
         mine = self.table.current()
         named, incarnations, record_sequences, log_sequences = theirs.along(mine.of.members)
         older = incarnations < mine.of.incarnations
@@ -201,7 +202,8 @@ class Knowledge:
             else []
         )
         dead = [state.peer_id for state in gone if not state.leaving]
-        claims = self.membership.claims(dead, to)
+        membership = self.membership
+        claims = membership.claims(dead, to) if rumors else membership.accusations(dead)
         claims += self.membership.refuted(mine.of.members[~named].tolist(), MAX_CLAIMS // 4)
         if as_runs and all(run.first_sequence <= MAX_PACKED_SEQUENCE for run in runs):
             packed = pack_runs(runs)

@@ -107,6 +107,9 @@ class MembershipConfig:
     retransmit_multiplier: int = 4
     claims_per_message: int = 32
     recontact_interval_seconds: float = 1.0
+    observes: bool = False
+    """Whether this peer is a reader: members do not know it, so it is no home, and nobody refutes what it holds of
+    others (`answered`)."""
     dead_kept_seconds: float = 24 * 3600.0
     max_members: int = 10_000
     met_before_trust: int = 64
@@ -284,6 +287,10 @@ class Membership:
             self._others = [state for state in self.live() if state is not self._own]
         return self._others
 
+    def homes(self) -> list[MemberState]:
+        """`live()`, as every member knows it: without this peer when it only observes."""
+        return self.others() if self.config.observes else self.live()
+
     @property
     def dead_count(self) -> int:
         """How many are known that were alive once: dead, or gone on purpose, with a record."""
@@ -411,6 +418,17 @@ class Membership:
             self._forget_introducer(state)
             self._accusers.heard(state.member, now)
 
+    def answered(self, peer_id: PeerId, now: float) -> None:
+        """The member itself answered a probe of this peer. That is all that a reader has to go by: where it held the
+        member suspect or dead, the member would not refute it, as nothing that a reader says is taken in."""
+        state = self._states.get(peer_id)
+        if (
+            self.config.observes
+            and state is not None
+            and state.status in (Status.SUSPECT, Status.DEAD)
+        ):
+            self._set(state, Status.ALIVE, state.incarnation, now)
+
     def suspect(self, peer_id: PeerId, now: float) -> None:
         """A probe of this peer's own has failed: accuse the member, or confirm what others say of it."""
         state = self._states.get(peer_id)
@@ -521,10 +539,14 @@ class Membership:
 
         The receiver of a message hears first what is said of it, so that it can refute at once.
         """
-        chosen = [claim for peer_id in about if (claim := self.accusation(peer_id)) is not None]
+        chosen = self.accusations(about)
         room = max(0, self.config.claims_per_message - len(chosen))
         chosen += self._rumors.take(to, room, self.retransmit_limit())
         return chosen
+
+    def accusations(self, about: Iterable[PeerId]) -> list[Claim]:
+        """What to tell a reader of these members. Rumours are for members: each rides on a few messages only."""
+        return [claim for peer_id in about if (claim := self.accusation(peer_id)) is not None]
 
     def accusation(self, peer_id: PeerId) -> Claim | None:
         """What to tell somebody who believes this member alive; None when so does this peer.
