@@ -87,3 +87,33 @@ async def test_a_snapshot_that_is_nonsense_is_dropped_and_fetched_again(
             await until(lambda: knows_all(b, a))
         assert served >= 2
         assert "names a key twice" in caplog.text
+
+
+async def test_a_snapshot_of_more_than_its_owner_signed_is_not_even_received(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked: list[int] = []
+
+    def check(packed: bytes) -> object:
+        checked.append(len(packed))
+        return check_snapshot(packed)
+
+    monkeypatch.setattr(node, "check_snapshot", check)
+    async with cluster(tmp_path, 2) as (a, b):
+        hold(a)
+        await until(lambda: knows_all(b, a))
+        real, served = PeerDataBackend._own_snapshot, 0
+
+        async def first_too_long(backend: PeerDataBackend) -> object:
+            nonlocal served
+            served += 1
+            reply, parts = await real(backend)
+            return reply, [*parts, bytes(100 << 20)] if served == 1 else parts
+
+        monkeypatch.setattr(PeerDataBackend, "_own_snapshot", first_too_long)
+        with caplog.at_level(logging.WARNING, "p2pstore.peer"):
+            lose(b, a)
+            await until(lambda: knows_all(b, a))
+        assert served >= 2
+        assert checked == [COUNT * LOCATION_BYTES] * len(checked)
+        assert "at most" in caplog.text
