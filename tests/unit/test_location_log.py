@@ -119,7 +119,14 @@ def test_runs_are_told_whole_and_signed(
         if count:
             ring.sign(count, ring.signed.to_bytes(64, "little"))
         assert ring.first - 1 <= ring.signed <= ring.last
-        for known in range(ring.last + 2):
+        for known in {
+            0,
+            ring.first - 2,
+            ring.first - 1,
+            ring.first,
+            ring.signed - 1,
+            ring.last + 1,
+        }:
             runs = ring.since(known, limit_bytes)
             assert sum(len(run.operations) for run in runs) <= limit_bytes
             sequence = known
@@ -142,6 +149,22 @@ def test_a_run_that_does_not_follow_takes_the_place_of_those_before() -> None:
     ring.append(SignedRun(6, bytes(5 * LOCATION_BYTES), b"c" * 64))
     assert [(run.first_sequence, run.last_sequence) for run in ring.since(6, 1 << 20)] == [(6, 10)]
     assert ring.since(4, 1 << 20) == []
+
+
+@given(st.integers(1, 8), st.lists(st.integers(1, 30), max_size=40))
+def test_runs_of_others_are_kept_whole_however_long(limit: int, counts: list[int]) -> None:
+    ring, sent = OperationRing(limit), []
+    for count in counts:
+        operations = bytes([len(sent)]) * LOCATION_BYTES * count
+        sent.append(SignedRun(ring.last + 1, operations, bytes([len(sent)]) * 64))
+        ring.append(sent[-1])
+        assert ring.signed == ring.last
+        told = ring.since(ring.first - 1, 1 << 20)
+        assert told == sent[-len(told) :]
+        assert sum(len(run.operations) for run in told) == (ring.last + 1 - ring.first) * (
+            LOCATION_BYTES
+        )
+        assert ring.last + 1 - ring.first >= min(limit, ring.last)
 
 
 def test_many_little_runs_take_no_more_room_than_operations_do() -> None:

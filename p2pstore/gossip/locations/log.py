@@ -103,8 +103,7 @@ class OperationRing:
         """Append operations that follow `last` and are not signed yet."""
         self._packed += packed
         self.last += len(packed) // LOCATION_BYTES
-        if len(self._packed) > (self.limit + self.limit // 4) * LOCATION_BYTES:
-            self.resize(self.limit)
+        self._cut()
 
     def unsigned(self, limit: int) -> bytes:
         """The first operations that are not signed yet."""
@@ -116,6 +115,11 @@ class OperationRing:
         assert len(signature) == SIGNATURE_BYTES
         self._ends.append(self.signed + count)
         self._signatures += signature
+        self._cut()
+
+    def _cut(self) -> None:
+        if len(self._packed) > (self.limit + self.limit // 4) * LOCATION_BYTES:
+            self.resize(self.limit)
         most = max(_FEW, self.limit // 4)
         if len(self._ends) > most + most // 4:
             self._drop_runs(len(self._ends) - most)
@@ -126,7 +130,8 @@ class OperationRing:
             self._drop_runs(len(self._ends))
             self._packed.clear()
             self.last = run.first_sequence - 1
-        self.extend(run.operations)
+        self._packed += run.operations
+        self.last = run.last_sequence
         self.sign(len(run.operations) // LOCATION_BYTES, run.signature)
 
     def resize(self, limit: int) -> None:
