@@ -275,7 +275,7 @@ def test_a_thousand_holders_in_one_answer_are_cut() -> None:
     record = world.location(remote_object("k", b"1"))
     world.answer(ask, Locations([[Holding(1000 + n, 1, 1, record) for n in range(1000)]]))
     assert operation.done
-    assert len(world.gossip.directory.holders(digest_of("k"))) == 64
+    assert len(world.gossip.directory._early) == 64
 
 
 # --- waiting ---------------------------------------------------------------------------------
