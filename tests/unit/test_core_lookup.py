@@ -392,9 +392,9 @@ def test_many_keys_are_gone_through_in_steps(monkeypatch: pytest.MonkeyPatch) ->
     looked = Counter[float]()
     known_copies = world.core.known_copies
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **named: Any) -> Any:
         looked[world.now] += 1
-        return known_copies(*arguments)
+        return known_copies(*arguments, **named)
 
     monkeypatch.setattr(world.core, "known_copies", counted)
     world.hold(world.others[0], "k3", b"known")
