@@ -153,7 +153,8 @@ def test_a_run_that_does_not_follow_takes_the_place_of_those_before() -> None:
 
 @given(st.integers(1, 8), st.lists(st.integers(1, 30), max_size=40))
 def test_runs_of_others_are_kept_whole_however_long(limit: int, counts: list[int]) -> None:
-    ring, sent = OperationRing(limit), []
+    ring = OperationRing(limit)
+    sent: list[SignedRun] = []
     for count in counts:
         operations = bytes([len(sent)]) * LOCATION_BYTES * count
         sent.append(SignedRun(ring.last + 1, operations, bytes([len(sent)]) * 64))
