@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import tests.unit.core_harness as harness
 from p2pstore.core.flush import FlushOperation
 from p2pstore.core.put import PutOperation, PutSpec
+from p2pstore.gossip.locations.signed_runs import MAX_SIGNED_OPERATIONS, sign_run
 from p2pstore.gossip.messages import REQUESTS as GOSSIP
 from p2pstore.gossip.messages import (
     Claim,
@@ -31,6 +32,7 @@ from p2pstore.gossip.messages import (
 )
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
+    LOCATION_BYTES,
     ClusterRecord,
     ClusterRecordKind,
     FloorBody,
@@ -177,12 +179,15 @@ class Requests:
             (90_000, 2 * 10**7, self.clock),
             (min(OBJECTS, 50_000), 0, 1 << 20),
         ):
-            chunk = LogChunk(
-                self.other.member, harness.OTHER_INCARNATION, first, packed(begin, count, clock)
-            )
-            first += count
+            chunks = []
+            for start in range(0, count, MAX_SIGNED_OPERATIONS):
+                operations = packed(begin + start, min(MAX_SIGNED_OPERATIONS, count - start), clock)
+                place = harness.OTHER_INCARNATION, first
+                signature = sign_run(self.other.signer, *place, operations)
+                chunks.append(LogChunk(self.other.member, *place, operations, signature))
+                first += len(operations) // LOCATION_BYTES
             what = f"DELTA of {count:,} operations"
-            self.tell(what, ControlKind.DELTA, Delta([], [chunk], [], []))
+            self.tell(what, ControlKind.DELTA, Delta([], chunks, [], []))
         for begin in range(2, MEMBERS, 500):
             numbers = range(begin, min(begin + 500, MEMBERS))
             records = [harness.peer_record(harness.SimulatedSigner(n)) for n in numbers]

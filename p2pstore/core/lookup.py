@@ -151,7 +151,7 @@ class LookupOperation(Operation):
         self._hedge_at.pop(tag, None)
         unsure: Sequence[int] = range(len(digests))
         if isinstance(reply, Locations):
-            self.core.learn_locations(digests, reply, now)
+            self.core.learn_locations(home, digests, reply, now)
             self._told_of.update(self._homes_left.keys() & digests)
             unsure = [place for place in reply.unsure if 0 <= place < len(digests)]
             doubtful = {digests[place] for place in unsure} if self._ask_always else frozenset()
@@ -215,7 +215,7 @@ class LookupOperation(Operation):
     def _usable(self, digest: bytes, now: float) -> bool:
         return any(
             copy.reachable and copy.member not in self._exclude
-            for copy in self.core.known_copies(digest, now, self._namespace)
+            for copy in self.core.known_copies(digest, now, self._namespace, hearsay=True)
         )
 
     def _look_on(self, now: float) -> None:
@@ -313,7 +313,7 @@ class LookupOperation(Operation):
         start = len(self._collected)
         some = self.digests[start : start + self.core.keys_per_step]
         for digest in some:
-            known = self.core.known_copies(digest, now, self._namespace)
+            known = self.core.known_copies(digest, now, self._namespace, hearsay=True)
             copies = [copy for copy in known if copy.member not in self._exclude]
             if copies and not copies[0].local:
                 self.core.gossip.partitions.used(digest, now)

@@ -44,6 +44,7 @@ from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.core.times_to_live import Expiries
 from p2pstore.core.write_back import WriteBack
 from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
+from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.messages import Status
@@ -380,10 +381,16 @@ class PeerCore:
         return self.gossip.name_of(peer_id)
 
     def known_copies(
-        self, digest: bytes, now: float, namespace: bytes | None = None
+        self,
+        digest: bytes,
+        now: float,
+        namespace: bytes | None = None,
+        *,
+        hearsay: bool = False,
     ) -> list[KnownCopy]:
         """All copies this peer knows of, newest version first, then reachable ones first,
-        and those whose connection just failed last.
+        and those whose connection just failed last. With `hearsay` also those of which only a home spoke: to look
+        there, not to judge by them what is to be kept.
 
         Versions that a floor forbids (the floor of the namespace, too, when its digest is given) are left
         out, those whose holder may have missed a floor, and those from over 10 s in the future: this peer
@@ -393,7 +400,7 @@ class PeerCore:
         mine = self.own_location(digest, now)
         if mine is not None:
             copies.append(KnownCopy(self.member, self.peer_id, mine, reachable=True, local=True))
-        for holding in self.gossip.holders(digest, now):
+        for holding in self.gossip.holders(digest, now, hearsay=hearsay):
             version = holding.record.version
             if self.gossip.cluster_records.floors.forbids(digest, namespace, version):
                 continue
@@ -417,14 +424,19 @@ class PeerCore:
         )
         return copies
 
-    def learn_locations(self, digests: Sequence[bytes], reply: Locations, now: float) -> None:
+    def learn_locations(
+        self, home: PeerId, digests: Sequence[bytes], reply: Locations, now: float
+    ) -> None:
         """Take in a home peer's answer to a LOOKUP of `digests`."""
         for digest, holdings in zip(digests, reply.items, strict=False):
             for holding in holdings[:64]:
                 if holding.member != self.member and check_holding_record(holding.record, digest):
                     self.gossip.heard_of(holding.record, now)
                     position = (holding.incarnation, holding.sequence)
-                    self.gossip.locations.heard(holding.member, position, holding.record, now)
+                    word = Word.OWN if holding.member == member_of(home) else Word.HOME
+                    self.gossip.locations.heard(
+                        holding.member, position, holding.record, now, word=word
+                    )
 
     def is_avoided(self, member: Member, now: float) -> bool:
         """Whether a connection to the member failed a moment ago."""

@@ -217,6 +217,8 @@ def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
         )
     for known in core.gossip.holders(digest, now):
         version = known.record.version
+        if known.hearsay:  # of others: let each speak for itself
+            continue
         if not (
             core.gossip.cluster_records.floors.forbids(digest, None, version)
             or core.gossip.doubts(known.member, version, now)

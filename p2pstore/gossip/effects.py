@@ -22,12 +22,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class FetchSnapshot:
-    """Fetch the location set of `member` from `peer_id`; the outcome goes to `snapshot_fetched`."""
+    """Fetch the location set of `member` from `peer_id`; the outcome goes to `snapshot_fetched`. One of more than
+    `most_bytes` is not even received."""
 
     token: int
     peer_id: PeerId
     member: Member
     timeout_seconds: float
+    most_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,13 @@ from p2pstore.gossip.locations.catch_up import CatchUp
 from p2pstore.gossip.locations.directory import Directory, Location
 from p2pstore.gossip.locations.log import MAX_STAMP, OwnLog, newest_clock
 from p2pstore.gossip.locations.published_locations import PublishedLocations
-from p2pstore.gossip.locations.snapshots import CheckedSnapshot, Packed, check_snapshot
+from p2pstore.gossip.locations.signed_runs import SigningPace
+from p2pstore.gossip.locations.snapshots import (
+    CheckedSnapshot,
+    Packed,
+    check_snapshot,
+    most_snapshot_bytes,
+)
 from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.members.contacts import Contacts
 from p2pstore.gossip.members.membership import (
@@ -85,6 +91,7 @@ from p2pstore.gossip.messages import (
     Status,
 )
 from p2pstore.gossip.records import (
+    LOCATION_BYTES,
     ClusterRecord,
     LocationRecord,
     Member,
@@ -191,6 +198,9 @@ class Gossip:
             self.membership, rng, config.active_view, config.view_rotation_seconds
         )
         rate = OperationRate(config.eager_operations_per_second)
+        self._signer = signer
+        self._recorded: SignedRecord | None = None
+        self._pace = SigningPace(lambda: rate.is_high, lambda: 1 + len(self.directory.unsettled))
         self._exchanges = Exchanges(
             config, self.knowledge, self.floors, self.questions, self.view, rng, rate
         )
@@ -204,9 +214,7 @@ class Gossip:
         self._probing = Probing(self.membership, self.questions, rng)
         self._housekeeping_at = -math.inf
         self._fresh = FreshNews(config, self.knowledge, self.view, self.questions, rate)
-        self._catch_up = CatchUp(
-            self.directory, config.ring_limit, config.behind_seconds, config.head_interval_seconds
-        )
+        self._catch_up = CatchUp(self.directory, config.ring_limit, config.behind_seconds)
         self._forget_at: dict[Member, float] = {}
         self.losses = 0
         """Grows whenever a member that may have held something died, left, began anew or was expelled."""
@@ -253,8 +261,14 @@ class Gossip:
             self.directory.hide_own(digest)
 
     def record(self, now: float) -> SignedRecord:
-        """This peer's own record, signed anew when something changed."""
-        return self.own_record.signed(now)
+        """This peer's own record, signed anew when something changed; its head's operations are signed with it."""
+        signed = self.own_record.signed(now)
+        wanted = self.log.signed < self.log.sequence and self.partitions.logs_are_read
+        if wanted and (signed is not self._recorded or self._pace.may_sign(now)):
+            self.log.sign(self._signer)
+            self._pace.signed(now)
+        self._recorded = signed
+        return signed
 
     def offer_changed(self) -> None:
         """This peer offers something else now that others should hear of soon."""
@@ -340,9 +354,10 @@ class Gossip:
         shown = None if state is None or state.signed is None else state.floors_horizon
         return self.floors.doubted_up_to(member, shown, now)
 
-    def holders(self, digest: bytes, now: float) -> list[Location]:
-        """Who is known to hold the key: owners believed alive first, among them the newest version first."""
-        return self.locations.holders(digest, now)
+    def holders(self, digest: bytes, now: float, *, hearsay: bool = False) -> list[Location]:
+        """Who is known to hold the key: owners believed alive first, among them the newest version first. With
+        `hearsay` also who may hold it: for who looks there."""
+        return self.locations.holders(digest, now, hearsay=hearsay)
 
     def homes(self, digest: bytes) -> list[PeerId]:
         """The key's home peers, best first; this one may be among them."""
@@ -527,6 +542,13 @@ class Gossip:
         self._catch_up.failed(asked.member, now)
         if head is None:
             return []
+        size_bytes = (
+            packed.count * LOCATION_BYTES if isinstance(packed, CheckedSnapshot) else len(packed)
+        )
+        if size_bytes > asked.most_bytes:
+            raise ProtocolError(
+                f"a snapshot of {size_bytes:,} bytes; after what its owner signed it has at most {asked.most_bytes:,}"
+            )
         if not 0 <= head.sequence < MAX_INCARNATION:
             raise ProtocolError(f"a snapshot at sequence {head.sequence}")
         checked = packed if isinstance(packed, CheckedSnapshot) else check_snapshot(packed)
@@ -699,7 +721,7 @@ class Gossip:
         return self._exchanges.follow_up(asked.peer_id, theirs, now, news=news.anything)
 
     def _take_delta(self, sender: PeerId, delta: Delta, now: float) -> News:
-        checked = self.knowledge.check(delta, now)
+        checked = self.knowledge.check(delta, now, sender)
         known = [self.membership.get(record.peer_id) for record, _ in checked.records]
         records = [state.record if state is not None else None for state in known]
         news = self.knowledge.apply(checked, now, sender)
@@ -784,7 +806,15 @@ class Gossip:
         if not self.partitions.mode.follows_logs:
             return []
         owners = self._catch_up.due(self.membership.others(), self.questions.fetching(), now)
-        return [self.questions.fetch_snapshot(state.peer_id, state.member, now) for state in owners]
+        return [
+            self.questions.fetch_snapshot(
+                state.peer_id,
+                state.member,
+                most_snapshot_bytes(self.directory.head(state.member).count),
+                now,
+            )
+            for state in owners
+        ]
 
     # --- inside ------------------------------------------------------------------------------
 

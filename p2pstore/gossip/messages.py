@@ -132,12 +132,14 @@ CLUSTER_CELLS: Final = 64
 
 
 class LogChunk(Message, frozen=True):
-    """Operations of one member's log, contiguous from `first_sequence`: packed location records."""
+    """Operations of one member's log, contiguous from `first_sequence`: packed location records. The member signed
+    them (`signed_runs`); without its signature they count for nothing."""
 
     member: int
     incarnation: int
     first_sequence: int
     operations: bytes
+    signature: bytes = b""
 
 
 MAX_RECORDS: Final = 1024
@@ -151,7 +153,8 @@ class Delta(Message, frozen=True):
     """What the receiver lacks: peer records, then log operations, then cluster records.
 
     More log operations are in `operations`, which `runs` divides among the members that `members_hash`
-    stands for (`digests`). They are sent to those only who have named that hash.
+    stands for (`digests`), with a signature of 64 bytes for each run. They are sent to those only who have named that
+    hash.
     """
 
     records: SignedRecords
@@ -161,6 +164,7 @@ class Delta(Message, frozen=True):
     members_hash: int = 0
     runs: bytes = b""
     operations: bytes = b""
+    signatures: bytes = b""
 
 
 class Exchange(Message, frozen=True):

@@ -16,6 +16,7 @@ from p2pstore.errors import (
     P2PStoreError,
     ProtocolError,
 )
+from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import messages as local
 from p2pstore.local.server import LocalClient
@@ -278,7 +279,7 @@ class LocalPuts:
             now = self._node.now
             position = (message.incarnation, message.sequence)
             self._core.gossip.locations.heard(
-                member_of(message.peer_id), position, message.record, now
+                member_of(message.peer_id), position, message.record, now, word=Word.OWN
             )
             stamp = decode_location(message.record).version.clock
             self._core.clock.observe(

@@ -117,7 +117,6 @@ to take a thousandth of a core."""
 RESTORE_SECONDS: Final = 1.0
 RESTORE_COUNT: Final = 256
 """Index entries and slots that are looked at in one step, which takes up to 1 ms."""
-MAX_SNAPSHOT_BYTES: Final = 512 * 1024 * 1024
 
 
 class Node:
@@ -285,6 +284,8 @@ class Node:
             self._member_changed(change)
         for member, count in self.core.gossip.directory.shares.take_news().items():
             self._locations_refused(member, count)
+        for sender, owner in self.core.gossip.knowledge.wrong_runs.take_news().items():
+            self._wrong_operations(sender, owner)
         self.core.flush_pushes(self.now)
         self._follow_checkpoints()
         for note in self.core.timekeeping.take_notes():
@@ -358,6 +359,16 @@ class Node:
             name,
             f"{count:,}",
             extra={"event": "locations_refused"},
+        )
+
+    def _wrong_operations(self, sender: PeerId, owner: PeerId) -> None:
+        logger.error(
+            "peer %s passed on changes to what %s holds that %s did not make: no changes are taken from it before it "
+            "starts again. If its version is that of the others, take it out of the cluster",
+            self.core.name_of(sender),
+            self.core.name_of(owner),
+            self.core.name_of(owner),
+            extra={"event": "wrong_operations", "peer_id": format_peer_id(sender)},
         )
 
     def _execute(self, effect: object) -> None:
@@ -690,7 +701,7 @@ class Node:
                     self.remote_peer(effect.peer_id),
                     DataKind.SNAPSHOT,
                     Snapshot(effect.member),
-                    MAX_SNAPSHOT_BYTES,
+                    effect.most_bytes,
                 )
                 if isinstance(reply, SnapshotReply):
                     checked = await trio.to_thread.run_sync(

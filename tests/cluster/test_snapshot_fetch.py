@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
@@ -13,7 +14,9 @@ from p2pstore.objects import Version
 from p2pstore.peer import Peer, node
 from p2pstore.peer.data_backend import PeerDataBackend
 from tests.cluster.test_open_peer import cluster, until
-from tests.unit.gossip_network import digest_of
+from tests.unit.gossip_network import (
+    digest_of,
+)
 
 COUNT = 3 * STEP_RECORDS
 
@@ -33,6 +36,14 @@ def knows_all(reader: Peer, owner: Peer) -> bool:
     return mine.directory.position(theirs.member) == (theirs.incarnation, theirs.log.sequence)
 
 
+def lose(reader: Peer, owner: Peer) -> None:
+    """The reader's view is not what its owner signed."""
+    directory, gossip = reader.node.core.gossip.directory, owner.node.core.gossip
+    wrong = replace(gossip.log.head, set_hash=1)
+    assert not directory.observe_head(gossip.member, gossip.incarnation, wrong)
+    directory.observe_head(gossip.member, gossip.incarnation, gossip.log.head)
+
+
 async def test_a_lost_view_is_fetched_whole_and_checked_beside_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,7 +58,7 @@ async def test_a_lost_view_is_fetched_whole_and_checked_beside_the_loop(
         hold(a)
         await until(lambda: knows_all(b, a))
         directory, member = b.node.core.gossip.directory, a.node.core.gossip.member
-        directory.distrust(member)
+        lose(b, a)
         assert directory.holders(digest_of(1)) == []
         await until(lambda: knows_all(b, a) and not directory.work_pending)
         assert directory.record_count == COUNT
@@ -72,7 +83,37 @@ async def test_a_snapshot_that_is_nonsense_is_dropped_and_fetched_again(
 
         monkeypatch.setattr(PeerDataBackend, "_own_snapshot", first_broken)
         with caplog.at_level(logging.WARNING, "p2pstore.peer"):
-            b.node.core.gossip.directory.distrust(a.node.core.gossip.member)
+            lose(b, a)
             await until(lambda: knows_all(b, a))
         assert served >= 2
         assert "names a key twice" in caplog.text
+
+
+async def test_a_snapshot_of_more_than_its_owner_signed_is_not_even_received(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked: list[int] = []
+
+    def check(packed: bytes) -> object:
+        checked.append(len(packed))
+        return check_snapshot(packed)
+
+    monkeypatch.setattr(node, "check_snapshot", check)
+    async with cluster(tmp_path, 2) as (a, b):
+        hold(a)
+        await until(lambda: knows_all(b, a))
+        real, served = PeerDataBackend._own_snapshot, 0
+
+        async def first_too_long(backend: PeerDataBackend) -> object:
+            nonlocal served
+            served += 1
+            reply, parts = await real(backend)
+            return reply, [*parts, bytes(100 << 20)] if served == 1 else parts
+
+        monkeypatch.setattr(PeerDataBackend, "_own_snapshot", first_too_long)
+        with caplog.at_level(logging.WARNING, "p2pstore.peer"):
+            lose(b, a)
+            await until(lambda: knows_all(b, a))
+        assert served >= 2
+        assert checked == [COUNT * LOCATION_BYTES] * len(checked)
+        assert "at most" in caplog.text

@@ -35,6 +35,7 @@ from p2pstore.gossip.exchange.digests import (
 )
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
+from p2pstore.gossip.locations.signed_runs import SIGNATURE_BYTES
 from p2pstore.gossip.records import (
     ClusterRecord,
     LogHead,
@@ -310,8 +311,10 @@ def packed_lists(rng: Random, sent: list[bytes]) -> None:
         unpack_positions(_mutated(rng, sent, rng.randbytes(9 * 3)), members)
     operations = rng.randbytes(34 * rng.randrange(4))
     with suppress(ProtocolError):
-        rows = check_runs(_mutated(rng, sent, b"\0\0\1\0\1\0\0\0\0" * 3), operations)
-        list(read_runs(rows, operations, members))
+        packed = _mutated(rng, sent, b"\0\0\1\0\1\0\0\0\0" * 3)
+        signatures = bytes(SIGNATURE_BYTES * (len(packed) // 9))
+        rows = check_runs(packed, operations, signatures)
+        list(read_runs(rows, operations, signatures, members))
 
 
 # --- text ------------------------------------------------------------------------------------

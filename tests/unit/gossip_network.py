@@ -11,6 +11,8 @@ from random import Random
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.effects import Push
 from p2pstore.gossip.locations.directory import Location
+from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.signed_runs import SIGNATURE_BYTES, SignedRun
 from p2pstore.gossip.machine import (
     Answer,
     Ask,
@@ -26,6 +28,7 @@ from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.messages import REPLIES, REQUESTS, Claim, ControlKind, Status
 from p2pstore.gossip.records import (
     ED25519_PREFIX,
+    LOCATION_BYTES,
     LocationRecord,
     LogHead,
     PeerId,
@@ -118,6 +121,23 @@ def digest_of(number: int) -> bytes:
 
 def location(number: int, clock: int = 1, writer: int = 1) -> LocationRecord:
     return LocationRecord(digest_of(number), Version(clock, writer), number & 0xFFFF, 1)
+
+
+def operations_after(log: OwnLog, sequence: int, limit_bytes: int = 1 << 40) -> bytes:
+    """What a log's owner wrote after `sequence`, packed; nothing when the log is cut behind there."""
+    while log.signed < log.sequence:
+        log.sign(FakeSigner(peer_id_of(0)))
+    runs = log.since(sequence, 1 << 40)
+    if not runs:
+        return b""
+    start = (sequence + 1 - runs[0].first_sequence) * LOCATION_BYTES
+    operations = b"".join(run.operations for run in runs)
+    return operations[start : start + limit_bytes // LOCATION_BYTES * LOCATION_BYTES]
+
+
+def run_at(first_sequence: int, operations: bytes) -> SignedRun:
+    """A run for a directory, which leaves it to others to check signatures."""
+    return SignedRun(first_sequence, operations, bytes(SIGNATURE_BYTES))
 
 
 class Node:

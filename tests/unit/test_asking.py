@@ -22,7 +22,7 @@ def test_questions_are_counted_by_kind_until_they_are_answered_or_lost() -> None
         if rng.random() < 0.5:
             kind = rng.choice((*KINDS, None))
             if kind is None:
-                token = questions.fetch_snapshot(peer_id_of(step), step, now).token
+                token = questions.fetch_snapshot(peer_id_of(step), step, 0, now).token
             else:
                 token = questions.ask(peer_id_of(step), kind, Empty(), now).token
             model[token] = (kind, step, now)

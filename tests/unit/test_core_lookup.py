@@ -275,7 +275,7 @@ def test_a_thousand_holders_in_one_answer_are_cut() -> None:
     record = world.location(remote_object("k", b"1"))
     world.answer(ask, Locations([[Holding(1000 + n, 1, 1, record) for n in range(1000)]]))
     assert operation.done
-    assert len(world.gossip.directory.holders(digest_of("k"))) == 64
+    assert len(world.gossip.directory._early) == 64
 
 
 # --- waiting ---------------------------------------------------------------------------------
@@ -392,9 +392,9 @@ def test_many_keys_are_gone_through_in_steps(monkeypatch: pytest.MonkeyPatch) ->
     looked = Counter[float]()
     known_copies = world.core.known_copies
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **named: Any) -> Any:
         looked[world.now] += 1
-        return known_copies(*arguments)
+        return known_copies(*arguments, **named)
 
     monkeypatch.setattr(world.core, "known_copies", counted)
     world.hold(world.others[0], "k3", b"known")

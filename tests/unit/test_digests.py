@@ -22,6 +22,9 @@ from p2pstore.gossip.exchange.digests import (
     unpack_digest,
     unpack_positions,
 )
+from p2pstore.gossip.locations.signed_runs import SignedRun
+from p2pstore.gossip.messages import LogChunk
+from p2pstore.gossip.records import LOCATION_BYTES
 from tests.unit.digest_rows import digest_from
 
 u64 = st.integers(0, (1 << 64) - 1)
@@ -85,19 +88,20 @@ def test_positions_are_of_all_members_or_none() -> None:
 
 def test_runs_name_members_by_place() -> None:
     members = digest_from([(70, 5, 0, 0), (80, 6, 0, 0), (90, 7, 0, 0)]).of
-    sent = [Run(2, MAX_PACKED_SEQUENCE, b"a" * 34), Run(0, 1, b"b" * 68), Run(2, 9, b"c" * 34)]
-    packed, operations = pack_runs(sent)
-    chunks = list(read_runs(check_runs(packed, operations), operations, members))
-    assert [
-        (chunk.member, chunk.incarnation, chunk.first_sequence, chunk.operations)
-        for chunk in chunks
-    ] == [
-        (90, 7, MAX_PACKED_SEQUENCE, b"a" * 34),
-        (70, 5, 1, b"b" * 68),
-        (90, 7, 9, b"c" * 34),
+    sent = [
+        Run(2, SignedRun(MAX_PACKED_SEQUENCE, b"a" * LOCATION_BYTES, b"A" * 64)),
+        Run(0, SignedRun(1, b"b" * 2 * LOCATION_BYTES, b"B" * 64)),
+        Run(2, SignedRun(9, b"c" * LOCATION_BYTES, b"C" * 64)),
+    ]
+    packed = pack_runs(sent)
+    assert list(read_runs(check_runs(*packed), *packed[1:], members)) == [
+        LogChunk(90, 7, MAX_PACKED_SEQUENCE, b"a" * LOCATION_BYTES, b"A" * 64),
+        LogChunk(70, 5, 1, b"b" * 2 * LOCATION_BYTES, b"B" * 64),
+        LogChunk(90, 7, 9, b"c" * LOCATION_BYTES, b"C" * 64),
     ]
     with pytest.raises(ProtocolError, match="member 3 of 3"):
-        list(read_runs(check_runs(*pack_runs([Run(3, 1, b"a" * 34)])), b"a" * 34, members))
+        packed = pack_runs([Run(3, SignedRun(1, b"a" * LOCATION_BYTES, bytes(64)))])
+        list(read_runs(check_runs(*packed), *packed[1:], members))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,14 @@ def test_runs_name_members_by_place() -> None:
 )
 def test_runs_that_make_no_sense(runs: bytes, operations: bytes) -> None:
     with pytest.raises(ProtocolError):
-        check_runs(runs, operations)
+        check_runs(runs, operations, bytes(64 * (len(runs) // 9)))
+
+
+def test_each_run_has_a_signature() -> None:
+    packed = pack_runs([Run(0, SignedRun(1, bytes(LOCATION_BYTES), bytes(64)))])
+    for signatures in (b"1", bytes(63), bytes(128)):
+        with pytest.raises(ProtocolError, match="signatures"):
+            check_runs(packed[0], packed[1], signatures)
 
 
 def test_a_digest_is_bounded_before_it_is_sorted() -> None:

@@ -24,7 +24,12 @@ from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead
 from p2pstore.objects import Version
-from tests.unit.gossip_network import digest_of, location
+from tests.unit.gossip_network import (
+    digest_of,
+    location,
+    operations_after,
+    run_at,
+)
 
 A, B = 111, 222
 
@@ -37,9 +42,8 @@ def log_of(count: int, incarnation: int = 1) -> OwnLog:
 
 
 def feed(directory: Directory, log: OwnLog, first: int = 1, member: int = A) -> Applied:
-    operations = log.since(first - 1, 1 << 20)
-    assert operations is not None
-    return directory.apply(member, log.incarnation, first, operations)
+    operations = operations_after(log, first - 1)
+    return directory.apply(member, log.incarnation, run_at(first, operations))
 
 
 def reading(log: OwnLog, member: int = A, **config: float) -> Directory:
@@ -78,13 +82,17 @@ def known_set(directory: Directory) -> tuple[int, int, int, set[bytes]]:
 def test_operations_apply_once_in_order_and_not_across_a_gap() -> None:
     log = log_of(10)
     directory = Directory()
-    operations = log.since(0, 1000) or b""
-    assert directory.apply(A, 1, 1, operations) == Applied(Outcome.GAP)  # whose log is that?
+    operations = operations_after(log, 0)
+    assert directory.apply(A, 1, run_at(1, operations)) == Applied(
+        Outcome.GAP
+    )  # whose log is that?
     directory.observe_head(A, 1, LogHead())
-    assert directory.apply(A, 1, 4, operations) == Applied(Outcome.GAP)
-    assert directory.apply(A, 1, 1, operations[: 4 * 34]) == Applied(Outcome.APPLIED, 4)
-    assert directory.apply(A, 1, 1, operations) == Applied(Outcome.APPLIED, 6)
-    assert directory.apply(A, 1, 1, operations) == Applied(Outcome.STALE)
+    assert directory.apply(A, 1, run_at(4, operations)) == Applied(Outcome.GAP)
+    assert directory.apply(A, 1, run_at(1, operations[: 4 * LOCATION_BYTES])) == Applied(
+        Outcome.APPLIED, 4
+    )
+    assert directory.apply(A, 1, run_at(1, operations)) == Applied(Outcome.APPLIED, 6)
+    assert directory.apply(A, 1, run_at(1, operations)) == Applied(Outcome.STALE)
     assert directory.position(A) == (1, 10)
     assert known_set(directory) == (1, 10, log.head.set_hash, records_in(log.snapshot()))
     assert directory.record_count == 10
@@ -93,7 +101,7 @@ def test_operations_apply_once_in_order_and_not_across_a_gap() -> None:
 def test_broken_records_change_nothing() -> None:
     directory = reading(log_of(2))
     with pytest.raises(ProtocolError):
-        directory.apply(A, 1, 3, location(9).encode() + b"x")
+        directory.apply(A, 1, run_at(3, location(9).encode() + b"x"))
     assert directory.position(A) == (1, 2)
 
 
@@ -112,12 +120,12 @@ def test_wrong_operations_are_found_at_the_head(count: int, wrong: int, step: in
     log = log_of(count)
     directory = Directory()
     directory.observe_head(A, 1, log.head)
-    forged = bytearray((log.since(0, 1 << 20) or b"") + location(500).encode())
+    forged = bytearray(operations_after(log, 0) + location(500).encode())
     forged[wrong * LOCATION_BYTES + 20] ^= 1
     outcomes = []
     for start in range(0, count + 1, step):
         run = bytes(forged[start * LOCATION_BYTES : (start + step) * LOCATION_BYTES])
-        outcomes.append(directory.apply(A, 1, start + 1, run).outcome)
+        outcomes.append(directory.apply(A, 1, run_at(start + 1, run)).outcome)
     assert Outcome.DIVERGED in outcomes
     assert directory.diverged(A)
     assert directory.record_count == 0
@@ -158,8 +166,7 @@ def test_a_snapshot_is_all_or_nothing() -> None:
     assert directory.install_snapshot(A, 1, 50, head.set_hash, checked)
     assert not directory.install_snapshot(A, 1, 50, head.set_hash, checked)  # no news
     assert directory.record_count == 50
-    assert directory.since(A, 49, 100) is None  # nothing to relay from before the snapshot
-    assert directory.since(A, 50, 100) == b""
+    assert directory.since(A, 0, 1 << 20) == []  # nothing to relay from before the snapshot
 
 
 def test_a_snapshot_may_be_of_nothing() -> None:
@@ -194,7 +201,7 @@ def test_early_operations_count_until_the_log_has_caught_up() -> None:
     directory = reading(log)
     log.add(location(7))
     log.remove(digest_of(1), Version(1, 1))
-    operations = log.since(3, 1000) or b""
+    operations = operations_after(log, 3)
     assert directory.early(A, 1, [4, 5], operations, 0.0) == 2
     assert directory.early(A, 1, [4, 5], operations, 0.0) == 0
     assert held(directory, 7) == [A]
@@ -354,11 +361,10 @@ def test_a_view_goes_on_by_operations_while_its_snapshot_is_put_in() -> None:
     log, old = large_log(), log_of(2)
     directory = staging(log, old)
     directory.work()
-    third = log.since(2, LOCATION_BYTES)
-    assert third is not None
-    assert directory.apply(A, 1, 3, third).outcome is Outcome.APPLIED
+    third = operations_after(log, 2, LOCATION_BYTES)
+    assert directory.apply(A, 1, run_at(3, third)).outcome is Outcome.APPLIED
     assert held(directory, 2) == [A]
-    assert directory.apply(A, 1, LARGE + 1, third).outcome is Outcome.GAP
+    assert directory.apply(A, 1, run_at(LARGE + 1, third)).outcome is Outcome.GAP
     finish(directory)
     assert directory.position(A) == (1, LARGE)
     assert directory.record_count == LARGE
@@ -368,9 +374,8 @@ def test_a_snapshot_that_operations_overtook_is_dropped() -> None:
     log, old = large_log(), log_of(2)
     directory = staging(log, old)
     log.add(location(LARGE))
-    operations = log.since(2, 1 << 30)
-    assert operations is not None
-    assert directory.apply(A, 1, 3, operations).outcome is Outcome.APPLIED
+    operations = operations_after(log, 2)
+    assert directory.apply(A, 1, run_at(3, operations)).outcome is Outcome.APPLIED
     finish(directory)
     assert not directory.staging(A)
     assert directory.position(A) == (1, LARGE + 1)
@@ -510,11 +515,15 @@ def random_directory(rng: Random, members: int) -> Directory:
             log.add(location(rng.randrange(40), rng.randrange(1, 9)))
         directory.observe_head(member, 1, LogHead())
         known = rng.randrange(log.sequence + 1)
-        directory.apply(member, 1, 1, (log.since(0, 1 << 20) or b"")[: known * LOCATION_BYTES])
+        if known:
+            told = operations_after(log, 0, known * LOCATION_BYTES)
+            directory.apply(member, 1, run_at(1, told))
         for _ in range(rng.randrange(4)):
             operation = location(rng.randrange(40), rng.randrange(1, 9))
             log.remove(operation.digest, Version(operation.version.clock, 1))
-            early = rng.choice([operation.encode(), log.since(log.sequence - 1, 34) or b""])
+            early = rng.choice(
+                [operation.encode(), operations_after(log, max(0, log.sequence - 1))]
+            )
             if early:
                 directory.early(member, 1, [known + rng.randrange(5)], early, 0.0)
             directory.mark_stale(
@@ -557,20 +566,27 @@ def test_what_is_kept_to_pass_on_is_bounded_over_all_owners() -> None:
     directory = Directory(DirectoryConfig(relay_limit=64, relay_total=256, relay_least=16))
     log = log_of(200)
 
+    def read(member: int, first: int) -> None:
+        """In runs of one operation."""
+        for sequence in range(first, log.sequence + 1):
+            operation = operations_after(log, sequence - 1, LOCATION_BYTES)
+            directory.apply(member, 1, run_at(sequence, operation))
+
     def kept(member: int) -> int:
-        return next(n for n in range(200) if directory.since(member, 200 - n - 1, 34) is None)
+        return next(n for n in range(200) if not directory.since(member, 200 - n - 1, 1 << 20))
 
     for member in range(1, 41):
         directory.observe_head(member, 1, log.head)
-        feed(directory, log, member=member)
+        read(member, 1)
         if member in (4, 8, 16, 40):
             expected = {4: 64, 8: 32, 16: 16, 40: 16}[member]
-            assert all(kept(each) == expected for each in range(1, member + 1))
+            counts = [kept(each) for each in range(1, member + 1)]
+            assert expected <= min(counts) <= max(counts) <= expected * 5 // 4
     for member in range(5, 41):
         directory.drop(member)
     log.add(location(200))
-    feed(directory, log, 201, member=1)
-    assert directory.since(1, 200 - 16, 1 << 20) is not None  # nothing is lost that was kept
+    read(1, 201)
+    assert directory.since(1, 200 - 16, 1 << 20)  # nothing is lost that was kept
 
 
 @pytest.fixture
@@ -603,7 +619,7 @@ def test_another_thread_finds_what_is_there_while_all_of_it_moves() -> None:
     try:
         for number in range(8):
             run = b"".join(rng.randbytes(LOCATION_BYTES - 1) + b"\0" for _ in range(3_000))
-            directory.apply(B, 1, 3_000 * number + 1, run)
+            directory.apply(B, 1, run_at(3_000 * number + 1, run))
             if number == 5:
                 directory.forget(B)
                 directory.observe_head(B, 2, LogHead())
@@ -639,7 +655,6 @@ def test_whatever_moves_records_is_kept_apart_from_readers() -> None:
         lambda: directory.holders(digest_of(1)),
         lambda: directory.held({digest_of(1)}, lambda _: range(9)),
         lambda: directory.expire_early(99.0),
-        lambda: directory.distrust(A),
         lambda: install(directory, log),
         lambda: directory.work(),
         lambda: directory.forget(A),

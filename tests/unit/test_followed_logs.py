@@ -12,8 +12,15 @@ from p2pstore.gossip.locations.followed_logs import KEPT_SECONDS, MARK_SECONDS, 
 from p2pstore.gossip.locations.log import OwnLog, Position
 from p2pstore.gossip.members.membership import Membership, MembershipConfig
 from p2pstore.gossip.messages import Claim, Status
-from p2pstore.gossip.records import Member, SignedRecord, member_of
-from tests.unit.gossip_network import bury, location, peer_id_of, peer_record
+from p2pstore.gossip.records import LOCATION_BYTES, Member, SignedRecord, member_of
+from tests.unit.gossip_network import (
+    bury,
+    location,
+    operations_after,
+    peer_id_of,
+    peer_record,
+    run_at,
+)
 
 PEERS = range(1, 6)
 
@@ -56,9 +63,9 @@ class World:
         log, member = self.logs[number], member_of(peer_id_of(number))
         incarnation, sequence = self.directory.position(member)
         if incarnation == log.incarnation:
-            operations = log.since(sequence, 34 * limit)
+            operations = operations_after(log, sequence, LOCATION_BYTES * limit)
             if operations:
-                self.directory.apply(member, incarnation, sequence + 1, operations)
+                self.directory.apply(member, incarnation, run_at(sequence + 1, operations))
 
     def claim(self, number: int, status: Status) -> None:
         state = self.membership.get(peer_id_of(number))

@@ -22,6 +22,7 @@ from p2pstore.gossip.floors.cluster_comparison import pack_cells, read_cells
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_stamps import hash_stamps, pack_stamps
 from p2pstore.gossip.homes.placement import weight
+from p2pstore.gossip.locations.signed_runs import SignedRun
 from p2pstore.gossip.messages import (
     Ack,
     Claim,
@@ -118,12 +119,19 @@ def test_what_those_say_who_know_the_same_members() -> None:
     assert packed.hex() == "0300000006000000"
     assert unpack_positions(packed, digest.of).record_sequences.tolist() == [3, 6]
     assert unpack_positions(packed, digest.of).log_sequences.tolist() == [(1 << 40) - 1] * 2
-    runs, operations = pack_runs([Run(1, 0x0908070605, bytes(68)), Run(0, 1, b"\1" * 34)])
+    runs, operations, signatures = pack_runs(
+        [
+            Run(1, SignedRun(0x0908070605, bytes(68), b"\2" * 64)),
+            Run(0, SignedRun(1, b"\1" * 34, b"\3" * 64)),
+        ]
+    )
     assert runs.hex() == "010002000506070809000001000100000000"
     assert operations == bytes(68) + b"\1" * 34
-    assert list(read_runs(check_runs(runs, operations), operations, digest.of)) == [
-        LogChunk(2, 5, 0x0908070605, bytes(68)),
-        LogChunk(1, 2, 1, b"\1" * 34),
+    assert signatures == b"\2" * 64 + b"\3" * 64
+    rows = check_runs(runs, operations, signatures)
+    assert list(read_runs(rows, operations, signatures, digest.of)) == [
+        LogChunk(2, 5, 0x0908070605, bytes(68), b"\2" * 64),
+        LogChunk(1, 2, 1, b"\1" * 34, b"\3" * 64),
     ]
 
 
@@ -249,13 +257,13 @@ def test_exchange() -> None:
 def test_exchange_reply() -> None:
     stamps = pack_stamps({2: 3, 1: 1 << 56})
     assert stamps.hex() == "0100000000000000000000000000000102000000000000000300000000000000"
-    delta = Delta([], [], [], [], 9, b"runs", b"operations")
+    delta = Delta([], [], [], [], 9, b"runs", b"operations", b"s")
     reply = ExchangeReply(
         *(delta, b"digest", 5, b"buckets", 7, stamps, b"h", 8, b"positions", b"c", b"hot"),
         1_795_399_088_000,
     )
     fields = (
-        "979090909009c40472756e73c40a6f7065726174696f6e73c40664696765737405c4076275636b65747307c420"
+        "989090909009c40472756e73c40a6f7065726174696f6e73c40173c40664696765737405c4076275636b65747307c420"
         + stamps.hex()
         + "c4016808c409706f736974696f6e73c40163c403686f74"
     )

@@ -623,7 +623,7 @@ def test_a_home_never_vouches_for_less_than_the_owner_confirmed(
 def test_a_question_is_answered_once_or_given_up() -> None:
     questions = Questions(GossipConfig())
     ping = questions.ask(peer_id_of(1), ControlKind.PING, Ping(1, []), 0.0)
-    fetch = questions.fetch_snapshot(peer_id_of(2), 7, 50.0)
+    fetch = questions.fetch_snapshot(peer_id_of(2), 7, 0, 50.0)
     assert questions.asked(ControlKind.PING) == [peer_id_of(1)]
     assert questions.fetching() == {7}
     questions.give_up_lost(LOST_ANSWER_SECONDS + 1.0)

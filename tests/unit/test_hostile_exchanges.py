@@ -6,10 +6,11 @@ import pytest
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.effects import Ask
-from p2pstore.gossip.exchange.anti_entropy import TAKE_MICROSECONDS
+from p2pstore.gossip.exchange.anti_entropy import MAX_READ_RUNS
 from p2pstore.gossip.exchange.digests import Run, pack_runs
+from p2pstore.gossip.locations.signed_runs import SignedRun, sign_run
 from p2pstore.gossip.messages import ControlKind, Delta, Exchange, LogChunk
-from p2pstore.gossip.records import LOCATION_BYTES, sign_peer_record
+from p2pstore.gossip.records import sign_peer_record
 from tests.unit.gossip_network import (
     FakeSigner,
     Network,
@@ -35,7 +36,7 @@ def exchanges_of(node: Node, seconds: float, now: float, question: Exchange | No
         now += 0.02
         if step % 10 == 0:
             for _ in range(200):
-                gossip.hold(location(step, 1 + len(gossip.log.since(0, 1 << 20) or b"")), now)
+                gossip.hold(location(step, 1 + gossip.log.sequence), now)
         if question is not None and step % 3 == 0:
             gossip.serve(peer_id_of(1), ControlKind.EXCHANGE, question, now)
         for effect in gossip.tick(now):
@@ -64,19 +65,22 @@ def test_who_never_sends_what_it_promises_does_not_keep_a_loaded_peer_from_askin
 def test_of_one_delta_a_bounded_number_of_runs_is_looked_at() -> None:
     net = formed(2)
     node, other = net.nodes[0], net.nodes[1]
-    operation = location(1).encode()
     member, incarnation = other.gossip.member, other.gossip.incarnation
+    operation = location(1).encode()
+    signature = sign_run(other.signer, incarnation, 1, operation)
+    good = LogChunk(member, incarnation, 1, operation, signature)
+    known = LogChunk(member, incarnation - 1, 1, operation, signature)
+    beyond = LogChunk(member, incarnation, -1, b"?")
     check = node.gossip.knowledge.check
-    most = TAKE_MICROSECONDS // 9
-    chunks = [LogChunk(member, incarnation, 1, operation)] * 9_000
-    assert len(check(Delta([], chunks, [], []), net.now).logs) == most
-    # Those beyond are not even looked at.
-    chunks[most] = LogChunk(member, incarnation, -1, b"?")
-    assert len(check(Delta([], chunks, [], []), net.now).logs) == most
-    runs, operations = pack_runs([Run(0, 1, operation)] * most + [Run(9_999, 1, operation)] * 9_000)
+    for at, expected in ((MAX_READ_RUNS - 1, [good]), (MAX_READ_RUNS, [])):
+        chunks = [known] * at + [good] + [beyond] * 9_000
+        if not expected:
+            del chunks[at]
+        assert check(Delta([], chunks, [], []), net.now).logs == expected
+    runs = [Run(0, SignedRun(1, operation, signature))] * MAX_READ_RUNS
+    runs += [Run(9_999, SignedRun(1, operation, signature))] * 9_000
     of = node.gossip.knowledge.table.current().of
-    packed = Delta([], [], [], [], of.hash, runs, operations)
-    assert len(check(packed, net.now).logs) == most
+    check(Delta([], [], [], [], of.hash, *pack_runs(runs)), net.now)
 
 
 def test_runs_of_no_operations_are_nonsense() -> None:
@@ -109,8 +113,10 @@ def test_claims_wait_for_a_message_that_goes() -> None:
     )
     bury(node.gossip.membership, [9], now)
     of = node.gossip.knowledge.table.current().of
+    operation = location(1).encode()
+    signature = sign_run(other.signer, other.gossip.incarnation, 1, operation)
     runs = pack_runs(
-        [Run(of.members.tolist().index(other.gossip.member), 1, bytes(LOCATION_BYTES))]
+        [Run(of.members.tolist().index(other.gossip.member), SignedRun(1, operation, signature))]
     )
     node.gossip.serve(other.peer_id, ControlKind.DELTA, Delta([], [], [], [], of.hash, *runs), now)
     assert node.gossip._fresh

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.members.membership import (
@@ -122,9 +124,10 @@ def test_who_is_told_of_by_a_member_that_invents_others_counts_once_it_answers()
 # --- in a large cluster --------------------------------------------------------------------------
 
 
-def large(met: int, **config: int) -> Membership:
+def large(met: int, **config: Any) -> Membership:
     """Peer 0, which has met so many others."""
-    made = Membership(peer_id_of(0), 1, MembershipConfig(met_before_trust=3, **config))
+    settings = replace(MembershipConfig(met_before_trust=3), **config)
+    made = Membership(peer_id_of(0), 1, settings)
     for number in range(met + 1):
         tell(made, number, peer_id_of(number))
         made.heard(peer_id_of(number), 0.0)

@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.log import OperationRing, OwnLog, newest_clock
+from p2pstore.gossip.locations.signed_runs import SignedRun
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, iterate_locations, location_hash
 from p2pstore.objects import Version
-from tests.unit.gossip_network import digest_of, location
+from tests.unit.gossip_network import (
+    digest_of,
+    location,
+    operations_after,
+)
 from tests.unit.location_set import LocationSet
 
 steps = st.lists(
@@ -36,8 +41,7 @@ def test_operations_are_contiguous_and_add_up_to_the_head(
 ) -> None:
     log = OwnLog(1)
     play(log, choices)
-    operations = log.since(0, 1 << 30)
-    assert operations is not None
+    operations = operations_after(log, 0)
     assert len(operations) == log.sequence * LOCATION_BYTES
     reader = LocationSet()
     for start in range(0, len(operations), LOCATION_BYTES):
@@ -77,12 +81,10 @@ def test_behind_the_ring_there_is_nothing_to_have() -> None:
     log = OwnLog(1, ring_limit=10)
     for number in range(100):
         log.add(location(number))
-    assert log.since(0, 1 << 20) is None
-    recent = log.since(90, 1 << 20)
-    assert recent is not None
+    assert operations_after(log, 0) == b""
+    recent = operations_after(log, 90)
     assert [r.digest for r in iterate_locations(recent)] == [digest_of(n) for n in range(90, 100)]
-    assert log.since(100, 1 << 20) == b""
-    assert log.since(101, 1 << 20) is None
+    assert log.since(100, 1 << 20) == log.since(101, 1 << 20) == []
 
 
 @given(st.integers(1, 8), st.lists(st.integers(0, 30), max_size=30))
@@ -96,14 +98,81 @@ def test_the_ring_keeps_at_least_its_limit_and_at_most_twice(limit: int, runs: l
         assert min(total, limit) <= kept <= 2 * limit
 
 
-@given(st.integers(0, 200))
-def test_a_limit_in_bytes_gives_whole_operations(limit_bytes: int) -> None:
-    log = OwnLog(1)
-    for number in range(4):
-        log.add(location(number))
-    operations = log.since(1, limit_bytes)
-    assert operations is not None
-    assert len(operations) == min(3, limit_bytes // LOCATION_BYTES) * LOCATION_BYTES
+@given(
+    st.integers(1, 8),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=60),
+    st.integers(0, 300),
+)
+def test_runs_are_told_whole_and_signed(
+    limit: int, steps: list[tuple[int, int]], limit_bytes: int
+) -> None:
+    """Operations are written and signed in any order, and the log is cut all the while."""
+    ring, written = OperationRing(limit), b""
+    for extended, signed in steps:
+        operations = b"".join(
+            (ring.last + number + 1).to_bytes(LOCATION_BYTES, "little")
+            for number in range(extended)
+        )
+        ring.extend(operations)
+        written += operations
+        count = len(ring.unsigned(signed)) // LOCATION_BYTES
+        if count:
+            ring.sign(count, ring.signed.to_bytes(64, "little"))
+        assert ring.first - 1 <= ring.signed <= ring.last
+        for known in {
+            0,
+            ring.first - 2,
+            ring.first - 1,
+            ring.first,
+            ring.signed - 1,
+            ring.last + 1,
+        }:
+            runs = ring.since(known, limit_bytes)
+            assert sum(len(run.operations) for run in runs) <= limit_bytes
+            sequence = known
+            for run in runs:
+                assert run.first_sequence <= sequence + 1 <= run.last_sequence
+                assert run.signature == (run.first_sequence - 1).to_bytes(64, "little")
+                place = (run.first_sequence - 1) * LOCATION_BYTES
+                assert run.operations == written[place : place + len(run.operations)]
+                sequence = run.last_sequence
+            if limit_bytes > 20 * LOCATION_BYTES and ring.first - 1 <= known < ring.signed:
+                assert runs
+
+
+def test_a_run_that_does_not_follow_takes_the_place_of_those_before() -> None:
+    ring = OperationRing(100, 5)
+    ring.append(SignedRun(4, bytes(4 * LOCATION_BYTES), b"a" * 64))  # the view came in its middle
+    assert (ring.first, ring.last, ring.signed) == (4, 7, 7)
+    ring.append(SignedRun(8, bytes(LOCATION_BYTES), b"b" * 64))
+    assert [run.signature for run in ring.since(5, 1 << 20)] == [b"a" * 64, b"b" * 64]
+    ring.append(SignedRun(6, bytes(5 * LOCATION_BYTES), b"c" * 64))
+    assert [(run.first_sequence, run.last_sequence) for run in ring.since(6, 1 << 20)] == [(6, 10)]
+    assert ring.since(4, 1 << 20) == []
+
+
+@given(st.integers(1, 8), st.lists(st.integers(1, 30), max_size=40))
+def test_runs_of_others_are_kept_whole_however_long(limit: int, counts: list[int]) -> None:
+    ring = OperationRing(limit)
+    sent: list[SignedRun] = []
+    for count in counts:
+        operations = bytes([len(sent)]) * LOCATION_BYTES * count
+        sent.append(SignedRun(ring.last + 1, operations, bytes([len(sent)]) * 64))
+        ring.append(sent[-1])
+        assert ring.signed == ring.last
+        told = ring.since(ring.first - 1, 1 << 20)
+        assert told == sent[-len(told) :]
+        assert sum(len(run.operations) for run in told) == (ring.last + 1 - ring.first) * (
+            LOCATION_BYTES
+        )
+        assert ring.last + 1 - ring.first >= min(limit, ring.last)
+
+
+def test_many_little_runs_take_no_more_room_than_operations_do() -> None:
+    ring = OperationRing(1_000)
+    for number in range(2_000):
+        ring.append(SignedRun(number + 1, bytes(LOCATION_BYTES), bytes(64)))
+    assert 250 <= ring.last - ring.first + 1 <= 313
 
 
 def test_a_restarted_log_holds_the_same_from_one() -> None:
@@ -112,9 +181,7 @@ def test_a_restarted_log_holds_the_same_from_one() -> None:
     before = set(iterate_locations(log.snapshot()))
     log.restart(5)
     assert (log.incarnation, log.sequence, log.head.count) == (5, 2, 2)
-    operations = log.since(0, 1000)
-    assert operations is not None
-    assert set(iterate_locations(operations)) == before
+    assert set(iterate_locations(operations_after(log, 0))) == before
 
 
 @pytest.mark.parametrize(

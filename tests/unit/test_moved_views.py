@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from p2pstore.gossip.locations import directory as directory_module
-from p2pstore.gossip.locations.catch_up import UNSIGNED_SECONDS, CatchUp
+from p2pstore.gossip.locations.catch_up import CatchUp
 from p2pstore.gossip.locations.directory import (
     Applied,
     Directory,
@@ -21,7 +21,12 @@ from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.members.membership import MemberState
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, Member
-from tests.unit.gossip_network import location, peer_id_of
+from tests.unit.gossip_network import (
+    location,
+    operations_after,
+    peer_id_of,
+    run_at,
+)
 
 MEMBERS = range(1, 5)
 
@@ -71,7 +76,7 @@ class Story:
             case "restart":
                 self.logs[member] = OwnLog(log.incarnation + 1)
             case "forget":
-                self.rng.choice((self.directory.forget, self.directory.distrust))(member)
+                self.directory.forget(member)
             case "drop":
                 self.directory.drop(member)
             case "boast":
@@ -84,9 +89,9 @@ class Story:
         operations = bytes(LOCATION_BYTES * 3)
         if not lies:
             count = self.rng.randrange(1, 9)
-            told = self.logs[member].since(known, count * LOCATION_BYTES)
-            incarnation, operations = self.logs[member].incarnation, told or b""
-        applied: Applied = self.directory.apply(member, incarnation, known + 1, operations)
+            operations = operations_after(self.logs[member], known, count * LOCATION_BYTES)
+            incarnation = self.logs[member].incarnation
+        applied: Applied = self.directory.apply(member, incarnation, run_at(known + 1, operations))
         self.seen[applied.outcome.value] += 1
 
     def _snapshot(self, member: Member) -> None:
@@ -134,24 +139,17 @@ class CountingDirectory(Directory):
 def test_views_that_are_where_their_heads_are_cost_nothing_to_watch() -> None:
     log, directory = OwnLog(1), CountingDirectory()
     log.add(location(1))
-    operations = log.since(0, LOCATION_BYTES)
-    assert operations is not None
+    operations = operations_after(log, 0, LOCATION_BYTES)
     owners = [
         MemberState(peer_id_of(number), number, Status.ALIVE, 1, 0.0) for number in range(1, 301)
     ]
     for owner in owners:
         directory.observe_head(owner.member, 1, log.head)
-        directory.apply(owner.member, 1, 1, operations)
-    directory.apply(7, 1, 2, bytes(LOCATION_BYTES))  # that nobody signed
-    sizes: list[int] = []
-
-    def head_interval_seconds(members: int) -> float:
-        sizes.append(members)
-        return 1.0
-
-    catch_up = CatchUp(directory, 1000, 1.0, head_interval_seconds)
+        directory.apply(owner.member, 1, run_at(1, operations))
+    log.add(location(2))
+    directory.observe_head(7, 1, log.head)
+    catch_up = CatchUp(directory, 1000, 1.0)
     directory.looks = 0
     assert catch_up.due(owners, set(), 0.0) == []
     assert 0 < directory.looks < 5
-    assert sizes == [301]
-    assert catch_up.due(owners, set(), UNSIGNED_SECONDS + 2.0) == [owners[6]]
+    assert catch_up.due(owners, set(), 1.0) == [owners[6]]

@@ -22,7 +22,7 @@ from p2pstore.gossip.locations.directory import Directory, DirectoryConfig
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.published_locations import ApartKeys, PublishedLocations
 from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.records import LogHead
+from p2pstore.gossip.records import LOCATION_BYTES, LogHead
 from p2pstore.location_table import (
     APART_COUNTERS,
     FEW_DIGESTS,
@@ -36,7 +36,12 @@ from p2pstore.location_table import (
 )
 from p2pstore.objects import Version
 from p2pstore.transfer.memory import SharedMemory, create_table_memory, map_read_only, map_table
-from tests.unit.gossip_network import digest_of, location
+from tests.unit.gossip_network import (
+    digest_of,
+    location,
+    operations_after,
+    run_at,
+)
 from tests.unit.test_cluster_records import floor
 
 KEYS = [digest_of(number) for number in range(60)]
@@ -92,15 +97,14 @@ class Cluster:
 
     def read(self) -> None:
         member, log = self.log()
-        operations = log.since(self.directory.position(member)[1], 34 * self.rng.randrange(1, 200))
+        known = self.directory.position(member)[1]
+        operations = operations_after(log, known, LOCATION_BYTES * self.rng.randrange(1, 200))
         if operations:
-            self.directory.apply(
-                member, log.incarnation, self.directory.position(member)[1] + 1, operations
-            )
+            self.directory.apply(member, log.incarnation, run_at(known + 1, operations))
 
     def push(self) -> None:
         member, log = self.log()
-        operation = log.since(log.sequence - 1, 34) if log.sequence else None
+        operation = operations_after(log, log.sequence - 1) if log.sequence else None
         if operation:
             self.directory.early(member, log.incarnation, [log.sequence], operation, 0.0)
 
@@ -196,7 +200,7 @@ def known_table() -> tuple[PublishedLocations, Directory, KnownElsewhere]:
     for number in range(10):
         log.add(location(number, 5))
     directory.observe_head(1, 1, log.head)
-    directory.apply(1, 1, 1, log.since(0, 1 << 20) or b"")
+    directory.apply(1, 1, run_at(1, operations_after(log, 0)))
     published.vouch(time.monotonic(), NEWEST)
     return published, directory, KnownElsewhere(memory)
 
@@ -259,7 +263,7 @@ def test_keys_that_very_many_hold_are_asked_about(monkeypatch: pytest.MonkeyPatc
         log = OwnLog(1)
         log.add(location(0, 5))
         directory.observe_head(member, 1, log.head)
-        directory.apply(member, 1, 1, log.since(0, 1 << 20) or b"")
+        directory.apply(member, 1, run_at(1, operations_after(log, 0)))
     assert asks(client, KEYS[0])
     same_chain = [
         digest
@@ -360,7 +364,7 @@ def test_floors_are_seen_at_once_and_newer_versions_count() -> None:
     assert client.only_members(KEYS[0]) == [0]
     assert client.contains(KEYS[1]) is True
     newer = location(0, 6).encode()
-    directory.apply(1, 1, directory.position(1)[1] + 1, newer)
+    directory.apply(1, 1, run_at(directory.position(1)[1] + 1, newer))
     assert not asks(client, KEYS[0])
     assert client.contains(KEYS[0]) is True
     assert client.only_members(KEYS[0]) == [1]
@@ -393,7 +397,7 @@ from p2pstore.gossip.locations.published_locations import PublishedLocations
 from p2pstore.gossip.records import LogHead
 from p2pstore.location_table import block_count, format_table, table_bytes
 from p2pstore.transfer.memory import SharedMemory
-from tests.unit.gossip_network import digest_of, location
+from tests.unit.gossip_network import digest_of, location, operations_after, run_at
 import mmap, os
 
 config = DirectoryConfig(max_records=20_000)
@@ -406,7 +410,7 @@ for member, numbers in ((1, range(0, 400)), (2, range(0))):
     for number in numbers:
         log.add(location(number, 5))
     directory.observe_head(member, 1, LogHead())
-    directory.apply(member, 1, 1, log.since(0, 1 << 20) or b"")
+    directory.apply(member, 1, run_at(1, operations_after(log, 0)))
 published.vouch(time.monotonic(), 1000)
 print("ready", flush=True)
 sequence, end = 0, time.monotonic() + float(sys.argv[2])
@@ -416,7 +420,7 @@ while time.monotonic() < end:
     for _ in range(count):
         packed = location(rng.randrange(1000, 3000), 5).encode()
         run += packed[:-1] + bytes([packed[-1] | (0x80 if rng.random() < 0.5 else 0)])
-    directory.apply(2, 1, sequence + 1, run)
+    directory.apply(2, 1, run_at(sequence + 1, run))
     sequence += count
     published.vouch(time.monotonic(), 1000)
     time.sleep(0.0002)

@@ -22,7 +22,6 @@ from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.digest_table import DigestTable
 from p2pstore.gossip.exchange.digests import (
     MAX_PACKED_SEQUENCE,
-    MAX_RUN_OPERATIONS,
     Digest,
     Run,
     check_runs,
@@ -30,10 +29,12 @@ from p2pstore.gossip.exchange.digests import (
     read_runs,
 )
 from p2pstore.gossip.exchange.future_records import FutureRecords
+from p2pstore.gossip.exchange.wrong_runs import Life, WrongRuns
 from p2pstore.gossip.floors.cluster_comparison import TheirRecords, records_for
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.locations.directory import Directory, Outcome
-from p2pstore.gossip.locations.log import OwnLog, check_run
+from p2pstore.gossip.locations.log import OwnLog, Position, check_run
+from p2pstore.gossip.locations.signed_runs import SignedRun, is_signed
 from p2pstore.gossip.members.membership import (
     MAX_INCARNATION,
     Membership,
@@ -56,6 +57,8 @@ from p2pstore.gossip.records import (
     PeerRecord,
     SignedRecord,
     Verifier,
+    format_peer_id,
+    member_of,
     open_cluster_record,
     open_peer_record,
     read_cluster_record,
@@ -74,10 +77,12 @@ SEND_MICROSECONDS: Final = 5_000
 """Operations are sent up to so much work for the receiver (`work_microseconds`) ..."""
 TAKE_MICROSECONDS: Final = 6_000
 """... who takes no more than this of one delta."""
+CHECK_MICROSECONDS: Final = 70
+"""For a run's signature; twice that for one of many operations."""
 RUN_MICROSECONDS: Final = 170
 OPERATION_MICROSECONDS: Final = 9
-MAX_READ_RUNS: Final = TAKE_MICROSECONDS // OPERATION_MICROSECONDS
-"""Runs of one delta that are looked at: of more than so many, no more could be taken."""
+MAX_READ_RUNS: Final = 500
+"""Runs of one delta that are looked at, some microseconds each: most may be known already."""
 MAX_SEQUENCE: Final = 1 << 62
 MAX_RECORD_SEQUENCE: Final = (1 << 32) - 1
 
@@ -137,6 +142,7 @@ class Knowledge:
         self._newest_accepted = newest_accepted
         self._future = FutureRecords() if future is None else future
         self.table = DigestTable(membership, directory, log)
+        self.wrong_runs = WrongRuns()
         self._rng = rng
 
     def lacks(self, theirs: Digest) -> bool:
@@ -147,8 +153,8 @@ class Knowledge:
         more = (log_sequences > mine.log_sequences) & (log_sequences != MAX_PACKED_SEQUENCE)
         return bool(np.any(same & more))
 
-    def operations_since(self, member: Member, sequence: int, limit_bytes: int) -> bytes | None:
-        """Operations of any member's log after `sequence`, this peer's own included."""
+    def operations_since(self, member: Member, sequence: int, limit_bytes: int) -> list[SignedRun]:
+        """Runs with the operations of any member's log after `sequence`, this peer's own included."""
         if member == self.membership.own.member:
             return self.log.since(sequence, limit_bytes)
         return self.directory.since(member, sequence, limit_bytes)
@@ -189,7 +195,7 @@ class Knowledge:
             [(place, int(known[place])) for place in places.tolist() if place not in unsent],
             limit_bytes,
         )
-        limit_bytes -= sum(len(run.operations) for run in runs)
+        limit_bytes -= sum(len(run.signed.operations) for run in runs)
         cluster_records = (
             records_for(
                 self.cluster_records,
@@ -205,15 +211,12 @@ class Knowledge:
         membership = self.membership
         claims = membership.claims(dead, to) if rumors else membership.accusations(dead)
         claims += self.membership.refuted(mine.of.members[~named].tolist(), MAX_CLAIMS // 4)
-        if as_runs and all(run.first_sequence <= MAX_PACKED_SEQUENCE for run in runs):
+        if as_runs and all(run.signed.first_sequence <= MAX_PACKED_SEQUENCE for run in runs):
             packed = pack_runs(runs)
             return Delta(records, [], cluster_records, claims, mine.of.hash, *packed)
         logs = [
-            LogChunk(
-                int(mine.of.members[run.place]),
-                int(mine.of.incarnations[run.place]),
-                run.first_sequence,
-                run.operations,
+            chunk_of(
+                int(mine.of.members[run.place]), int(mine.of.incarnations[run.place]), run.signed
             )
             for run in runs
         ]
@@ -236,21 +239,19 @@ class Knowledge:
         return records, sent, limit_bytes
 
     def _runs_at(self, places: list[tuple[int, int]], limit_bytes: int) -> list[Run]:
-        """Operations of the members at these places, after those that are known."""
+        """Runs of the members at these places with the operations after those that are known."""
         runs: list[Run] = []
         work = SEND_MICROSECONDS
         for place, known in places:
-            most = min(MAX_RUN_OPERATIONS, max(work - RUN_MICROSECONDS, 1))
             if limit_bytes < LOCATION_BYTES or work <= 0:
                 break
             member = self.table.states[place].member
-            operations = self.operations_since(
-                member, known, min(most * LOCATION_BYTES, limit_bytes)
-            )
-            if operations:
-                limit_bytes -= len(operations)
-                work -= work_microseconds(len(operations) // LOCATION_BYTES)
-                runs.append(Run(place, known + 1, operations))
+            for signed in self.operations_since(member, known, limit_bytes):
+                work -= work_microseconds(len(signed.operations) // LOCATION_BYTES)
+                if work < 0 and runs:
+                    break
+                limit_bytes -= len(signed.operations)
+                runs.append(Run(place, signed))
         return runs
 
     def _gone(self, members: list[Member]) -> list[MemberState]:
@@ -262,7 +263,7 @@ class Knowledge:
 
     # --- taking in ---------------------------------------------------------------------------
 
-    def check(self, delta: Delta, now: float) -> CheckedDelta:
+    def check(self, delta: Delta, now: float, sender: PeerId | None = None) -> CheckedDelta:
         """Check all of a delta; what is known already is left out. Raises `ProtocolError`."""
         if max(len(delta.records), len(delta.cluster_records)) > MAX_RECORDS:
             raise ProtocolError(f"a delta with over {MAX_RECORDS:,} records")
@@ -275,13 +276,67 @@ class Knowledge:
             if not check_run(chunk.operations):
                 raise ProtocolError("a run of no operations")
         check_claims(delta.claims)
-        rows = check_runs(delta.runs, delta.operations)
+        rows = check_runs(delta.runs, delta.operations, delta.signatures)
         of = self.table.known_set(delta.members_hash)
         # Members that were this peer's some sets ago: the next digest asks again.
-        runs = [] if of is None else read_runs(rows[:MAX_READ_RUNS], delta.operations, of)
+        runs = (
+            []
+            if of is None
+            else read_runs(rows[:MAX_READ_RUNS], delta.operations, delta.signatures, of)
+        )
         records, cluster_records = self._check_signed(delta, now)
-        logs = _in_time([*chunks, *runs])
+        logs = self._check_runs([*chunks, *runs], [record for record, _ in records], sender)
         return CheckedDelta(records, logs, cluster_records, list(delta.claims))
+
+    def _check_runs(
+        self, chunks: list[LogChunk], records: list[PeerRecord], sender: PeerId | None
+    ) -> list[LogChunk]:
+        """Those that bring news, that their owners signed and that can be carried out without holding up everything
+        else. Raises `ProtocolError` for one that its owner did not sign, and takes none from that sender any more."""
+        taken: list[LogChunk] = []
+        if not self.table.follows_logs or self.wrong_runs.come_from(self._life_of(sender)):
+            return taken
+        coming = {member_of(record.peer_id): record for record in records}
+        stands: dict[Member, tuple[PeerId, Position] | None] = {}
+        work = 0
+        for chunk in chunks:
+            member = chunk.member
+            if member not in stands:
+                stands[member] = self._stands(member, coming.get(member))
+            stand, count = stands[member], len(chunk.operations) // LOCATION_BYTES
+            needed = work_microseconds(count)
+            if stand is None or not chunk.signature or work + needed > TAKE_MICROSECONDS:
+                continue
+            owner, (incarnation, sequence) = stand
+            end = chunk.first_sequence + count - 1
+            if chunk.incarnation != incarnation or not chunk.first_sequence <= sequence + 1 <= end:
+                continue
+            if not is_signed(self.verifier, owner, incarnation, run_of(chunk)):
+                self.wrong_runs.note(self._life_of(sender), owner)
+                raise ProtocolError(
+                    f"operations of the log of {format_peer_id(owner)} that it did not sign"
+                )
+            work += needed
+            stands[member] = owner, (incarnation, end)
+            taken.append(chunk)
+        return taken
+
+    def _stands(self, member: Member, coming: PeerRecord | None) -> tuple[PeerId, Position] | None:
+        """Whose log that is, and where its view will stand when the record that comes along is known; None when no
+        operations of it are wanted."""
+        state = self.membership.resolve(member)
+        position = self.directory.position(member)
+        if member == self.membership.own.member:
+            return None
+        if coming is not None and coming.incarnation > position[0]:
+            return coming.peer_id, (coming.incarnation, 0)
+        if state is None or self.directory.diverged(member):
+            return None
+        return state.peer_id, position
+
+    def _life_of(self, sender: PeerId | None) -> Life:
+        state = None if sender is None else self.membership.get(sender)
+        return sender or b"", 0 if state is None else state.incarnation
 
     def _check_signed(
         self, delta: Delta, now: float
@@ -364,9 +419,7 @@ class Knowledge:
             if chunk.member == self.membership.own.member or not self.table.follows_logs:
                 continue
             _, before = self.directory.position(chunk.member)
-            applied = self.directory.apply(
-                chunk.member, chunk.incarnation, chunk.first_sequence, chunk.operations
-            )
+            applied = self.directory.apply(chunk.member, chunk.incarnation, run_of(chunk))
             if applied.outcome is not Outcome.STALE:
                 self.table.moved(chunk.member)
             if applied.outcome is Outcome.APPLIED:
@@ -406,20 +459,21 @@ class Knowledge:
             news.records.append(record.peer_id)
 
 
+def chunk_of(member: Member, incarnation: int, run: SignedRun) -> LogChunk:
+    """A run as it travels."""
+    return LogChunk(member, incarnation, run.first_sequence, run.operations, run.signature)
+
+
+def run_of(chunk: LogChunk) -> SignedRun:
+    """What travelled."""
+    return SignedRun(chunk.first_sequence, chunk.operations, chunk.signature)
+
+
 def work_microseconds(operations: int) -> int:
-    """About how long it takes to carry out a run: few one by one, many side by side."""
-    return min(OPERATION_MICROSECONDS * operations, RUN_MICROSECONDS + operations)
-
-
-def _in_time(logs: list[LogChunk]) -> list[LogChunk]:
-    """Those that can be carried out without holding up everything else."""
-    taken, work = [], 0
-    for chunk in logs:
-        needed = work_microseconds(len(chunk.operations) // LOCATION_BYTES)
-        if work + needed <= TAKE_MICROSECONDS:
-            work += needed
-            taken.append(chunk)
-    return taken
+    """About how long it takes to check and carry out a run: few operations one by one, many side by side."""
+    return CHECK_MICROSECONDS + min(
+        OPERATION_MICROSECONDS * operations, RUN_MICROSECONDS + operations
+    )
 
 
 def check_claims(claims: list[Claim]) -> None:

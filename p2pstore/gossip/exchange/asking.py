@@ -31,6 +31,8 @@ class Asked:
     floors_epoch: int = 0
     about: PeerId = b""
     """Whom a PING_REQUEST asks to ping."""
+    most_bytes: int = 0
+    """Of a snapshot that is asked for."""
 
 
 class Questions:
@@ -72,10 +74,13 @@ class Questions:
         token = self._note(Asked(kind, peer_id, 0, now, floors_epoch, about))
         return Ask(token, peer_id, kind, request, timeout)
 
-    def fetch_snapshot(self, peer_id: PeerId, member: Member, now: float) -> FetchSnapshot:
+    def fetch_snapshot(
+        self, peer_id: PeerId, member: Member, most_bytes: int, now: float
+    ) -> FetchSnapshot:
         """Ask a peer for all that it holds."""
-        token = self._note(Asked(None, peer_id, member, now))
-        return FetchSnapshot(token, peer_id, member, self._config.snapshot_timeout_seconds)
+        token = self._note(Asked(None, peer_id, member, now, most_bytes=most_bytes))
+        timeout = self._config.snapshot_timeout_seconds
+        return FetchSnapshot(token, peer_id, member, timeout, most_bytes)
 
     def take(self, token: int) -> Asked | None:
         """What the answer with this token is to; None when it is not waited for any more."""

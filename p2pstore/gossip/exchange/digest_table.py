@@ -53,7 +53,7 @@ class DigestTable:
             if int(self._of.incarnations[self._own_place]) != own.record_incarnation:
                 self._rebuild()
             self._records[self._own_place] = own.record_sequence
-            self._logs[self._own_place] = self._log.sequence
+            self._logs[self._own_place] = self._log.signed
         return Digest(self._of, self._records, self._logs)
 
     def told(self) -> Digest:
@@ -63,7 +63,7 @@ class DigestTable:
             return known
         logs = np.full(len(known.log_sequences), MAX_PACKED_SEQUENCE, np.uint64)
         if self._own_place >= 0:
-            logs[self._own_place] = self._log.sequence
+            logs[self._own_place] = self._log.signed
         return Digest(known.of, known.record_sequences, logs)
 
     def known_set(self, members_hash: int) -> MemberSet | None:
@@ -90,12 +90,12 @@ class DigestTable:
     def position(self, state: MemberState) -> int:
         """Up to where this peer wants no operations of the member's current log."""
         if state is self._membership.own:
-            return self._log.sequence
+            return self._log.signed
         incarnation, sequence = self._directory.position(state.member)
         if incarnation != state.record_incarnation:
             sequence = 0
         if self._directory.diverged(state.member):
-            # Fed wrong operations: take no more from relays, wait for the owner's snapshot.
+            # Take no operations, wait for the owner's snapshot.
             sequence = max(sequence, state.log_sequence)
         return sequence
 

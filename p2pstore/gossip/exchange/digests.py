@@ -20,6 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from p2pstore.errors import ProtocolError
+from p2pstore.gossip.locations.signed_runs import SIGNATURE_BYTES, SignedRun
 from p2pstore.gossip.messages import LogChunk
 from p2pstore.gossip.records import LOCATION_BYTES
 
@@ -28,7 +29,6 @@ Column = NDArray[np.uint64]
 MAX_DIGEST_ENTRIES: Final = 16_384
 MAX_PACKED_SEQUENCE: Final = (1 << 40) - 1
 """Higher ones travel in full only. At 10,000 operations a second a log gets there in 3.5 years."""
-MAX_RUN_OPERATIONS: Final = (1 << 16) - 1
 
 _ENTRY: Final = np.dtype(
     [
@@ -173,27 +173,32 @@ def unpack_positions(packed: bytes, of: MemberSet) -> Digest:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Operations of the member at a place in a `MemberSet`, contiguous from `first_sequence`."""
+    """A signed run of the log of the member at a place in a `MemberSet`."""
 
     place: int
-    first_sequence: int
-    operations: bytes
+    signed: SignedRun
 
 
-def pack_runs(runs: list[Run]) -> tuple[bytes, bytes]:
-    """(9 bytes a run, all their operations one after the other)."""
+def pack_runs(runs: list[Run]) -> tuple[bytes, bytes, bytes]:
+    """(9 bytes a run, all their operations one after the other, 64 bytes of signature a run)."""
     rows = np.empty(len(runs), _RUN)
     rows["place"] = [run.place for run in runs]
-    rows["count"] = [len(run.operations) // LOCATION_BYTES for run in runs]
-    first = np.array([run.first_sequence for run in runs], np.uint64)
+    rows["count"] = [len(run.signed.operations) // LOCATION_BYTES for run in runs]
+    first = np.array([run.signed.first_sequence for run in runs], np.uint64)
     rows["first_low"] = first & _LOW
     rows["first_high"] = first >> _HIGH_SHIFT
-    return rows.tobytes(), b"".join(run.operations for run in runs)
+    return (
+        rows.tobytes(),
+        b"".join(run.signed.operations for run in runs),
+        b"".join(run.signed.signature for run in runs),
+    )
 
 
-def check_runs(packed: bytes, operations: bytes) -> NDArray[Any]:
+def check_runs(packed: bytes, operations: bytes, signatures: bytes) -> NDArray[Any]:
     """The runs as rows. Raises `ProtocolError` when they make no sense, whoever the members are."""
     rows = _rows(packed, _RUN, "a list of runs")
+    if len(signatures) not in (0, SIGNATURE_BYTES * len(rows)):  # older peers send none
+        raise ProtocolError(f"{len(signatures):,} bytes of signatures for {len(rows):,} runs")
     counts = rows["count"]
     if int(counts.sum(dtype=np.uint64)) * LOCATION_BYTES != len(operations):
         raise ProtocolError(
@@ -206,7 +211,9 @@ def check_runs(packed: bytes, operations: bytes) -> NDArray[Any]:
     return rows
 
 
-def read_runs(rows: NDArray[Any], operations: bytes, of: MemberSet) -> Iterator[LogChunk]:
+def read_runs(
+    rows: NDArray[Any], operations: bytes, signatures: bytes, of: MemberSet
+) -> Iterator[LogChunk]:
     """The runs by member. Raises `ProtocolError` when there are places beyond the last member."""
     places = rows["place"]
     if len(places) and int(places.max()) >= len(of):
@@ -216,14 +223,17 @@ def read_runs(rows: NDArray[Any], operations: bytes, of: MemberSet) -> Iterator[
     )
     ends = np.cumsum(rows["count"], dtype=np.int64) * LOCATION_BYTES
     begin = 0
-    for member, incarnation, sequence, end in zip(
-        of.members[places].tolist(),
-        of.incarnations[places].tolist(),
-        first.tolist(),
-        ends.tolist(),
-        strict=True,
+    for at, (member, incarnation, sequence, end) in enumerate(
+        zip(
+            of.members[places].tolist(),
+            of.incarnations[places].tolist(),
+            first.tolist(),
+            ends.tolist(),
+            strict=True,
+        )
     ):
-        yield LogChunk(member, incarnation, sequence, operations[begin:end])
+        signature = signatures[at * SIGNATURE_BYTES : (at + 1) * SIGNATURE_BYTES]
+        yield LogChunk(member, incarnation, sequence, operations[begin:end], signature)
         begin = end
 
 

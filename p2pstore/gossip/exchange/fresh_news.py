@@ -12,13 +12,13 @@ from typing import Final
 
 from p2pstore.gossip.config import GossipConfig
 from p2pstore.gossip.effects import Ask
-from p2pstore.gossip.exchange.anti_entropy import Knowledge, News
+from p2pstore.gossip.exchange.anti_entropy import Knowledge, News, chunk_of
 from p2pstore.gossip.exchange.asking import Questions
 from p2pstore.gossip.exchange.message_budget import MessageBudget
 from p2pstore.gossip.exchange.operation_rate import OperationRate
 from p2pstore.gossip.homes.directory_mode import KeptDirectory
 from p2pstore.gossip.members.active_view import ActiveView
-from p2pstore.gossip.messages import ControlKind, Delta, LogChunk
+from p2pstore.gossip.messages import ControlKind, Delta
 from p2pstore.gossip.records import Member, PeerId
 
 MAX_RECORDS: Final = 40
@@ -107,9 +107,14 @@ class FreshNews:
         return asks
 
     def _clear(self) -> None:
-        """It has been passed on. Cluster records count for themselves how often they were."""
+        """It has been passed on, but for own operations that are not signed yet. Cluster records count for themselves
+        how often they were."""
         self._logs.clear()
         self._records.clear()
+        log = self._knowledge.log
+        if log.signed < log.sequence and not self._rate.is_high:
+            own = self._knowledge.membership.own
+            self._logs[own.member] = log.signed + 1, {own.peer_id}
 
     def _delta_for(self, peer_id: PeerId, limit_bytes: int) -> Delta | None:
         """What of it a member may not know; None when there is nothing."""
@@ -128,10 +133,9 @@ class FreshNews:
             state = membership.resolve(member)
             if peer_id in known_by or not follows or state is None or state.signed is None:
                 continue
-            operations = self._knowledge.operations_since(member, first - 1, limit_bytes)
-            if operations:
-                limit_bytes -= len(operations)
-                logs.append(LogChunk(member, state.record_incarnation, first, operations))
+            for run in self._knowledge.operations_since(member, first - 1, limit_bytes):
+                limit_bytes -= len(run.operations)
+                logs.append(chunk_of(member, state.record_incarnation, run))
         rumors = self._knowledge.cluster_records.rumors(
             MAX_CLUSTER_RECORDS, limit_bytes, membership.retransmit_limit()
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from typing import Final
 
 from p2pstore.gossip.homes.directory_mode import DirectoryMode, Phase
@@ -22,6 +23,16 @@ from p2pstore.gossip.records import Member, decode_location
 from p2pstore.objects import DIGEST_BYTES
 
 _NEVER: Final[Position] = (-1, 0)
+
+
+class Word(Enum):
+    """Whose word it is that a member holds something."""
+
+    OWN = "own"
+    """The member's own, or that of a local client to whom the member said so."""
+    HOME = "home"
+    """That of a home of the key."""
+    HEARSAY = "hearsay"
 
 
 class KnownLocations:
@@ -80,14 +91,26 @@ class KnownLocations:
         operation: bytes,
         now: float,
         *,
-        hearsay: bool = False,
+        word: Word,
     ) -> bool:
-        """A member holds (or, `removed`, no longer holds) a record: so say it itself, or a home of the key; or, as
-        `hearsay`, somebody else. Whether it was news."""
+        """A member holds (or, `removed`, no longer holds) a record. Whether it was news."""
+        own_word = word is Word.OWN
         if self._mode.follows_logs:
-            return self._directory.early(member, position[0], [position[1]], operation, now) > 0
+            return (
+                self._directory.early(
+                    member, position[0], [position[1]], operation, now, hearsay=not own_word
+                )
+                > 0
+            )
         with self.lock:
-            news = self.cache.learn(member, position, operation, now, hearsay=hearsay)
+            news = self.cache.learn(
+                member,
+                position,
+                operation,
+                now,
+                hearsay=word is Word.HEARSAY,
+                own_word=own_word,
+            )
         if news:
             self._touch(operation[:DIGEST_BYTES])
         return news
@@ -102,9 +125,10 @@ class KnownLocations:
 
     # --- looking up --------------------------------------------------------------------------
 
-    def holders(self, digest: bytes, now: float) -> list[Location]:
-        """Who holds the key: owners believed alive first, among them the newest version first."""
-        found = self._directory.holders(digest)
+    def holders(self, digest: bytes, now: float, *, hearsay: bool = False) -> list[Location]:
+        """Who holds the key: owners believed alive first, among them the newest version first. What others say of
+        members whose logs this peer follows is left out without `hearsay`."""
+        found = [each for each in self._directory.holders(digest) if hearsay or not each.hearsay]
         if self._mode.phase is Phase.FULL:
             return found
         best = {location.member: location for location in found}

@@ -23,6 +23,8 @@ class _Heard:
     heard_at: float
     hearsay: bool
     """Neither its holder nor a home of the key said so."""
+    own_word: bool
+    """Its holder said so."""
 
 
 class LocationCache:
@@ -43,6 +45,7 @@ class LocationCache:
         now: float,
         *,
         hearsay: bool = False,
+        own_word: bool = False,
     ) -> bool:
         """Take in what a member is said to hold (or, `removed`, not to hold) at a place of its log. Whether it
         was news. What holders and homes say themselves goes before hearsay, whatever place that claims; and
@@ -59,7 +62,7 @@ class LocationCache:
             and (known.position > position or (hearsay and known.position == position))
         ):
             return False
-        heard[member] = _Heard(position, operation, now, hearsay)
+        heard[member] = _Heard(position, operation, now, hearsay, own_word)
         self._keys.move_to_end(digest)
         while self.count > self._limit:
             _, dropped = self._keys.popitem(last=False)
@@ -81,7 +84,8 @@ class LocationCache:
         for member, each in heard.items():
             record = decode_location(each.operation)
             if not record.removed and (hearsay or not each.hearsay):
-                found.append(Location(member, *each.position, record))
+                said_by_others = not each.own_word
+                found.append(Location(member, *each.position, record, hearsay=said_by_others))
         if found:
             self._keys.move_to_end(digest)
         return found

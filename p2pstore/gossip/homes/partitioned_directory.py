@@ -18,7 +18,7 @@ from p2pstore.gossip.homes.directory_mode import ClusterLoad, DirectoryMode, Kep
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, WholePartition
 from p2pstore.gossip.homes.hot_locations import HOLDERS_OF_EACH, MAX_HOT, HotKeys, pack_hot
-from p2pstore.gossip.homes.known_locations import KnownLocations
+from p2pstore.gossip.homes.known_locations import KnownLocations, Word
 from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable
 from p2pstore.gossip.homes.partitions import partition_of
 from p2pstore.gossip.locations.directory import Directory, Location, Position
@@ -127,7 +127,7 @@ class PartitionedDirectory:
             mine, theirs = decode_location(held).version, rival.record.version
             if (mine.clock, mine.writer) < (theirs.clock, theirs.writer):
                 position = (rival.incarnation, rival.sequence)
-                self.known.heard(rival.member, position, rival.record.encode(), now)
+                self.known.heard(rival.member, position, rival.record.encode(), now, word=Word.HOME)
             else:
                 self.pushes.tell(rival.member, held)
 
@@ -161,7 +161,8 @@ class PartitionedDirectory:
         else:
             for number, sequence, operation in checked.operations:
                 if not number:
-                    self.known.heard(owner, (checked.incarnation, sequence), operation, now)
+                    position = checked.incarnation, sequence
+                    self.known.heard(owner, position, operation, now, word=Word.OWN)
         return behind, self._rivals(owner, checked.operations, checked.sets, max_rivals, now)
 
     def _rivals(
@@ -259,7 +260,7 @@ class PartitionedDirectory:
         for member, position, record in hot:
             state = self._membership.resolve(member)
             if state is not None and state.alive and member != self._own:
-                self.known.heard(member, position, record, now, hearsay=True)
+                self.known.heard(member, position, record, now, word=Word.HEARSAY)
 
     # --- members -----------------------------------------------------------------------------
 

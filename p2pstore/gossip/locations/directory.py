@@ -1,9 +1,9 @@
 """What the other members hold: one view per owner, each a reader's copy of that owner's log. Pure.
 
 A view stands at (incarnation, sequence) and holds exactly the set that the owner's log had there.
-It moves by contiguous operations, or is replaced whole by a snapshot. The owner's signed head says
-what the set's hash is at some sequence; a view that passes there with another hash was fed wrong
-operations by a relay, and is dropped until its owner itself gives a snapshot.
+It moves by contiguous runs of operations that the owner signed (`signed_runs`), or is replaced whole by a snapshot
+from the owner itself. The owner's signed head says what the set's hash is at some sequence; a view that passes there
+with another hash is dropped until its owner gives a snapshot.
 
 The records of all views are in one `LocationIndex`, a slot per view. A snapshot is put into a slot of its own,
 in pieces, which `work` goes on with; nothing of it is seen until the view takes that slot over. Until then the
@@ -36,6 +36,7 @@ from p2pstore.gossip.locations.location_shares import LocationShares, who_makes_
 from p2pstore.gossip.locations.log import REMOVED, OperationRing, check_run
 from p2pstore.gossip.locations.log import Position as Position
 from p2pstore.gossip.locations.published_locations import PublishedLocations
+from p2pstore.gossip.locations.signed_runs import SignedRun
 from p2pstore.gossip.locations.snapshots import CheckedSnapshot
 from p2pstore.gossip.locations.staging import Staged, Staging
 from p2pstore.gossip.locations.watched_keys import STEP_RECORDS, WatchedKeys
@@ -81,7 +82,7 @@ class DirectoryConfig:
 class Location:
     """A member's word that it holds a record, as of (`incarnation`, `sequence`) of its log.
 
-    `hidden`: the member is believed dead.
+    `hidden`: the member is believed dead. `hearsay`: another one said so, not the member.
     """
 
     member: Member
@@ -89,6 +90,7 @@ class Location:
     sequence: int
     record: LocationRecord
     hidden: bool = False
+    hearsay: bool = False
 
 
 class Outcome(Enum):
@@ -117,17 +119,15 @@ class _View:
     incarnation: int
     slot: int
     ring: OperationRing
+    """What can be passed on."""
+    sequence: int = 0
     head: LogHead = field(default_factory=LogHead)
     hidden: bool = False
     diverged: bool = False
 
     @property
-    def sequence(self) -> int:
-        return self.ring.last
-
-    @property
     def position(self) -> Position:
-        return self.incarnation, self.ring.last
+        return self.incarnation, self.sequence
 
 
 def _exclusive(
@@ -283,19 +283,17 @@ class Directory:
         return moved
 
     @_changing
-    def apply(
-        self, member: Member, incarnation: int, first_sequence: int, operations: bytes
-    ) -> Applied:
-        """Carry out a run of a member's operations. Raises `ProtocolError` when records are not
-        whole.
+    def apply(self, member: Member, incarnation: int, run: SignedRun) -> Applied:
+        """Carry out a run of a member's operations, whose signature was checked. Raises `ProtocolError` when records
+        are not whole.
 
         Operations that the view already has are skipped; nothing is applied across a gap.
         """
-        count = check_run(operations)
+        count = check_run(run.operations)
         view = self._views.get(member)
         if view is None or incarnation > view.incarnation:
             return Applied(Outcome.GAP)
-        known = view.sequence + 1 - first_sequence
+        known = view.sequence + 1 - run.first_sequence
         if incarnation < view.incarnation or known >= count or view.diverged:
             return Applied(Outcome.STALE)
         if member in self.shares.refused:
@@ -307,7 +305,8 @@ class Directory:
             self._reset(view)
             self._note_moved(view)
             return Applied(Outcome.FULL)
-        agrees = self._apply_news(view, operations[known * LOCATION_BYTES :])
+        view.ring.append(run)
+        agrees = self._apply_news(view, run.operations[known * LOCATION_BYTES :])
         self._note_moved(view)
         return Applied(Outcome.APPLIED, count - known) if agrees else Applied(Outcome.DIVERGED)
 
@@ -323,10 +322,10 @@ class Directory:
                 return False
         return True
 
-    def since(self, member: Member, sequence: int, limit_bytes: int) -> bytes | None:
-        """A member's operations after `sequence`, to pass on; None when they are not here."""
+    def since(self, member: Member, sequence: int, limit_bytes: int) -> list[SignedRun]:
+        """The runs with a member's operations after `sequence`, to pass on; none when they are not here."""
         view = self._views.get(member)
-        return None if view is None else view.ring.since(sequence, limit_bytes)
+        return [] if view is None else view.ring.since(sequence, limit_bytes)
 
     def snapshot(self, member: Member) -> tuple[int, int, int, bytes] | None:
         """(incarnation, sequence, set hash, packed records) of a view; None of an empty one."""
@@ -394,15 +393,6 @@ class Directory:
             view.hidden = False
             self._publish(view)
             self._watched.heard_of_all(view.slot)
-
-    @_changing
-    def distrust(self, member: Member) -> None:
-        """Drop the view, for good reasons of the caller's: it takes nothing but a snapshot."""
-        view = self._views.get(member)
-        if view is not None:
-            self._reset(view)
-            view.diverged = True
-            self._note_moved(view)
 
     @_changing
     def forget(self, member: Member) -> None:
@@ -494,6 +484,7 @@ class Directory:
         view.slot = self._staging.take(staged)
         self._claim_slot(view)
         view.ring = OperationRing(self._relay_limit, staged.sequence)
+        view.sequence = staged.sequence
         view.diverged = False
         if self._agrees(view):  # the head may have come to stand there
             self._watched.heard_of_all(view.slot)
@@ -513,8 +504,11 @@ class Directory:
         sequences: Sequence[int],
         operations: bytes,
         now: float,
+        *,
+        hearsay: bool = False,
     ) -> int:
-        """Note operations that arrived ahead of the log. How many were news.
+        """Note operations that arrived ahead of the log, from its owner or, as `hearsay`, from another. How many were
+        news.
 
         Raises `ProtocolError`, and changes nothing, when sequences and whole records do not pair
         up.
@@ -529,7 +523,9 @@ class Directory:
         for index, sequence in enumerate(sequences):
             operation = operations[index * LOCATION_BYTES : (index + 1) * LOCATION_BYTES]
             position = (incarnation, sequence)
-            if position > standing and self._early.note(member, position, operation, now):
+            if position > standing and self._early.note(
+                member, position, operation, now, hearsay=hearsay
+            ):
                 news.add(operation[:DIGEST_BYTES])
                 count += 1
         self._watched.heard_of(news)
@@ -549,11 +545,12 @@ class Directory:
 
     @_exclusive
     def holders(self, digest: bytes) -> list[Location]:
-        """Who holds the key: owners believed alive first, among them the newest version first."""
+        """Who holds the key, hearsay included: owners believed alive first, among them the newest version first."""
         found = [
             Location(member, *position, decode_location(packed), hidden)
             for member, position, packed, hidden in self._standing(digest)
         ]
+        found += self._hearsay(digest)
         if len(found) > 1:
             found.sort(
                 key=lambda location: (
@@ -634,11 +631,14 @@ class Directory:
         early = self._early.of(digest)
         for slot, packed in self._index.find(digest):
             view = self._of_slot.get(slot)
-            if view is None or view.member in early:
+            entry = None if view is None else early.get(view.member)
+            if view is None or (entry is not None and not entry.hearsay):
                 continue
             if not self._denials.covers(view.member, digest, view.position):
                 yield view.member, view.position, packed, view.hidden
         for member, entry in early.items():
+            if entry.hearsay:
+                continue
             known = self._views.get(member)
             position, operation = entry.position, entry.operation
             if known is not None and position <= known.position:
@@ -646,6 +646,18 @@ class Directory:
             counts = operation and not operation[_FLAGS] & REMOVED
             if counts and not self._denials.covers(member, digest, position):
                 yield member, position, operation, known is not None and known.hidden
+
+    def _hearsay(self, digest: bytes) -> Iterator[Location]:
+        """What others say of members whose own logs do not name the key. The place that is claimed counts for nothing:
+        else a denial might not reach it."""
+        for member, entry in self._early.of(digest).items():
+            view = self._views.get(member)
+            if not entry.hearsay or view is None or entry.operation[_FLAGS] & REMOVED:
+                continue
+            named = self._index.get(view.slot, digest) is not None
+            if not named and not self._denials.covers(member, digest, view.position):
+                record = decode_location(entry.operation)
+                yield Location(member, *view.position, record, view.hidden, hearsay=True)
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -658,7 +670,7 @@ class Directory:
 
     def _move_on(self, view: _View, operations: bytes) -> None:
         self._index.apply(view.slot, operations)
-        view.ring.extend(operations)
+        view.sequence += len(operations) // LOCATION_BYTES
         digests = set(digests_of(operations))
         self._watched.heard_of(digests)
         self._early.overtaken(view.member, view.position, digests)
@@ -681,6 +693,7 @@ class Directory:
         view.slot = self._index.open()
         self._claim_slot(view)
         view.ring = OperationRing(self._relay_limit)
+        view.sequence = 0
         view.diverged = False
 
     def _note_moved(self, view: _View) -> None:

@@ -24,6 +24,8 @@ class EarlyOperation:
 
     position: Position
     operation: bytes
+    hearsay: bool = False
+    """Its owner did not say so itself: it shows where to look, and nothing else."""
 
 
 class EarlyOperations:
@@ -50,16 +52,27 @@ class EarlyOperations:
         """The newest operation of each owner about this key."""
         return self._entries.get(digest, _NONE)
 
-    def note(self, member: Member, position: Position, operation: bytes, now: float) -> bool:
-        """Keep an operation. False when one of the same key is as new."""
+    def note(
+        self,
+        member: Member,
+        position: Position,
+        operation: bytes,
+        now: float,
+        *,
+        hearsay: bool = False,
+    ) -> bool:
+        """Keep an operation. False when one of the same key is as new. What the owner says itself goes before
+        hearsay, whatever place that claims."""
         digest = operation[:DIGEST_BYTES]
         known = self._entries.get(digest, _NONE).get(member)
-        if known is not None and position <= known.position:
+        if known is not None and (
+            hearsay > known.hearsay or (hearsay == known.hearsay and position <= known.position)
+        ):
             return False
         if digest not in self._entries:
             self._entries[digest] = {}
             self._apart.add(digest)
-        self._entries[digest][member] = EarlyOperation(position, operation)
+        self._entries[digest][member] = EarlyOperation(position, operation, hearsay)
         self._order[digest, member] = now
         self._order.move_to_end((digest, member))
         while len(self._order) > self._limit:
@@ -78,7 +91,7 @@ class EarlyOperations:
         """The owner's log, which told of these digests, is known up to `position` now."""
         for digest in self._entries.keys() & digests:
             entry = self._entries[digest].get(member)
-            if entry is not None and entry.position <= position:
+            if entry is not None and (entry.hearsay or entry.position <= position):
                 self._drop(digest, member)
 
     def _drop(self, digest: bytes, member: Member) -> None:

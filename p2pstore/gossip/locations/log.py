@@ -11,6 +11,7 @@ comes back.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -20,7 +21,20 @@ import numpy as np
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import LocationIndex
 from p2pstore.gossip.locations.log_copy import LogCopy
-from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead, decode_location
+from p2pstore.gossip.locations.signed_runs import (
+    MAX_SIGNED_OPERATIONS,
+    SIGNATURE_BYTES,
+    SIGNED_AT_ONCE,
+    SignedRun,
+    sign_run,
+)
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    LocationRecord,
+    LogHead,
+    Signer,
+    decode_location,
+)
 from p2pstore.location_table import RECORD
 from p2pstore.objects import DIGEST_BYTES, Version
 
@@ -59,10 +73,11 @@ def newest_clock(packed: bytes | bytearray | memoryview, limit: int) -> int:
 
 
 class OperationRing:
-    """The most recent operations of one log, packed. Sequence numbers are contiguous.
+    """The most recent operations of one log, packed, with their owner's signatures of runs of them. Sequence numbers
+    are contiguous. What follows the newest run is not signed yet.
 
-    Holds at least the last `limit` of them and at most a quarter more: cutting now and then makes an append
-    O(1) on average.
+    Holds at least the last `limit` operations, or a quarter as many runs, and at most a quarter more and a run:
+    cutting now and then makes an append O(1) on average, and a run is passed on whole or not at all.
     """
 
     def __init__(self, limit: int, last: int = 0) -> None:
@@ -70,30 +85,94 @@ class OperationRing:
         self.last = last
         """Sequence number of the newest operation."""
         self._packed = bytearray()
+        self._ends: list[int] = []
+        """Sequence numbers of the last operations of the runs."""
+        self._signatures = bytearray()
 
     @property
     def first(self) -> int:
         """Sequence number of the oldest operation that is still here (`last + 1` when none is)."""
         return self.last + 1 - len(self._packed) // LOCATION_BYTES
 
+    @property
+    def signed(self) -> int:
+        """Sequence number of the last operation that is signed, or went."""
+        return self._ends[-1] if self._ends else self.first - 1
+
     def extend(self, packed: bytes) -> None:
-        """Append a run of operations that follow `last`."""
+        """Append operations that follow `last` and are not signed yet."""
         self._packed += packed
         self.last += len(packed) // LOCATION_BYTES
+        self._cut()
+
+    def unsigned(self, limit: int) -> bytes:
+        """The first operations that are not signed yet."""
+        start = (self.signed + 1 - self.first) * LOCATION_BYTES
+        return bytes(self._packed[start : start + limit * LOCATION_BYTES])
+
+    def sign(self, count: int, signature: bytes) -> None:
+        """The first `count` operations that were not signed are a run now."""
+        assert len(signature) == SIGNATURE_BYTES
+        self._ends.append(self.signed + count)
+        self._signatures += signature
+        self._cut()
+
+    def _cut(self) -> None:
         if len(self._packed) > (self.limit + self.limit // 4) * LOCATION_BYTES:
             self.resize(self.limit)
+        most = max(_FEW, self.limit // 4)
+        if len(self._ends) > most + most // 4:
+            self._drop_runs(len(self._ends) - most)
+
+    def append(self, run: SignedRun) -> None:
+        """A run that brings news. When it does not begin where the last one ended, those before it go."""
+        if run.first_sequence != self.last + 1:
+            self._drop_runs(len(self._ends))
+            self._packed.clear()
+            self.last = run.first_sequence - 1
+        self._packed += run.operations
+        self.last = run.last_sequence
+        self.sign(len(run.operations) // LOCATION_BYTES, run.signature)
 
     def resize(self, limit: int) -> None:
-        """Keep the last `limit` from now on."""
+        """Keep the last `limit` from now on, and what else is in a run with them."""
         self.limit = limit
-        del self._packed[: max(0, len(self._packed) - limit * LOCATION_BYTES)]
+        surplus = len(self._packed) // LOCATION_BYTES - limit
+        if surplus <= 0:
+            return
+        last = self.first + surplus - 1
+        all_runs = last >= self.signed
+        self._drop_runs(bisect_right(self._ends, last))
+        if all_runs:
+            del self._packed[: (last + 1 - self.first) * LOCATION_BYTES]
 
-    def since(self, sequence: int, limit_bytes: int) -> bytes | None:
-        """Operations after `sequence` in at most `limit_bytes`; None when behind the ring."""
-        if sequence + 1 < self.first or sequence > self.last:
-            return None
-        start = (sequence + 1 - self.first) * LOCATION_BYTES
-        return bytes(self._packed[start : start + limit_bytes // LOCATION_BYTES * LOCATION_BYTES])
+    def since(self, sequence: int, limit_bytes: int) -> list[SignedRun]:
+        """The runs with the operations after `sequence`, in at most `limit_bytes` of operations. None where nothing
+        newer is signed, or the log is cut behind there."""
+        place, first = bisect_right(self._ends, sequence), self.first
+        runs: list[SignedRun] = []
+        if sequence + 1 < first:
+            return runs
+        begin = self._ends[place - 1] + 1 if place else first
+        for at in range(place, len(self._ends)):
+            end = self._ends[at] + 1
+            limit_bytes -= (end - begin) * LOCATION_BYTES
+            if limit_bytes < 0:
+                break
+            operations = self._packed[
+                (begin - first) * LOCATION_BYTES : (end - first) * LOCATION_BYTES
+            ]
+            signature = self._signatures[at * SIGNATURE_BYTES : (at + 1) * SIGNATURE_BYTES]
+            runs.append(SignedRun(begin, bytes(operations), bytes(signature)))
+            begin = end
+        return runs
+
+    def _drop_runs(self, count: int) -> None:
+        """Let go of the oldest runs."""
+        if count:
+            del self._packed[: (self._ends[count - 1] + 1 - self.first) * LOCATION_BYTES]
+            del self._ends[:count]
+            del self._signatures[: count * SIGNATURE_BYTES]
 
 
 class OwnLog:
@@ -110,6 +189,11 @@ class OwnLog:
     def sequence(self) -> int:
         """Number of the last operation; 0 before the first."""
         return self._ring.last
+
+    @property
+    def signed(self) -> int:
+        """Up to where the operations are signed: more is not told of."""
+        return self._ring.signed
 
     @property
     def head(self) -> LogHead:
@@ -142,8 +226,17 @@ class OwnLog:
         self._ring.extend(operation)
         return operation
 
-    def since(self, sequence: int, limit_bytes: int) -> bytes | None:
-        """Packed operations after `sequence`; None when the ring no longer has them."""
+    def sign(self, signer: Signer) -> None:
+        """Sign the next operations that are not signed yet, some thousands of them."""
+        for _ in range(SIGNED_AT_ONCE):
+            operations = self._ring.unsigned(MAX_SIGNED_OPERATIONS)
+            if not operations:
+                return
+            signature = sign_run(signer, self.incarnation, self.signed + 1, operations)
+            self._ring.sign(len(operations) // LOCATION_BYTES, signature)
+
+    def since(self, sequence: int, limit_bytes: int) -> list[SignedRun]:
+        """Signed runs with the operations after `sequence`; none when the ring no longer has them."""
         return self._ring.since(sequence, limit_bytes)
 
     def snapshot(self) -> bytes:

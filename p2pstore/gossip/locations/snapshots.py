@@ -10,13 +10,22 @@ import numpy.typing as npt
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import digests_of, hash_of
-from p2pstore.gossip.locations.log import MAX_STAMP, REMOVED, check_run, newest_clock
+from p2pstore.gossip.locations.log import (
+    MAX_OWN_RECORDS,
+    MAX_STAMP,
+    REMOVED,
+    check_run,
+    newest_clock,
+)
+from p2pstore.gossip.records import LOCATION_BYTES
 from p2pstore.location_table import RECORD, WHOLE
 
 _PIECE: Final = 4_096
 """Records that are hashed before other threads may run."""
 
 _FEW: Final = 64
+UNSIGNED_RECORDS: Final = 65_536
+"""More than its owner's signed head counts: it may have put so many since it signed that."""
 
 Packed = bytes | bytearray | memoryview
 
@@ -30,6 +39,11 @@ class CheckedSnapshot:
     count: int
     set_hash: int
     newest_clock: int
+
+
+def most_snapshot_bytes(signed_count: int) -> int:
+    """How long the snapshot of an owner may be whose signed head counts so many records."""
+    return (min(signed_count, MAX_OWN_RECORDS) + UNSIGNED_RECORDS) * LOCATION_BYTES
 
 
 def check_snapshot(packed: Packed) -> CheckedSnapshot:
