@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar
@@ -35,6 +36,9 @@ SEND_PIECE_BYTES: Final = 2 * 1024 * 1024
 MAX_GATHER: Final = 512
 """Buffers in one `sendmsg`; the kernel allows 1,024."""
 DEFAULT_PROGRESS_SECONDS: Final = 5.0
+LEAST_SENDING_SECONDS: Final = 10.0
+LEAST_SENDING_RATE: Final = 256 * KIB
+"""Bytes a second. A reader that takes less has the object kept in its place: it is cut off."""
 MAX_PASSED_DESCRIPTORS: Final = 16
 _TIMEVAL: Final = struct.Struct("@ll")
 
@@ -167,6 +171,30 @@ class Driver(Protocol):
         ...
 
 
+def sending_seconds(length_bytes: int) -> float:
+    """By when an answer of this length was read, however slow the way to its reader is."""
+    return LEAST_SENDING_SECONDS + length_bytes / LEAST_SENDING_RATE
+
+
+class SendingDue:
+    """When an answer of this length is to be read, from now on."""
+
+    def __init__(self, length_bytes: int) -> None:
+        self._length_bytes = length_bytes
+        self._due = time.monotonic() + sending_seconds(length_bytes)
+
+    def check(self) -> None:
+        """Raise `DeadlineExceeded` when it should have been."""
+        if time.monotonic() > self._due:
+            raise read_too_slowly(self._length_bytes)
+
+
+def read_too_slowly(length_bytes: int) -> DeadlineExceeded:
+    """The error of an answer whose reader takes too long."""
+    seconds = sending_seconds(length_bytes)
+    return DeadlineExceeded(f"an answer of {length_bytes:,} bytes was not read in {seconds:,.0f} s")
+
+
 def total_bytes(parts: Sequence[BytesLike]) -> int:
     """The bytes of all parts together."""
     return sum([part.nbytes if type(part) is memoryview else len(part) for part in parts])
@@ -197,15 +225,18 @@ def gather(views: Sequence[memoryview], first: int) -> list[memoryview]:
 
 def send_all(sock: socket.socket, parts: Sequence[BytesLike], progress_seconds: float) -> None:
     """Send everything on a non-blocking socket, in a thread that may wait. Raises `DeadlineExceeded` when nothing
-    moves for `progress_seconds`, and `OSError` when the connection breaks, or somebody shuts it down."""
+    moves for `progress_seconds` or all takes longer than `sending_seconds`, and `OSError` when the connection breaks,
+    or somebody shuts it down."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     first = 0
+    due = SendingDue(total_bytes(parts))
     with waiting_in_kernel(sock, send_seconds=progress_seconds), taking_no_core():
         while first < len(views):
             # All that is left: between two calls the thread needs the interpreter's lock, and whoever else wants that
             # waits for it when the kernel lets another thread run then.
             sent = sock.sendmsg(views[first : first + MAX_GATHER])
             first = advance(views, first, sent)
+            due.check()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ task of its own, so that it holds nothing up.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -18,9 +19,16 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import trio
 
-from p2pstore.errors import P2PStoreError, ProtocolError
+from p2pstore.byte_budget import SHARE_BYTES, Account
+from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError
 from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES, GIB, KIB, MIB, PART_BYTES
-from p2pstore.streams import AcceptedStream, BytesLike
+from p2pstore.streams import (
+    AcceptedStream,
+    BytesLike,
+    read_too_slowly,
+    sending_seconds,
+    total_bytes,
+)
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.frame_link import FrameLink
 from p2pstore.transfer.frame_reading import Refused, skip_bulk
@@ -71,6 +79,7 @@ from p2pstore.transfer.store_intake import StoreBackend, receive_value
 from p2pstore.transfer.swarm_serving import OpenedPiece, SwarmBackend
 from p2pstore.transfer.tickets import Scope, TicketClaims
 from p2pstore.transfer.uploads import Uploads
+from p2pstore.turns import wait_room
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
     HEADER_BYTES,
@@ -98,6 +107,13 @@ MAX_REPLY_BODY_BYTES: Final = 3 * MIB
 GATHER_BYTES: Final = 64 * KIB
 """Answers to pipelined requests wait for each other until they have this many bytes."""
 GATHER_PARTS: Final = 512
+MAX_COPIED_BYTES: Final = 4 * MIB
+"""Of small objects that one answer has copies of; those beyond stay where they are until it was sent."""
+MAX_UNSENT_BYTES: Final = 4 * MIB
+"""Of answers to other requests than reads that wait to be sent on one connection: until there are fewer, none is
+made."""
+MAX_HELD_ANSWER_BYTES: Final = SHARE_BYTES
+"""What the largest of them, a snapshot, counts as: one is always sent, and the next one after it."""
 OPENED_AT_ONCE: Final = 128
 """Objects of one request, at 15 us each with their copies."""
 _MEASURE_FILL: Final = memoryview(os.urandom(MIB))
@@ -127,10 +143,11 @@ class DataBackend(Protocol):
     """What the peer does behind its data connections."""
 
     def open_objects(
-        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps
+        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps, *, may_copy: bool = True
     ) -> Sequence[OpenedObject | ObjectReply]:
         """Hold objects that may be sent to the peer `reader`, or a client of it, one result per item: an
         `ObjectReply` says why not, such as that others have a hot object. What is sent, `note_reads` hears of.
+        `may_copy`: whether small ones may be copied instead.
 
         Every `OpenedObject` with a handle is given back by `let_go`, whatever happens. Never blocks.
         """
@@ -194,6 +211,8 @@ class ServerLimits:
     hello_seconds: float = 5.0
     idle_seconds: float = 600.0
     progress_seconds: float = 5.0
+    frame_seconds: float = 30.0
+    """By when a request that has begun is whole: 1 MiB at 35 KB/s."""
     store_seconds: float = 10.0
     store_bytes_per_second: float = 1e6
     """A value that is stored arrives in that time, plus its length at that rate: its room is taken."""
@@ -234,6 +253,7 @@ class DataSession:
         claims: TicketClaims,
         *,
         version: int,
+        account: Account,
         backend: DataBackend,
         stores: StoreBackend | None,
         rdma: RdmaBackend | None,
@@ -249,6 +269,14 @@ class DataSession:
         self._traffic = traffic
         self._stream = stream
         self._frames = frames
+        self._account = account
+        """What is kept of requests, and of answers beside the memory that all share."""
+        self._partial_bytes = 0
+        """Of a request that is not whole; from `_frame_due` on it is too late."""
+        self._frame_due = math.inf
+        self._gathered_own_bytes = 0
+        self._unsent_bytes = 0
+        self._sent = trio.Event()
         self._claims = claims
         self._stores = stores
         self._rdma = rdma
@@ -302,6 +330,11 @@ class DataSession:
                 nursery.cancel_scope.cancel()  # nobody is left to hear the answers
         if self._ended_by is not None:
             raise self._ended_by
+
+    @property
+    def idle_since(self) -> float | None:
+        """When it was last used (monotonic), None while it is in use."""
+        return None if self._handlers else self._quiet_since
 
     def retire(self) -> None:
         """End as soon as the other side pauses between its requests; what is under way is answered."""
@@ -417,17 +450,35 @@ class DataSession:
 
     async def _receive_request(self) -> int:
         """The next bytes; 0 when the other side closed, or was silent for too long between requests."""
-        if not self._frames.pending_bytes:
-            self._quiet_since = time.monotonic()
-            await self._stream.wait_readable_forever()
-            self._quiet_since = None
+        if self._frames.pending_bytes:
+            return await self._receive_rest()
+        self._quiet_since = time.monotonic()
+        await self._stream.wait_readable_forever()
+        if not self._account.has_room:
+            await wait_room(self._account)
+        self._quiet_since = None
         return await self._stream.receive_into(self._buffer)
+
+    async def _receive_rest(self) -> int:
+        """More of a request that has begun. Raises `DeadlineExceeded` when it should be whole by now."""
+        with trio.move_on_at(self._frame_due):
+            if not self._account.has_room:
+                await wait_room(self._account)
+            return await self._stream.receive_into(self._buffer)
+        raise DeadlineExceeded(f"a request was not whole within {self._limits.frame_seconds:g} s")
 
     async def _answer_all(self, nursery: trio.Nursery) -> None:
         """Answer every request that has arrived whole."""
+        answered = False
         while (frame := self._frames.next_frame()) is not None:
+            answered = True
             await self._answer(*frame, nursery)
         await self._flush()
+        before, self._partial_bytes = self._partial_bytes, self._frames.pending_bytes
+        if answered or not before:  # what is left is the beginning of another request
+            self._frame_due = trio.current_time() + self._limits.frame_seconds
+        self._account.hold(self._partial_bytes)
+        self._account.release(before)
 
     async def _answer(self, header: FrameHeader, body: bytes, nursery: trio.Nursery) -> None:
         """Answer a request, or gather what it is to be answered with."""
@@ -436,7 +487,7 @@ class DataSession:
             self._confirm_piece(True)
         if header.bulk_length:
             await self._flush()  # what is ready does not wait for it
-            await skip_bulk(self._stream, self._frames, header.bulk_length, self._buffer)
+            await self._skip_bulk(header.bulk_length)
         if message is None:
             return
         if isinstance(message, Get):
@@ -472,7 +523,16 @@ class DataSession:
             self._gather(encode_failure(header.kind, header.request_id, Code.BUSY, text))
         else:
             self._handlers += 1
-            nursery.start_soon(self._handle, header, message, nursery.cancel_scope)
+            self._account.hold(len(body))
+            nursery.start_soon(self._handle, header, message, len(body), nursery.cancel_scope)
+
+    async def _skip_bulk(self, length_bytes: int) -> None:
+        limits = self._limits
+        seconds = limits.store_seconds + length_bytes / limits.store_bytes_per_second
+        with trio.move_on_after(seconds):
+            await skip_bulk(self._stream, self._frames, length_bytes, self._buffer)
+            return
+        raise DeadlineExceeded(f"{length_bytes:,} bytes did not arrive within {seconds:.3g} s")
 
     def _decode(self, header: FrameHeader, body: bytes) -> Message | None:
         """The request, or None when it was answered with a failure. Raises `Refused` for garbage."""
@@ -539,12 +599,18 @@ class DataSession:
             if begin:
                 await trio.lowlevel.checkpoint()
             some = get.items[begin : begin + OPENED_AT_ONCE]
-            opened += self._backend.open_objects(some, self._claims.issuer, keeps)
-            self._held += [
-                each
-                for each in opened[begin:]
-                if isinstance(each, OpenedObject) and each.handle is not None
-            ]
+            may_copy = self._gathered_own_bytes < MAX_COPIED_BYTES and self._account.has_room
+            opened += self._backend.open_objects(
+                some, self._claims.issuer, keeps, may_copy=may_copy
+            )
+            copied_bytes = 0
+            for each in opened[begin:]:
+                if isinstance(each, OpenedObject):
+                    if each.handle is not None:
+                        self._held.append(each)
+                    else:
+                        copied_bytes += len(each.payload)
+            self._hold_own(copied_bytes)
         for item, each in zip(get.items, opened, strict=True):
             if isinstance(each, ObjectReply):
                 self._traffic.busy += each.status == ObjectStatus.BUSY
@@ -593,6 +659,7 @@ class DataSession:
         self._held_small.append(lent)
         parts = small_answer(request_id, lent)
         self._parts += parts
+        self._hold_own(len(parts[0]))
         self._gathered_bytes += len(parts[0]) + lent.length_bytes
         self._traffic.objects += len(lent.digests)
         if lent.digests:
@@ -630,19 +697,25 @@ class DataSession:
     def _gather(self, frame: bytes) -> None:
         self._parts.append(frame)
         self._gathered_bytes += len(frame)
+        self._hold_own(len(frame))
+
+    def _hold_own(self, count: int) -> None:
+        """So much of what was gathered is in memory of its own."""
+        self._gathered_own_bytes += count
+        self._account.hold(count)
 
     async def _flush(self) -> None:
         """Send what was gathered and give the objects back."""
         if not self._parts:
             return
         try:
-            await self._send(*self._parts)
+            await self._send(*self._parts, large=self._gathered_bytes > SMALL_READ_BYTES)
             self._traffic.bytes += self._gathered_bytes
         finally:
             self._let_go_all()
 
-    async def _send(self, *parts: BytesLike) -> None:
-        """Send without another task's reply in between."""
+    async def _send(self, *parts: BytesLike, large: bool = False) -> None:
+        """Send without another task's reply in between; what is large by a deadline, as it keeps objects in place."""
         try:
             self._sending.acquire_nowait()  # `async with` would cost a turn of the event loop
         except trio.WouldBlock:
@@ -651,10 +724,18 @@ class DataSession:
             if self._has_upload and self._traffic.wants_thread:
                 await self._send_in_thread(parts)
                 self._sends_parts = self._has_more
+            elif large:
+                await self._send_in_time(parts)
             else:
                 await self._stream.send(*parts)
         finally:
             self._sending.release()
+
+    async def _send_in_time(self, parts: Sequence[BytesLike]) -> None:
+        with trio.move_on_after(sending_seconds(total_bytes(parts))):
+            await self._stream.send(*parts)
+            return
+        raise read_too_slowly(total_bytes(parts))
 
     async def _send_in_thread(self, parts: Sequence[BytesLike]) -> None:
         self._traffic.sending_threads += 1
@@ -669,6 +750,8 @@ class DataSession:
         held_small, self._held_small = self._held_small, []
         self._parts = []
         self._gathered_bytes = 0
+        own_bytes, self._gathered_own_bytes = self._gathered_own_bytes, 0
+        self._account.release(own_bytes)
         for opened in held:
             self._backend.let_go(opened)
         for lent in held_small:
@@ -742,7 +825,7 @@ class DataSession:
             frame = encode_frame(
                 header.kind, header.request_id, PieceReply(), flags=REPLY, bulk_length=size
             )
-            await self._send(frame, opened.data)
+            await self._send(frame, opened.data, large=True)
             self._traffic.bytes += size
         except BaseException:
             self._confirm_piece(False)
@@ -771,12 +854,14 @@ class DataSession:
     # --- everything else ---------------------------------------------------------------------
 
     async def _handle(
-        self, header: FrameHeader, message: Message, connection: trio.CancelScope
+        self, header: FrameHeader, message: Message, body_bytes: int, connection: trio.CancelScope
     ) -> None:
-        """Answer one request in a task of its own."""
+        """Answer one request in a task of its own. Its `body_bytes` are held already."""
         kind, request_id = DataKind(header.kind), header.request_id
         bulk: Sequence[BytesLike] = ()
         try:
+            while self._unsent_bytes >= MAX_UNSENT_BYTES:
+                await self._sent.wait()
             reply, bulk = await self._backend.handle(kind, message, self._claims)
             size = sum(len(part) for part in bulk)
             frame = encode_frame(kind, request_id, reply, flags=REPLY, bulk_length=size)
@@ -786,12 +871,22 @@ class DataSession:
             frame = _failure(header, error)
         finally:
             self._handlers -= 1
+            self._account.release(body_bytes)
         if not header.flags & ONE_WAY:
+            size = len(frame) + total_bytes(bulk)
+            held_bytes = min(size, MAX_HELD_ANSWER_BYTES)
+            self._unsent_bytes += size
+            self._account.hold(held_bytes)
             try:
-                await self._send(frame, *bulk)
+                await self._send(frame, *bulk, large=size > SMALL_READ_BYTES)
             except OSError as error:  # half a reply may have left: the connection is of no use now
                 self._ended_by = error
                 connection.cancel()
+            finally:
+                self._account.release(held_bytes)
+                self._unsent_bytes -= size
+                self._sent.set()
+                self._sent = trio.Event()
 
 
 def _scope_for(kind: int) -> Scope:

@@ -20,7 +20,14 @@ import msgspec
 
 from p2pstore.objects import DIGEST_BYTES, KIB, MIB
 from p2pstore.polling import Polling
-from p2pstore.streams import MAX_GATHER, BytesLike, advance, flatten_parts, waiting_in_kernel
+from p2pstore.streams import (
+    MAX_GATHER,
+    BytesLike,
+    SendingDue,
+    advance,
+    flatten_parts,
+    waiting_in_kernel,
+)
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.messages import (
     SMALL_OBJECT_BYTES,
@@ -356,12 +363,14 @@ def small_answer(request_id: int, lent: SmallObjectsLent) -> list[BytesLike]:
 
 
 def send_all(sock: socket.socket, parts: Sequence[BytesLike]) -> None:
-    """Send all on a socket that waits in the kernel."""
+    """Send all on a socket that waits in the kernel. Raises `DeadlineExceeded` for a reader that takes too long."""
     sent = sock.sendmsg(parts[:MAX_GATHER])
     if sent < sum(map(len, parts)):  # seldom: many parts, or little progress
         views = flatten_parts(parts)
         first = advance(views, 0, sent)
+        due = SendingDue(sum(map(len, views)))
         while first < len(views):
+            due.check()
             first = advance(views, first, sock.sendmsg(views[first : first + MAX_GATHER]))
 
 

@@ -232,7 +232,7 @@ class Backend:
         raise AssertionError("nothing is to be brought")
 
     def open_objects(
-        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps
+        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps, *, may_copy: bool = True
     ) -> list[OpenedObject | ObjectReply]:
         return [self._open(item.digest) for item in items]
 

@@ -100,9 +100,15 @@ class StreamState:
             raise ProtocolError(f"stream {self.number} sends more than its window")
         self._receive_window -= count
 
+    @property
+    def unread_bytes(self) -> int:
+        """What has arrived and was not taken."""
+        return len(self._buffer)
+
     def put(self, data: bytes) -> None:
-        """Bytes of a frame that was expected."""
-        self._buffer += data
+        """Bytes of a frame that was expected; of a stream that ended meanwhile nothing is kept."""
+        if not self.reset:
+            self._buffer += data
 
     def finish(self) -> None:
         """The other side sends nothing more."""
@@ -135,6 +141,11 @@ class Session:
         """How many bytes of a data frame are still to come; `_filled` None: to be skipped."""
         self._is_last = False
         """Whether that frame is its stream's last one."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """On all streams."""
+        return sum(state.unread_bytes for state in self.streams.values())
 
     def open(self) -> tuple[StreamState, bytes]:
         """A new stream, and the frame that opens it."""
