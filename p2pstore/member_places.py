@@ -26,20 +26,19 @@ class Holder(NamedTuple):
 
 
 class Crowd(NamedTuple):
-    """The member that has most places."""
+    """The member and the host that have most places."""
 
     member: bytes
+    member_places: int
     host: str
-    places: int
+    host_places: int
 
 
-def largest(holders: Sequence[Holder]) -> Crowd | None:
-    """None where all are free."""
-    counts = Counter((each.member, each.host) for each in holders)
-    if not counts:
-        return None
-    ((member, host), places) = counts.most_common(1)[0]
-    return Crowd(member, host, places)
+def crowd(holders: Sequence[Holder]) -> Crowd:
+    """Of all that have places; nobody's where all are free."""
+    members = Counter(each.member for each in holders).most_common(1)
+    hosts = Counter(each.host for each in holders).most_common(1)
+    return Crowd(*(members[0] if members else (b"", 0)), *(hosts[0] if hosts else ("", 0)))
 
 
 def yielding(holders: Sequence[Holder], host: str, member: bytes, limit: int) -> int | None:

@@ -24,8 +24,9 @@ from p2pstore.gossip.links.admission import Opener
 from p2pstore.gossip.links.host import ControlHost, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.libp2p_parts import MultiselectClient, MultiselectCommunicator
-from p2pstore.gossip.links.link import LinkError, open_asking_stream
-from p2pstore.gossip.messages import ControlKind, Ping, PingRequest
+from p2pstore.gossip.links.link import open_asking_stream
+from p2pstore.gossip.messages import ControlKind
+from p2pstore.gossip.messages import Ping as ControlPing
 from p2pstore.keyring import KeyRing
 from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.peer import Peer
@@ -33,8 +34,7 @@ from p2pstore.peer.api import open_peer
 from p2pstore.transfer import data_server
 from p2pstore.transfer.data_connection import DataConnection
 from p2pstore.transfer.data_session import ServerLimits
-from p2pstore.transfer.messages import DataKind, Get, GetItem, ListKeys
-from p2pstore.transfer.messages import Ping as DataPing
+from p2pstore.transfer.messages import DataKind, Get, GetItem, ListKeys, Ping
 from p2pstore.transfer.tickets import Scope, issue_ticket
 from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import HEADER, Message, encode_frame
@@ -71,7 +71,11 @@ class Hoarders:
 
     async def data(self, number: int) -> DataConnection:
         """A data connection of a member."""
-        connection = await open_data(self.victim, Identity(bytes([number]) * 32))
+        victim = self.victim
+        if not victim.peer_id:
+            victim.peer_id = await (await self.host(250)).discover(victim.control, SECONDS)
+        identity = Identity(bytes([number]) * 32)
+        connection = await open_data(victim.peer_id, victim.data, identity)
         self.stack.callback(connection.close)
         return connection
 
@@ -106,7 +110,7 @@ class Victim:
         self.neighbour = self.join("neighbour")
         eventually(lambda: self.peer.alive() == self.neighbour.alive() == 2)
         self.peer.client.put("anchor", b"anchor" * 1000, pin="hard")
-        self.known = b""
+        self.peer_id = b""
         self.before = self.last = self.memory
 
     def join(self, name: str) -> Process:
@@ -181,20 +185,19 @@ async def admitted(host: ControlHost, connection: Any) -> Any:
     return stream
 
 
-async def open_data(victim: Any, identity: Identity) -> DataConnection:
+async def open_data(
+    peer_id: bytes, address: str, identity: Identity, scope: Scope = Scope.READ | Scope.PEER
+) -> DataConnection:
     """A data connection with a ticket that this identity made for itself."""
-    if not victim.known:
-        async with hostile_host(250, victim.cluster) as host:
-            victim.known = await host.discover(victim.control, SECONDS)
     granted = issue_ticket(
         signer=identity,
         ring=KeyRing(),
-        audience=victim.known,
+        audience=peer_id,
         now_unix=time.time(),
         ticket_id=os.urandom(16),
-        scope=Scope.READ | Scope.PEER,
+        scope=scope,
     )
-    stream = await TrioDriver().connect_tcp(*split_address(victim.data, "data"), SECONDS)
+    stream = await TrioDriver().connect_tcp(*split_address(address, "data"), SECONDS)
     return await DataConnection.open(stream, granted)
 
 
@@ -237,10 +240,162 @@ def put_long_keys(victim: Victim) -> None:
 
 
 async def test_copies_of_small_objects_that_nobody_reads(victim: Victim) -> None:
-    """Each answer may have 64 MiB of them."""
+    """Each answer may have 16 MiB of them."""
     await trio.to_thread.run_sync(partial(victim.peer.client.put, "small", bytes(16 * KIB)))
     async with hoarding(victim) as hoarders:
-        asked = encode_frame(DataKind.GET, 1, Get([GetItem(key_digest("small"))] * 4000))
-        for number in range(8):
+        asked = encode_frame(DataKind.GET, 1, Get([GetItem(key_digest("small"))] * 1024))
+        for number in range(16):
             connection = await hoarders.data(100 + number)
             hoarders.pour(connection.stream.send, asked)
+
+
+# --- places ----------------------------------------------------------------------------------
+
+
+def member(number: int) -> Identity:
+    return Identity(number.to_bytes(32, "big"))
+
+
+@asynccontextmanager
+async def data_of(
+    peer: Peer, count: int, members: int = 1, first: int = 1000
+) -> AsyncIterator[list[DataConnection]]:
+    """Connections that are there and ask for nothing, of so many members."""
+    connections: list[DataConnection] = []
+    try:
+        for number in range(count):
+            identity = member(first + number % members)
+            connections.append(await open_data(peer.node.core.peer_id, peer.data[0], identity))
+            await connections[-1].request(DataKind.PING, Ping())
+        yield connections
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+@pytest.mark.parametrize("members", [1, 8])
+async def test_idle_data_connections_yield_to_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, members: int
+) -> None:
+    """All places are taken by who asks for nothing: those who do get theirs; who has taken many is told of."""
+    monkeypatch.setattr(data_server, "ServerLimits", partial(ServerLimits, connections=8))
+    async with cluster(tmp_path, 2, transport="tcp") as (victim, reader):
+        await victim.put("k", os.urandom(100_000))
+        places = victim.node.data_places
+        async with data_of(victim, 8 - places.taken, members):
+            assert places.taken == 8
+            for _ in range(3):
+                reader.node.pool.renew()  # each of its connections anew
+                assert len(await reader.get("k", wait=SECONDS)) == 100_000
+                await reader.remove("none")
+            async with data_of(victim, 2, members=2, first=5000) as newcomers:
+                for newcomer in newcomers:
+                    await newcomer.request(DataKind.PING, Ping())
+            assert places.taken <= 8
+            assert places.yielded
+            document = (await victim.statistics())["peer"]["places"]["data"]
+            assert document["limit"] == 8
+            if members == 1:
+                assert document["largest"]["places"] >= 4
+                assert document["largest"]["host_places"] == document["taken"]
+
+
+async def test_busy_data_connections_of_one_member_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps all of them in use, with requests that never become whole."""
+    monkeypatch.setattr(data_server, "ServerLimits", partial(ServerLimits, connections=8))
+    async with open_peer(config(tmp_path, "victim")) as victim, data_of(victim, 8) as taken:
+        beginning = encode_frame(DataKind.PING, 1, Ping())[:-1]
+        for connection in taken:
+            await connection.stream.send(beginning)
+        sessions = victim.node.data_places
+        await until(lambda: all(holder.busy for holder in sessions.holders()))
+        with pytest.raises(errors.Unavailable, match="all 8 data connections"):
+            async with data_of(victim, 1):
+                pass
+        async with data_of(victim, 1, first=2000):
+            assert sessions.yielded == 1
+        assert sessions.refused == 1
+
+
+async def test_a_request_that_is_never_whole_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte now and then is no progress."""
+    monkeypatch.setattr(data_server, "ServerLimits", partial(ServerLimits, frame_seconds=0.5))
+    monkeypatch.setattr(link_module, "FRAME_SECONDS", 0.5)
+    async with (
+        open_peer(config(tmp_path, "victim")) as victim,
+        data_of(victim, 1) as (connection,),
+        hostile_host(7, "default") as host,
+    ):
+        control = await host._dial(None, [victim.control], SECONDS)
+        stream = await admitted(host, control)
+        await until(lambda: victim.node.host.keeper.admitted() != [])
+        data = HEADER.pack(DataKind.PING, 0, 1, 1000, 0) + bytes(900)
+        ping = HEADER.pack(ControlKind.PING, 0, 1, 1000, 0) + bytes(900)
+        with trio.fail_after(SECONDS), suppress(OSError):
+            for number in range(900):
+                await connection.stream.send(data[number : number + 1])
+                await trio.sleep(0.01)
+            raise AssertionError("the data connection is still there")
+        with trio.fail_after(SECONDS), suppress(OSError):
+            for number in range(900):
+                await stream.write(ping[number : number + 1])
+                await trio.sleep(0.01)
+            raise AssertionError("the stream is still there")
+
+
+@pytest.mark.parametrize("hosts", [1, 12])
+async def test_a_newcomer_finds_a_place_among_hoarders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int
+) -> None:
+    """All places for members are taken, by one that has many or by many that have one, and nobody uses them."""
+    monkeypatch.setattr(host_module, "MAX_ADMITTED", 12)
+    async with open_peer(config(tmp_path, "victim")) as victim, AsyncExitStack() as stack:
+        keeper = victim.node.host.keeper
+        hostile = [
+            await stack.enter_async_context(hostile_host(number + 1, "default"))
+            for number in range(hosts)
+        ]
+        for number in range(12):
+            host = hostile[number % hosts]
+            connection = await host._dial(None, [victim.control], SECONDS)
+            await admitted(host, connection)
+        await until(lambda: len(keeper.admitted()) == 12)
+        # a connection that was made just now is about to be used
+        await until(lambda: not any(holder.busy for holder in keeper.holders()))
+        newcomer = await stack.enter_async_context(open_peer(config(tmp_path, "newcomer", victim)))
+        await until(lambda: len(newcomer.node.core.live_peers()) == 1)
+        await newcomer.put("k", b"value")
+        assert await victim.get("k", wait=SECONDS) == b"value"
+        assert keeper.counts.yielded >= 1
+        assert len(keeper.admitted()) <= 12
+
+
+async def test_a_member_that_uses_all_places_makes_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every connection has a request under way; itself, it gets no more."""
+    monkeypatch.setattr(host_module, "MAX_ADMITTED", 8)
+    async with open_peer(config(tmp_path, "victim")) as victim, hostile_host(1, "default") as host:
+        keeper = victim.node.host.keeper
+        for _ in range(8):
+            connection = await host._dial(None, [victim.control], SECONDS)
+            await admitted(host, connection)
+        await until(lambda: len(keeper.admitted()) == 8)
+        for connection in keeper.admitted():
+            connection.activity.begin()
+        with pytest.raises(Exception, match="in use"):
+            await admitted(host, await host._dial(None, [victim.control], SECONDS))
+        async with hostile_host(2, "default") as other:
+            await other.ask(
+                victim.node.core.peer_id,
+                [victim.control],
+                ControlKind.PING,
+                ControlPing(1, []),
+                SECONDS,
+            )
+        assert keeper.counts.yielded == 1
+        assert keeper.counts.refused_full == 1
