@@ -527,6 +527,7 @@ class ControlHost:
         """A stream of the connection was admitted just now."""
         if connection.stranger is not None:
             self._strangers.leave(connection.stranger)
+        self.keeper.review()  # strangers did not count
         self._recheck(connection)  # a reload may have come between proof and welcome
 
     async def _run_connection(
