@@ -11,7 +11,6 @@ of connections. There are two bounds:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeVar
 
@@ -38,8 +37,8 @@ class ByteBudget:
         self.ended = 0
         """Accounts that were ended for the limit."""
         self._accounts: set[Account] = set()
-        self._of_host: Counter[str] = Counter()
-        self._of_owner: Counter[Owner] = Counter()
+        self._of_host: dict[str, int] = {}
+        self._of_owner: dict[Owner, int] = {}
         self._total_bytes = 0
         self._ending_bytes = 0
         """Held by accounts that were told to end."""
@@ -59,7 +58,7 @@ class ByteBudget:
     def has_room(self, owner: Owner) -> bool:
         """Whether more may be taken on for this owner."""
         return (
-            self._of_owner[owner] < self.share_bytes
+            self._of_owner.get(owner, 0) < self.share_bytes
             and self._total_bytes - self._ending_bytes <= self.limit_bytes
         )
 
@@ -101,10 +100,11 @@ class ByteBudget:
                 wake()
 
 
-def _add(counter: Counter[Key], key: Key, count: int) -> None:
-    counter[key] += count
-    if not counter[key]:
-        del counter[key]
+def _add(counts: dict[Key, int], key: Key, count: int) -> None:
+    if left := counts.get(key, 0) + count:
+        counts[key] = left
+    else:
+        del counts[key]
 
 
 class Account:

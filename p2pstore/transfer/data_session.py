@@ -107,6 +107,8 @@ MAX_REPLY_BODY_BYTES: Final = 3 * MIB
 GATHER_BYTES: Final = 64 * KIB
 """Answers to pipelined requests wait for each other until they have this many bytes."""
 GATHER_PARTS: Final = 512
+UNCOUNTED_BYTES: Final = 16 * KIB
+"""Of answers that one connection may have in memory of their own beside its account."""
 MAX_COPIED_BYTES: Final = 4 * MIB
 """Of small objects that one answer has copies of; those beyond stay where they are until it was sent."""
 MAX_UNSENT_BYTES: Final = 4 * MIB
@@ -125,6 +127,8 @@ TAKE_IN_SECONDS: Final = 0.25
 TAKE_IN_OBJECTS: Final = 128
 """How often reads that threads answered are taken in, and of how many objects at once: these threads wait for the
 interpreter meanwhile, some 1 us for each."""
+PIECE_SECONDS: Final = 60.0
+"""By when the reader of a piece says that it has it, or goes on: until then it has an upload's place."""
 RETIRING_IDLE_SECONDS: Final = 0.25
 """A connection that is to end does so when no request came for so long."""
 
@@ -274,7 +278,8 @@ class DataSession:
         self._partial_bytes = 0
         """Of a request that is not whole; from `_frame_due` on it is too late."""
         self._frame_due = math.inf
-        self._gathered_own_bytes = 0
+        self._gathered_own_bytes = self._held_own_bytes = 0
+        """Of the answers that were gathered, in memory of their own, and how much of it the account has."""
         self._unsent_bytes = 0
         self._sent = trio.Event()
         self._claims = claims
@@ -354,6 +359,8 @@ class DataSession:
 
     def _patience_left(self) -> float:
         patience = RETIRING_IDLE_SECONDS if self._retiring else self._limits.idle_seconds
+        if self._sent_piece is not None:
+            patience = min(patience, PIECE_SECONDS)
         if self._quiet_since is None:
             return patience
         return self._quiet_since + patience - time.monotonic()
@@ -475,7 +482,7 @@ class DataSession:
             await self._answer(*frame, nursery)
         await self._flush()
         before, self._partial_bytes = self._partial_bytes, self._frames.pending_bytes
-        if answered or not before:  # what is left is the beginning of another request
+        if self._partial_bytes and (answered or not before):  # the beginning of another request
             self._frame_due = trio.current_time() + self._limits.frame_seconds
         self._account.hold(self._partial_bytes)
         self._account.release(before)
@@ -700,9 +707,11 @@ class DataSession:
         self._hold_own(len(frame))
 
     def _hold_own(self, count: int) -> None:
-        """So much of what was gathered is in memory of its own."""
+        """So much of what was gathered is in memory of its own. A little is not worth the books."""
         self._gathered_own_bytes += count
-        self._account.hold(count)
+        if self._gathered_own_bytes > UNCOUNTED_BYTES:
+            self._account.hold(self._gathered_own_bytes - self._held_own_bytes)
+            self._held_own_bytes = self._gathered_own_bytes
 
     async def _flush(self) -> None:
         """Send what was gathered and give the objects back."""
@@ -750,8 +759,10 @@ class DataSession:
         held_small, self._held_small = self._held_small, []
         self._parts = []
         self._gathered_bytes = 0
-        own_bytes, self._gathered_own_bytes = self._gathered_own_bytes, 0
-        self._account.release(own_bytes)
+        self._gathered_own_bytes = 0
+        if self._held_own_bytes:
+            self._account.release(self._held_own_bytes)
+            self._held_own_bytes = 0
         for opened in held:
             self._backend.let_go(opened)
         for lent in held_small:
@@ -826,6 +837,7 @@ class DataSession:
                 header.kind, header.request_id, PieceReply(), flags=REPLY, bulk_length=size
             )
             await self._send(frame, opened.data, large=True)
+            self._nap.cancel()  # it is waited for less long
             self._traffic.bytes += size
         except BaseException:
             self._confirm_piece(False)

@@ -29,6 +29,7 @@ from typing import Any, Protocol, TypeVar
 import pytest
 import trio
 
+from p2pstore import streams
 from p2pstore.asyncio_streams import AsyncioDriver
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -1165,6 +1166,25 @@ async def test_a_reader_that_does_not_read_is_cut() -> None:
             await until(lambda: segment.leased_bytes == 0 and harness.server.connections == 0)
             stream.close()
         assert any("no progress" in line for line in lines)
+
+
+async def test_a_reader_that_reads_too_slowly_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A little now and then is progress, and keeps the object in its place: an answer has a deadline."""
+    monkeypatch.setattr(streams, "LEAST_SENDING_SECONDS", 0.1)
+    monkeypatch.setattr(streams, "LEAST_SENDING_RATE", 32 * MIB)
+    segment = segment_of(SEGMENT_BYTES)
+    digest = put(segment, "key", pattern(16 * MIB))
+    async with TcpHarness.open(segment) as harness:
+        with caught_log() as lines:
+            stream = await authenticated(harness.address)
+            await stream.send(encode_frame(DataKind.GET, 1, Get([GetItem(digest)])))
+            room = memoryview(bytearray(64 * 1024))
+            with trio.fail_after(10), contextlib.suppress(OSError):
+                while await stream.receive_into(room):
+                    await trio.sleep(0.02)
+            await until(lambda: segment.leased_bytes == 0 and harness.server.connections == 0)
+            stream.close()
+        assert any("was not read in" in line for line in lines)
 
 
 async def test_half_a_request_is_waited_for_only_so_long() -> None:
