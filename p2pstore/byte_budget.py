@@ -19,6 +19,8 @@ MIB: Final = 1024 * 1024
 LIMIT_BYTES: Final = 48 * MIB
 """With what the allocator adds the process grows by 64 MiB or so."""
 SHARE_BYTES: Final = LIMIT_BYTES // 4
+FREE_BYTES: Final = 8 * 1024
+"""Of an account do not count: small messages come and go without a look at the books of all."""
 
 
 class Owner(NamedTuple):
@@ -31,9 +33,15 @@ class Owner(NamedTuple):
 class ByteBudget:
     """The accounts of one process."""
 
-    def __init__(self, limit_bytes: int = LIMIT_BYTES, share_bytes: int = SHARE_BYTES) -> None:
+    def __init__(
+        self,
+        limit_bytes: int = LIMIT_BYTES,
+        share_bytes: int = SHARE_BYTES,
+        free_bytes: int = FREE_BYTES,
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.share_bytes = share_bytes
+        self.free_bytes = free_bytes
         self.ended = 0
         """Accounts that were ended for the limit."""
         self._accounts: set[Account] = set()
@@ -46,7 +54,7 @@ class ByteBudget:
 
     @property
     def held_bytes(self) -> int:
-        """By all accounts."""
+        """By all accounts, as far as it counts."""
         return self._total_bytes
 
     def open(self, owner: Owner, end: Callable[[str], None]) -> Account:
@@ -59,8 +67,13 @@ class ByteBudget:
         """Whether more may be taken on for this owner."""
         return (
             self._of_owner.get(owner, 0) < self.share_bytes
-            and self._total_bytes - self._ending_bytes <= self.limit_bytes
+            and self._total_bytes <= self.limit_bytes  # what ends is still there
         )
+
+    def has_plenty(self, owner: Owner) -> bool:
+        """See `Account.has_plenty`."""
+        own_bytes = self._of_owner.get(owner, 0)
+        return 2 * own_bytes < self.share_bytes and 2 * self._total_bytes < self.limit_bytes
 
     def _change(self, account: Account, count: int) -> None:
         owner = account.owner
@@ -78,7 +91,7 @@ class ByteBudget:
     def _end_largest(self) -> None:
         """One that was told to end already counts as gone, as its host and its owner may have others."""
         largest = max(
-            (each for each in self._accounts if not each.is_ending and each.held_bytes),
+            (each for each in self._accounts if not each.is_ending and each.counted_bytes),
             key=lambda each: (
                 self._of_host[each.owner.host],
                 self._of_owner[each.owner],
@@ -86,7 +99,7 @@ class ByteBudget:
             ),
         )
         largest.is_ending = True
-        self._ending_bytes += largest.held_bytes
+        self._ending_bytes += largest.counted_bytes
         self.ended += 1
         largest.end(
             f"it has {self._of_owner[largest.owner]:,} bytes held here, the most of all that hold "
@@ -110,7 +123,7 @@ def _add(counts: dict[Key, int], key: Key, count: int) -> None:
 class Account:
     """What one connection has held."""
 
-    __slots__ = ("_budget", "_is_closed", "end", "held_bytes", "is_ending", "owner")
+    __slots__ = ("_budget", "_free_bytes", "_is_closed", "end", "held_bytes", "is_ending", "owner")
 
     def __init__(self, budget: ByteBudget, owner: Owner, end: Callable[[str], None]) -> None:
         self.owner = owner
@@ -119,23 +132,38 @@ class Account:
         self.is_ending = False
         self._is_closed = False
         self._budget = budget
+        self._free_bytes = budget.free_bytes
+
+    @property
+    def counted_bytes(self) -> int:
+        """What counts of it."""
+        return max(0, self.held_bytes - self._free_bytes)
 
     @property
     def has_room(self) -> bool:
         """Whether more may be taken on for it."""
         return self._budget.has_room(self.owner)
 
+    @property
+    def has_plenty(self) -> bool:
+        """Whether more may be held for it that need not be: less than half of the limit is held by all, and less than
+        half of the share by its owner."""
+        return self._budget.has_plenty(self.owner)
+
     def hold(self, count: int) -> None:
-        """So many bytes more are held; this may end an account, perhaps this one."""
-        if count and not self._is_closed:
-            self.held_bytes += count
-            self._budget._change(self, count)
+        """So many bytes more are held, less when negative; this may end an account, perhaps this one."""
+        if self._is_closed:
+            return
+        before, self.held_bytes = self.held_bytes, self.held_bytes + count
+        free = self._free_bytes
+        if before > free or self.held_bytes > free:
+            change = max(self.held_bytes, free) - max(before, free)
+            if change:
+                self._budget._change(self, change)
 
     def release(self, count: int) -> None:
         """So many bytes less are."""
-        if count and not self._is_closed:
-            self.held_bytes -= count
-            self._budget._change(self, -count)
+        self.hold(-count)
 
     def when_room(self, wake: Callable[[], None]) -> None:
         """Call `wake`, once, when there may be room: look again then."""

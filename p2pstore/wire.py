@@ -263,6 +263,10 @@ class FrameBuffer:
         whole: bool = self.pending_bytes >= HEADER_BYTES + body_length
         return whole or body_length > self.limits.body_bytes or bulk_length > self.limits.bulk_bytes
 
+    def drop(self) -> None:
+        """Forget what has arrived: something, such as the traceback of an error, may refer to this buffer for long."""
+        self._data, self._position = bytearray(), 0
+
     def take_into(self, view: memoryview) -> int:
         """Move bulk bytes that came along with frames to the beginning of `view`; how many they were."""
         count = min(len(view), self.pending_bytes)

@@ -107,8 +107,6 @@ MAX_REPLY_BODY_BYTES: Final = 3 * MIB
 GATHER_BYTES: Final = 64 * KIB
 """Answers to pipelined requests wait for each other until they have this many bytes."""
 GATHER_PARTS: Final = 512
-UNCOUNTED_BYTES: Final = 16 * KIB
-"""Of answers that one connection may have in memory of their own beside its account."""
 MAX_COPIED_BYTES: Final = 4 * MIB
 """Of small objects that one answer has copies of; those beyond stay where they are until it was sent."""
 MAX_UNSENT_BYTES: Final = 4 * MIB
@@ -278,8 +276,8 @@ class DataSession:
         self._partial_bytes = 0
         """Of a request that is not whole; from `_frame_due` on it is too late."""
         self._frame_due = math.inf
-        self._gathered_own_bytes = self._held_own_bytes = 0
-        """Of the answers that were gathered, in memory of their own, and how much of it the account has."""
+        self._gathered_own_bytes = 0
+        """Of the answers that were gathered, in memory of their own."""
         self._unsent_bytes = 0
         self._sent = trio.Event()
         self._claims = claims
@@ -333,8 +331,13 @@ class DataSession:
             self._idle_watch.cancel()
             if not self._retiring:
                 nursery.cancel_scope.cancel()  # nobody is left to hear the answers
+        self._frames.drop()
         if self._ended_by is not None:
-            raise self._ended_by
+            error, self._ended_by = self._ended_by, None
+            try:
+                raise error
+            finally:
+                del error  # it refers to this frame: only the collector of garbage would free what belongs to it
 
     @property
     def idle_since(self) -> float | None:
@@ -371,6 +374,7 @@ class DataSession:
             data = self._buffer[:count]
             if (frame := self._frames.sole_frame(data)) is not None:
                 await self._answer(*frame, nursery)
+                del frame  # the next one may be late
                 await self._flush()
             else:
                 self._frames.feed(data)
@@ -484,8 +488,8 @@ class DataSession:
         before, self._partial_bytes = self._partial_bytes, self._frames.pending_bytes
         if self._partial_bytes and (answered or not before):  # the beginning of another request
             self._frame_due = trio.current_time() + self._limits.frame_seconds
-        self._account.hold(self._partial_bytes)
-        self._account.release(before)
+        if self._partial_bytes != before:
+            self._account.hold(self._partial_bytes - before)
 
     async def _answer(self, header: FrameHeader, body: bytes, nursery: trio.Nursery) -> None:
         """Answer a request, or gather what it is to be answered with."""
@@ -606,7 +610,7 @@ class DataSession:
             if begin:
                 await trio.lowlevel.checkpoint()
             some = get.items[begin : begin + OPENED_AT_ONCE]
-            may_copy = self._gathered_own_bytes < MAX_COPIED_BYTES and self._account.has_room
+            may_copy = self._gathered_own_bytes < MAX_COPIED_BYTES and self._account.has_plenty
             opened += self._backend.open_objects(
                 some, self._claims.issuer, keeps, may_copy=may_copy
             )
@@ -707,11 +711,9 @@ class DataSession:
         self._hold_own(len(frame))
 
     def _hold_own(self, count: int) -> None:
-        """So much of what was gathered is in memory of its own. A little is not worth the books."""
+        """So much of what was gathered is in memory of its own."""
         self._gathered_own_bytes += count
-        if self._gathered_own_bytes > UNCOUNTED_BYTES:
-            self._account.hold(self._gathered_own_bytes - self._held_own_bytes)
-            self._held_own_bytes = self._gathered_own_bytes
+        self._account.hold(count)
 
     async def _flush(self) -> None:
         """Send what was gathered and give the objects back."""
@@ -759,10 +761,8 @@ class DataSession:
         held_small, self._held_small = self._held_small, []
         self._parts = []
         self._gathered_bytes = 0
+        self._account.release(self._gathered_own_bytes)
         self._gathered_own_bytes = 0
-        if self._held_own_bytes:
-            self._account.release(self._held_own_bytes)
-            self._held_own_bytes = 0
         for opened in held:
             self._backend.let_go(opened)
         for lent in held_small:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pytest
 import trio
 
@@ -37,7 +38,7 @@ from p2pstore.transfer.data_session import ServerLimits
 from p2pstore.transfer.messages import DataKind, Get, GetItem, ListKeys, Ping
 from p2pstore.transfer.tickets import Scope, issue_ticket
 from p2pstore.trio_streams import TrioDriver
-from p2pstore.wire import HEADER, Message, encode_frame
+from p2pstore.wire import HEADER, ONE_WAY, Message, encode_frame
 from tests.cluster.test_cli import Machine, eventually, new_machine
 from tests.cluster.test_cli import Peer as Process
 from tests.cluster.test_open_peer import cluster, config, until
@@ -206,6 +207,19 @@ async def test_control_frames_that_are_never_whole(victim: Victim) -> None:
     frame = HEADER.pack(ControlKind.EXCHANGE, 0, 1, 4 * MIB, 0) + bytes(4 * MIB - 1)
     async with hoarding(victim) as hoarders:
         for number in range(10):
+            host = await hoarders.host(100 + number)
+            connection = await host._dial(None, [victim.control], SECONDS)
+            for _ in range(4):
+                stream = await admitted(host, connection)
+                hoarders.pour(stream.write, frame)
+
+
+async def test_nothing_is_kept_of_requests_that_were_handled(victim: Victim) -> None:
+    """Large ones, the last on their streams: they have fields of a version to come."""
+    body = msgspec.msgpack.encode([1, [], bytes(4 * MIB - 100)])
+    frame = HEADER.pack(ControlKind.PING, ONE_WAY, 1, len(body), 0) + body
+    async with hoarding(victim) as hoarders:
+        for number in range(8):
             host = await hoarders.host(100 + number)
             connection = await host._dial(None, [victim.control], SECONDS)
             for _ in range(4):

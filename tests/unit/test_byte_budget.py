@@ -23,12 +23,15 @@ def opened(budget: ByteBudget, host: str, member: bytes = b"m") -> tuple[Account
 
 
 def test_an_owner_with_its_share_has_no_room_until_it_holds_less() -> None:
-    budget = ByteBudget(100, 40)
+    budget = ByteBudget(100, 40, 0)
     first, _ = opened(budget, "a")
     second, _ = opened(budget, "a")
     other, _ = opened(budget, "b")
     woken: list[str] = []
+    assert first.has_plenty
     first.hold(30)
+    assert not first.has_plenty
+    assert other.has_plenty
     assert second.has_room
     second.hold(10)
     assert not first.has_room
@@ -45,7 +48,7 @@ def test_an_owner_with_its_share_has_no_room_until_it_holds_less() -> None:
 
 
 def test_who_does_not_wait_any_more_is_not_woken() -> None:
-    budget = ByteBudget(100, 40)
+    budget = ByteBudget(100, 40, 0)
     account, _ = opened(budget, "a")
     woken: list[int] = []
 
@@ -60,7 +63,7 @@ def test_who_does_not_wait_any_more_is_not_woken() -> None:
 
 
 def test_of_the_largest_host_the_largest_owner_goes_whoever_took_the_last_byte() -> None:
-    budget = ByteBudget(100, 1000)
+    budget = ByteBudget(100, 1000, 0)
     one_of_many = [opened(budget, "crowd", bytes([number])) for number in range(4)]
     for number, (account, _) in enumerate(one_of_many):
         account.hold(15 + number)
@@ -77,7 +80,7 @@ def test_of_the_largest_host_the_largest_owner_goes_whoever_took_the_last_byte()
 
 
 def test_who_holds_too_much_alone_goes_itself() -> None:
-    budget = ByteBudget(100, 40)
+    budget = ByteBudget(100, 40, 0)
     account, reasons = opened(budget, "a")
     account.hold(101)
     assert reasons
@@ -89,7 +92,7 @@ def test_who_holds_too_much_alone_goes_itself() -> None:
 
 
 def test_one_that_takes_its_time_to_end_is_not_ended_twice() -> None:
-    budget = ByteBudget(100, 1000)
+    budget = ByteBudget(100, 1000, 0)
     told: list[str] = []
     slow = budget.open(Owner("a", b""), told.append)
     slow.hold(110)
@@ -98,7 +101,9 @@ def test_one_that_takes_its_time_to_end_is_not_ended_twice() -> None:
     slow.hold(5)
     assert len(told) == 1
     assert not reasons
+    assert not other.has_room  # what ends is still there
     slow.close()
+    assert other.has_room
     assert budget.held_bytes == 90
 
 
@@ -106,7 +111,7 @@ def test_one_that_takes_its_time_to_end_is_not_ended_twice() -> None:
 def test_books_are_kept(seed: int) -> None:
     """Whatever happens in whatever order: no more than the limit is held by those that go on."""
     rng = Random(seed)
-    budget = ByteBudget(1000, 250)
+    budget = ByteBudget(1000, 250, 0)
     accounts = [opened(budget, f"h{n % 3}", bytes([n % 5]))[0] for n in range(9)]
     for _ in range(200):
         account = rng.choice(accounts)
@@ -128,3 +133,14 @@ def test_books_are_kept(seed: int) -> None:
     assert not budget._of_host
     assert not budget._of_owner
     assert not budget._accounts
+
+
+def test_a_little_of_each_account_does_not_count() -> None:
+    budget = ByteBudget(100, 40, 10)
+    account, reasons = opened(budget, "a")
+    for change, counted in ((8, 0), (4, 2), (-1, 1), (20, 21), (-25, 0), (-6, 0)):
+        account.hold(change)
+        assert budget.held_bytes == account.counted_bytes == counted
+    account.hold(111)
+    assert reasons
+    assert budget.held_bytes == 0

@@ -127,7 +127,6 @@ class Connection:
     def abort(self) -> None:
         """End the connection at once."""
         self._sock.abort()
-        self.account.close()
         if self.nursery is not None:
             self.nursery.cancel_scope.cancel()
 

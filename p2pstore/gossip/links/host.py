@@ -551,6 +551,7 @@ class ControlHost:
             self._refusals.dropped(connection.address, _reason(group))
         finally:
             connection.abort()
+            connection.account.close()
             connection.ended.set()
             self._forget(connection)
 

@@ -192,6 +192,7 @@ class _Frames:
     def ended(self) -> None:
         """Nothing is left of the stream: neither what came nor what was to go."""
         self._release(self._held_bytes)
+        self._buffer.drop()
         self._is_over = True
         self._unsent_bytes = 0
         self._sent.set()
@@ -213,9 +214,14 @@ class _Frames:
             self._gone(len(frame))
             raise
 
+    @property
+    def is_full(self) -> bool:
+        """Whether much waits to be sent."""
+        return self._unsent_bytes >= MAX_UNSENT_BYTES
+
     async def wait_sent(self) -> None:
         """Return when little waits to be sent, or the stream has ended. No deadline: the writer has one."""
-        while self._unsent_bytes >= MAX_UNSENT_BYTES:
+        while self.is_full:
             await self._sent.wait()
 
     def _gone(self, count: int) -> None:
@@ -232,7 +238,7 @@ class _Frames:
 
     async def run_writer(self) -> None:
         """Send what is queued, joining small frames. Raises `OSError` when a write fails or is stuck."""
-        with self._queue:
+        with self._queue, self._dropping_queued():
             async for frame in self._queue:
                 data = frame
                 with suppress(trio.WouldBlock):
@@ -244,6 +250,17 @@ class _Frames:
                     if scope.cancelled_caught:
                         raise TimeoutError(f"a write made no progress for {WRITE_SECONDS:g} s")
                 self._gone(len(data))
+                del frame, data  # they may be large, and the next one late
+
+    @contextmanager
+    def _dropping_queued(self) -> Iterator[None]:
+        """What was not sent at the end never is: it is not kept for as long as somebody refers to the queue."""
+        try:
+            yield
+        finally:
+            with suppress(trio.WouldBlock, trio.EndOfChannel):
+                while True:
+                    self._queue.receive_nowait()
 
     async def expect(self, kind: ControlKind, flags: int, message_type: type[M]) -> M:
         """A frame of the handshake. Raises `AdmissionRefused` with the other side's reason for an ERROR."""
@@ -323,7 +340,8 @@ class AskingStream:
 
     async def _ask(self, kind: int, request: Message) -> Message:
         async with self._slots:
-            await self._frames.wait_sent()
+            if self._frames.is_full:
+                await self._frames.wait_sent()
             if self._lost is not None:
                 raise LinkError(self._lost)
             self._last_id = self._last_id % 0xFFFF_FFFF + 1
@@ -436,6 +454,7 @@ class AnsweringStream:
                         await self._slots.acquire()
                         self._activity.begin()
                         nursery.start_soon(self._answer, header, body)
+                        del body  # it may be large, and the next one late
         finally:
             self._frames.ended()
 
@@ -456,7 +475,8 @@ class AnsweringStream:
         if request_type is None or kind in (ControlKind.HELLO, ControlKind.PROOF):
             text = f"requests of kind {kind} are not known here"
             return encode_failure(kind, request_id, Code.UNSUPPORTED, text)
-        await self._frames.wait_sent()
+        if self._frames.is_full:
+            await self._frames.wait_sent()
         request = decode_body(request_type, body)
         try:
             with trio.fail_after(HANDLER_SECONDS):

@@ -54,9 +54,11 @@ class MuxedStream:
             self._allowance_bytes -= len(data)
             if self._allowance_bytes < 0:
                 raise ConnectionResetError("it sends more than a handshake needs")
-        if update := self.state.window_update():
-            await self._multiplexer.send(update)
-        self._multiplexer.count_unread()  # from here on it counts where it is read
+        try:
+            if update := self.state.window_update():
+                await self._multiplexer.send(update)
+        finally:
+            self._multiplexer.was_read(len(data))  # from here on it counts where it is read
         return data
 
     async def write(self, data: bytes) -> None:
@@ -133,19 +135,21 @@ class Multiplexer:
                 except Exception as error:  # whatever the encryption raises
                     raise _lost(error) from None
                 session.feed(data)
-                self.count_unread()
+                self._count_unread()
                 self._dispatch(nursery)
                 if not self._account.has_room:
                     await wait_room(self._account)
             nursery.cancel_scope.cancel()
 
-    def count_unread(self) -> None:
-        """Have the account hold what is unread now."""
+    def was_read(self, count: int) -> None:
+        """So much was taken off a stream; the account holds what is unread."""
+        self._session.unread_bytes -= count
+        self._count_unread()
+
+    def _count_unread(self) -> None:
         before, self._unread_bytes = self._unread_bytes, self._session.unread_bytes
-        if self._unread_bytes >= before:
+        if self._unread_bytes != before:
             self._account.hold(self._unread_bytes - before)
-        else:
-            self._account.release(before - self._unread_bytes)
 
     def _dispatch(self, nursery: trio.Nursery) -> None:
         session = self._session
@@ -224,7 +228,7 @@ class Multiplexer:
         if self._streams.get(stream.state.number) is stream:
             del self._streams[stream.state.number]
         farewell = self._session.close(stream.state)
-        self.count_unread()
+        self._count_unread()
         return farewell
 
 

@@ -100,15 +100,15 @@ class StreamState:
             raise ProtocolError(f"stream {self.number} sends more than its window")
         self._receive_window -= count
 
-    @property
-    def unread_bytes(self) -> int:
-        """What has arrived and was not taken."""
-        return len(self._buffer)
-
     def put(self, data: bytes) -> None:
-        """Bytes of a frame that was expected; of a stream that ended meanwhile nothing is kept."""
-        if not self.reset:
-            self._buffer += data
+        """Bytes of a frame that was expected."""
+        self._buffer += data
+
+    def drop(self) -> int:
+        """Nobody takes any more what has arrived: how much that is."""
+        count = len(self._buffer)
+        self._buffer.clear()
+        return count
 
     def finish(self) -> None:
         """The other side sends nothing more."""
@@ -131,6 +131,8 @@ class Session:
         self.replies = bytearray()
         """Frames to send, likewise."""
         self.said_goodbye = False
+        self.unread_bytes = 0
+        """On all streams; who takes some says so here."""
         self._own_parity = int(initiator)
         self._max_incoming = max_incoming
         self._next_number = 1 if initiator else 2
@@ -141,11 +143,6 @@ class Session:
         """How many bytes of a data frame are still to come; `_filled` None: to be skipped."""
         self._is_last = False
         """Whether that frame is its stream's last one."""
-
-    @property
-    def unread_bytes(self) -> int:
-        """On all streams."""
-        return sum(state.unread_bytes for state in self.streams.values())
 
     def open(self) -> tuple[StreamState, bytes]:
         """A new stream, and the frame that opens it."""
@@ -159,6 +156,7 @@ class Session:
         if self.streams.get(state.number) is not state:
             return b""  # closed before; its number may be another stream's by now
         del self.streams[state.number]
+        self.unread_bytes -= state.drop()
         if state.reset:
             return b""
         state.ended, state.reset = "this side closed it", True
@@ -184,8 +182,9 @@ class Session:
         count = min(self._missing, len(data) - position)
         if count:
             self._missing -= count
-            if self._filled is not None:
+            if self._filled is not None and self.streams.get(self._filled.number) is self._filled:
                 self._filled.put(data[position : position + count])
+                self.unread_bytes += count
                 self.changed.add(self._filled.number)
                 if self._is_last and not self._missing:
                     self._filled.finish()
