@@ -37,7 +37,7 @@ MAX_GATHER: Final = 512
 """Buffers in one `sendmsg`; the kernel allows 1,024."""
 DEFAULT_PROGRESS_SECONDS: Final = 5.0
 LEAST_SENDING_SECONDS: Final = 10.0
-LEAST_SENDING_RATE: Final = 256 * KIB
+LEAST_SENDING_RATE: Final = 128 * KIB
 """Bytes a second. A reader that takes less has the object kept in its place: it is cut off."""
 MAX_PASSED_DESCRIPTORS: Final = 16
 _TIMEVAL: Final = struct.Struct("@ll")
