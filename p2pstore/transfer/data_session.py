@@ -333,11 +333,11 @@ class DataSession:
                 nursery.cancel_scope.cancel()  # nobody is left to hear the answers
         self._frames.drop()
         if self._ended_by is not None:
-            error, self._ended_by = self._ended_by, None
+            problem, self._ended_by = self._ended_by, None
             try:
-                raise error
+                raise problem
             finally:
-                del error  # it refers to this frame: only the collector of garbage would free what belongs to it
+                del problem  # it refers to this frame: only the collector of garbage would free what belongs to it
 
     @property
     def idle_since(self) -> float | None:
