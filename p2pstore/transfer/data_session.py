@@ -114,6 +114,10 @@ MAX_UNSENT_BYTES: Final = 4 * MIB
 made."""
 MAX_HELD_ANSWER_BYTES: Final = SHARE_BYTES
 """What the largest of them, a snapshot, counts as: one is always sent, and the next one after it."""
+LARGE_ANSWERS: Final = frozenset(
+    map(int, (DataKind.LIST, DataKind.LOOKUP, DataKind.SNAPSHOT, DataKind.GET_MANIFEST))
+)
+"""Kinds of requests, as plain numbers, whose answers may have megabytes."""
 OPENED_AT_ONCE: Final = 128
 """Objects of one request, at 15 us each with their copies."""
 _MEASURE_FILL: Final = memoryview(os.urandom(MIB))
@@ -296,6 +300,7 @@ class DataSession:
         }
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._sending = trio.Lock()
+        self._answering_large = trio.StrictFIFOLock()
         self._ended_by: Exception | None = None
         self._quiet_since: float | None = None
         """Since when the next request is waited for, unless one is being answered."""
@@ -535,7 +540,8 @@ class DataSession:
         else:
             self._handlers += 1
             self._account.hold(len(body))
-            nursery.start_soon(self._handle, header, message, len(body), nursery.cancel_scope)
+            handle = self._handle_large if header.kind in LARGE_ANSWERS else self._handle
+            nursery.start_soon(handle, header, message, len(body), nursery.cancel_scope)
 
     async def _skip_bulk(self, length_bytes: int) -> None:
         limits = self._limits
@@ -864,6 +870,13 @@ class DataSession:
         raise ConnectionAbortedError("the link of a swarm ended")
 
     # --- everything else ---------------------------------------------------------------------
+
+    async def _handle_large(
+        self, header: FrameHeader, message: Message, body_bytes: int, connection: trio.CancelScope
+    ) -> None:
+        """One after the other: the next answer is made when this one was sent."""
+        async with self._answering_large:
+            await self._handle(header, message, body_bytes, connection)
 
     async def _handle(
         self, header: FrameHeader, message: Message, body_bytes: int, connection: trio.CancelScope

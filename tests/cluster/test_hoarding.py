@@ -62,7 +62,7 @@ class Hoarders:
         self.victim = victim
 
     async def host(self, number: int) -> ControlHost:
-        """A member of its own."""
+        """A member of its own. In each test others: what one began is held for it until its deadline."""
         return await self.stack.enter_async_context(hostile_host(number, self.victim.cluster))
 
     async def stream(self, host: ControlHost) -> Any:
@@ -82,9 +82,10 @@ class Hoarders:
 
     def pour(self, write: Any, data: bytes) -> None:
         """Send in a task of its own, for as long as anything is taken."""
-        self.nursery.start_soon(self._pour, write, data)
+        self.nursery.start_soon(self.send, write, data)
 
-    async def _pour(self, write: Any, data: bytes) -> None:
+    async def send(self, write: Any, data: bytes) -> None:
+        """Send for as long as anything is taken."""
         with suppress(OSError, errors.P2PStoreError):
             for start in range(0, len(data), BYTES_AT_ONCE):
                 await write(data[start : start + BYTES_AT_ONCE])
@@ -173,7 +174,12 @@ async def hostile_host(number: int, cluster_name: str) -> AsyncIterator[ControlH
         on_lost=lambda _: None,
         software="hostile",
     ) as host:
+        host._end_when_useless = stay  # type: ignore[method-assign, assignment]  # its streams are not the host's
         yield host
+
+
+async def stay(_: object) -> None:
+    await trio.sleep_forever()
 
 
 async def admitted(host: ControlHost, connection: Any) -> Any:
@@ -220,18 +226,18 @@ async def test_nothing_is_kept_of_requests_that_were_handled(victim: Victim) -> 
     frame = HEADER.pack(ControlKind.PING, ONE_WAY, 1, len(body), 0) + body
     async with hoarding(victim) as hoarders:
         for number in range(8):
-            host = await hoarders.host(100 + number)
+            host = await hoarders.host(120 + number)
             connection = await host._dial(None, [victim.control], SECONDS)
             for _ in range(4):
                 stream = await admitted(host, connection)
-                hoarders.pour(stream.write, frame)
+                await hoarders.send(stream.write, frame)
 
 
 async def test_data_requests_that_are_never_whole(victim: Victim) -> None:
     frame = HEADER.pack(DataKind.LOOKUP, 0, 1, MIB, 0) + bytes(MIB - 1)
     async with hoarding(victim) as hoarders:
         for number in range(160):
-            connection = await hoarders.data(100 + number % 10)
+            connection = await hoarders.data(140 + number % 10)
             hoarders.pour(connection.stream.send, frame)
 
 
@@ -244,7 +250,7 @@ async def test_answers_that_nobody_reads(victim: Victim) -> None:
             for number in range(64)
         )
         for number in range(10):
-            connection = await hoarders.data(100 + number)
+            connection = await hoarders.data(160 + number)
             hoarders.pour(connection.stream.send, asked)
 
 
@@ -259,7 +265,7 @@ async def test_copies_of_small_objects_that_nobody_reads(victim: Victim) -> None
     async with hoarding(victim) as hoarders:
         asked = encode_frame(DataKind.GET, 1, Get([GetItem(key_digest("small"))] * 1024))
         for number in range(16):
-            connection = await hoarders.data(100 + number)
+            connection = await hoarders.data(180 + number)
             hoarders.pour(connection.stream.send, asked)
 
 
