@@ -1,4 +1,5 @@
-"""Carrying out work that is done in steps (`stepping`) so that others have their turn. Under trio."""
+"""Carrying out work that is done in steps (`stepping`) so that others have their turn, and waiting until there is room
+for more of it. Under trio."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Final
 
 import trio
 
+from p2pstore.byte_budget import Account
 from p2pstore.stepping import Result, Steps
 
 FIRST_TURN_SECONDS: Final = 0.0005
@@ -28,6 +30,17 @@ async def take_turns(steps: Steps[Result]) -> Result:
     """`in_turns`, awaited where there is something to await."""
     result = in_turns(steps)
     return await result if isinstance(result, Awaitable) else result
+
+
+async def wait_room(account: Account) -> None:
+    """Return when more may be read for the account's owner. No deadline of its own."""
+    while not account.has_room:
+        woken = trio.Event()
+        account.when_room(woken.set)
+        try:
+            await woken.wait()
+        finally:
+            account.give_up(woken.set)
 
 
 async def _go_on(steps: Steps[Result]) -> Result:

@@ -42,6 +42,8 @@ MAX_PROTOCOL_VERSION: Final = 1
 """Of control streams and the local socket. Data connections have versions of their own
 (`p2pstore.transfer.messages`)."""
 
+_KEPT_BYTES: Final = 64 * 1024
+"""What a `FrameBuffer` may keep of a frame that was taken."""
 HELLO_BODY_LIMIT: Final = 4 * 1024
 """Cap on a body before the other side has proved itself."""
 
@@ -245,8 +247,25 @@ class FrameBuffer:
         if available < end:
             return None
         start = self._position
+        body = bytes(self._data[start + HEADER_BYTES : start + end])
         self._position += end
-        return header, bytes(self._data[start + HEADER_BYTES : start + end])
+        if end > _KEPT_BYTES:  # it would stay until more comes
+            del self._data[: self._position]
+            self._position = 0
+        return header, body
+
+    @property
+    def has_frame(self) -> bool:
+        """Whether `next_frame` would return one, or raise."""
+        if self.pending_bytes < HEADER_BYTES:
+            return False
+        *_, body_length, bulk_length = HEADER.unpack_from(self._data, self._position)
+        whole: bool = self.pending_bytes >= HEADER_BYTES + body_length
+        return whole or body_length > self.limits.body_bytes or bulk_length > self.limits.bulk_bytes
+
+    def drop(self) -> None:
+        """Forget what has arrived: something, such as the traceback of an error, may refer to this buffer for long."""
+        self._data, self._position = bytearray(), 0
 
     def take_into(self, view: memoryview) -> int:
         """Move bulk bytes that came along with frames to the beginning of `view`; how many they were."""

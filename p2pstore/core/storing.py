@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 MAX_INCOMING: Final = 256
 INCOMING_SHARE: Final = 0.5
 """Of this peer's memory that values on their way may take together; a single one may be larger."""
+MEMBER_PART: Final = 2
+"""One member, with its clients, may have this part of either: others find room beside one that begins values and does
+not finish them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +44,8 @@ class IncomingStores:
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
-        self._open: dict[object, int] = {}
-        """Bytes of each value on its way, by what holds its reservation."""
+        self._open: dict[object, tuple[bytes, int]] = {}
+        """The member that each value on its way is of, and its bytes, by what holds its reservation."""
 
     @property
     def count(self) -> int:
@@ -66,20 +70,20 @@ class IncomingStores:
             )
         return core.start(PutOperation(core, _spec(request, None, None)), now)
 
-    def open(self, request: Store, now: float) -> Steps[Incoming]:
-        """Reserve room, in steps. Raises `CapacityExceeded` and `ObjectTooLarge`."""
-        core, segment = self._core, self._core.segment
-        share = int(segment.data_bytes * INCOMING_SHARE)
-        if len(self._open) >= MAX_INCOMING or (
-            self._open and sum(self._open.values()) + request.length > share
-        ):
-            raise CapacityExceeded(
-                f"{len(self._open)} values are on their way to this peer already; it has room for "
-                f"{format_bytes(share)} of them at a time"
-            )
+    def open(self, request: Store, member: bytes, now: float) -> Steps[Incoming]:
+        """Reserve room for a value of this member's, in steps. Raises `CapacityExceeded` and `ObjectTooLarge`."""
+        core = self._core
+        share = int(core.segment.data_bytes * INCOMING_SHARE)
+        own = [length for owner, length in self._open.values() if owner == member]
+        everybodys = [length for _, length in self._open.values()]
+        _check_room(everybodys, request.length, MAX_INCOMING, share, "to this peer")
+        _check_room(
+            *(own, request.length, MAX_INCOMING // MEMBER_PART, share // MEMBER_PART),
+            "from one member to this peer",
+        )
         spec = _spec(request, object(), 0)
         room = len(encode_trailer(spec.trailer(core.unix(now)))) + EXPIRY_BYTES
-        self._open[spec.holder] = request.length
+        self._open[spec.holder] = member, request.length
         try:
             reservation = yield from core.reserve(
                 request.length,
@@ -109,6 +113,16 @@ class IncomingStores:
         """The end of `open`: what was not put is gone."""
         self._open.pop(incoming.spec.holder, None)
         self._core.segment.drop_holder(incoming.spec.holder)
+
+
+def _check_room(
+    under_way: Sequence[int], length: int, most_values: int, most_bytes: int, where: str
+) -> None:
+    if len(under_way) >= most_values or (under_way and sum(under_way) + length > most_bytes):
+        raise CapacityExceeded(
+            f"{len(under_way)} values are on their way {where} already; there is room for "
+            f"{format_bytes(most_bytes)} of them at a time"
+        )
 
 
 def _spec(request: Store, holder: object, reservation: int | None) -> PutSpec:

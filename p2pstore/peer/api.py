@@ -450,6 +450,7 @@ class _Assembly:
                 on_lost=node.control_lost,
                 on_refused=node.stranger_refused,
                 software=p2pstore.__version__,
+                budget=node.budget,
             )
         )
         refuse_open_door(config, "listen", node.host.listening)
@@ -502,8 +503,10 @@ class _Assembly:
             incarnation=self.incarnation,
             rdma=self.rdma.server if self.rdma is not None else None,
             tls=config.data_tls == "on",
+            budget=node.budget,
         )
         node.served = data_server.traffic
+        node.data_places = data_server.places
 
         def credentials_changed() -> None:
             office.renew()

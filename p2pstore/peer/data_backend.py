@@ -64,14 +64,15 @@ class PeerDataBackend:
         """Who read which object, which the threads that send objects also note."""
 
     def open_objects(
-        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps
+        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps, *, may_copy: bool = True
     ) -> list[OpenedObject | ObjectReply]:
         """Hold what is about to be sent."""
         now = self._node.now
-        return [self._open(item, reader, keeps, now) for item in items]
+        copied_bytes = COPIED_BYTES if may_copy else -1
+        return [self._open(item, reader, keeps, copied_bytes, now) for item in items]
 
     def _open(
-        self, item: GetItem, reader: bytes, keeps: Keeps, now: float
+        self, item: GetItem, reader: bytes, keeps: Keeps, copied_bytes: int, now: float
     ) -> OpenedObject | ObjectReply:
         entry = self._core.find(item.digest, now)
         cold = self._core.cold.find(item.digest, now) if entry is None else None
@@ -99,7 +100,7 @@ class PeerDataBackend:
             segment.used(entry, 0, self._core.unix(now))
         slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
         payload = segment.payload(entry)
-        if entry.length <= COPIED_BYTES:
+        if entry.length <= copied_bytes:
             return OpenedObject(slot, trailer, memoryview(bytes(payload)), None)
         segment.acquire(entry)
         return OpenedObject(slot, trailer, payload, entry)

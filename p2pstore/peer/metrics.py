@@ -351,6 +351,48 @@ def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
     )
     connections = peer["connections"]
     yield gauge("control_connections", "Control connections that are open.", connections["open"])
+    places = peer["places"]
+    kinds = ("control", "data")
+    yield gauges(
+        "connection_places_taken",
+        "Places for other members' connections that are taken.",
+        ["kind"],
+        [((kind,), places[kind]["taken"]) for kind in kinds],
+    )
+    yield gauges(
+        "connection_places",
+        "Places for other members' connections.",
+        ["kind"],
+        [((kind,), places[kind]["limit"]) for kind in kinds],
+    )
+    yield gauges(
+        "connection_places_largest",
+        "Of these, those of the member that has most.",
+        ["kind"],
+        [((kind,), places[kind]["largest"]["places"]) for kind in kinds],
+    )
+    yield counters(
+        "connections_yielded",
+        "Connections closed for one that was wanted when all places were taken.",
+        ["kind"],
+        [((kind,), places[kind]["yielded"]) for kind in kinds],
+    )
+    yield counters(
+        "connections_refused",
+        "Members' connections refused because all places were in use.",
+        ["kind"],
+        [((kind,), places[kind]["refused"]) for kind in kinds],
+    )
+    yield gauge(
+        "held_for_others_bytes",
+        "Requests that are not whole or answered, and answers that are not read.",
+        places["held_bytes"],
+    )
+    yield counter(
+        "hoarders_ended",
+        "Connections cut for the memory held for them.",
+        places["hoarders_ended"],
+    )
     yield gauge("gossip_neighbours", "Members that gossip talks to now.", connections["neighbours"])
     yield counter(
         "strangers_refused",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
+from p2pstore.byte_budget import ByteBudget
 from p2pstore.config import PeerConfig
 from p2pstore.core.checking import CheckOperation
 from p2pstore.core.cold_return import ColdSorted
@@ -73,6 +74,7 @@ from p2pstore.peer.status.checkup import Checkup
 from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
 from p2pstore.stepping import Steps, run_through
+from p2pstore.transfer.data_places import DataPlaces
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_session import ServerLimits, Traffic
 from p2pstore.transfer.failover import HolderReport, order_copies
@@ -141,6 +143,8 @@ class Node:
         self.watch = PeerWatch(core, config.slow_operation)
         self.checkup = Checkup(self)
         self.served = Traffic(Uploads(ServerLimits().uploads))
+        self.budget = ByteBudget()
+        self.data_places = DataPlaces(ServerLimits().connections)
         self.started_at = trio.current_time()
         self.load = LoadMeter(self.now, time.process_time(), ServerLimits().uploads)
         self.leave_requested = trio.Event()

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,9 +15,11 @@ import msgspec
 import p2pstore
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.homes.directory_mode import kept_name
+from p2pstore.gossip.links.host import MAX_ADMITTED
 from p2pstore.gossip.members.membership import MemberState
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import PeerRecord, TakesPart, format_peer_id
+from p2pstore.member_places import Holder, crowd
 from p2pstore.peer.status.hottest import hottest
 from p2pstore.stepping import Steps
 
@@ -67,6 +69,7 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         },
         "received": node.watch.traffic.document(),
         "connections": _connections(node),
+        "places": _places(node, private=private),
         "gossip": _gossip(node),
         "clock_ahead_seconds": _clock_ahead(node),
         "stamps_ahead_seconds": round(core.timekeeping.stamps_ahead_seconds(node.now), 3),
@@ -177,6 +180,39 @@ def _connections(node: Node) -> dict[str, int]:
         "open": node.host.open_connections,
         "neighbours": len(node.core.gossip.neighbours()),
         **asdict(node.host.keeper.counts),
+    }
+
+
+def _places(node: Node, *, private: bool) -> dict[str, Any]:
+    """The places for other members' connections, and who has most of them; and what is held in memory for them."""
+    keeper, data, budget = node.host.keeper, node.data_places, node.budget
+
+    def document(
+        holders: Sequence[Holder], limit: int, yielded: int, refused: int
+    ) -> dict[str, Any]:
+        most = crowd(holders)
+        largest: dict[str, Any] = {
+            "name": node.core.name_of(most.member) if most.member else "",
+            "places": most.member_places,
+            "host_places": most.host_places,
+        }
+        if private:
+            largest["host"] = most.host
+        return {
+            "taken": len(holders),
+            "limit": limit,
+            "yielded": yielded,
+            "refused": refused,
+            "largest": largest,
+        }
+
+    counts = keeper.counts
+    return {
+        "control": document(keeper.holders(), MAX_ADMITTED, counts.yielded, counts.refused_full),
+        "data": document(data.holders(), data.limit, data.yielded, data.refused),
+        "held_bytes": budget.held_bytes,
+        "held_limit_bytes": budget.limit_bytes,
+        "hoarders_ended": budget.ended,
     }
 
 

@@ -26,7 +26,7 @@ class PeerStoreBackend:
         if await self._node.complete(operation) is not None:
             return stored_reply(self._core, digest, operation, self._node.now)
         try:
-            incoming = await take_turns(self._incoming.open(request, self._node.now))
+            incoming = await take_turns(self._incoming.open(request, claims.issuer, self._node.now))
         finally:
             self._node.process()  # what was evicted is withdrawn
         return OpenedStore(self._incoming.payload(incoming), request.sums, (incoming, digest))

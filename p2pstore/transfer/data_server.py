@@ -20,6 +20,7 @@ import trio
 
 from p2pstore.accepting import Accepting
 from p2pstore.allowlist import AllowList
+from p2pstore.byte_budget import Account, ByteBudget, Owner
 from p2pstore.config import join_address, split_address
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -29,8 +30,9 @@ from p2pstore.errors import (
     ProtocolError,
 )
 from p2pstore.keyring import KeyRing
-from p2pstore.strangers import Strangers
+from p2pstore.strangers import Strangers, host_group
 from p2pstore.streams import AcceptedStream, tune_tcp
+from p2pstore.transfer.data_places import DataPlaces
 from p2pstore.transfer.data_session import (
     RECEIVE_BYTES,
     DataBackend,
@@ -191,10 +193,11 @@ class DataServer:
         rdma: RdmaBackend | None = None,
         tls: bool = False,
         swarms: SwarmBackend | None = None,
+        budget: ByteBudget | None = None,
     ) -> None:
         """`stores`: where values go that others store here; None for taking none. `rdma`: who lets others read
         by RDMA; None for nobody. `tls`: whether TLS is spoken, and nothing else. `swarms`: who takes part in swarms
-        of checkpoints; None for nobody.
+        of checkpoints; None for nobody. `budget` bounds what is held for others.
 
         `allowed`: whose tickets are taken; None for everybody's. After it or `ring` were changed, call
         `recheck`."""
@@ -204,6 +207,8 @@ class DataServer:
         self._swarms = swarms
         self._tls = TlsServing(signer, unix_clock) if tls else None
         self._limits = limits or ServerLimits()
+        self.places = DataPlaces(self._limits.connections)
+        self._budget = budget if budget is not None else ByteBudget()
         self.connections = 0
         self.traffic = Traffic(Uploads(self._limits.uploads))
         self._ring = ring
@@ -252,13 +257,7 @@ class DataServer:
             while True:
                 sock, address = await accepting.accept(listener)
                 host = str(address[0])
-                if self.connections >= self._limits.connections:
-                    self._log.warning(
-                        "full", f"{self.connections} data connections are open: refused {host}"
-                    )
-                    sock.close()
-                else:
-                    self._let_in(sock, host, nursery)
+                self._let_in(sock, host, nursery)
                 await trio.lowlevel.checkpoint()
 
     def _let_in(self, sock: socket.socket, host: str, nursery: trio.Nursery) -> None:
@@ -289,7 +288,7 @@ class DataServer:
             with hello, trio.move_on_after(self._limits.hello_seconds):
                 if self._tls is not None:
                     stream = await self._tls.accept(stream)
-                met = await self._shake_hands(stream, frames)
+                met = await self._shake_hands(stream, frames, host)
             self._strangers.leave(hello)
             if met is None:
                 raise ProtocolError(
@@ -297,14 +296,16 @@ class DataServer:
                     if hello.cancelled_caught
                     else f"no hello within {self._limits.hello_seconds:g} s"
                 )
-            claims, version = met
+            claims, version, owner = met
             bulk = version >= STORE_VERSION
             frames.limits = DATA_REQUEST_LIMITS if bulk else FIRST_VERSION_LIMITS
+            account = self._budget.open(owner, stream_ender(stream, self._log))
             session = DataSession(
                 stream,
                 frames,
                 claims,
                 version=version,
+                account=account,
                 backend=self._backend,
                 stores=self._stores,
                 rdma=self._rdma,
@@ -313,7 +314,7 @@ class DataServer:
                 swarms=self._swarms,
                 role=self._ring.role_of(claims.key_id),
             )
-            await self._serve_session(session, claims)
+            await self._serve_session(session, claims, account)
         except Refused as refusal:
             self._log.warning(f"refused {host}", f"data connection from {host}: {refusal}")
             with trio.move_on_after(1.0):
@@ -331,13 +332,18 @@ class DataServer:
             self.connections -= 1
             stream.close()
 
-    async def _serve_session(self, session: DataSession, claims: TicketClaims) -> None:
+    async def _serve_session(
+        self, session: DataSession, claims: TicketClaims, account: Account
+    ) -> None:
         with trio.CancelScope() as scope:
             self._sessions[session] = claims, scope
+            self.places.take(session, account.owner, scope.cancel)
             try:
                 await session.run()
             finally:
                 del self._sessions[session]
+                self.places.leave(session)
+                account.close()
 
     async def _send_last(self, stream: AcceptedStream, frame: bytes) -> None:
         try:
@@ -346,10 +352,10 @@ class DataServer:
             logger.debug("could not say why the connection ends: %s", error)
 
     async def _shake_hands(
-        self, stream: AcceptedStream, frames: FrameBuffer
-    ) -> tuple[TicketClaims, int]:
-        """Preface, hello and proof; what the ticket claims and the version spoken. Raises `Refused` when
-        the ticket or the proof is not good."""
+        self, stream: AcceptedStream, frames: FrameBuffer, host: str
+    ) -> tuple[TicketClaims, int, Owner]:
+        """Preface, hello and proof; what the ticket claims, the version spoken, and who it is. Raises `Refused` when
+        the ticket or the proof is not good, and when there is no place."""
         buffer = memoryview(bytearray(RECEIVE_BYTES))
         preface = bytearray()
         while len(preface) < PREFACE_BYTES:
@@ -392,7 +398,24 @@ class DataServer:
             raise Refused(header.kind, header.request_id, Code.AUTHENTICATION_FAILED, text)
         if not self._accepts(claims):
             raise ProtocolError("the key of its ticket was removed during the hello")
-        return claims, version
+        owner = Owner(host_group(host), claims.issuer)
+        if not self.places.make_room(owner):
+            text = (
+                f"all {self.places.limit:,} data connections of this peer are in use; its status page says by "
+                "whom"
+            )
+            raise Refused(header.kind, header.request_id, Code.BUSY, text)
+        return claims, version, owner
+
+
+def stream_ender(stream: AcceptedStream, log: QuietLog) -> Callable[[str], None]:
+    """What ends a connection for what is held for its other side."""
+
+    def end(why: str) -> None:
+        log.warning("budget", f"data connection cut: {why}")
+        stream.abort()
+
+    return end
 
 
 async def serve_data(

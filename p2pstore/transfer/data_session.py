@@ -9,6 +9,7 @@ task of its own, so that it holds nothing up.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -18,10 +19,15 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import trio
 
-from p2pstore.errors import P2PStoreError, ProtocolError
+from p2pstore.byte_budget import SHARE_BYTES, Account
+from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError
 from p2pstore.keyring import Role
 from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES, GIB, KIB, MIB, PART_BYTES
-from p2pstore.streams import AcceptedStream, BytesLike
+from p2pstore.streams import (
+    AcceptedStream,
+    BytesLike,
+    total_bytes,
+)
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.frame_link import FrameLink
 from p2pstore.transfer.frame_reading import Refused, skip_bulk
@@ -73,6 +79,7 @@ from p2pstore.transfer.store_intake import StoreBackend, receive_value
 from p2pstore.transfer.swarm_serving import OpenedPiece, SwarmBackend
 from p2pstore.transfer.tickets import Scope, TicketClaims
 from p2pstore.transfer.uploads import Uploads
+from p2pstore.turns import wait_room
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
     HEADER_BYTES,
@@ -100,6 +107,17 @@ MAX_REPLY_BODY_BYTES: Final = 3 * MIB
 GATHER_BYTES: Final = 64 * KIB
 """Answers to pipelined requests wait for each other until they have this many bytes."""
 GATHER_PARTS: Final = 512
+MAX_COPIED_BYTES: Final = 4 * MIB
+"""Of small objects that one answer has copies of; those beyond stay where they are until it was sent."""
+MAX_UNSENT_BYTES: Final = 4 * MIB
+"""Of answers to other requests than reads that wait to be sent on one connection: until there are fewer, none is
+made."""
+MAX_HELD_ANSWER_BYTES: Final = SHARE_BYTES
+"""What the largest of them, a snapshot, counts as: one is always sent, and the next one after it."""
+LARGE_ANSWERS: Final = frozenset(
+    map(int, (DataKind.LIST, DataKind.LOOKUP, DataKind.SNAPSHOT, DataKind.GET_MANIFEST))
+)
+"""Kinds of requests, as plain numbers, whose answers may have megabytes."""
 OPENED_AT_ONCE: Final = 128
 """Objects of one request, at 15 us each with their copies."""
 _MEASURE_FILL: Final = memoryview(os.urandom(MIB))
@@ -111,6 +129,8 @@ TAKE_IN_SECONDS: Final = 0.25
 TAKE_IN_OBJECTS: Final = 128
 """How often reads that threads answered are taken in, and of how many objects at once: these threads wait for the
 interpreter meanwhile, some 1 us for each."""
+PIECE_SECONDS: Final = 60.0
+"""By when the reader of a piece says that it has it, or goes on: until then it has an upload's place."""
 RETIRING_IDLE_SECONDS: Final = 0.25
 """A connection that is to end does so when no request came for so long."""
 
@@ -129,10 +149,11 @@ class DataBackend(Protocol):
     """What the peer does behind its data connections."""
 
     def open_objects(
-        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps
+        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps, *, may_copy: bool = True
     ) -> Sequence[OpenedObject | ObjectReply]:
         """Hold objects that may be sent to the peer `reader`, or a client of it, one result per item: an
         `ObjectReply` says why not, such as that others have a hot object. What is sent, `note_reads` hears of.
+        `may_copy`: whether small ones may be copied instead.
 
         Every `OpenedObject` with a handle is given back by `let_go`, whatever happens. Never blocks.
         """
@@ -196,6 +217,8 @@ class ServerLimits:
     hello_seconds: float = 5.0
     idle_seconds: float = 600.0
     progress_seconds: float = 5.0
+    frame_seconds: float = 30.0
+    """By when a request that has begun is whole: 1 MiB at 35 KB/s."""
     store_seconds: float = 10.0
     store_bytes_per_second: float = 1e6
     """A value that is stored arrives in that time, plus its length at that rate: its room is taken."""
@@ -236,6 +259,7 @@ class DataSession:
         claims: TicketClaims,
         *,
         version: int,
+        account: Account,
         backend: DataBackend,
         stores: StoreBackend | None,
         rdma: RdmaBackend | None,
@@ -253,6 +277,15 @@ class DataSession:
         self._traffic = traffic
         self._stream = stream
         self._frames = frames
+        self._account = account
+        """What is kept of requests, and of answers beside the memory that all share."""
+        self._partial_bytes = 0
+        """Of a request that is not whole; from `_frame_due` on it is too late."""
+        self._frame_due = math.inf
+        self._gathered_own_bytes = 0
+        """Of the answers that were gathered, in memory of their own."""
+        self._unsent_bytes = 0
+        self._sent = trio.Event()
         self._claims = claims
         self._stores = stores
         self._rdma = rdma
@@ -269,6 +302,7 @@ class DataSession:
         }
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._sending = trio.Lock()
+        self._answering_large = trio.StrictFIFOLock()
         self._ended_by: Exception | None = None
         self._quiet_since: float | None = None
         """Since when the next request is waited for, unless one is being answered."""
@@ -304,8 +338,18 @@ class DataSession:
             self._idle_watch.cancel()
             if not self._retiring:
                 nursery.cancel_scope.cancel()  # nobody is left to hear the answers
+        self._frames.drop()
         if self._ended_by is not None:
-            raise self._ended_by
+            problem, self._ended_by = self._ended_by, None
+            try:
+                raise problem
+            finally:
+                del problem  # it refers to this frame: only the collector of garbage would free what belongs to it
+
+    @property
+    def idle_since(self) -> float | None:
+        """When it was last used (monotonic), None while it is in use."""
+        return None if self._handlers else self._quiet_since
 
     def retire(self) -> None:
         """End as soon as the other side pauses between its requests; what is under way is answered."""
@@ -325,6 +369,8 @@ class DataSession:
 
     def _patience_left(self) -> float:
         patience = RETIRING_IDLE_SECONDS if self._retiring else self._limits.idle_seconds
+        if self._sent_piece is not None:
+            patience = min(patience, PIECE_SECONDS)
         if self._quiet_since is None:
             return patience
         return self._quiet_since + patience - time.monotonic()
@@ -335,6 +381,7 @@ class DataSession:
             data = self._buffer[:count]
             if (frame := self._frames.sole_frame(data)) is not None:
                 await self._answer(*frame, nursery)
+                del frame  # the next one may be late
                 await self._flush()
             else:
                 self._frames.feed(data)
@@ -421,17 +468,35 @@ class DataSession:
 
     async def _receive_request(self) -> int:
         """The next bytes; 0 when the other side closed, or was silent for too long between requests."""
-        if not self._frames.pending_bytes:
-            self._quiet_since = time.monotonic()
-            await self._stream.wait_readable_forever()
-            self._quiet_since = None
+        if self._frames.pending_bytes:
+            return await self._receive_rest()
+        self._quiet_since = time.monotonic()
+        await self._stream.wait_readable_forever()
+        if not self._account.has_room:
+            await wait_room(self._account)
+        self._quiet_since = None
         return await self._stream.receive_into(self._buffer)
+
+    async def _receive_rest(self) -> int:
+        """More of a request that has begun. Raises `DeadlineExceeded` when it should be whole by now."""
+        with trio.move_on_at(self._frame_due):
+            if not self._account.has_room:
+                await wait_room(self._account)
+            return await self._stream.receive_into(self._buffer)
+        raise DeadlineExceeded(f"a request was not whole within {self._limits.frame_seconds:g} s")
 
     async def _answer_all(self, nursery: trio.Nursery) -> None:
         """Answer every request that has arrived whole."""
+        answered = False
         while (frame := self._frames.next_frame()) is not None:
+            answered = True
             await self._answer(*frame, nursery)
         await self._flush()
+        before, self._partial_bytes = self._partial_bytes, self._frames.pending_bytes
+        if self._partial_bytes and (answered or not before):  # the beginning of another request
+            self._frame_due = trio.current_time() + self._limits.frame_seconds
+        if self._partial_bytes != before:
+            self._account.hold(self._partial_bytes - before)
 
     async def _answer(self, header: FrameHeader, body: bytes, nursery: trio.Nursery) -> None:
         """Answer a request, or gather what it is to be answered with."""
@@ -440,7 +505,7 @@ class DataSession:
             self._confirm_piece(True)
         if header.bulk_length:
             await self._flush()  # what is ready does not wait for it
-            await skip_bulk(self._stream, self._frames, header.bulk_length, self._buffer)
+            await self._skip_bulk(header.bulk_length)
         if message is None:
             return
         if isinstance(message, Get):
@@ -476,7 +541,17 @@ class DataSession:
             self._gather(encode_failure(header.kind, header.request_id, Code.BUSY, text))
         else:
             self._handlers += 1
-            nursery.start_soon(self._handle, header, message, nursery.cancel_scope)
+            self._account.hold(len(body))
+            handle = self._handle_large if header.kind in LARGE_ANSWERS else self._handle
+            nursery.start_soon(handle, header, message, len(body), nursery.cancel_scope)
+
+    async def _skip_bulk(self, length_bytes: int) -> None:
+        limits = self._limits
+        seconds = limits.store_seconds + length_bytes / limits.store_bytes_per_second
+        with trio.move_on_after(seconds):
+            await skip_bulk(self._stream, self._frames, length_bytes, self._buffer)
+            return
+        raise DeadlineExceeded(f"{length_bytes:,} bytes did not arrive within {seconds:.3g} s")
 
     @property
     def _issued_for(self) -> str:
@@ -548,12 +623,18 @@ class DataSession:
             if begin:
                 await trio.lowlevel.checkpoint()
             some = get.items[begin : begin + OPENED_AT_ONCE]
-            opened += self._backend.open_objects(some, self._claims.issuer, keeps)
-            self._held += [
-                each
-                for each in opened[begin:]
-                if isinstance(each, OpenedObject) and each.handle is not None
-            ]
+            may_copy = self._gathered_own_bytes < MAX_COPIED_BYTES and self._account.has_plenty
+            opened += self._backend.open_objects(
+                some, self._claims.issuer, keeps, may_copy=may_copy
+            )
+            copied_bytes = 0
+            for each in opened[begin:]:
+                if isinstance(each, OpenedObject):
+                    if each.handle is not None:
+                        self._held.append(each)
+                    else:
+                        copied_bytes += len(each.payload)
+            self._hold_own(copied_bytes)
         for item, each in zip(get.items, opened, strict=True):
             if isinstance(each, ObjectReply):
                 self._traffic.busy += each.status == ObjectStatus.BUSY
@@ -602,6 +683,7 @@ class DataSession:
         self._held_small.append(lent)
         parts = small_answer(request_id, lent)
         self._parts += parts
+        self._hold_own(len(parts[0]))
         self._gathered_bytes += len(parts[0]) + lent.length_bytes
         self._traffic.objects += len(lent.digests)
         if lent.digests:
@@ -639,6 +721,12 @@ class DataSession:
     def _gather(self, frame: bytes) -> None:
         self._parts.append(frame)
         self._gathered_bytes += len(frame)
+        self._hold_own(len(frame))
+
+    def _hold_own(self, count: int) -> None:
+        """So much of what was gathered is in memory of its own."""
+        self._gathered_own_bytes += count
+        self._account.hold(count)
 
     async def _flush(self) -> None:
         """Send what was gathered and give the objects back."""
@@ -678,6 +766,8 @@ class DataSession:
         held_small, self._held_small = self._held_small, []
         self._parts = []
         self._gathered_bytes = 0
+        self._account.release(self._gathered_own_bytes)
+        self._gathered_own_bytes = 0
         for opened in held:
             self._backend.let_go(opened)
         for lent in held_small:
@@ -752,6 +842,7 @@ class DataSession:
                 header.kind, header.request_id, PieceReply(), flags=REPLY, bulk_length=size
             )
             await self._send(frame, opened.data)
+            self._nap.cancel()  # it is waited for less long
             self._traffic.bytes += size
         except BaseException:
             self._confirm_piece(False)
@@ -779,13 +870,22 @@ class DataSession:
 
     # --- everything else ---------------------------------------------------------------------
 
-    async def _handle(
-        self, header: FrameHeader, message: Message, connection: trio.CancelScope
+    async def _handle_large(
+        self, header: FrameHeader, message: Message, body_bytes: int, connection: trio.CancelScope
     ) -> None:
-        """Answer one request in a task of its own."""
+        """One after the other: the next answer is made when this one was sent."""
+        async with self._answering_large:
+            await self._handle(header, message, body_bytes, connection)
+
+    async def _handle(
+        self, header: FrameHeader, message: Message, body_bytes: int, connection: trio.CancelScope
+    ) -> None:
+        """Answer one request in a task of its own. Its `body_bytes` are held already."""
         kind, request_id = DataKind(header.kind), header.request_id
         bulk: Sequence[BytesLike] = ()
         try:
+            while self._unsent_bytes >= MAX_UNSENT_BYTES:
+                await self._sent.wait()
             reply, bulk = await self._backend.handle(kind, message, self._claims)
             size = sum(len(part) for part in bulk)
             frame = encode_frame(kind, request_id, reply, flags=REPLY, bulk_length=size)
@@ -795,12 +895,22 @@ class DataSession:
             frame = _failure(header, error)
         finally:
             self._handlers -= 1
+            self._account.release(body_bytes)
         if not header.flags & ONE_WAY:
+            size = len(frame) + total_bytes(bulk)
+            held_bytes = min(size, MAX_HELD_ANSWER_BYTES)
+            self._unsent_bytes += size
+            self._account.hold(held_bytes)
             try:
                 await self._send(frame, *bulk)
             except OSError as error:  # half a reply may have left: the connection is of no use now
                 self._ended_by = error
                 connection.cancel()
+            finally:
+                self._account.release(held_bytes)
+                self._unsent_bytes -= size
+                self._sent.set()
+                self._sent = trio.Event()
 
 
 def _scope_for(kind: int) -> Scope:

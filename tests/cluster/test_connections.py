@@ -275,7 +275,9 @@ async def test_connections_that_come_and_go_leak_nothing() -> None:
         gc.collect()
         assert len(gc.get_objects()) < objects + 1_000  # some 200 for each connection that stayed
         assert not len(host._attempts)
-        assert host._admitted_streams == other._admitted_streams == 0
+        for each in (host, other):
+            assert not each.keeper.admitted()
+            assert not each._budget.held_bytes
 
 
 async def test_a_peer_that_hangs_up_on_every_request_is_not_dialled_for_ever() -> None:

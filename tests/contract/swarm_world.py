@@ -50,7 +50,7 @@ class _Backend:
         self._swarms = swarms
 
     def open_objects(
-        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps
+        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps, *, may_copy: bool = True
     ) -> Sequence[OpenedObject | ObjectReply]:
         raise AssertionError("there are no objects")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -11,6 +12,7 @@ import trio
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.yamux.yamux import Yamux
 
+from p2pstore.errors import ProtocolError
 from p2pstore.gossip.links.multiplexer import Multiplexer, MuxedStream
 
 SECONDS = 20.0
@@ -159,3 +161,41 @@ async def test_when_the_connection_ends_all_streams_do() -> None:
         assert sorted(ended) == ["read", "write"]
         with pytest.raises(OSError, match="ended"):
             await multiplexer.open_stream()
+
+
+async def test_who_asks_and_does_not_read_costs_one_task() -> None:
+    """Pings in message after message, while nothing can be sent: their answers wait together, and not for ever."""
+    gone = trio.Event()
+
+    class Blocked:
+        async def read(self, n: int | None = None) -> bytes:
+            await trio.lowlevel.checkpoint()
+            return struct.pack("!BBHII", 0, 2, 1, 0, 7)
+
+        async def write(self, data: bytes) -> None:
+            await gone.wait()
+
+    multiplexer = Multiplexer(
+        Blocked(), initiator=False, max_incoming=4, accept=lambda stream: None
+    )
+    most = 0
+
+    class Tasks(trio.abc.Instrument):
+        alive = 0
+
+        def task_spawned(self, task: trio.lowlevel.Task) -> None:
+            nonlocal most
+            self.alive += 1
+            most = max(most, self.alive)
+
+        def task_exited(self, task: trio.lowlevel.Task) -> None:
+            self.alive -= 1
+
+    instrument = Tasks()
+    trio.lowlevel.add_instrument(instrument)
+    try:
+        with trio.fail_after(SECONDS), pytest.raises(ProtocolError, match="does not read"):
+            await multiplexer.run()
+    finally:
+        trio.lowlevel.remove_instrument(instrument)
+    assert most <= 2

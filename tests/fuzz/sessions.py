@@ -343,7 +343,7 @@ async def control_requests(victim: Victim, rng: Random, sent: Sent) -> None:
     async def answer() -> None:
         try:
             listener = _side(Listener, victim, node.core.peer_id, sender)
-            answering = await admit_stream(theirs, listener, node.serve_control, full=False)
+            answering = await admit_stream(theirs, listener, node.serve_control)
             await answering.run()
         except (ProtocolError, OSError):
             pass
@@ -374,7 +374,7 @@ async def control_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
     async def answer() -> None:
         listener = _side(Listener, victim, me, victim.mallory.peer_id)
         try:
-            await admit_stream(theirs, listener, victim.peer.node.serve_control, full=False)
+            await admit_stream(theirs, listener, victim.peer.node.serve_control)
         except (ProtocolError, AdmissionRefused, OSError):
             pass
         finally:

@@ -54,3 +54,20 @@ def test_nothing_wakes_while_all_connections_are_kept() -> None:
     assert next_due([*kept, use(3.0), use(2.0)], 5.0, LIMITS) == 102.0
     assert next_due([use(0.0, busy=True)], 500.0, LIMITS) == 600.0
     assert next_due([use(0.0, opened_here=False)] * 5, 5.0, LIMITS) == 6.0
+
+
+def test_over_the_limit_they_are_closed_of_who_has_most() -> None:
+    """Not of the one that was there first."""
+
+    def of(host: str, member: bytes, used_at: float) -> Use:
+        return Use(False, True, False, used_at, host, member)
+
+    uses = [
+        of("a", b"1", 1.0),
+        of("b", b"2", 50.0),
+        of("b", b"3", 40.0),
+        of("b", b"3", 45.0),
+        of("c", b"4", 0.0),
+    ]
+    assert surplus(uses, 60.0, LIMITS) == [2]
+    assert surplus([*uses, of("a", b"5", 30.0)], 60.0, LIMITS) == [2, 0]

@@ -23,6 +23,8 @@ from p2pstore.transfer.layout import Pin
 from p2pstore.transfer.messages import CopyChecked, DataKind, Store, Stored
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, remote_object
 
+MEMBER = b"a member"
+
 
 def request(key: str, value: bytes, **facts: Any) -> Store:
     sums = chunk_sums(value)
@@ -36,7 +38,7 @@ def arrive(
 ) -> tuple[Incoming, Operation]:
     """The whole way of a value whose bytes are needed."""
     assert stores.examine(wanted, world.now).result is None
-    incoming = run_through(stores.open(wanted, world.now))
+    incoming = run_through(stores.open(wanted, MEMBER, world.now))
     stores.payload(incoming)[:] = value
     return incoming, stores.put(incoming, world.now)
 
@@ -168,7 +170,7 @@ def test_metadata_that_no_trailer_holds_is_refused_and_leaves_nothing() -> None:
     world = Harness()
     stores = IncomingStores(world.core)
     with pytest.raises(ValueError, match="metadata"):
-        run_through(stores.open(request("k", b"value", shape=(2**60,) * 8000), world.now))
+        run_through(stores.open(request("k", b"value", shape=(2**60,) * 8000), MEMBER, world.now))
     assert stores.count == 0
     world.check_idle()
 
@@ -176,7 +178,7 @@ def test_metadata_that_no_trailer_holds_is_refused_and_leaves_nothing() -> None:
 def test_what_does_not_come_gives_its_room_back() -> None:
     world = Harness()
     stores = IncomingStores(world.core)
-    incoming = run_through(stores.open(request("k", b"value"), world.now))
+    incoming = run_through(stores.open(request("k", b"value"), MEMBER, world.now))
     assert world.segment.used_bytes == 4096
     stores.close(incoming)
     stores.close(incoming)  # the end of a connection and of its peer may both say so
@@ -203,17 +205,19 @@ def test_values_on_their_way_take_at_most_half_of_the_memory_together() -> None:
     world = Harness(memory_bytes=256 * 1024)
     stores = IncomingStores(world.core)
     third = bytes(80 * 1024)
-    first = run_through(stores.open(request("a", third), world.now))
-    with pytest.raises(CapacityExceeded, match="on their way"):
-        run_through(stores.open(request("b", third), world.now))
-    small = run_through(stores.open(request("c", bytes(40 * 1024)), world.now))
+    first = run_through(stores.open(request("a", third), MEMBER, world.now))
+    with pytest.raises(CapacityExceeded, match="on their way to this peer"):
+        run_through(stores.open(request("b", third), b"another", world.now))
+    with pytest.raises(CapacityExceeded, match="on their way from one member"):
+        run_through(stores.open(request("c", b"x"), MEMBER, world.now))
+    small = run_through(stores.open(request("c", bytes(40 * 1024)), b"another", world.now))
     stores.close(first)
     stores.close(small)
     large = run_through(
-        stores.open(request("d", bytes(200 * 1024)), world.now)
+        stores.open(request("d", bytes(200 * 1024)), MEMBER, world.now)
     )  # alone, it may be larger
     with pytest.raises(CapacityExceeded):
-        run_through(stores.open(request("e", b"x"), world.now))
+        run_through(stores.open(request("e", b"x"), b"another", world.now))
     stores.close(large)
     world.check_idle()
 
@@ -222,10 +226,16 @@ def test_so_many_values_at_a_time() -> None:
     world = Harness(memory_bytes=4 * 1024 * 1024)
     stores = IncomingStores(world.core)
     opened = [
-        run_through(stores.open(request(f"{n}", b""), world.now)) for n in range(MAX_INCOMING)
+        run_through(stores.open(request(f"{n}", b""), b"%d" % (n % 2), world.now))
+        for n in range(MAX_INCOMING)
     ]
     with pytest.raises(CapacityExceeded, match="256 values"):
-        run_through(stores.open(request("more", b""), world.now))
+        run_through(stores.open(request("more", b""), MEMBER, world.now))
+    for incoming in opened[::2]:
+        stores.close(incoming)
+    with pytest.raises(CapacityExceeded, match="128 values are on their way from one member"):
+        run_through(stores.open(request("more", b""), b"1", world.now))
+    opened.append(run_through(stores.open(request("more", b""), MEMBER, world.now)))
     for incoming in opened:
         stores.close(incoming)
     world.check_idle()
@@ -234,7 +244,9 @@ def test_so_many_values_at_a_time() -> None:
 def test_a_value_larger_than_the_memory_is_refused_at_once() -> None:
     world = Harness(memory_bytes=256 * 1024)
     with pytest.raises(ObjectTooLarge):
-        run_through(IncomingStores(world.core).open(request("k", bytes(300 * 1024)), world.now))
+        run_through(
+            IncomingStores(world.core).open(request("k", bytes(300 * 1024)), MEMBER, world.now)
+        )
     world.check_idle()
 
 
@@ -242,7 +254,7 @@ def test_room_that_is_made_withdraws_what_it_evicts() -> None:
     world = Harness(memory_bytes=256 * 1024)
     world.stored("old", bytes(200 * 1024))
     stores = IncomingStores(world.core)
-    incoming = run_through(stores.open(request("k", bytes(200 * 1024)), world.now))
+    incoming = run_through(stores.open(request("k", bytes(200 * 1024)), MEMBER, world.now))
     assert world.announced("old") is None
     stores.close(incoming)
     world.check_idle()

@@ -159,3 +159,25 @@ def test_a_failure_is_cut_to_a_bearable_length() -> None:
     assert header.flags == REPLY | ERROR
     failure = decode_body(Failure, frame[HEADER.size :])
     assert (failure.code, len(failure.text), failure.detail) == (Code.INTERNAL, 1000, 7)
+
+
+def test_a_large_frame_that_was_taken_is_not_kept() -> None:
+    buffer = FrameBuffer(DATA_REQUEST_LIMITS)
+    frame = HEADER.pack(1, 0, 1, 900_000, 0) + bytes(900_000)
+    for rest in (b"", b"x"):
+        buffer.feed(frame[:500_000])
+        assert not buffer.has_frame
+        buffer.feed(frame[500_000:] + rest)
+        assert buffer.has_frame
+        assert buffer.next_frame() is not None
+        assert not buffer.has_frame
+        assert len(buffer._data) == len(rest)
+
+
+@pytest.mark.parametrize("lengths", [(2**20 + 1, 0), (0, 2**24 + 1)])
+def test_a_frame_that_announces_too_much_is_there_at_once(lengths: tuple[int, int]) -> None:
+    buffer = FrameBuffer(DATA_REQUEST_LIMITS)
+    buffer.feed(HEADER.pack(1, 0, 1, *lengths))
+    assert buffer.has_frame
+    with pytest.raises(ProtocolError):
+        buffer.next_frame()

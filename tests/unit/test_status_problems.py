@@ -12,6 +12,7 @@ from p2pstore.objects import GIB
 from p2pstore.peer.status.problems import (
     Facts,
     FailedCheckpoint,
+    TakenPlaces,
     problem_document,
     problems,
 )
@@ -75,6 +76,15 @@ def test_nothing_is_wrong() -> None:
         ({"spoilt": 3}, "warning", "3 objects were spoilt in this peer's memory since it started"),
         ({"lately": {"client_puts_failed": 11}, "puts": 1000}, "warning", "11 puts failed"),
         ({"lately": {"transport_fallbacks": 12}}, "warning", "gave way to a worse one 12 times"),
+        (
+            {"places": [TakenPlaces("data", 1000, 1024, 0, "greedy", 900, "10.0.0.1", 950)]},
+            *("warning", "1,000 of 1,024 places for data connections are taken"),
+        ),
+        (
+            {"places": [TakenPlaces("control", 200, 256, 3, "greedy", 190)]},
+            *("broken", "; 3 were refused in the last 20 minutes"),
+        ),
+        ({"lately": {"hoarders_ended": 2}}, "warning", "2 connections were cut"),
         ({"ssd": ssd("off", "it is gone")}, "broken", "The SSD of this peer is not used any more"),
         ({"ssd": ssd("read_only", "worn out")}, "broken", "The SSD of this peer is only read"),
         ({"ssd": ssd(damaged=2)}, "warning", "2 objects on the SSD of this peer were damaged"),
@@ -99,6 +109,7 @@ def test_each_problem_has_its_words(facts: dict[str, Any], status: str, words: s
         {"lately": {"client_puts_failed": 10}, "puts": 1000},
         {"clock_ahead_seconds": -0.9},
         {"local_health": 3},
+        {"places": [TakenPlaces("data", 900, 1024, 0, "x", 800)]},
         {"load_permille": 999},
     ],
 )
@@ -135,3 +146,8 @@ def test_what_others_say_is_cut() -> None:
     document = problem_document(finding)
     assert len(document["cause"]) <= MAX_TEXT_LETTERS
     assert document["cause"].startswith("\\u202e<b>xxx")
+
+
+def test_who_has_most_places_is_named() -> None:
+    finding = only(places=[TakenPlaces("data", 1024, 1024, 0, "greedy", 900, "10.0.0.1", 950)])
+    assert finding.cause == "greedy has 900 of them; one host at 10.0.0.1 has 950"

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import trio
 
+from p2pstore.byte_budget import Account
 from p2pstore.gossip.links.connection_limits import Use
 from p2pstore.gossip.links.link import ADMISSION_SECONDS, Activity, AskingStream
 from p2pstore.gossip.links.multiplexer import Multiplexer
@@ -32,6 +33,10 @@ class ConnectionCounts:
     """To stay within the limit."""
     closed_by_others: int = 0
     """With a farewell."""
+    yielded: int = 0
+    """Closed for one that was wanted when all places were taken."""
+    refused_full: int = 0
+    """Not admitted because all places were taken."""
 
 
 class ControlBytes(NamedTuple):
@@ -55,9 +60,17 @@ class Connection:
     muxed: Multiplexer
 
     def __init__(
-        self, peer_id: PeerId, address: str, sock: GuardedSocket, *, incoming: bool
+        self,
+        peer_id: PeerId,
+        address: str,
+        sock: GuardedSocket,
+        account: Account,
+        *,
+        incoming: bool,
     ) -> None:
+        """`account` holds what this process keeps of what came, and what is to go."""
         self.peer_id = peer_id
+        self.account = account
         self.incoming = incoming
         self.address = address
         self.asking: AskingStream | None = None
@@ -105,8 +118,11 @@ class Connection:
 
     def use(self, *, kept: bool) -> Use:
         """What decides whether it stays open."""
-        activity = self.activity
-        return Use(kept, not self.incoming, activity.in_flight > 0, activity.used_at)
+        activity, owner = self.activity, self.account.owner
+        return Use(
+            *(kept, not self.incoming, activity.in_flight > 0, activity.used_at),
+            *(owner.host, owner.member),
+        )
 
     def abort(self) -> None:
         """End the connection at once."""

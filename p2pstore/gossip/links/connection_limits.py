@@ -3,12 +3,14 @@
 A connection is kept open for as long as the other end is a neighbour. Others are opened for a purpose (a
 probe, a contact), and stay open for a while because opening costs much and holding costs only memory. Who opened a
 connection closes it; so it is closed only when its opener has no use for it, and if the other side has, that
-one opens its own. Over the limit both sides close. One with requests under way is never closed.
+one opens its own. Over the limit both sides close: of the host and the member that have most of them, so that who
+takes many takes them from himself. One with requests under way is never closed.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -36,6 +38,10 @@ class Use:
     busy: bool
     """Whether requests are under way on it, in either direction."""
     used_at: float
+    host: str = ""
+    """Where the other end is (`strangers.host_group`)."""
+    member: bytes = b""
+    """Who it is."""
 
 
 def idle(uses: Sequence[Use], now: float, limits: ConnectionLimits) -> list[int]:
@@ -48,15 +54,31 @@ def idle(uses: Sequence[Use], now: float, limits: ConnectionLimits) -> list[int]
 
 
 def surplus(uses: Sequence[Use], now: float, limits: ConnectionLimits) -> list[int]:
-    """The places of those to close because there are too many, the longest unused ones; too few when the
-    others are in use."""
-    spare = [
+    """The places of those to close because there are too many: the longest unused ones of the member that has most, of
+    those at the host that has most; too few when the others are in use."""
+    spare = {
         place
         for place, use in enumerate(uses)
         if not use.kept and not use.busy and use.used_at + SPARE_AFTER_SECONDS <= now
-    ]
-    spare.sort(key=lambda place: uses[place].used_at)
-    return spare[: max(0, len(uses) - limits.max_open)]
+    }
+    hosts = Counter(use.host for use in uses)
+    members = Counter(use.member for use in uses)
+    chosen: list[int] = []
+    while spare and len(uses) - len(chosen) > limits.max_open:
+        place = min(
+            spare,
+            key=lambda each: (
+                -hosts[uses[each].host],
+                -members[uses[each].member],
+                uses[each].used_at,
+                each,
+            ),
+        )
+        spare.remove(place)
+        chosen.append(place)
+        hosts[uses[place].host] -= 1
+        members[uses[place].member] -= 1
+    return chosen
 
 
 def next_due(uses: Sequence[Use], now: float, limits: ConnectionLimits) -> float:

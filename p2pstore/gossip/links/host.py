@@ -28,6 +28,7 @@ import trio
 
 from p2pstore.accepting import Accepting
 from p2pstore.allowlist import AllowList
+from p2pstore.byte_budget import ByteBudget, Owner
 from p2pstore.config import join_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
@@ -74,15 +75,16 @@ from p2pstore.gossip.links.yamux import PROTOCOL as YAMUX_PROTOCOL
 from p2pstore.gossip.records import PeerId, format_peer_id, public_key_from_peer_id
 from p2pstore.keyring import KeyRing
 from p2pstore.nursery import open_background_nursery
-from p2pstore.strangers import Strangers
+from p2pstore.strangers import Strangers, host_group
 from p2pstore.wire import CONTROL_PROTOCOL, Message
 
 logger = logging.getLogger("p2pstore.host")
 
 _S = TypeVar("_S", Opener, Listener)
 
-MAX_ADMITTED_STREAMS: Final = 256
-"""Streams on which others ask this peer."""
+MAX_ADMITTED: Final = 256
+"""Connections of members. The keeper closes those that nobody uses from 192 on; who comes when all of these are in use
+takes the place of one, or is refused (`member_places`)."""
 MAX_STRANGERS: Final = 256
 """Incoming connections that have not been admitted yet."""
 MAX_STRANGERS_PER_HOST: Final = 128
@@ -148,6 +150,7 @@ class ControlHost:
         software: str,
         limits: ConnectionLimits,
         readers: Handler | None,
+        budget: ByteBudget,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.listening = (host, port)
@@ -173,7 +176,7 @@ class ControlHost:
         self._strangers: Strangers[trio.CancelScope] = Strangers(
             MAX_STRANGERS, MAX_STRANGERS_PER_HOST
         )
-        self._admitted_streams = 0
+        self._budget = budget
         self._closing = False
         self._noise = NoiseTransport(
             create_new_key_pair(identity.seed), noise_privkey=X25519PrivateKey.new()
@@ -363,6 +366,7 @@ class ControlHost:
             arrivals = self._own_arrivals
             connection = await self._upgrade(sock, str(endpoint), outgoing=True, expected=peer_id)
             if connection.peer_id == self._identity.peer_id:
+                connection.account.close()
                 raise await self._itself_or_twin(endpoint, arrivals)
             self.keeper.counts.opened += 1
             await self._nursery.start(self._run_connection, connection)
@@ -407,14 +411,23 @@ class ControlHost:
                 await MultiselectClient().select_one_of([_YAMUX], _communicator(secured))
             else:
                 await Multiselect({_YAMUX: None}).negotiate(_communicator(secured))
-        connection = Connection(peer_id, address, sock, incoming=not outgoing)
+        owner = Owner(host_group(address.rpartition(":")[0].strip("[]")), peer_id)
+        account = self._budget.open(owner, lambda why: self._drop(connection, why))
+        connection = Connection(peer_id, address, sock, account, incoming=not outgoing)
         connection.muxed = Multiplexer(
             secured,
             initiator=outgoing,
             max_incoming=MAX_STREAMS_PER_CONNECTION,
             accept=partial(self._accept_stream, connection),
+            account=account,
         )
         return connection
+
+    def _drop(self, connection: Connection, why: str) -> None:
+        """End a connection for what is held for its other side."""
+        who = format_peer_id(connection.peer_id)
+        self._refusals.dropped(connection.address, f"{who}: {why}")
+        connection.abort()
 
     async def _open_asking(self, connection: Connection) -> Connection:
         """The connection, with a stream for our requests. Raises `LinkError`."""
@@ -445,7 +458,7 @@ class ControlHost:
             with trio.fail_after(ADMISSION_SECONDS):
                 await MultiselectClient().select_one_of([_PROTOCOL], _communicator(stream))
             side = self._side(Opener, connection)
-            asking = await open_asking_stream(stream, side, connection.activity)
+            asking = await open_asking_stream(stream, side, connection.activity, connection.account)
             await stream.lift_allowance()
             with connection.using(asking.key_id):
                 self._admitted(connection)
@@ -500,6 +513,7 @@ class ControlHost:
                 connection.stranger = scope
                 self.keeper.counts.accepted += 1
                 if connection.peer_id == self._identity.peer_id:  # `discover` of our own address
+                    connection.account.close()
                     self._own_arrivals += 1
                     self._own_arrived.set()
                     self._own_arrived = trio.Event()
@@ -520,6 +534,7 @@ class ControlHost:
         """A stream of the connection was admitted just now."""
         if connection.stranger is not None:
             self._strangers.leave(connection.stranger)
+        self.keeper.review()  # strangers did not count
         self._recheck(connection)  # a reload may have come between proof and welcome
 
     async def _run_connection(
@@ -543,6 +558,7 @@ class ControlHost:
             self._refusals.dropped(connection.address, _reason(group))
         finally:
             connection.abort()
+            connection.account.close()
             connection.ended.set()
             self._forget(connection)
 
@@ -585,18 +601,15 @@ class ControlHost:
                 stream,
                 self._side(Listener, connection),
                 self._handler,
-                full=self._admitted_streams >= MAX_ADMITTED_STREAMS,
+                may_come=partial(self.keeper.make_room, connection, MAX_ADMITTED),
                 activity=connection.activity,
                 readers=self._readers,
+                account=connection.account,
             )
-            await stream.lift_allowance()
-            self._admitted_streams += 1
-            try:
-                with connection.using(answering.key_id):
-                    self._admitted(connection)
-                    await answering.run()
-            finally:
-                self._admitted_streams -= 1
+            with connection.using(answering.key_id):
+                await stream.lift_allowance()
+                self._admitted(connection)
+                await answering.run()
         except AdmissionRefused as refusal:
             who = format_peer_id(connection.peer_id)
             self._refusals.dropped(connection.address, f"{who}: {refusal}")
@@ -657,11 +670,12 @@ async def open_control_host(
     allowed: AllowList | None = None,
     limits: ConnectionLimits = _LIMITS,
     readers: Handler | None = None,
+    budget: ByteBudget | None = None,
 ) -> AsyncIterator[ControlHost]:
     """A host that listens at `listen` (port 0: any; None: the default one, or any when that is taken) and serves
     `handler` to admitted members until the block ends; `readers` answers those that may only read (None: refused).
     After `ring` or `allowed` (None: everybody who holds a key) were changed, call its `recheck`; tell its `keeper` the
-    peers that it is to stay connected with.
+    peers that it is to stay connected with. `budget` bounds what is held for others.
 
     `on_lost(peer_id)` is called when the last connection of an admitted peer has ended without either side having
     meant it; `on_refused(address, reason)` whenever something of a stranger was dropped. Raises
@@ -681,6 +695,7 @@ async def open_control_host(
         software=software,
         limits=limits,
         readers=readers,
+        budget=budget if budget is not None else ByteBudget(),
     )
     async with open_background_nursery() as nursery:
         try:

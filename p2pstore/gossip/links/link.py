@@ -15,6 +15,7 @@ from typing import Final, Protocol, TypeVar
 
 import trio
 
+from p2pstore.byte_budget import Account, ByteBudget, Owner
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
 from p2pstore.gossip.messages import (
@@ -31,6 +32,7 @@ from p2pstore.keyring import Role
 from p2pstore.wire import (
     CONTROL_LIMITS,
     ERROR,
+    HEADER_BYTES,
     HELLO_LIMITS,
     ONE_WAY,
     REPLY,
@@ -58,7 +60,11 @@ MAX_REQUESTS_IN_FLIGHT: Final = 64
 ADMISSION_SECONDS: Final = 10.0
 WRITE_SECONDS: Final = 10.0
 """How long 60 KiB may take to leave."""
+FRAME_SECONDS: Final = 30.0
+"""By when a frame that has begun is whole: 4 MiB at 140 KB/s."""
 HANDLER_SECONDS: Final = 30.0
+MAX_UNSENT_BYTES: Final = 4 * 1024 * 1024
+"""Of frames that wait to be sent on a stream: until there are fewer, no request is answered or made there."""
 FAREWELL_SECONDS: Final = 1.0
 """How long a side that refused waits for the other to read why."""
 
@@ -128,19 +134,69 @@ def _code(number: int) -> Code:
         return Code.INTERNAL
 
 
-class _Frames:
-    """Whole frames in, whole frames out."""
+def nobodys_account() -> Account:
+    """Where nothing bounds what is held but the limits of one stream."""
+    return ByteBudget().open(Owner("", b""), lambda why: None)
 
-    def __init__(self, stream: MuxedStream) -> None:
+
+class _Frames:
+    """Whole frames in, whole frames out. The account holds the bytes of every frame: of one that comes from its first
+    byte until `handled`, of one that goes until it was sent."""
+
+    def __init__(self, stream: MuxedStream, account: Account | None) -> None:
+        self.account = account if account is not None else nobodys_account()
         self._stream = stream
         self._buffer = FrameBuffer(HELLO_LIMITS)
         self._outgoing, self._queue = trio.open_memory_channel[bytes](MAX_REQUESTS_IN_FLIGHT)
+        self._held_bytes = 0
+        self._is_over = False
+        self._unsent_bytes = 0
+        self._sent = trio.Event()
 
     async def read(self) -> tuple[FrameHeader, bytes]:
-        """The next frame. Raises `ProtocolError`, and `OSError` at the end of the stream."""
+        """The next frame. Raises `ProtocolError`, and `OSError` at the end of the stream and for a frame that is not
+        whole in time."""
         while (frame := self._buffer.next_frame()) is None:
-            self._buffer.feed(await self._stream.read(_READ_BYTES))
+            if self._buffer.pending_bytes:
+                await self._read_rest()
+            else:
+                await self._read_some()
         return frame
+
+    async def _read_rest(self) -> None:
+        """Of a frame that has begun."""
+        with trio.move_on_after(FRAME_SECONDS) as scope:
+            while not self._buffer.has_frame:
+                await self._read_some()
+        if scope.cancelled_caught:
+            raise TimeoutError(f"a frame was not whole within {FRAME_SECONDS:g} s")
+
+    async def _read_some(self) -> None:
+        data = await self._stream.read(_READ_BYTES)
+        self._hold(len(data))
+        self._buffer.feed(data)
+
+    def _hold(self, count: int) -> None:
+        if not self._is_over:
+            self._held_bytes += count
+            self.account.hold(count)
+
+    def _release(self, count: int) -> None:
+        if not self._is_over:
+            self._held_bytes -= count
+            self.account.release(count)
+
+    def handled(self, body: bytes) -> None:
+        """A frame that was read is not needed any more."""
+        self._release(HEADER_BYTES + len(body))
+
+    def ended(self) -> None:
+        """Nothing is left of the stream: neither what came nor what was to go."""
+        self._release(self._held_bytes)
+        self._buffer.drop()
+        self._is_over = True
+        self._unsent_bytes = 0
+        self._sent.set()
 
     async def write(self, frame: bytes) -> None:
         """Send now; only during admission, when there is no writer task."""
@@ -149,10 +205,33 @@ class _Frames:
 
     async def enqueue(self, frame: bytes) -> None:
         """Hand over to the writer task. Raises `OSError` when that has ended."""
+        self._unsent_bytes += len(frame)
+        self._hold(len(frame))
         try:
             await self._outgoing.send(frame)
         except trio.BrokenResourceError:
             raise ConnectionResetError("the stream has ended") from None
+        except BaseException:
+            self._gone(len(frame))
+            raise
+
+    @property
+    def is_full(self) -> bool:
+        """Whether much waits to be sent."""
+        return self._unsent_bytes >= MAX_UNSENT_BYTES
+
+    async def wait_sent(self) -> None:
+        """Return when little waits to be sent, or the stream has ended. No deadline: the writer has one."""
+        while self.is_full:
+            await self._sent.wait()
+
+    def _gone(self, count: int) -> None:
+        """So many bytes do not wait to be sent any more."""
+        self._release(count)
+        before, self._unsent_bytes = self._unsent_bytes, self._unsent_bytes - count
+        if before >= MAX_UNSENT_BYTES:
+            self._sent.set()
+            self._sent = trio.Event()
 
     def admitted(self) -> None:
         """Frames of every size from now on."""
@@ -160,7 +239,7 @@ class _Frames:
 
     async def run_writer(self) -> None:
         """Send what is queued, joining small frames. Raises `OSError` when a write fails or is stuck."""
-        with self._queue:
+        with self._queue, self._dropping_queued():
             async for frame in self._queue:
                 data = frame
                 with suppress(trio.WouldBlock):
@@ -171,6 +250,18 @@ class _Frames:
                         await self._stream.write(data[start : start + _WRITE_PIECE_BYTES])
                     if scope.cancelled_caught:
                         raise TimeoutError(f"a write made no progress for {WRITE_SECONDS:g} s")
+                self._gone(len(data))
+                del frame, data  # they may be large, and the next one late
+
+    @contextmanager
+    def _dropping_queued(self) -> Iterator[None]:
+        """What was not sent at the end never is: it is not kept for as long as somebody refers to the queue."""
+        try:
+            yield
+        finally:
+            with suppress(trio.WouldBlock, trio.EndOfChannel):
+                while True:
+                    self._queue.receive_nowait()
 
     async def expect(self, kind: ControlKind, flags: int, message_type: type[M]) -> M:
         """A frame of the handshake. Raises `AdmissionRefused` with the other side's reason for an ERROR."""
@@ -184,6 +275,7 @@ class _Frames:
             raise ProtocolError(
                 f"a frame of kind {header.kind} where the handshake has {kind.name}"
             )
+        self.handled(body)
         return decode_body(message_type, body)
 
 
@@ -249,6 +341,8 @@ class AskingStream:
 
     async def _ask(self, kind: int, request: Message) -> Message:
         async with self._slots:
+            if self._frames.is_full:
+                await self._frames.wait_sent()
             if self._lost is not None:
                 raise LinkError(self._lost)
             self._last_id = self._last_id % 0xFFFF_FFFF + 1
@@ -281,12 +375,14 @@ class AskingStream:
                     while True:
                         self._take(*await self._frames.read())
         finally:
+            self._frames.ended()
             self._lost = "the connection was lost"
             for pending in self._pending.values():
                 pending.error = LinkError(self._lost)
                 pending.event.set()
 
     def _take(self, header: FrameHeader, body: bytes) -> None:
+        self._frames.handled(body)
         if not header.flags & REPLY:
             raise ProtocolError("a request on a stream that only the other side asks on")
         pending = self._pending.get(header.request_id)
@@ -302,12 +398,15 @@ class AskingStream:
 
 
 async def open_asking_stream(
-    stream: MuxedStream, opener: Opener, activity: Activity | None = None
+    stream: MuxedStream,
+    opener: Opener,
+    activity: Activity | None = None,
+    account: Account | None = None,
 ) -> AskingStream:
-    """Be admitted; `activity` counts the requests.
+    """Be admitted; `activity` counts the requests, `account` the bytes that are held for the other side.
 
     Raises `AdmissionRefused`, `ProtocolError`, `OSError`, `trio.TooSlowError` (10 s)."""
-    frames = _Frames(stream)
+    frames = _Frames(stream, account)
     try:
         with trio.fail_after(ADMISSION_SECONDS):
             await frames.write(encode_frame(ControlKind.HELLO, 1, opener.hello()))
@@ -347,20 +446,28 @@ class AnsweringStream:
 
     async def run(self) -> None:
         """Answer until the stream ends. Raises `ProtocolError` and `OSError`."""
-        with single_error():
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._frames.run_writer)
-                while True:
-                    header, body = await self._frames.read()
-                    if header.flags & (REPLY | ERROR):
-                        raise ProtocolError("a reply on a stream that only the other side asks on")
-                    await self._slots.acquire()
-                    self._activity.begin()
-                    nursery.start_soon(self._answer, header, body)
+        try:
+            with single_error():
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._frames.run_writer)
+                    while True:
+                        header, body = await self._frames.read()
+                        if header.flags & (REPLY | ERROR):
+                            raise ProtocolError(
+                                "a reply on a stream that only the other side asks on"
+                            )
+                        await self._slots.acquire()
+                        self._activity.begin()
+                        nursery.start_soon(self._answer, header, body)
+                        del body  # it may be large, and the next one late
+        finally:
+            self._frames.ended()
 
     async def _answer(self, header: FrameHeader, body: bytes) -> None:
         try:
             frame = await self._reply(header, body)
+            self._frames.handled(body)
+            del body
             if not header.flags & ONE_WAY:
                 await self._frames.enqueue(frame)
         finally:
@@ -373,6 +480,8 @@ class AnsweringStream:
         if request_type is None or kind in (ControlKind.HELLO, ControlKind.PROOF):
             text = f"requests of kind {kind} are not known here"
             return encode_failure(kind, request_id, Code.UNSUPPORTED, text)
+        if self._frames.is_full:
+            await self._frames.wait_sent()
         request = decode_body(request_type, body)
         try:
             with trio.fail_after(HANDLER_SECONDS):
@@ -404,16 +513,18 @@ async def admit_stream(
     listener: Listener,
     handler: Handler,
     *,
-    full: bool,
+    may_come: Callable[[], bool] = lambda: True,
     activity: Activity | None = None,
     readers: Handler | None = None,
+    account: Account | None = None,
 ) -> AnsweringStream:
-    """Admit the opener. `full`: refuse it as BUSY, because this side has its hands full; `activity` counts the
-    requests. `readers` answers an opener that may only read; None refuses it.
+    """Admit the opener. `may_come` says, when it has proved itself, whether there is a place: else it is refused as
+    BUSY. `activity` counts the requests, `account` the bytes that are held for the other side. `readers` answers an
+    opener that may only read; None refuses it.
 
     Raises `AdmissionRefused` (after telling the opener), `ProtocolError`, `OSError`, `trio.TooSlowError`.
     """
-    frames = _Frames(stream)
+    frames = _Frames(stream, account)
     with trio.fail_after(ADMISSION_SECONDS):
         kind = ControlKind.HELLO
         try:
@@ -425,8 +536,11 @@ async def admit_stream(
                 if readers is None:
                     raise AdmissionRefused(Code.UNSUPPORTED, "this side serves no readers")
                 handler = readers
-            if full:
-                raise AdmissionRefused(Code.BUSY, "this peer serves as many streams as it may")
+            if not may_come():
+                text = (
+                    "all places for members are taken and in use here; the status page says by whom"
+                )
+                raise AdmissionRefused(Code.BUSY, text)
         except AdmissionRefused as refusal:
             await _refuse(frames, kind, refusal)
             raise

@@ -236,7 +236,7 @@ class MemoryLink:
         try:
             with _ordinary_end():
                 side = self._side(Listener, peer_id)
-                answering = await admit_stream(stream, side, self._handler, full=False)
+                answering = await admit_stream(stream, side, self._handler)
                 with self._using(peer_id, stream):
                     await answering.run()
         finally:

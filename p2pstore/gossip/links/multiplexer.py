@@ -7,9 +7,11 @@ from typing import Final, Protocol
 
 import trio
 
+from p2pstore.byte_budget import Account
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.links.link import single_error
+from p2pstore.gossip.links.link import nobodys_account, single_error
 from p2pstore.gossip.links.yamux import GOODBYE, Session, StreamState
+from p2pstore.turns import wait_room
 
 STRANGER_STREAM_BYTES: Final = 32 * 1024
 """What a stream may carry before it is admitted."""
@@ -52,8 +54,11 @@ class MuxedStream:
             self._allowance_bytes -= len(data)
             if self._allowance_bytes < 0:
                 raise ConnectionResetError("it sends more than a handshake needs")
-        if update := self.state.window_update():
-            await self._multiplexer.send(update)
+        try:
+            if update := self.state.window_update():
+                await self._multiplexer.send(update)
+        finally:
+            self._multiplexer.was_read(len(data))  # from here on it counts where it is read
         return data
 
     async def write(self, data: bytes) -> None:
@@ -82,7 +87,7 @@ class MuxedStream:
 
 class Multiplexer:
     """The streams of one connection. `accept` is called, and must not wait, for each that the other side
-    opens."""
+    opens. `account` holds what was not read yet; while its owner has no room, nothing is received."""
 
     def __init__(
         self,
@@ -91,13 +96,17 @@ class Multiplexer:
         initiator: bool,
         max_incoming: int,
         accept: Callable[[MuxedStream], None],
+        account: Account | None = None,
     ) -> None:
+        self._account = account if account is not None else nobodys_account()
+        self._unread_bytes = 0
         self._secured = secured
         self._session = Session(initiator=initiator, max_incoming=max_incoming)
         self._accept = accept
         self._streams: dict[int, MuxedStream] = {}
         self._sending = trio.Lock()
-        self._reply_bytes = 0
+        self._replies = bytearray()
+        self._replying = False
         self._over = False
 
     @property
@@ -126,8 +135,21 @@ class Multiplexer:
                 except Exception as error:  # whatever the encryption raises
                     raise _lost(error) from None
                 session.feed(data)
+                self._count_unread()
                 self._dispatch(nursery)
+                if not self._account.has_room:
+                    await wait_room(self._account)
             nursery.cancel_scope.cancel()
+
+    def was_read(self, count: int) -> None:
+        """So much was taken off a stream; the account holds what is unread."""
+        self._session.unread_bytes -= count
+        self._count_unread()
+
+    def _count_unread(self) -> None:
+        before, self._unread_bytes = self._unread_bytes, self._session.unread_bytes
+        if self._unread_bytes != before:
+            self._account.hold(self._unread_bytes - before)
 
     def _dispatch(self, nursery: trio.Nursery) -> None:
         session = self._session
@@ -140,17 +162,23 @@ class Multiplexer:
                 known.happened()
         session.changed.clear()
         if session.replies:
-            replies = bytes(session.replies)
+            self._replies += session.replies
             session.replies.clear()
-            self._reply_bytes += len(replies)
-            if self._reply_bytes > MAX_REPLY_BYTES:
+            if len(self._replies) > MAX_REPLY_BYTES:
                 raise ProtocolError("it does not read what it asks for")
-            nursery.start_soon(self._reply, replies)
+            if not self._replying:
+                self._replying = True
+                nursery.start_soon(self._send_replies)
 
-    async def _reply(self, frames: bytes) -> None:
-        """Not in the task that reads: both sides' readers might wait for each other to read."""
-        await self.send(frames)
-        self._reply_bytes -= len(frames)
+    async def _send_replies(self) -> None:
+        """Not in the task that reads: both sides' readers might wait for each other to read. One task for all: who
+        asks and does not read must not cost one for each."""
+        try:
+            while self._replies:
+                frames, self._replies = bytes(self._replies), bytearray()
+                await self.send(frames)
+        finally:
+            self._replying = False
 
     async def open_stream(self) -> MuxedStream:
         """A new stream. Raises `OSError`."""
@@ -199,7 +227,9 @@ class Multiplexer:
     def _forget(self, stream: MuxedStream) -> bytes:
         if self._streams.get(stream.state.number) is stream:
             del self._streams[stream.state.number]
-        return self._session.close(stream.state)
+        farewell = self._session.close(stream.state)
+        self._count_unread()
+        return farewell
 
 
 def _lost(error: Exception) -> ConnectionResetError:

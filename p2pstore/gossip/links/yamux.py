@@ -104,6 +104,12 @@ class StreamState:
         """Bytes of a frame that was expected."""
         self._buffer += data
 
+    def drop(self) -> int:
+        """Nobody takes any more what has arrived: how much that is."""
+        count = len(self._buffer)
+        self._buffer.clear()
+        return count
+
     def finish(self) -> None:
         """The other side sends nothing more."""
         self.ended = self.ended or "the other side closed it"
@@ -125,6 +131,8 @@ class Session:
         self.replies = bytearray()
         """Frames to send, likewise."""
         self.said_goodbye = False
+        self.unread_bytes = 0
+        """On all streams; who takes some says so here."""
         self._own_parity = int(initiator)
         self._max_incoming = max_incoming
         self._next_number = 1 if initiator else 2
@@ -148,6 +156,7 @@ class Session:
         if self.streams.get(state.number) is not state:
             return b""  # closed before; its number may be another stream's by now
         del self.streams[state.number]
+        self.unread_bytes -= state.drop()
         if state.reset:
             return b""
         state.ended, state.reset = "this side closed it", True
@@ -173,8 +182,9 @@ class Session:
         count = min(self._missing, len(data) - position)
         if count:
             self._missing -= count
-            if self._filled is not None:
+            if self._filled is not None and self.streams.get(self._filled.number) is self._filled:
                 self._filled.put(data[position : position + count])
+                self.unread_bytes += count
                 self.changed.add(self._filled.number)
                 if self._is_last and not self._missing:
                     self._filled.finish()

@@ -15,7 +15,13 @@ from p2pstore.doctor.network_rules import SsdReading
 from p2pstore.gossip.members.membership import MemberState
 from p2pstore.peer.status.checkpoints import Progress, failures, progress
 from p2pstore.peer.status.members import Survey, name_of, survey, versions_of
-from p2pstore.peer.status.problems import MAX_PROBLEMS, Facts, problem_document, problems
+from p2pstore.peer.status.problems import (
+    MAX_PROBLEMS,
+    Facts,
+    TakenPlaces,
+    problem_document,
+    problems,
+)
 from p2pstore.peer.status.recent import INTERVAL_SECONDS, RecentCounts
 from p2pstore.peer.status.text import shown
 
@@ -35,6 +41,7 @@ SHOWN_COUNTERS: Final = (
 _ADDED_UP: Final = (
     *("gets", "misses", "puts", "in_bytes", "in_objects", "in_failures", "out_bytes"),
     *("stalls", "looks", "refused_by_members", "slow"),
+    *("control_refused", "data_refused", "hoarders_ended"),
 )
 _STALL_BUCKET: Final = 18
 """From here on the event loop was late by more than 131 ms (`histograms`)."""
@@ -116,6 +123,9 @@ class Checkup:
             "looks": measures.loop_lag.count,
             "refused_by_members": measures.refused_by_members,
             "slow": node.watch.slow.total,
+            "control_refused": node.host.keeper.counts.refused_full,
+            "data_refused": node.data_places.refused,
+            "hoarders_ended": node.budget.ended,
             **totals,
         }
 
@@ -179,6 +189,10 @@ class Checkup:
             bootstrap=node.config.bootstrap if private else (),
             unreached=list(islice(node.joining.unreached.values(), MAX_REASONS)) if private else (),
             failed_checkpoints=failures(checkpoints, name_of),
+            places=[
+                _taken_places(what, peer["places"][what], lately.get(f"{what}_refused", 0))
+                for what in ("control", "data")
+            ],
         )
 
     def _look_at_checkpoints(self) -> list[Progress]:
@@ -198,6 +212,15 @@ def _without_replaced(members: Survey, live: Sequence[MemberState]) -> list[Memb
         return []
     names = {name_of(member) for member in islice(live, MAX_NAMES_LOOKED_AT)}
     return [member for member in dead if name_of(member) not in names]
+
+
+def _taken_places(what: str, document: Mapping[str, Any], refused: int) -> TakenPlaces:
+    largest = document["largest"]
+    return TakenPlaces(
+        *(what, document["taken"], document["limit"], refused),
+        *(shown(largest["name"]), largest["places"], largest.get("host", "")),
+        host_places=largest["host_places"],
+    )
 
 
 def _share(used: int, capacity: int) -> float:

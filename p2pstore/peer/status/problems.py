@@ -49,6 +49,24 @@ class FailedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class TakenPlaces:
+    """Places for other members' connections: who has most of them."""
+
+    what: str
+    """`data` or `control`."""
+    taken: int = 0
+    limit: int = 1
+    refused: int = 0
+    """Lately, as all were in use."""
+    name: str = ""
+    """Of the member that has most."""
+    places: int = 0
+    host: str = ""
+    """Where it is told: the host that has most."""
+    host_places: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What is judged. `lately` are counters of this peer over the last `seconds`; `live` counts this peer too. Names
     are fit to be shown."""
@@ -89,6 +107,7 @@ class Facts:
     ssd: SsdReading | None = None
     lately: Mapping[str, int] = field(default_factory=dict)
     failed_checkpoints: Sequence[FailedCheckpoint] = ()
+    places: Sequence[TakenPlaces] = ()
     spoilt: int = 0
     """Objects, since this peer's start."""
     memory_restored: int = 0
@@ -420,8 +439,32 @@ def _checkpoints(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _places(facts: Facts) -> Iterator[Finding]:
+    for places in facts.places:
+        if places.taken < FULL * places.limit and not places.refused:
+            continue
+        host = f" at {places.host}" if places.host else ""
+        yield (broken if places.refused else warning)(
+            f"{places.what} connections",
+            f"{places.taken:,} of {places.limit:,} places for {places.what} connections are taken"
+            + (f"; {places.refused:,} were refused{_lately(facts)}" if places.refused else ""),
+            f"{places.name or 'the largest member'} has {places.places:,} of them; one host{host} has "
+            f"{places.host_places:,}",
+            "restart that member, or take it off the allow list and send SIGHUP; those that nobody uses make room by "
+            "themselves",
+        )
+    ended = facts.lately.get("hoarders_ended", 0)
+    if ended:
+        yield warning(
+            "hoarding",
+            f"{_count(ended, 'connection was', 'connections were')} cut{_lately(facts)} for the memory held for them",
+            "a member sends requests that it does not finish, or does not read its answers",
+            "the log says which one (`held here`); restart it, or take it off the allow list and send SIGHUP",
+        )
+
+
 _JUDGES: Final[Sequence[Callable[[Facts], Iterator[Finding]]]] = (
-    *(_this_peer, _members, _copies, _floors, _kept, _ssd, _transports, _checkpoints),
+    *(_this_peer, _members, _copies, _floors, _kept, _ssd, _transports, _places, _checkpoints),
 )
 
 
