@@ -6,6 +6,7 @@ happen under the reader and only the checks of `p2pstore.transfer` stand between
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Protocol, TypeVar
 
@@ -41,6 +42,10 @@ class Holder(Protocol):
     life: int
     """Another one whenever its process ends or begins."""
     memory: memoryview
+    answer_seconds: float
+    """How long it takes to answer `look`; infinite for never."""
+    read_seconds: float
+    """How long each piece of its memory takes beyond the network's time."""
 
     def look(self, digest: bytes) -> ObjectReply | None:
         """What the process says of an object: its slot and trailer. None when no process runs."""
@@ -108,7 +113,9 @@ class SimulatedTransport:
             return None if reply is None else (holder.life, reply)
 
         seconds = min(answer_seconds, self._progress_seconds)
-        life, reply = await self._ask(holder, look, SMALL_BYTES, seconds)
+        life, reply = await self._ask(
+            holder, look, SMALL_BYTES, seconds, pause=holder.answer_seconds
+        )
         if reply.status == ObjectStatus.NOT_FOUND:
             raise PullFailed(
                 Code.NO_SUCH_KEY,
@@ -124,12 +131,25 @@ class SimulatedTransport:
         def read() -> bytes | None:
             return bytes(holder.memory[where]) if holder.life == life else None
 
-        return await self._ask(holder, read, where.stop - where.start, self._progress_seconds)
+        return await self._ask(
+            holder,
+            read,
+            where.stop - where.start,
+            self._progress_seconds,
+            pause=holder.read_seconds,
+        )
 
     async def _ask(
-        self, holder: Holder, find: Callable[[], T | None], answer_bytes: int, seconds: float
+        self,
+        holder: Holder,
+        find: Callable[[], T | None],
+        answer_bytes: int,
+        seconds: float,
+        *,
+        pause: float,
     ) -> T:
-        """What `find` sees over there when the request arrives: None when the process is gone.
+        """What `find` sees over there when the request arrives: None when the process is gone. The holder takes
+        `pause` seconds to say so.
 
         Raises `PullFailed`: UNAVAILABLE for that, DEADLINE_EXCEEDED when no answer comes.
         """
@@ -137,9 +157,16 @@ class SimulatedTransport:
 
         def arrive() -> None:
             found = find()
-            self._network.send(
-                holder.number, self._reader, answer_bytes, lambda: answer.bring(found)
-            )
+
+            def send() -> None:
+                self._network.send(
+                    holder.number, self._reader, answer_bytes, lambda: answer.bring(found)
+                )
+
+            if not pause:
+                send()
+            elif pause < math.inf:
+                kernel.after(pause, send)
 
         give_up_at = kernel.now + seconds
         while kernel.now < give_up_at:
