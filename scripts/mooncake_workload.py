@@ -18,6 +18,9 @@ from typing import Any
 import numpy as np
 
 Times = list[float]
+FULL = (-200, -201)
+"""No room, or none that could be had just now."""
+PUT_SECONDS = 20.0
 
 
 class Workload:
@@ -28,14 +31,25 @@ class Workload:
         self._store: Any = None
         self._memory = np.zeros(0, np.uint8)
         self._number = 0
+        self._prefers: dict[str, str] = {}
 
-    def setup(self, arguments: list[Any], memory: int) -> None:
-        """Set the store up, with `memory` registered bytes to put from and get into."""
+    def setup(self, arguments: list[Any], memory: int, *, prefers_own: bool = False) -> None:
+        """Set the store up, with `memory` registered bytes to put from and get into. `prefers_own`: puts go to the
+        program's own segment."""
         self._store = self._module.MooncakeDistributedStore()
         code = self._store.setup(*arguments)
         assert code == 0, f"setup: {code}"
         self._memory = _content(memory)
         assert self._store.register_buffer(self._address, memory) == 0
+        if prefers_own:
+            self._prefers["preferred_segment"] = self._store.get_hostname()
+
+    def _config(self, replicas: int = 1) -> Any:
+        config = self._module.ReplicateConfig()
+        config.replica_num = replicas
+        for name, value in self._prefers.items():
+            setattr(config, name, value)
+        return config
 
     @property
     def _address(self) -> int:
@@ -43,11 +57,25 @@ class Workload:
 
     def fill(self, prefix: str, count: int, size: int, replicas: int = 1) -> int:
         """Put `count` objects; returns how many are there."""
-        config = self._module.ReplicateConfig()
-        config.replica_num = replicas
+        config = self._config(replicas)
+        self._memory[:size] = _content(size)  # what was read lies there
         for number in range(count):
             self._store.put_from(f"{prefix}{number}", self._address, size, config)
         return sum(self._store.batch_is_exist([f"{prefix}{number}" for number in range(count)]))
+
+    def overfill(self, prefix: str, count: int, size: int) -> None:
+        """Put more than there is room for."""
+        config = self._config()
+        for number in range(count):
+            self._put(f"{prefix}{number}", size, config)
+
+    def _put(self, key: str, size: int, config: Any) -> None:
+        """Again while memory is full and nothing was evicted yet."""
+        end = time.monotonic() + PUT_SECONDS
+        while code := self._store.put_from(key, self._address, size, config):
+            if code not in FULL or time.monotonic() > end:
+                raise RuntimeError(f"put_from: {code}")
+            time.sleep(0.001)
 
     def remove(self, prefix: str) -> None:
         """Remove the objects that `fill` and `put_from` made."""
@@ -116,10 +144,22 @@ class Workload:
         def get_buffer(number: int) -> None:
             assert len(store.get_buffer(keys[number % count])) == size
 
+        config = self._config()
+
         def put_from(number: int) -> None:
             self._number += 1
-            code = store.put_from(f"{prefix}put {self._number}", address, size)
-            assert code == 0, code
+            self._put(f"{prefix}put {self._number}", size, config)
+
+        def batch_put_from(number: int) -> None:
+            self._number += 1
+            named = [f"{prefix}put {self._number} {each}" for each in range(batch)]
+            end = time.monotonic() + PUT_SECONDS
+            while named:
+                room = pointers[: len(named)], sizes[: len(named)]
+                codes = store.batch_put_from(named, *room, config)
+                named = [key for key, code in zip(named, codes, strict=True) if code]
+                if named and time.monotonic() > end:
+                    raise RuntimeError(f"batch_put_from: {codes}")
 
         def is_exist(number: int) -> None:
             assert store.is_exist(keys[number % count]) == 1

@@ -152,6 +152,16 @@ class Removals(ScenarioRun):
                 )
             if peer.core.counters["horizons_missed"]:
                 self.problem(f"{peer.address} distrusted its objects")
+            if not self.scenario.crash_every_seconds:
+                self._check_doubts(peer)
+
+    def _check_doubts(self, reader: SimulatedPeer) -> None:
+        """Nobody was away: nobody's objects may be unreadable, not even while floors are compacted."""
+        assert reader.core is not None
+        for holder in self.cluster.running:
+            assert holder.core is not None
+            if reader.core.gossip.doubted_up_to(holder.core.member, self.kernel.now) > 0:
+                self.problem(f"{reader.address} believes nothing of {holder.address}")
 
     def _check_kept(self) -> None:
         for owner in self.cluster.peers:

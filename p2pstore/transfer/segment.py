@@ -84,7 +84,7 @@ SET_ASIDE_PER_STEP: Final = 512
 DROPPED_PER_STEP: Final = 128
 """Leases and reservations that end at once, at 2 us each."""
 
-EXPIRED_PER_STEP: Final = 64
+EXPIRED_PER_STEP: Final = 32
 """Objects that are withdrawn at once, at 20 us each."""
 
 NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})

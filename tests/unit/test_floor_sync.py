@@ -499,9 +499,24 @@ def test_a_member_that_came_is_doubted_until_it_shows_the_same_horizon() -> None
     assert side.sync.doubted_up_to(5, same.floors_horizon, 100.0) == -1
     side.tick(101.0, members=[Shown(5, side.records.floors.horizon_hash)])
     assert side.sync.doubted_up_to(5, without.floors_horizon, 101.0) == -1, "it has shown it once"
-    assert side.sync.doubted_up_to(6, without.floors_horizon, 161.0) == clock(50.0), (
-        "and who never follows is doubted in the end"
-    )
+
+
+def test_a_member_that_never_follows_is_doubted_in_the_end_and_one_that_is_ahead_is_not() -> None:
+    """Else, each time that floors are compacted, nothing of who does it first could be read for seconds."""
+    side = Side(1)
+    side.records.floors.raise_horizon({WRITER: clock(50.0)})
+    mine = side.records.floors.horizon_hash
+    side.tick(100.0, members=[Shown(5, mine), Shown(6, 111)])
+    for now in range(101, 161):
+        side.tick(now, members=[Shown(5, mine), Shown(6, 111)])
+        assert side.sync.doubted_up_to(6, 111, now) == -1
+    side.tick(161.0, members=[Shown(5, 222), Shown(6, 111)])
+    assert side.sync.doubted_up_to(6, 111, 161.0) == clock(50.0)
+    assert side.sync.doubted_up_to(5, 222, 161.0) == -1, "it shows another one only now"
+    assert side.sync.doubted_up_to(5, 333, 161.0) == -1, "or in a record that came just now"
+    side.records.floors.raise_horizon({WRITER: clock(60.0)})
+    side.tick(162.0, members=[Shown(5, side.records.floors.horizon_hash), Shown(6, 444)])
+    assert side.sync.doubted_up_to(6, 444, 162.0) == -1, "it has moved"
 
 
 def test_without_a_horizon_nobody_is_doubted() -> None:

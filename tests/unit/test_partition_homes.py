@@ -78,6 +78,19 @@ def test_a_table_is_the_same_whatever_it_was_made_from(history: list[set[int]]) 
     assert table.differing(fresh) == []
 
 
+def test_members_that_leave_one_by_one_are_followed_by_those_that_come_next() -> None:
+    """Until no spare candidate is left and all members have to be compared, again and again; others join meanwhile."""
+    rng = Random(7)
+    live, coming = set(members(150)), members(60, seed=2)
+    table = table_of(live)
+    while len(live) > 3:
+        live -= set(rng.sample(sorted(live), 7 if len(live) > 40 else 1))
+        live |= {coming.pop() for _ in range(min(len(coming), rng.choice((0, 0, 3))))}
+        table = table.changed(frozenset(live))
+        fresh = NO_HOMES._made_for(table.members)
+        assert table.homes == fresh.homes
+
+
 def test_who_joins_or_leaves_changes_only_its_own_partitions() -> None:
     live = members(20)
     before = table_of(live[:-1])

@@ -19,7 +19,8 @@ peer had not seen may have forbidden one of its copies, and nobody can tell any 
 copies that are not newer than the newest such floor can be (`take_distrusted`), and then takes the horizon over.
 
 A member that has just come (back) and whose record does not show the same horizon may still hold such copies: until it
-does, this peer does not believe its locations of such versions (`doubted_up_to`).
+does, this peer does not believe its locations of such versions (`doubted_up_to`). The same goes for a member that was
+here and has stayed at another horizon for a minute. One that has just taken another horizon over is ahead, not behind.
 """
 
 from __future__ import annotations
@@ -101,6 +102,14 @@ class ShownFloors(Protocol):
     def floors_seen(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _OtherHorizon:
+    """A member's record shows another horizon than this peer's: its hash, and since when."""
+
+    shown: int
+    since: float
+
+
 @dataclass(slots=True)
 class _Waiting:
     """Up to where a member was found to agree, and since when that has not moved."""
@@ -135,9 +144,8 @@ class FloorSync:
         self._distrusted = 0
         self._compared_at = -math.inf
         self._compared_soon_at = -math.inf
-        self._horizon_hash = 0
-        self._horizon_since = -math.inf
         self._unproven: set[Member] = set()
+        self._others: dict[Member, _OtherHorizon] = {}
         self._agreed: dict[Member, int] = {}
         """Member -> end below which it announced the same floors as this peer has."""
         self._living = {me}
@@ -229,7 +237,6 @@ class FloorSync:
             return  # one of the two clocks is wrong: nothing that is said of time can be believed
         self._floors.raise_horizon(horizon)
         self._follow(horizon)
-        self._note_horizon(now)
         agreed = asked_end > 0 and answer.epoch_end == asked_end
         if (asked_end and same_now) or (agreed and asked_end >= (self._started_clock or 0)):
             self.synchronised = True
@@ -345,18 +352,27 @@ class FloorSync:
         self._floors.forget_horizon(oldest)
         if min(self.seen.values(), default=oldest + 1) <= oldest:
             self.seen = without_older(self.seen, oldest)
-        self._note_horizon(now)
         self._doubt(members, now)
 
     def _doubt(self, members: Sequence[ShownFloors], now: float) -> None:
-        """Tell clients whether some member is doubted (`doubted_up_to`)."""
-        if not self._horizon_hash:
+        """Note who shows another horizon, and tell clients whether some member is doubted (`doubted_up_to`)."""
+        mine = self._floors.horizon_hash
+        if not mine:
             self._unproven.clear()
+            self._others.clear()
             return
-        proven = {m.member for m in members if m.floors_horizon == self._horizon_hash}
-        self._unproven -= proven
-        late = now > self._horizon_since + CATCH_UP_SECONDS
-        self._floors.doubt_members(bool(self._unproven) or (late and len(proven) < len(members)))
+        others: dict[Member, _OtherHorizon] = {}
+        for shown in members:
+            if shown.floors_horizon == mine:
+                self._unproven.discard(shown.member)
+                continue
+            known = self._others.get(shown.member)
+            if known is None or known.shown != shown.floors_horizon:
+                known = _OtherHorizon(shown.floors_horizon, now)
+            others[shown.member] = known
+        self._others = others
+        late = any(now > other.since + CATCH_UP_SECONDS for other in others.values())
+        self._floors.doubt_members(bool(self._unproven) or late)
 
     def _forget_gone(self, now: float) -> None:
         """Members that died so long ago that all have heard of it are not waited for any more."""
@@ -412,8 +428,9 @@ class FloorSync:
         all of them are believed. `shown` is the horizon's hash in its record, None without one."""
         if shown == self._floors.horizon_hash:
             return -1
-        late = member in self._unproven or now > self._horizon_since + CATCH_UP_SECONDS
-        return self._floors.compacted_before if late else -1
+        other = self._others.get(member)
+        stays = other is not None and other.shown == shown and now > other.since + CATCH_UP_SECONDS
+        return self._floors.compacted_before if stays or member in self._unproven else -1
 
     def was_away_too_long(self, last_clock: int, now: float) -> bool:
         """Whether a peer whose clock last stood at `last_clock` may have missed floors whose stamps are
@@ -427,10 +444,6 @@ class FloorSync:
         seen = {w: max(self.seen.get(w, 0), 0 if w in self._living else lost) for w in horizon}
         self._distrusted = max(self._distrusted, newest_unseen(horizon, seen))
         raise_stamps(self.seen, horizon)
-
-    def _note_horizon(self, now: float) -> None:
-        if self._horizon_hash != self._floors.horizon_hash:
-            self._horizon_hash, self._horizon_since = self._floors.horizon_hash, now
 
     def _oldest(self, now: float) -> int:
         return max(0, self._wall_clock(now) - LONGEST_ABSENCE)

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 ROOM: Final = 1.25
 """Places for partitions in the whole cluster, in proportion to how many are needed."""
+PAIRS_AT_ONCE: Final = 2048
+"""Most are never looked at: the heaviest find homes for all partitions."""
 Words = NDArray[numpy.uint64]
 
 
@@ -58,18 +60,22 @@ def _assign(
     depth, partition_count = names.shape
     needed = home_count * partition_count
     order = numpy.argsort(weights, axis=None)[::-1]
-    members = names.ravel()[order]
-    places = places_of(members, member_count, needed)
-    free = dict(zip(members.tolist(), places.tolist(), strict=True))
+    free: dict[int, int] = {}
     wanted = [home_count] * partition_count
     held = numpy.zeros(depth * partition_count, numpy.bool_)
-    pairs = zip(order.tolist(), members.tolist(), (order % partition_count).tolist(), strict=True)
-    for pair, member, partition in pairs:
-        if wanted[partition] and free[member]:
-            wanted[partition] -= 1
-            free[member] -= 1
-            held[pair] = True
-            needed -= 1
-            if not needed:
-                break
+    for start in range(0, order.size, PAIRS_AT_ONCE):
+        some = order[start : start + PAIRS_AT_ONCE]
+        members = names.ravel()[some]
+        places = places_of(members, member_count, home_count * partition_count).tolist()
+        partitions = (some % partition_count).tolist()
+        for pair, member, place, partition in zip(
+            some.tolist(), members.tolist(), places, partitions, strict=True
+        ):
+            if wanted[partition] and (room := free.get(member, place)):
+                wanted[partition] -= 1
+                free[member] = room - 1
+                held[pair] = True
+                needed -= 1
+        if not needed:
+            break
     return held.reshape(names.shape), numpy.array(wanted, numpy.intp)

@@ -26,6 +26,9 @@ from p2pstore.gossip.records import Member
 HOME_COUNT: Final = 3
 CANDIDATES: Final = 32
 """Of each partition. Where many are full, as many may have to be asked."""
+SPARE: Final = 24
+"""Members of each partition that are known to come after the candidates: they follow those that leave, and all members
+are compared for a partition only when it has none left."""
 CELLS_AT_ONCE: Final = 1 << 19
 """Weights in one go: some MiB of memory while a table is made."""
 
@@ -60,7 +63,8 @@ class HomeTable:
 
     @cached_property
     def _chosen(self) -> Words:
-        return choose_homes(self._names, self._weights, HOME_COUNT, len(self.members))
+        names, weights = self._names[:CANDIDATES], self._weights[:CANDIDATES]
+        return choose_homes(names, weights, HOME_COUNT, len(self.members))
 
     @cached_property
     def homes(self) -> list[tuple[Member, ...]]:
@@ -86,8 +90,8 @@ class HomeTable:
         return [int(partition) for partition in numpy.nonzero(unlike.any(axis=0))[0]]
 
     def changed(self, members: frozenset[Member]) -> HomeTable:
-        """The table for these members, made from this one. O(1,024) for each that joined, and for each
-        that left O(members) for the partitions that it was a candidate of."""
+        """The table for these members, made from this one. O(1,024) for each that joined, and O(members) for each
+        partition that has no spare candidate left."""
         if members == self.members:
             return self
         known = _tables.get(members)
@@ -97,18 +101,44 @@ class HomeTable:
 
     def _made_for(self, members: frozenset[Member]) -> HomeTable:
         joined, left = members - self.members, self.members - members
-        rows = min(CANDIDATES, len(members))
+        rows = max(len(self._names), min(CANDIDATES + SPARE, len(members)))
         names, weights = _with_rows(self._names, rows), _with_rows(self._weights, rows)
         if left:
-            lost = numpy.nonzero(numpy.isin(names, _words(left)).any(axis=0))[0]
-            names[:, lost] = weights[:, lost] = 0
-            _insert(names, weights, _words(members), lost)
-            others = numpy.setdiff1d(numpy.arange(PARTITION_COUNT), lost)
-        else:
-            others = numpy.arange(PARTITION_COUNT)
+            _take_out(names, weights, _words(left))
         if joined:
-            _insert(names, weights, _words(joined), others)
+            stayed = len(members) - len(joined)
+            _insert(names, weights, _words(joined), _EVERY, _lowest(weights, stayed))
+        lacking = numpy.nonzero(_counts(weights) < min(CANDIDATES, len(members)))[0]
+        if lacking.size:
+            names[:, lacking] = weights[:, lacking] = 0
+            _insert(names, weights, _words(members), lacking, _lowest(weights[:, lacking], 0))
+        rows = min(CANDIDATES + SPARE, len(members))
         return HomeTable(members, names[:rows], weights[:rows])
+
+
+def _counts(weights: Words) -> NDArray[numpy.intp]:
+    """How many members each partition's column has."""
+    counts: NDArray[numpy.intp] = numpy.count_nonzero(weights, axis=0)
+    return counts
+
+
+def _lowest(weights: Words, member_count: int) -> Words:
+    """The weight above which a member belongs in each partition's column: that of its last one, or none where the
+    column has all of the members."""
+    counts = _counts(weights)
+    last = weights[counts - 1, numpy.arange(counts.size)]  # of none: the last row, which is empty
+    return numpy.where(counts == member_count, numpy.uint64(0), last)
+
+
+def _take_out(names: Words, weights: Words, members: Words) -> None:
+    """Members have left: those that come after them move up."""
+    gone = numpy.isin(names, members)
+    columns = numpy.nonzero(gone.any(axis=0))[0]
+    kept = numpy.where(gone[:, columns], numpy.uint64(0), weights[:, columns])
+    order = numpy.argsort(kept, axis=0)[::-1]
+    weights[:, columns] = numpy.take_along_axis(kept, order, axis=0)
+    names[:, columns] = numpy.take_along_axis(names[:, columns], order, axis=0)
+    names[weights == 0] = 0
 
 
 def _with_rows(table: Words, rows: int) -> Words:
@@ -121,14 +151,19 @@ def _words(members: Iterable[Member]) -> Words:
     return numpy.fromiter(members, dtype=numpy.uint64)
 
 
-def _insert(names: Words, weights: Words, members: Words, columns: NDArray[numpy.intp]) -> None:
-    """Have these members compete for these partitions with those that are in the table."""
+def _insert(
+    names: Words, weights: Words, members: Words, columns: NDArray[numpy.intp], above: Words
+) -> None:
+    """Have these members compete for these partitions with those that are in the table, where their weight is above
+    the partition's."""
     if not len(columns):
         return
     at_once = max(1, CELLS_AT_ONCE // len(columns))
     for start in range(0, len(members), at_once):
         some = members[start : start + at_once]
-        both = numpy.concatenate([weights[:, columns], weights_of(some, columns)])
+        offered = weights_of(some, columns)
+        offered[offered <= above] = 0
+        both = numpy.concatenate([weights[:, columns], offered])
         who = numpy.concatenate(
             [names[:, columns], numpy.broadcast_to(some[:, None], (len(some), len(columns)))]
         )
@@ -139,8 +174,10 @@ def _insert(names: Words, weights: Words, members: Words, columns: NDArray[numpy
         names[:, columns] = numpy.take_along_axis(
             numpy.take_along_axis(who, best, axis=0), order, axis=0
         )
+    names[weights == 0] = 0
 
 
+_EVERY: Final = numpy.arange(PARTITION_COUNT)
 _NOBODY: Final[Words] = numpy.zeros((0, PARTITION_COUNT), numpy.uint64)
 NO_HOMES: Final = HomeTable(frozenset(), _NOBODY, _NOBODY)
 """The table of a cluster without members, from which others are made."""
