@@ -52,6 +52,10 @@ class Lie(Protocol):
         """Slot and trailer of an object whose bytes somebody is about to read."""
         ...
 
+    def sending_seconds(self, size_bytes: int) -> float:
+        """How long it takes to answer who reads an object."""
+        ...
+
     def snapshot(self, truth: tuple[SnapshotHead, bytes]) -> tuple[SnapshotHead, bytes]:
         """The liar's own log as a whole."""
         ...
@@ -153,6 +157,9 @@ class LyingPeer(SimulatedPeer):
 
         self._note(sender, kind, request)
         super().serve_data(sender, kind, request, send)
+
+    def sending_seconds(self, size_bytes: int) -> float:
+        return max((lie.sending_seconds(size_bytes) for lie in self.lies), default=0.0)
 
     def look(self, digest: bytes) -> ObjectReply | None:
         shown = super().look(digest)

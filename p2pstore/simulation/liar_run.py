@@ -33,6 +33,8 @@ GONE_SECONDS: Final = 30.0
 """What a removal forbids is read nowhere any more, so long after it."""
 FLOORS_SECONDS: Final = 150.0
 """An attack on the dropping of floors goes on for so long at least: a minute passes before the first ones may go."""
+LET_GO_SECONDS: Final = 0.001
+"""After a read its copy goes: others may have waited for the same one."""
 LONGEST_WAIT_SECONDS: Final = 10.0
 """Of removals, because floors are crowded."""
 MOST_BEHAVIOURS: Final = 4
@@ -336,7 +338,7 @@ class LiarRun(ScenarioRun):
             ended[0] = True
             if isinstance(result, bytes):
                 self._judge(reader, key, result, began)
-                self._let_go(reader, digest)
+                self.kernel.after(LET_GO_SECONDS, partial(self._let_go, reader, digest))
             took = self.kernel.now - began
             if counts and known.changes == changes:
                 self._count_read(reader, key, result, took)

@@ -53,6 +53,7 @@ from p2pstore.objects import (
 )
 from p2pstore.simulation.peer import NAMESPACE, SimulatedPeer
 from p2pstore.simulation.signer import SimulatedSigner
+from p2pstore.simulation.transport import SMALL_BYTES
 from p2pstore.transfer import messages as data
 from p2pstore.transfer.layout import (
     TrailerBody,
@@ -102,6 +103,9 @@ class Behaviour:
 
     def shown(self, digest: bytes, truth: ObjectReply | None) -> ObjectReply | None:
         return truth
+
+    def sending_seconds(self, size_bytes: int) -> float:
+        return 0.0
 
     def snapshot(self, truth: tuple[SnapshotHead, bytes]) -> tuple[SnapshotHead, bytes]:
         return truth
@@ -451,11 +455,8 @@ class Withholding(Behaviour):
         self._how = self._variant(rng.choice(("denies", "gone", "silent", "slow", "errors")))
         self._announced: dict[bytes, LocationRecord] = {}
         self._truth: dict[bytes, ObjectReply] = {}
-        liar.answer_seconds = float("inf") if self._how == "silent" else 0.0
-        liar.read_seconds = 4.0 if self._how == "slow" else 0.0
 
     def end(self) -> None:
-        self.liar.answer_seconds = self.liar.read_seconds = 0.0
         for record in self._announced.values():
             self.core.gossip.release(record.digest, record.version, self.now)
 
@@ -479,7 +480,13 @@ class Withholding(Behaviour):
             return ObjectReply(ObjectStatus.NOT_FOUND, incarnation=1, sequence=1)
         if self._how in ("gone", "errors"):
             return None
+        self.liar.lies_told += 1
         return self._truth.get(digest, truth)
+
+    def sending_seconds(self, size_bytes: int) -> float:
+        if self._how == "silent":
+            return float("inf")
+        return 4.0 if self._how == "slow" and size_bytes != SMALL_BYTES else 0.0
 
     def told(self, message: Message, to: PeerId) -> Message | None:
         asked = isinstance(

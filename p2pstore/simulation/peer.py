@@ -113,8 +113,6 @@ class SimulatedPeer:
         """Told before what the core decided on cold objects is carried out."""
         self.running_since = 0.0
         self.clock_skew_seconds = 0.0
-        self.answer_seconds = self.read_seconds = 0.0
-        """How long this host takes to say what it has of an object, and to send each piece of it."""
         self.life = 0
         self.core: PeerCore | None = None
         self.memory = memoryview(b"")
@@ -505,6 +503,10 @@ class SimulatedPeer:
             self.when_done(operation, lambda: reply(reply_of(operation)))
         else:
             reply(answer)
+
+    def sending_seconds(self, size_bytes: int) -> float:
+        """How long this host takes to send so much, beyond the network's time."""
+        return 0.0
 
     def look(self, digest: bytes) -> data.ObjectReply | None:
         """What this peer says of an object, without its bytes. None when no process runs here."""

@@ -42,10 +42,10 @@ class Holder(Protocol):
     life: int
     """Another one whenever its process ends or begins."""
     memory: memoryview
-    answer_seconds: float
-    """How long it takes to answer `look`; infinite for never."""
-    read_seconds: float
-    """How long each piece of its memory takes beyond the network's time."""
+
+    def sending_seconds(self, size_bytes: int) -> float:
+        """How long it takes to send an answer of that size, beyond the network's time; infinite for never."""
+        ...
 
     def look(self, digest: bytes) -> ObjectReply | None:
         """What the process says of an object: its slot and trailer. None when no process runs."""
@@ -113,9 +113,7 @@ class SimulatedTransport:
             return None if reply is None else (holder.life, reply)
 
         seconds = min(answer_seconds, self._progress_seconds)
-        life, reply = await self._ask(
-            holder, look, SMALL_BYTES, seconds, pause=holder.answer_seconds
-        )
+        life, reply = await self._ask(holder, look, SMALL_BYTES, seconds)
         if reply.status == ObjectStatus.NOT_FOUND:
             raise PullFailed(
                 Code.NO_SUCH_KEY,
@@ -131,25 +129,12 @@ class SimulatedTransport:
         def read() -> bytes | None:
             return bytes(holder.memory[where]) if holder.life == life else None
 
-        return await self._ask(
-            holder,
-            read,
-            where.stop - where.start,
-            self._progress_seconds,
-            pause=holder.read_seconds,
-        )
+        return await self._ask(holder, read, where.stop - where.start, self._progress_seconds)
 
     async def _ask(
-        self,
-        holder: Holder,
-        find: Callable[[], T | None],
-        answer_bytes: int,
-        seconds: float,
-        *,
-        pause: float,
+        self, holder: Holder, find: Callable[[], T | None], answer_bytes: int, seconds: float
     ) -> T:
-        """What `find` sees over there when the request arrives: None when the process is gone. The holder takes
-        `pause` seconds to say so.
+        """What `find` sees over there when the request arrives: None when the process is gone.
 
         Raises `PullFailed`: UNAVAILABLE for that, DEADLINE_EXCEEDED when no answer comes.
         """
@@ -163,10 +148,11 @@ class SimulatedTransport:
                     holder.number, self._reader, answer_bytes, lambda: answer.bring(found)
                 )
 
-            if not pause:
+            pause_seconds = holder.sending_seconds(answer_bytes)
+            if not pause_seconds:
                 send()
-            elif pause < math.inf:
-                kernel.after(pause, send)
+            elif pause_seconds < math.inf:
+                kernel.after(pause_seconds, send)
 
         give_up_at = kernel.now + seconds
         while kernel.now < give_up_at:

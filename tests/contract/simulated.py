@@ -31,8 +31,9 @@ class SimulatedOwner:
     memory: memoryview
     life: int = 1
     running: bool = True
-    answer_seconds: float = 0.0
-    read_seconds: float = 0.0
+
+    def sending_seconds(self, size_bytes: int) -> float:
+        return 0.0
 
     def look(self, digest: bytes) -> ObjectReply | None:
         if not self.running:
