@@ -13,11 +13,13 @@ import errno
 import math
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 from p2pstore.errors import DeadlineExceeded
+from p2pstore.flow import Flow
 from p2pstore.streams import (
     ANCILLARY_BYTES,
     DEFAULT_PROGRESS_SECONDS,
@@ -75,18 +77,18 @@ class AsyncioStream:
 
     async def send(self, *parts: BytesLike) -> None:
         views = flatten_parts(parts)
-        first = 0
+        flow, first = Flow(self.progress_seconds), 0
         while first < len(views):
-            first = await self._send_some(views, first)
+            first = await self._send_some(views, first, flow)
 
     async def send_whole(self, *parts: BytesLike) -> None:
         views = flatten_parts(parts)
-        first = 0
+        flow, first = Flow(self.progress_seconds), 0
         cancelled: asyncio.CancelledError | None = None
         try:
             while first < len(views):
                 try:
-                    first = await self._send_some(views, first)
+                    first = await self._send_some(views, first, flow)
                 except asyncio.CancelledError as error:
                     cancelled = error
         except BaseException:
@@ -95,15 +97,20 @@ class AsyncioStream:
         if cancelled is not None:
             raise cancelled
 
-    async def _send_some(self, views: list[memoryview], first: int) -> int:
+    async def _send_some(self, views: list[memoryview], first: int, flow: Flow) -> int:
         """The index of the first view that is not wholly sent. Cancelled, it has sent nothing."""
         await self._let_others_run()
+        waited_seconds = 0.0
         while True:
             try:
                 sent = self._sock.sendmsg(gather(views, first))
             except BlockingIOError:
+                began = time.monotonic()
                 await self._wait(writable=True)
+                waited_seconds += time.monotonic() - began
                 continue
+            if not flow.moved(sent, waited_seconds):
+                raise flow.too_slow()
             self._unyielded_bytes += sent
             return advance(views, first, sent)
 

@@ -465,7 +465,7 @@ class ObjectStore(Protocol):
         ...
 
     async def contains_many(self, keys: Sequence[str]) -> list[bool]:
-        """`contains` for many keys."""
+        """`contains` for many keys; False for one that no object can have (empty, or above 1,024 bytes)."""
         ...
 
     async def locate(self, key: str) -> list[Location]:
@@ -473,7 +473,8 @@ class ObjectStore(Protocol):
         ...
 
     async def match_prefix(self, keys: Sequence[str]) -> int:
-        """How many of these keys, from the first on, some live peer is known to hold."""
+        """How many of these keys, from the first on, some live peer is known to hold. One that no object can have
+        (empty, or above 1,024 bytes) ends them."""
         ...
 
     async def match_prefix_by_peer(self, keys: Sequence[str]) -> list[PrefixHolder]:
@@ -526,7 +527,8 @@ class ObjectStore(Protocol):
         ...
 
     async def prefetch(self, keys: Sequence[str]) -> None:
-        """Have the peer bring these objects into local memory; does not wait for them."""
+        """Have the peer bring these objects into local memory; does not wait for them. Keys that no object can have
+        are passed over."""
         ...
 
     async def replicate(self, key: str, copies: int) -> PutResult:

@@ -6,7 +6,8 @@ small interfaces, `ByteStream` and `Driver`. `p2pstore.trio_streams` drives it u
 never suspend, so `run_blocking` runs them to the end in the calling thread, without an event loop and
 without a thread hop (a hop costs 140-500 us).
 
-A deadline counts time without progress, not total time.
+A deadline counts time without progress, not total time. Progress is a rate (`p2pstore.flow`): streams measure it of
+what they send, and whoever receives measures it there.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
+from p2pstore.flow import Flow
 from p2pstore.objects import KIB
 from p2pstore.polling import Polling
 from p2pstore.signal_errors import FromSignalHandler, as_raised
@@ -41,7 +44,7 @@ _TIMEVAL: Final = struct.Struct("@ll")
 
 class ByteStream(Protocol):
     """A connected stream socket. All calls raise `DeadlineExceeded` when nothing moves for
-    `progress_seconds`, and `OSError` when the connection breaks."""
+    `progress_seconds`, sends also when too little does (`p2pstore.flow`), and `OSError` when the connection breaks."""
 
     progress_seconds: float
     receive_seconds: float | None
@@ -196,16 +199,24 @@ def gather(views: Sequence[memoryview], first: int) -> list[memoryview]:
 
 
 def send_all(sock: socket.socket, parts: Sequence[BytesLike], progress_seconds: float) -> None:
-    """Send everything on a non-blocking socket, in a thread that may wait. Raises `DeadlineExceeded` when nothing
-    moves for `progress_seconds`, and `OSError` when the connection breaks, or somebody shuts it down."""
+    """Send everything on a non-blocking socket, in a thread that may wait. Raises `DeadlineExceeded` when next to
+    nothing moves for `progress_seconds`, and `OSError` when the connection breaks, or somebody shuts it down."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
-    first = 0
     with waiting_in_kernel(sock, send_seconds=progress_seconds), taking_no_core():
-        while first < len(views):
-            # All that is left: between two calls the thread needs the interpreter's lock, and whoever else wants that
-            # waits for it when the kernel lets another thread run then.
-            sent = sock.sendmsg(views[first : first + MAX_GATHER])
-            first = advance(views, first, sent)
+        send_views(sock, views, progress_seconds)
+
+
+def send_views(sock: socket.socket, views: list[memoryview], progress_seconds: float) -> None:
+    """Send all views, which change, on a socket that waits in the kernel. Raises as `send_all`."""
+    flow, first = Flow(progress_seconds), 0
+    while first < len(views):
+        began = time.monotonic()
+        # All that is left: between two calls the thread needs the interpreter's lock, and whoever else wants that
+        # waits for it when the kernel lets another thread run then.
+        sent = sock.sendmsg(views[first : first + MAX_GATHER])
+        if not flow.moved(sent, time.monotonic() - began):
+            raise flow.too_slow()
+        first = advance(views, first, sent)
 
 
 @contextlib.contextmanager
@@ -337,27 +348,29 @@ class BlockingStream:
     async def send(self, *parts: BytesLike) -> None:
         try:
             if len(parts) == 1 and len(parts[0]) <= SEND_PIECE_BYTES:
-                self._sock.sendall(parts[0])
-                return
-            views = flatten_parts(parts)
-            first = 0
-            while first < len(views):
-                first = advance(views, first, self._sock.sendmsg(gather(views, first)))
+                sent = self._sock.send(parts[0])  # whole, nearly always
+                if sent == len(parts[0]):
+                    return
+                parts = (memoryview(parts[0])[sent:],)
+            self._send_views(flatten_parts(parts))
         except OSError as error:
             raise _said(error, self._send_limit) from None
 
     async def send_whole(self, *parts: BytesLike) -> None:
         try:
-            if len(parts) == 1 and len(parts[0]) <= SEND_PIECE_BYTES:
-                self._sock.sendall(parts[0])
-                return
             await self.send(*parts)
-        except OSError as error:
-            self.close()
-            raise _said(error, self._send_limit) from None
         except BaseException:
             self.close()
             raise
+
+    def _send_views(self, views: list[memoryview]) -> None:
+        flow, first = Flow(self._send_limit), 0
+        while first < len(views):
+            began = time.monotonic()
+            sent = self._sock.sendmsg(gather(views, first))
+            if not flow.moved(sent, time.monotonic() - began):
+                raise flow.too_slow()
+            first = advance(views, first, sent)
 
     async def receive_into(self, view: memoryview) -> int:
         try:
@@ -371,22 +384,13 @@ class BlockingStream:
         except OSError as error:
             raise _said(error, self._receive_limit) from None
 
-    async def receive_all(self, views: Sequence[memoryview], length_bytes: int) -> None:
-        """Fill all of them, none empty and so many bytes in all, in as few calls as possible: the kernel waits for each
-        to be full. Raises `ConnectionResetError` when the other side closes before, and `DeadlineExceeded` when nothing
-        comes."""
-        wanted, first = list(views), 0
-        while length_bytes:
-            some = wanted[first : first + MAX_GATHER]
-            try:
-                count = self._sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
-            except OSError as error:
-                raise _said(error, self._receive_limit) from None
-            if not count:
-                raise ConnectionResetError("the other side closed the connection")
-            length_bytes -= count
-            if length_bytes:
-                first = advance(wanted, first, count)
+    async def receive_all(self, views: Sequence[memoryview]) -> int:
+        """`receive_into` up to 512 views, none empty; the kernel waits for all of them to be full, as long as a wait
+        for some bytes may take."""
+        try:
+            return self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+        except OSError as error:
+            raise _said(error, self._receive_limit) from None
 
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
         try:

@@ -8,6 +8,7 @@ import errno
 import math
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import trio
 
 from p2pstore.errors import DeadlineExceeded
+from p2pstore.flow import Flow
 from p2pstore.nursery import sole_cause
 from p2pstore.streams import (
     ANCILLARY_BYTES,
@@ -98,12 +100,18 @@ class TrioStream:
                 return
         views = flatten_parts(parts)
         first = advance(views, 0, sent)
+        flow, waited_seconds = Flow(self.progress_seconds), 0.0
         while first < len(views):
             try:
                 sent = self._sock.sendmsg(gather(views, first))
             except BlockingIOError:
+                began = time.monotonic()
                 await self._wait_writable()
+                waited_seconds += time.monotonic() - began
                 continue
+            if not flow.moved(sent, waited_seconds):
+                raise flow.too_slow()
+            waited_seconds = 0.0
             first = advance(views, first, sent)
             await self._yield_after(sent)
 

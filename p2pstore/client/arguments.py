@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from numbers import Real
 from typing import Any, Final, get_args
 
@@ -21,6 +22,23 @@ _KEY: Final = operator.itemgetter(0)
 _BUFFER: Final = operator.itemgetter(1)
 MAX_SECONDS: Final = 1e9
 """31 years: what is longer is a mistake, such as milliseconds, or infinity."""
+
+
+def possible_keys(
+    keys: Sequence[str], digests_of: Callable[[Sequence[str]], list[bytes]]
+) -> tuple[list[bytes], list[int] | None]:
+    """The digests of those that an object can have as its key, and their places, None for all; the others (empty, or
+    too long) name nothing, so that one of them ends no batch. Raises `TypeError` for what is no text."""
+    try:
+        return digests_of(keys), None
+    except ValueError:
+        digests: list[bytes] = []
+        places: list[int] = []
+        for place, key in enumerate(keys):
+            with suppress(ValueError):
+                digests += digests_of([key])
+                places.append(place)
+        return digests, places
 
 
 def whole_number(name: str, value: Any, *, minimum: int = 1, maximum: int = MAX_COUNT) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -264,7 +264,7 @@ class _Batch(ABC, Generic[R]):
 
     async def _pull_only(self, copy: RemoteCopy, numbers: Sequence[int]) -> None:
         if is_far(copy):
-            await self._pull(copy, numbers, others=False)
+            await self._pull(copy, numbers)
         else:
             await self._copy_from_neighbour(copy, numbers)
 
@@ -292,15 +292,18 @@ class _Batch(ABC, Generic[R]):
         digests = self._digests_of(numbers)
         plans = await self._fetcher.plan(self._keys[numbers[0]], digests)
         self._plans = dict(zip(numbers, plans, strict=True))
-        batches: dict[int, list[int]] = {}
+        batches: dict[tuple[int, bool], list[int]] = {}
         for number, plan in self._plans.items():
             if number not in self._hot and _in_batches(plan):
-                batches.setdefault(plan.holders[0].member, []).append(number)
+                which = plan.holders[0].member, len(plan.holders) > 1
+                batches.setdefault(which, []).append(number)
         for some in batches.values():
             holder = self._plans[some[0]].holders[0]
             if self._silent.last([holder]):
-                others = all(len(self._plans[number].holders) > 1 for number in some)
-                await self._pull(remote_copy(holder), some, others=others)
+                others = {
+                    each.peer_id for number in some for each in self._plans[number].holders[1:]
+                }
+                await self._pull(remote_copy(holder), some, others)
 
     async def fetch_the_rest(self) -> None:
         """One by one, what did not come in a batch; what is large from all its holders. What is on the local peer's
@@ -337,26 +340,30 @@ class _Batch(ABC, Generic[R]):
         some = [ahead.popleft() for _ in range(min(count, len(ahead)))]
         await self._fetcher.prefetch(b"".join(some))
 
-    async def _pull(self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool) -> None:
-        """Those of one holder. `others`: other peers hold them as well."""
+    async def _pull(
+        self, copy: RemoteCopy, numbers: Sequence[int], others: Collection[bytes] = ()
+    ) -> None:
+        """Those of one holder. `others`: peers that hold each of them as well, or none."""
         small, views, most_bytes = self._small_rooms(numbers)
         if small:
             parts = in_parts(self._digests_of(small), views, most_bytes)
-            lengths, failure = await self._fetcher.pull_small(copy, parts, small, others=others)
+            lengths, failure = await self._fetcher.pull_small(copy, parts, small, others)
             self._filled(small, views, lengths)
             self._settle_small(small, lengths)
-            numbers = self._not_tried(numbers, small, copy, lengths, failure, others=others)
-        await self._pull_many(copy, numbers, others=others)
+            numbers = self._not_tried(numbers, small, copy, lengths, failure, others)
+        await self._pull_many(copy, numbers, others)
 
-    async def _pull_many(self, copy: RemoteCopy, numbers: Sequence[int], *, others: bool) -> None:
+    async def _pull_many(
+        self, copy: RemoteCopy, numbers: Sequence[int], others: Collection[bytes] = ()
+    ) -> None:
         if not numbers:
             return
         asked = [
             (self._digests[number], self._destination(self._rooms[number])) for number in numbers
         ]
-        outcomes = await self._fetcher.pull_many(copy, asked, others=others)
+        outcomes = await self._fetcher.pull_many(copy, asked, others)
         if any(is_silence(outcome) for outcome in outcomes):
-            self._silent.add(copy.member, hurried=others)
+            self._silent.add(copy.member, hurried=bool(others))
         for number, outcome in zip(numbers, outcomes, strict=True):
             if isinstance(outcome, int):
                 self._settle(number, outcome)
@@ -384,14 +391,13 @@ class _Batch(ABC, Generic[R]):
         copy: RemoteCopy,
         lengths: Sequence[int],
         failure: PullFailed | None,
-        *,
-        others: bool,
+        others: Collection[bytes] = (),
     ) -> Sequence[int]:
         """Which of the numbers are still to be asked for at the holder, after these were asked for as small ones."""
         if failure is None:
             return [number for number in numbers if number in self._wanted]
         if is_silence(failure):
-            self._silent.add(copy.member, hurried=others)
+            self._silent.add(copy.member, hurried=bool(others))
             return ()
         failed = set(small[len(lengths) :])
         return [number for number in numbers if number in self._wanted and number not in failed]
@@ -455,7 +461,7 @@ class _IntoBuffers(_Batch[memoryview]):
                 asked.extend(rest.numbers[some[0].start : some[-1].stop])
                 yield [Part(digests[part], rest.views[part], rest.most_bytes) for part in some]
 
-        lengths, failure = await self._fetcher.pull_small(copy, steps, asked, others=False)
+        lengths, failure = await self._fetcher.pull_small(copy, steps, asked, ())
         if not self._is_only_holder_of_all(copy):
             for place, number in enumerate(asked[first][: len(lengths)]):
                 if self._only[number] != copy:
@@ -464,8 +470,8 @@ class _IntoBuffers(_Batch[memoryview]):
         if not self._wanted:
             return
         again = [number for number in asked if self._only[number] == copy]
-        left = self._not_tried(again, asked, copy, lengths, failure, others=False)
-        await self._pull_many(copy, left, others=False)
+        left = self._not_tried(again, asked, copy, lengths, failure)
+        await self._pull_many(copy, left)
         for number in asked if failure is None else range(len(self._only)):
             if self._only[number] == copy:  # it has been asked there
                 self._only[number] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Sequence, Sized
+from collections.abc import Awaitable, Collection, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -540,11 +540,14 @@ class Fetcher:
         return self._known.only_many(digests, most_bytes)
 
     async def pull_many(
-        self, copy: RemoteCopy, items: Sequence[tuple[bytes, Destination]], *, others: bool
+        self,
+        copy: RemoteCopy,
+        items: Sequence[tuple[bytes, Destination]],
+        others: Collection[bytes],
     ) -> list[ItemOutcome]:
         """Many objects from one holder, over one connection; per item what came, or why not. `others`:
-        other peers hold them as well."""
-        outcomes = await self._pool.pull_many(hurried(copy) if others else copy, items)
+        peers that hold each of them as well, or none."""
+        outcomes = await self._pool.pull_many(hurried(copy, others) if others else copy, items)
         lengths = [
             each if isinstance(each, int) else each.length
             for each in outcomes
@@ -563,13 +566,13 @@ class Fetcher:
         return outcomes
 
     async def pull_small(
-        self, copy: RemoteCopy, parts: Parts, asked: Sized, *, others: bool
+        self, copy: RemoteCopy, parts: Parts, asked: Sized, others: Collection[bytes]
     ) -> tuple[list[int], PullFailed | None]:
         """`pull_many` of objects of at most one chunk each, in fewer steps: their lengths, in the order of the parts,
         -1 where `pull_many` is to say more; and what kept it from telling of the rest. `asked` has as many items as the
         parts that were taken, once it is over."""
         lengths, failure = await self._pool.pull_small_parts(
-            hurried(copy) if others else copy, parts
+            hurried(copy, others) if others else copy, parts
         )
         if failure is not None:
             self._known.forget([copy.member])

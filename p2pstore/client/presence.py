@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from p2pstore.client.arguments import possible_keys
 from p2pstore.client.link import PeerLink
 from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.errors import ProtocolError
@@ -77,13 +78,14 @@ class Presence:
         asked: deque[_Asked] = deque()
         try:
             for some in Cuts(LocalKind.CONTAINS, len(keys)):
-                start = some.start
-                packed = b"".join(self._digests_of(keys[start : some.stop]))
+                digests, places = possible_keys(keys[some.start : some.stop], self._digests_of)
+                packed, numbers = b"".join(digests), np.arange(some.start, some.stop)
+                if places is not None:
+                    numbers = numbers[places]
                 known, unclear = self._look_up(packed)
-                present[start : start + len(known)] = known
-                numbers = np.flatnonzero(unclear)
-                if len(numbers):
-                    asked.append(await self._ask_ahead(packed, numbers, start))
+                present[numbers] = known
+                if unclear.any():
+                    asked.append(await self._ask_ahead(packed, unclear, numbers))
                 while len(asked) > 1:
                     await asked.popleft().note(present)
             while asked:
@@ -96,8 +98,11 @@ class Presence:
 
     async def match_prefix(self, keys: Sequence[str]) -> int:
         """How many of these keys, from the first on, some live peer is known to hold."""
-        packed = b"".join(self._digests_of(keys))
-        length = await self._match(packed, len(keys))
+        digests, places = possible_keys(keys, self._digests_of)
+        if places is not None:
+            digests = [each for at, each in enumerate(digests) if places[at] == at]
+        packed = b"".join(digests)
+        length = await self._match(packed, len(digests))
         self._chains.matched(packed, length)
         return length
 
@@ -152,12 +157,15 @@ class Presence:
             here |= reader.contains_many(packed)
         return here
 
-    async def _ask_ahead(self, packed: bytes, numbers: NDArray[np.intp], start: int) -> _Asked:
-        """Ask the peer about some of these digests, the first of which is that of key number `start`."""
+    async def _ask_ahead(
+        self, packed: bytes, unclear: NDArray[np.bool_], numbers: NDArray[np.intp]
+    ) -> _Asked:
+        """Ask the peer about the unclear ones of these digests, which are those of the keys of these numbers."""
+        some = np.flatnonzero(unclear)
         request = await self._link.ask_ahead(
-            LocalKind.CONTAINS, local.Contains(_pick(packed, numbers)), local.ContainsReply
+            LocalKind.CONTAINS, local.Contains(_pick(packed, some)), local.ContainsReply
         )
-        return _Asked(request, numbers + start)
+        return _Asked(request, numbers[some])
 
 
 def _pick(packed: bytes, numbers: NDArray[np.intp]) -> bytes:

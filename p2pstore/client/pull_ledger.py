@@ -6,7 +6,7 @@ from typing import Final
 
 from p2pstore.histograms import Histogram
 from p2pstore.local.messages import PullCount, SlowRead, TransportFallback, UnseenRead
-from p2pstore.transfer.failover import HolderReport
+from p2pstore.transfer.failover import HolderReport, is_silence
 from p2pstore.transfer.shm import ShmTransport
 from p2pstore.transfer.transport import PullReport
 
@@ -77,6 +77,9 @@ class PullLedger:
                 whole = int(share.member == member)
                 self._add(share.member, transport, objects=whole, length_bytes=share.length_bytes)
             self._took(member, transport, seconds, report.pulled.length)
+            for failure in report.failures:
+                if is_silence(failure):
+                    self._was_slow(key, digest, failure, seconds)
             code = 0
         elif report.failures:
             last = report.failures[-1]
@@ -85,6 +88,13 @@ class PullLedger:
             return
         if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
             self._slow.append(SlowRead(digest, member, transport, seconds, code, key))
+
+    def _was_slow(self, key: str, digest: bytes, failure: HolderReport, seconds: float) -> None:
+        """A holder was left for others: all of the read's time is told, as most of it was waited for that one."""
+        if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
+            self._slow.append(
+                SlowRead(digest, failure.member, failure.transport, seconds, int(failure.code), key)
+            )
 
     def pulled_only(
         self,

@@ -725,7 +725,7 @@ class ClientSession:
 
     async def prefetch(self, keys: Sequence[str]) -> None:
         """Have the peer bring these objects into local memory; does not wait for them."""
-        digests = self._digests(arguments.key_list(keys))
+        digests, _ = arguments.possible_keys(arguments.key_list(keys), self._digests)
         self._link.check()
         for some in Cuts(LocalKind.PREFETCH, len(digests)):
             request = local.Prefetch(b"".join(digests[some.start : some.stop]))

@@ -336,9 +336,19 @@ class Floors:
         if record.scope == SCOPE_NAMESPACE:
             core.cold.sweep(record.name, record.version)
             self.sweep.begin(now)
+            self._tell_of_flush(record)
             return
         for digest in keys_of_floor(record):
             self._forbid(digest, record.version, now)
+
+    def _tell_of_flush(self, record: ClusterRecord) -> None:
+        """Whoever reads this peer's log can see by whose word objects went."""
+        core = self._core
+        if record.signer == core.peer_id or len(self._notes) >= MAX_NOTES:
+            return
+        named = next((text for text, name in core.namespaces() if name == record.name), None)
+        what = f"the namespace {named!r}" if named is not None else "a namespace"
+        self._notes.append(f"{core.name_of(record.signer)} has flushed {what}: its objects go")
 
     def _forbid(self, digest: bytes, version: Version, now: float) -> None:
         core = self._core

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,6 +44,8 @@ PARTITIONED_LAST_RETRY_SECONDS: Final = 0.5
 """Who does not follow all logs hears by asking only."""
 UNSURE_SECONDS: Final = 2.0
 """How long homes are asked again that do not know yet what there is. Longer than it takes to tell them."""
+BELIEVED: Final = 2
+"""So many homes must say that nobody holds a key: one alone may be wrong, or lie."""
 DIGESTS_PER_LOOKUP: Final = 1_024
 """The home peer answers them in one go."""
 
@@ -53,9 +55,9 @@ class LookupOperation(Operation):
 
     A peer that follows all logs seldom misses a key, and asks all three homes of one at a time: what it has not
     heard of is so young that a home may not have heard of it either. In partitioned mode it asks one home, and
-    the next one when that does not answer or says that it may not know all; when it does not answer at once,
-    both are asked at the same time, and the first to vouch for its answer counts. When none of them answers, nothing is
-    known of the key: `nobody_told_of` it.
+    the next one when that knows of no copy, does not answer or says that it may not know all; when it does not answer
+    at once, both are asked at the same time. A key is nowhere when `believed` homes vouch for that, or all that answer
+    where they are fewer. When none of them answers, nothing is known of the key: `nobody_told_of` it.
 
     The result is a list, per digest, of `KnownCopy` (best first). With `wait_seconds` it goes on until every
     key was found or the time is over: it looks again at any news of a missing key, and now and then
@@ -76,6 +78,7 @@ class LookupOperation(Operation):
         namespace: bytes | None = None,
         ask_homes: bool = True,
         ask_always: bool = False,
+        believed: int = BELIEVED,
         on_finish: Callable[[Any, float], None] | None = None,
     ) -> None:
         super().__init__(core, on_finish)
@@ -85,6 +88,9 @@ class LookupOperation(Operation):
         self._namespace = namespace
         self._ask_homes = ask_homes
         self._ask_always = ask_always
+        self._believed = believed
+        self._denied_by: Counter[bytes] = Counter()
+        """How many homes vouched in this round that nobody holds a key; in partitioned mode."""
         self._to_look: deque[bytes] = deque()
         """Keys that this round has yet to look for."""
         self._to_ask: dict[PeerId, list[bytes]] = {}
@@ -159,18 +165,29 @@ class LookupOperation(Operation):
         self._settle(now)
 
     def _ask_others(self, digests: Sequence[bytes], unsure: set[bytes], now: float) -> None:
-        """Ask the next home for what one was asked for and cannot tell."""
+        """Ask the next home for what one was asked for and cannot tell, or knows no copy of."""
         elsewhere: set[bytes] = set()
         if self._hedged:
             elsewhere = self._hedged.intersection(
                 digest for _, asked in self._asked.values() for digest in asked
             )
         for digest in digests:
-            if digest in self._homes_left and (digest not in self._missed or digest not in unsure):
+            if digest not in self._homes_left:
+                continue
+            if self._is_settled(digest, digest in unsure, digest in elsewhere):
                 del self._homes_left[digest]
-            elif digest in self._homes_left and digest not in elsewhere:
+            elif digest not in elsewhere or digest not in unsure:
                 self._choose_home(digest)
         self._ask_chosen(now)
+
+    def _is_settled(self, digest: bytes, unsure: bool, asked_elsewhere: bool) -> bool:
+        """Whether no home need be asked of the key any more, after one of them answered."""
+        if digest not in self._missed:
+            return True
+        self._denied_by[digest] += not unsure
+        deniers = self._denied_by[digest]
+        nobody_left = not self._homes_left[digest] and not asked_elsewhere
+        return deniers >= self._believed or (deniers > 0 and nobody_left)
 
     def _hedge(self, now: float) -> None:
         """Ask the next home as well for what one is silent about."""
@@ -227,6 +244,7 @@ class LookupOperation(Operation):
 
     def _note_missed(self, digest: bytes, now: float) -> None:
         self._missed[digest] = None
+        self._denied_by.pop(digest, None)
         if self._wait_seconds > 0:
             self.core.await_keys(self, [digest])
         if not self._ask_homes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import closing, suppress
 from random import Random
 from typing import Any, Final
@@ -83,6 +83,8 @@ DOUBT_SECONDS: Final = 10.0
 """A holder is told at most once in this time that its copy of an object seems spoilt, and may take so long to look."""
 MAX_DOUBTED: Final = 1024
 AVOID_SECONDS: Final = 3.0
+LONGEST_AVOID_SECONDS: Final = 60.0
+"""For a holder that is too slow again and again: twice as long each time, up to this."""
 """How long a peer whose connection failed is asked last."""
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
 TO_HOMES: Final = -1
@@ -129,6 +131,8 @@ class PeerCore:
         self._alarms: list[tuple[float, int]] = []
         self._fetches: dict[bytes, FetchOperation] = {}
         self._avoid_until: dict[Member, float] = {}
+        self._slow: dict[Member, tuple[float, float]] = {}
+        """Holders that were too slow: until when each is avoided, and for how long that is."""
         self.next_operation = 1
         self._next_expire = 0.0
         self._namespaces: dict[str, bytes] = {}
@@ -281,6 +285,8 @@ class PeerCore:
             self.announce_withdrawn(now)
             self.cold.expire(now)
             self._avoid_until = {m: until for m, until in self._avoid_until.items() if until > now}
+            forgotten = now - LONGEST_AVOID_SECONDS
+            self._slow = {m: slow for m, slow in self._slow.items() if slow[0] > forgotten}
         due: dict[int, None] = {}
         # An operation that wants to go on at once does so with the next tick, and so do those that are one too many.
         while self._next_alarm() <= now and len(due) < WOKEN_PER_TICK:
@@ -433,6 +439,7 @@ class PeerCore:
     def holder_failed(self, digest: bytes, failure: PullFailure, now: float) -> None:
         """A holder did not deliver. What it said of its log hides the stale location until we caught up."""
         self.counters["holder_failures"] += 1
+        self.counters["holders_too_slow"] += failure.code == Code.DEADLINE_EXCEEDED
         state = self.gossip.membership.resolve(failure.member)
         if failure.code == Code.NO_SUCH_KEY:
             self.gossip.locations.mark_stale(
@@ -440,8 +447,19 @@ class PeerCore:
             )
         elif failure.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED) and state is not None:
             self.peer_failed(state.peer_id, now)
+            if failure.code == Code.DEADLINE_EXCEEDED:
+                self._avoid_slow(failure.member, now)
         elif failure.code in (Code.STALE, Code.MALFORMED):
             self._doubt(digest, failure.member, now)
+
+    def _avoid_slow(self, member: Member, now: float) -> None:
+        """A holder was too slow. Reads that were made side by side count once."""
+        until, seconds = self._slow.get(member, (0.0, 0.0))
+        if until <= now:
+            seconds = min(max(AVOID_SECONDS, 2 * seconds), LONGEST_AVOID_SECONDS)
+            until = now + seconds
+            self._slow[member] = until, seconds
+        self._avoid_until[member] = max(self._avoid_until[member], until)
 
     def _doubt(self, digest: bytes, member: Member, now: float) -> None:
         """What came from a holder did not give its checksums: have the holder compare its bytes."""
@@ -608,6 +626,10 @@ class PeerCore:
                 self._namespaces.clear()
             digest = self._namespaces[namespace] = namespace_digest(namespace)
         return digest
+
+    def namespaces(self) -> Iterable[tuple[str, bytes]]:
+        """Namespaces that were met here lately, with their digests."""
+        return self._namespaces.items()
 
     def _is_kept_elsewhere(self, entry: ObjectEntry, unix: float) -> bool:
         return is_kept_elsewhere(self, entry, unix - self.unix_offset_seconds)

@@ -172,8 +172,11 @@ class PutOperation(Operation):
         elif spec.reservation is None:
             self.finish(None, now)
         elif spec.overwrite or not self.core.gossip.partitions.knows_all:
-            # Above what there is, also where clocks differ; and where this peer does not know what there is.
-            self._lookup = LookupOperation(self.core, [self.digest], on_finish=self._looked)
+            # Above what there is, also where clocks differ; and where this peer does not know what there is. A home
+            # that denies it makes the put a newer version, which the holders hear of.
+            self._lookup = LookupOperation(
+                self.core, [self.digest], believed=1, on_finish=self._looked
+            )
             self.core.start(self._lookup, now)
         else:
             self._compare_known(now)

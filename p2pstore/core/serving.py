@@ -89,7 +89,7 @@ def serve(
     if isinstance(request, SetPins):
         return serve_pins(core, request, now)
     if isinstance(request, SetExpiry):
-        return serve_expiry(core, request, now)
+        return serve_expiry(core, sender, request, now)
     if isinstance(request, CheckCopy):
         if len(request.digest) != DIGEST_BYTES:
             raise ProtocolError("a request to check a copy that names no object")

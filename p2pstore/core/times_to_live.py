@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.effects import Reply
 from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import PeerId, writer_of
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.messages import DataKind, ExpiryItem, ExpirySet, SetExpiry
 
@@ -29,9 +30,9 @@ Then = Callable[[float], None]
 
 
 class ExpiryOperation(Operation):
-    """Have objects end at other times, where others hold that version, as far as they can be reached. The last writer
-    decides, whether its end is sooner or later. What is asked for until its first tick is done together. The result is
-    how many copies other peers changed."""
+    """Have objects end at other times, where others hold that version, as far as they can be reached. The last put
+    decides; to have an object end sooner, it must be one of the peer that wrote the version (another one overwrites).
+    What is asked for until its first tick is done together. The result is how many copies other peers changed."""
 
     def __init__(self, core: PeerCore) -> None:
         super().__init__(core)
@@ -120,16 +121,36 @@ class Expiries:
         self._open.add(ExpiryItem(digest, version.clock, version.writer, expires_unix_ms), then)
 
 
-def serve_expiry(core: PeerCore, request: SetExpiry, now: float) -> ExpirySet:
-    """Change the ends of what this peer has in just these versions. Raises `ProtocolError` for nonsense."""
+def serve_expiry(core: PeerCore, sender: PeerId, request: SetExpiry, now: float) -> ExpirySet:
+    """Change the ends of what this peer has in just these versions: to a sooner one for the peer that wrote the version
+    only, as that erases the object. Raises `ProtocolError` for nonsense."""
     most = int(core.unix(now) * 1000) + 2 * MAX_TTL_MS
     if len(request.items) > MAX_EXPIRIES or any(
         len(item.digest) != DIGEST_BYTES or not 0 <= item.expires_unix_ms <= most
         for item in request.items
     ):
         raise ProtocolError("a request for other times to live that makes no sense")
+    writes_as = _written_by(core, sender)
     done = bytearray()
     for item in request.items:
         version = Version(item.clock, item.writer)
-        done.append(core.set_expiry(item.digest, version, item.expires_unix_ms, now))
+        refused = item.writer != writes_as and _ends_sooner(core, item, now)
+        done.append(
+            not refused and core.set_expiry(item.digest, version, item.expires_unix_ms, now)
+        )
     return ExpirySet(bytes(done))
+
+
+def _written_by(core: PeerCore, sender: PeerId) -> int:
+    """The writer that versions of this peer's have; -1 when another living member could be meant by that as well."""
+    writer = writer_of(sender)
+    named = (state for state in core.gossip.membership.live() if state.member & 0xFFFF == writer)
+    return writer if len(list(islice(named, 2))) < 2 else -1
+
+
+def _ends_sooner(core: PeerCore, item: ExpiryItem, now: float) -> bool:
+    """Whether an object would end before the time that its copy here has."""
+    here = core.find(item.digest, now) or core.cold.find(item.digest, now)
+    if here is None or not item.expires_unix_ms:
+        return False
+    return not here.expires_unix_ms or item.expires_unix_ms < here.expires_unix_ms

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -145,10 +145,12 @@ class Peer(Client):
         ]
 
     def match_prefix_nowait(self, keys: Sequence[str]) -> int:
-        """How many of these keys, from the first on, are known to be held somewhere."""
+        """How many of these keys, from the first on, are known to be held somewhere. As `match_prefix`."""
         for position, key in enumerate(keys):
-            if not self.contains_nowait(key):
-                return position
+            with suppress(ValueError):  # which no object can have
+                if self.contains_nowait(key):
+                    continue
+            return position
         return len(keys)
 
 

@@ -83,7 +83,8 @@ class SimulatedTransport:
 
     async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
         holder = self._holders[copy.peer_id]
-        life, reply = await self._look(holder, digest, copy.answer_seconds)
+        seconds = min(copy.answer_seconds, self._progress_seconds)
+        life, reply = await self._look(holder, digest, seconds)
         slot, trailer = check_object(reply.slot, reply.trailer, digest)
         if not slot.length:
             checked_view(destination, slot, trailer)
@@ -97,22 +98,19 @@ class SimulatedTransport:
                     for first, last in _pieces(*bounds[number]):
                         await sleep(pause_seconds)
                         where = slice(slot.offset + first, slot.offset + last)
-                        arriving.view[first:last] = await self._read(holder, life, where)
+                        arriving.view[first:last] = await self._read(holder, life, where, seconds)
                     arriving.verify(number)
         finally:
             arriving.leave()
         return Pulled(slot, trailer, slot.length, self.name)
 
-    async def _look(
-        self, holder: Holder, digest: bytes, answer_seconds: float
-    ) -> tuple[int, ObjectReply]:
+    async def _look(self, holder: Holder, digest: bytes, seconds: float) -> tuple[int, ObjectReply]:
         """What the holder's process says of the object, and in which life it says so."""
 
         def look() -> tuple[int, ObjectReply] | None:
             reply = holder.look(digest)
             return None if reply is None else (holder.life, reply)
 
-        seconds = min(answer_seconds, self._progress_seconds)
         life, reply = await self._ask(holder, look, SMALL_BYTES, seconds)
         if reply.status == ObjectStatus.NOT_FOUND:
             raise PullFailed(
@@ -123,13 +121,13 @@ class SimulatedTransport:
             )
         return life, reply
 
-    async def _read(self, holder: Holder, life: int, where: slice) -> bytes:
+    async def _read(self, holder: Holder, life: int, where: slice, seconds: float) -> bytes:
         """A piece of the holder's memory as it is when the request arrives."""
 
         def read() -> bytes | None:
             return bytes(holder.memory[where]) if holder.life == life else None
 
-        return await self._ask(holder, read, where.stop - where.start, self._progress_seconds)
+        return await self._ask(holder, read, where.stop - where.start, seconds)
 
     async def _ask(
         self, holder: Holder, find: Callable[[], T | None], answer_bytes: int, seconds: float

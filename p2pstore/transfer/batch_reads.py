@@ -54,12 +54,10 @@ async def pull_batches(
     connection: DataRequests,
     items: Sequence[BatchItem],
     results: list[ItemOutcome],
-    answer_seconds: float,
     keeps: Keeps,
 ) -> None:
     """Read these objects; adds to `results` what became of each, in order. What does not fit into an answer with others
-    is `PullFailed` (OBJECT_TOO_LARGE). The first answer is to begin within `answer_seconds`. Raises as every operation,
-    for all that is left."""
+    is `PullFailed` (OBJECT_TOO_LARGE). Raises as every operation, for all that is left."""
     size = batch_items(len(items))
     batches = deque(items[at : at + size] for at in range(0, len(items), size))
     under_way: deque[tuple[Asked, Sequence[BatchItem]]] = deque()
@@ -74,8 +72,6 @@ async def pull_batches(
             under_way.append((Asked(number, items_asked), batch))
         if frames:  # together: each would wake the other side
             await connection.stream.send(*frames)
-        if not results:
-            await connection.wait_for_answer(answer_seconds)
         asked, batch = under_way.popleft()
         replies = await receive_answer(connection, asked)
         for reply, item, (_, destination) in zip(replies, asked.items, batch, strict=True):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError, ProtocolMismatch
+from p2pstore.flow import NO_HASTE, Haste
 from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, MIB, chunk_sum
 from p2pstore.streams import ByteStream
 from p2pstore.transfer.arriving import ONLY_READER, PART_CHUNKS, Arriving
@@ -222,6 +223,7 @@ class DataConnection(DataRequests):
                     await self.receive(DataKind.STORE_PART, number, Stored)
                 raise
             self.stream.progress_seconds += finish_seconds
+            self.begin_flow()
             return await self.receive(DataKind.STORE_PART, number, Stored)
 
     async def _send_parts(self, number: int, source: memoryview, progress: Progress | None) -> None:
@@ -244,22 +246,21 @@ class DataConnection(DataRequests):
         digest: bytes,
         destination: Destination,
         slot_hint: int = 0,
-        answer_seconds: float = math.inf,
+        haste: Haste = NO_HASTE,
         expected_bytes: int = 0,
         keeps: Keeps = Keeps.NO,
     ) -> Pulled:
         """Read one object; `expected_bytes` is about its length, where that is known. Raises `PullFailed`, or
-        what `destination.prepare` raises, and `DeadlineExceeded` also when the answer does not begin within
-        `answer_seconds`. When those are finite, the other side may be too busy for a large object (`PullFailed`,
-        BUSY); when the object is kept, or could be, it may also be BUSY because others have it."""
-        with self.operation():
+        what `destination.prepare` raises. When the haste is finite, the other side may be too busy for a large object
+        (`PullFailed`, BUSY); when the object is kept, or could be, it may also be BUSY because others have it."""
+        with self.operation(haste):
             self.inbox.expect(expected_bytes)
             first, count = 0, PART_CHUNKS
             if isinstance(destination, ResumableDestination):
                 first, count = destination.wanted_first()
             item = GetItem(digest, first, count, slot_hint)
-            expected = await ask(self, (item,), may_refuse=answer_seconds < math.inf, keeps=keeps)
-            await self.wait_for_answer(answer_seconds)
+            may_refuse = haste.answer_seconds < math.inf
+            expected = await ask(self, (item,), may_refuse=may_refuse, keeps=keeps)
             return await self._pull(expected, destination)
 
     async def pull_chunk(
@@ -274,6 +275,7 @@ class DataConnection(DataRequests):
         -1 when it is longer, or longer than `view`, or empty: then `pull` has to do it. Raises as `pull`."""
         if self.closed:
             raise ConnectionResetError("the connection is closed")
+        self.begin_flow()
         self.inbox.expect(expected_bytes)
         try:
             length = await self._pull_chunk(digest, view, slot_hint, keeps)
@@ -330,38 +332,38 @@ class DataConnection(DataRequests):
         body = inbox.held(body_length) or await inbox.take(body_length)
         self.unanswered -= 1
         self.bulk_left = bulk_length
+        self.flow.answered()
         replies = decode_body(Objects, body).items
         if len(replies) != 1:
             raise ProtocolError("the reply to GET has another number of items than the request")
         return replies[0]
 
     async def look(
-        self, digest: bytes, slot_hint: int = 0, answer_seconds: float = math.inf
+        self, digest: bytes, slot_hint: int = 0, haste: Haste = NO_HASTE
     ) -> tuple[Slot, TrailerBody]:
         """An object's slot and trailer, verified, and none of its bytes. Raises like `pull`."""
-        with self.operation():
+        with self.operation(haste):
             expected = await ask(self, (GetItem(digest, NO_CHUNK, 0, slot_hint),))
-            await self.wait_for_answer(answer_seconds)
             (reply,) = await receive_answer(self, expected)
             return check_reply(reply, expected.items[0])
 
     async def pull_many(
         self,
         items: Sequence[BatchItem],
-        answer_seconds: float = math.inf,
+        haste: Haste = NO_HASTE,
         keeps: Keeps = Keeps.NO,
     ) -> list[ItemOutcome]:
         """Read many objects, small ones together in few frames: per item what was pulled, or why not.
 
         An item's own failure, and what its `destination.prepare` raises, is that item's result. When the
         connection fails on the way, what was pulled before stands and the rest is `PullFailed`; raises
-        only when nothing was pulled. `answer_seconds` and `keeps` as for `pull`.
+        only when nothing was pulled. `haste` and `keeps` as for `pull`.
         """
         results: list[ItemOutcome] = []
-        with self.operation():
+        with self.operation(haste):
             self.inbox.expect(0)
             try:
-                await pull_batches(self, items, results, answer_seconds, keeps)
+                await pull_batches(self, items, results, keeps)
             except (OSError, ProtocolError, PullFailed) as error:
                 if not results:
                     raise
@@ -446,19 +448,18 @@ class DataConnection(DataRequests):
         arriving: Arriving,
         reader: int,
         slot_hint: int = 0,
-        answer_seconds: float = math.inf,
+        haste: Haste = NO_HASTE,
     ) -> None:
         """Bring chunks of a value that others read as well, until none are free. Raises as `pull`, and
         `AnotherVersion` when this holder has another one."""
-        with self.operation():
+        with self.operation(haste):
             run = arriving.take(reader)
             if not run:
                 return
             try:
                 expected = await self._ask_for(
-                    digest, run, slot_hint, may_refuse=answer_seconds < math.inf
+                    digest, run, slot_hint, may_refuse=haste.answer_seconds < math.inf
                 )
-                await self.wait_for_answer(answer_seconds)
                 await self._receive_reply(arriving, expected)
                 await self._receive_runs(digest, arriving, reader, run)
             finally:

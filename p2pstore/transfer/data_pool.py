@@ -24,6 +24,7 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
+from p2pstore.flow import NO_HASTE, Haste, HolderRates
 from p2pstore.objects import KIB
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver, Event
 from p2pstore.transfer.arriving import Arriving
@@ -34,7 +35,7 @@ from p2pstore.transfer.get_requests import TRANSPORT_NAME, failure_of
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import DataKind, GetPiece, PieceReply, Store, Stored
 from p2pstore.transfer.small_reads import Parts, in_parts, pull_small
-from p2pstore.transfer.team_read import TeamRead, may_use_two
+from p2pstore.transfer.team_read import MAX_READERS, TeamRead, may_use_two
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.trace import Progress
 from p2pstore.transfer.transport import (
@@ -121,6 +122,7 @@ class DataPool:
         self._progress_seconds = progress_seconds
         self._connect_seconds = connect_seconds
         self._software = software
+        self._rates = HolderRates()
         self._peers: dict[bytes, list[_Place]] = {}
         self._state = threading.Lock()  # guards the places; held for microseconds, never awaited in
         self._closed = False
@@ -204,14 +206,15 @@ class DataPool:
         """Read one object, of about `expected_bytes` where that is known. `using` hears of the connection. Raises
         `PullFailed`, or what `destination.prepare` raises."""
         known = resumable(destination)
+        haste = self._haste(peer, 1 if using is None else MAX_READERS)
 
         def pull(connection: DataConnection) -> Awaitable[Pulled]:
             if known.watch is not None:
                 known.watch.connected()
-            pulling = connection.pull(
-                digest, known, slot_hint, peer.answer_seconds, expected_bytes, peer.keeps
-            )
-            return pulling if using is None else _used(using, connection, pulling)
+            pulling = connection.pull(digest, known, slot_hint, haste, expected_bytes, peer.keeps)
+            if using is not None:
+                pulling = _used(using, connection, pulling)
+            return self._measured(peer, connection, pulling)
 
         try:
             briefly = 0 < expected_bytes <= BRIEF_BYTES
@@ -272,11 +275,11 @@ class DataPool:
         """Bring chunks of a value that others read as well: see `DataConnection.pull_slices`. Does not queue: raises
         `PullFailed` (BUSY) when every place for a connection is taken."""
 
+        haste = self._haste(copy, MAX_READERS)
+
         def pull(connection: DataConnection) -> Awaitable[None]:
-            pulling = connection.pull_slices(
-                digest, arriving, reader, copy.slot, copy.answer_seconds
-            )
-            return _used(using, connection, pulling)
+            pulling = connection.pull_slices(digest, arriving, reader, copy.slot, haste)
+            return self._measured(copy, connection, _used(using, connection, pulling))
 
         try:
             await self._use(copy, self._progress_seconds, pull, may_queue=False)
@@ -291,7 +294,7 @@ class DataPool:
             return await self._use(
                 copy,
                 self._progress_seconds,
-                lambda connection: connection.look(digest, copy.slot, copy.answer_seconds),
+                lambda connection: connection.look(digest, copy.slot, self._haste(copy)),
             )
         except Exception as error:
             if not _is_connection_error(error):
@@ -303,12 +306,14 @@ class DataPool:
     ) -> list[ItemOutcome]:
         """Read many objects of one holder; per item what was pulled, or why not. Raises nothing but
         cancellation."""
+        haste = self._haste(peer)
+
+        def pull(connection: DataConnection) -> Awaitable[list[ItemOutcome]]:
+            pulling = connection.pull_many(items, haste, peer.keeps)
+            return self._measured(peer, connection, pulling)
+
         try:
-            return await self._use(
-                peer,
-                self._progress_seconds,
-                lambda connection: connection.pull_many(items, peer.answer_seconds, peer.keeps),
-            )
+            return await self._use(peer, self._progress_seconds, pull)
         except Exception as error:
             if not _is_connection_error(error):
                 raise
@@ -328,9 +333,11 @@ class DataPool:
         `small_reads.pull_small`. The lengths, and how the connection failed when they are not all. Raises what the
         parts raise, and cancellation."""
         lengths: list[int] = []
+        haste = self._haste(peer)
 
         def pull(connection: DataConnection) -> Awaitable[None]:
-            return pull_small(connection, parts, lengths, peer.answer_seconds, peer.keeps)
+            pulling = pull_small(connection, parts, lengths, haste, peer.keeps)
+            return self._measured(peer, connection, pulling)
 
         try:
             await self._use(peer, self._progress_seconds, pull)
@@ -339,6 +346,24 @@ class DataPool:
                 raise
             return lengths, failure_of(error)
         return lengths, None
+
+    def _haste(self, peer: RemotePeer, readers: int = 1) -> Haste:
+        """How soon this holder is to deliver to one of so many readers of an object."""
+        if peer.answer_seconds == math.inf and not peer.others:
+            return NO_HASTE
+        with self._state:
+            least_rate = self._rates.least(peer.others, time.monotonic(), readers)
+        return Haste(peer.answer_seconds, least_rate)
+
+    async def _measured(
+        self, peer: RemotePeer, connection: DataConnection, action: Awaitable[T]
+    ) -> T:
+        """Remember what this holder brings by a second."""
+        try:
+            return await action
+        finally:
+            with self._state:
+                self._rates.measured(peer.peer_id, connection.flow, time.monotonic())
 
     async def dial(self, peer: RemotePeer) -> DataConnection:
         """A fresh connection for the caller alone, who closes it: not one of the pool's. Raises `Unavailable` when
@@ -389,7 +414,7 @@ class DataPool:
         came_at = time.monotonic()
         place, turn = self._choose(peer.peer_id, briefly, may_queue=may_queue)
         if turn is not None:
-            await self._wait_for(turn, peer.peer_id, place)
+            await self._wait_for(turn, peer, place)
         try:
             kept = self._take_kept(place)
             if kept is not None:
@@ -448,10 +473,14 @@ class DataPool:
             place.turns.append(turn)
             return place, turn
 
-    async def _wait_for(self, turn: Event, peer_id: bytes, place: _Place) -> None:
-        """Queue for a place. Raises `DeadlineExceeded` when that takes absurdly long."""
+    async def _wait_for(self, turn: Event, peer: RemotePeer, place: _Place) -> None:
+        """Queue for a place. Raises `DeadlineExceeded` when that takes absurdly long, `PullFailed` (BUSY) when others
+        are to be asked before that."""
+        peer_id = peer.peer_id
         try:
-            if not await turn.wait(QUEUE_SECONDS):
+            if not await turn.wait(min(QUEUE_SECONDS, peer.answer_seconds)):
+                if peer.answer_seconds < QUEUE_SECONDS:
+                    raise PullFailed(Code.BUSY, "all connections to the holder are in use")
                 raise DeadlineExceeded(
                     f"all {self._max_places} connections to the peer were busy for {QUEUE_SECONDS:g} s"
                 )

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from p2pstore.errors import AuthenticationFailed, ProtocolError
+from p2pstore.flow import MOST_LEAST_RATE, NO_HASTE, Flow, Haste
 from p2pstore.streams import ByteStream
 from p2pstore.transfer.inbox import Inbox
 from p2pstore.transfer.messages import (
@@ -44,14 +45,16 @@ from p2pstore.wire import (
 
 R = TypeVar("R", bound=Message)
 _NO_BULK: Final = memoryview(b"")
+HELLO_HASTE: Final = Haste(least_rate=MOST_LEAST_RATE)
+"""A few hundred bytes are no reason to wait longer than for the first of them."""
 
 
 class DataRequests:
     """An authenticated connection to another peer. Make one with `open`.
 
-    Every operation raises `OSError` when the connection breaks, `DeadlineExceeded` when nothing moves for
-    `stream.progress_seconds` and `ProtocolError` when the other side talks nonsense; the connection is
-    closed then. All of an operation happens in `operation()`.
+    Every operation raises `OSError` when the connection breaks, `DeadlineExceeded` when what is received lags behind
+    its least rate by `stream.progress_seconds`, or as its haste says (`p2pstore.flow`), and `ProtocolError` when the
+    other side talks nonsense; the connection is closed then. All of an operation happens in `operation()`.
     """
 
     def __init__(self, stream: ByteStream) -> None:
@@ -82,6 +85,7 @@ class DataRequests:
         return connection
 
     async def _shake_hands(self, granted: GrantedTicket, software: str) -> None:
+        self.begin_flow(HELLO_HASTE)
         nonce = os.urandom(NONCE_BYTES)
         hello = Hello(MIN_DATA_VERSION, MAX_DATA_VERSION, granted.ticket, nonce, software)
         self.unanswered += 1
@@ -120,9 +124,24 @@ class DataRequests:
         the middle of an answer."""
         self.inbox.received_any = False
 
-    def operation(self) -> Operation:
+    def operation(self, haste: Haste = NO_HASTE) -> Operation:
         """What is asked and answered in this block belongs together."""
-        return Operation(self)
+        return Operation(self, haste)
+
+    @property
+    def flow(self) -> Flow:
+        """What was received since `begin_flow`."""
+        return self.inbox.flow
+
+    def begin_flow(self, haste: Haste = NO_HASTE) -> None:
+        """What is received from now on is to come as soon as this."""
+        stream = self.stream
+        patience_seconds = stream.progress_seconds
+        if haste.answer_seconds < patience_seconds:
+            stream.receive_seconds = patience_seconds = haste.answer_seconds
+        elif stream.receive_seconds is not None:
+            stream.receive_seconds = None
+        self.inbox.flow.begin(patience_seconds, haste.least_rate)
 
     @property
     def in_the_middle(self) -> bool:
@@ -143,22 +162,13 @@ class DataRequests:
         self.unanswered += 1
         return number, encode_frame(kind, number, message, bulk_length=bulk_length)
 
-    async def wait_for_answer(self, seconds: float) -> None:
-        """Wait until the reply begins, where that is not to take as long as other progress may. Raises
-        `DeadlineExceeded`."""
-        if seconds < self.stream.progress_seconds:
-            self.stream.receive_seconds = seconds
-            try:
-                await self.inbox.wait_for_more()
-            finally:
-                self.stream.receive_seconds = None
-
     async def receive(self, kind: DataKind, request_id: int, reply_type: type[R]) -> R:
         """Header and body of the next reply; its bulk bytes are left to the caller. Raises what the other side
         answered instead: `PullFailed` for GET and GET_SMALL, else the error that its code means."""
         if self.bulk_left:
             raise ProtocolError("the previous reply's bulk bytes were not read")
         header = decode_header(await self.inbox.take(HEADER_BYTES, soon=True), DATA_REPLY_LIMITS)
+        self.flow.answered()
         body = await self.inbox.take(header.body_length)
         if header.flags & ERROR:
             failure = decode_body(Failure, body)
@@ -190,14 +200,16 @@ class Operation:
     """Closes the connection when an exchange does not end where the next one can begin. Entering raises
     `ConnectionResetError` when it is closed already."""
 
-    __slots__ = ("_connection",)
+    __slots__ = ("_connection", "_haste")
 
-    def __init__(self, connection: DataRequests) -> None:
+    def __init__(self, connection: DataRequests, haste: Haste) -> None:
         self._connection = connection
+        self._haste = haste
 
     def __enter__(self) -> None:
         if self._connection.closed:
             raise ConnectionResetError("the connection is closed")
+        self._connection.begin_flow(self._haste)
 
     def __exit__(
         self,

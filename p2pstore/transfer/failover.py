@@ -59,6 +59,13 @@ class PullFailed(P2PStoreError):
         self.others = tuple(others)
 
 
+class TooSlow(PullFailed):
+    """The holder delivers, but another one is expected to be done sooner."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(Code.DEADLINE_EXCEEDED, text)
+
+
 class AnotherVersion(PullFailed):
     """The holder has another version than the one that is being read, as others have."""
 
@@ -156,8 +163,10 @@ class Attempt:
     copy: RemoteCopy
     transport: int
     hurried: bool = False
-    """Whether another holder is better than waiting long for this one to begin with its answer, and better than
-    this one when it has much to send already."""
+    """Whether another holder is better than waiting long for this one, and better than this one when it has much to
+    send already."""
+    others: tuple[RemoteCopy, ...] = ()
+    """What to read instead when this holder is slower than those are expected to be."""
 
 
 class PullAttempts:
@@ -166,7 +175,7 @@ class PullAttempts:
     `next()` says what to try; after it failed, `failed()` takes the reason. Transports of one holder are
     tried cheapest first, and the next one only when the way failed and not the holder. Holders that were busy
     are asked once more when no other delivered; they do not refuse then. So are those that replaced the object while it
-    was read, for what they have now.
+    was read, for what they have now, and those that were too slow: then only each other's speed counts.
     """
 
     def __init__(self, copies: Sequence[RemoteCopy], transports: Sequence[TransportLike]) -> None:
@@ -174,6 +183,8 @@ class PullAttempts:
         self._transports = transports
         self._ways: list[Attempt] = []
         self._again: list[RemoteCopy] = []
+        self._slow: set[int] = set()
+        """Members that were too slow while others were left."""
         self._second_round = False
         self._current: Attempt | None = None
         self.reports: list[HolderReport] = []
@@ -191,7 +202,8 @@ class PullAttempts:
             copy = self._copies.pop(0)
             offered = self._offered(copy)
             hurried = not self._second_round and bool(self._copies or self._again)
-            self._ways = [Attempt(copy, number, hurried) for number in offered]
+            others = self._others()
+            self._ways = [Attempt(copy, number, hurried, others) for number in offered]
             if not offered:
                 self.reports.append(
                     HolderReport(
@@ -200,6 +212,12 @@ class PullAttempts:
                 )
         self._current = self._ways.pop(0)
         return self._current
+
+    def _others(self) -> tuple[RemoteCopy, ...]:
+        """What is left to try. Of a second round, the busy ones promise nothing."""
+        if self._second_round:
+            return tuple(copy for copy in self._copies if copy.member in self._slow)
+        return (*self._copies, *self._again)
 
     def _offered(self, copy: RemoteCopy) -> list[int]:
         """The transports that reach a copy, cheapest first."""
@@ -230,6 +248,15 @@ class PullAttempts:
         if was_busy or (isinstance(failure, AnotherVersion) and not self._second_round):
             self._again.append(attempt.copy)
             return
+        self._report(attempt.copy, report, failure)
+
+    def _report(self, copy: RemoteCopy, report: HolderReport, failure: PullFailed) -> None:
+        """Tell of a holder, the last time that it failed. One that was too slow may do when no other delivers."""
+        if copy.member in self._slow:
+            self.reports = [each for each in self.reports if each.member != copy.member]
+        elif isinstance(failure, TooSlow):
+            self._slow.add(copy.member)
+            self._again.append(copy)
         self.reports.append(report)
 
     # --- those that help with a large object -------------------------------------------------
@@ -263,17 +290,16 @@ class PullAttempts:
         if failure.code is Code.BUSY or isinstance(failure, AnotherVersion):
             self._again.append(copy)
             return
-        self.reports.append(
-            HolderReport(
-                copy.member,
-                failure.code,
-                failure.text,
-                self._transports[transport].name,
-                failure.incarnation,
-                failure.sequence,
-                hurried=True,
-            )
+        report = HolderReport(
+            copy.member,
+            failure.code,
+            failure.text,
+            self._transports[transport].name,
+            failure.incarnation,
+            failure.sequence,
+            hurried=True,
         )
+        self._report(copy, report, failure)
 
     def error(self) -> NoSuchKey | Unavailable:
         """What to tell the caller after `next` returned None."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from p2pstore.errors import ProtocolError
+from p2pstore.flow import Outrun
 from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, chunk_count
 from p2pstore.transfer.arriving import Arriving
 from p2pstore.transfer.data_requests import DataRequests
+from p2pstore.transfer.failover import TooSlow
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import (
     DataKind,
@@ -133,6 +135,8 @@ def failure_of(error: Exception) -> PullFailed:
     """A broken connection as the failure of a pull; another transport may still get there."""
     if isinstance(error, PullFailed):
         return error
+    if isinstance(error, Outrun):
+        return TooSlow(str(error))
     code = code_of(error)
     if isinstance(error, OSError) and code is Code.INTERNAL:
         code = Code.UNAVAILABLE

@@ -1,14 +1,16 @@
-"""Received bytes before they have a place. Over any `ByteStream`."""
+"""Received bytes before they have a place, and whether they come fast enough. Over any `ByteStream`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from xxhash import xxh3_64
 
+from p2pstore.flow import Flow
 from p2pstore.objects import KIB
-from p2pstore.streams import ByteStream
+from p2pstore.streams import MAX_GATHER, ByteStream, advance
 
 INBOX_BYTES: Final = 128 * KIB
 HEAD_BYTES: Final = 4 * KIB
@@ -21,7 +23,8 @@ through which each byte passes twice, in the kernel's memory and in the destinat
 class Inbox:
     """Received bytes before they have a place: headers, bodies and small payloads that came with them.
 
-    One receive brings a small reply whole. Large payloads bypass it.
+    One receive brings a small reply whole. Large payloads bypass it. All that is received counts in `flow`, which the
+    owner begins anew with each exchange; every method that receives raises `DeadlineExceeded` when it is too slow.
     """
 
     def __init__(self, stream: ByteStream) -> None:
@@ -31,6 +34,7 @@ class Inbox:
         self._end = 0
         self._ahead_bytes = INBOX_BYTES
         self.received_any = False
+        self.flow = Flow()
         self._receive_all = getattr(stream, "receive_all", None)
 
     def expect(self, payload_bytes: int) -> None:
@@ -58,8 +62,12 @@ class Inbox:
                 first = 0
                 break
             first += 1
-        await self._receive_all(views[first:], length_bytes)
-        self.received_any = True
+        left = list(views[first:])
+        while length_bytes:
+            began = time.monotonic()
+            count = self._count(await self._receive_all(left[:MAX_GATHER]), began)
+            length_bytes -= count
+            left = left[advance(left, 0, count) :]
 
     def held(self, length: int) -> memoryview | None:
         """The next `length` bytes in place, until the next call, if they are here already."""
@@ -89,7 +97,8 @@ class Inbox:
         while position < len(view):
             if len(view) >= INBOX_BYTES:
                 receive = self._stream.receive_soon if soon else self._stream.receive_into
-                position += self._count(await receive(view[position:]))
+                began = time.monotonic()
+                position += self._count(await receive(view[position:]), began)
             else:
                 await self._receive(1, soon=soon)
                 position += self._move_into(view[position:])
@@ -101,7 +110,8 @@ class Inbox:
         hasher.update(view[:position])
         receive = self._stream.receive_soon if soon else self._stream.receive_into
         while position < len(view):
-            count = self._count(await receive(view[position : position + SUMMED_BYTES]))
+            began = time.monotonic()
+            count = self._count(await receive(view[position : position + SUMMED_BYTES]), began)
             hasher.update(view[position : position + count])
             position += count
         digest: int = hasher.intdigest()
@@ -118,14 +128,10 @@ class Inbox:
             if wanted != step:
                 step = wanted
                 wake_after(step)
-            position += self._count(await self._stream.receive_into(view[position:]))
+            began = time.monotonic()
+            position += self._count(await self._stream.receive_into(view[position:]), began)
         if step != 1:
             wake_after(1)
-
-    async def wait_for_more(self) -> None:
-        """Return when something is here that nobody has read yet. Raises as `read_into`."""
-        if self._start == self._end:
-            await self._receive(1)
 
     async def read(self, length: int) -> bytearray:
         """The next `length` bytes, in memory of their own."""
@@ -158,7 +164,8 @@ class Inbox:
         limit = max(self._start + wanted_bytes, self._end + self._ahead_bytes)
         room = self._buffer[self._end : limit]
         receive = self._stream.receive_soon if soon else self._stream.receive_into
-        self._end += self._count(await receive(room))
+        began = time.monotonic()
+        self._end += self._count(await receive(room), began)
 
     def _move_into(self, view: memoryview) -> int:
         count = min(len(view), self._end - self._start)
@@ -167,8 +174,11 @@ class Inbox:
             self._start += count
         return count
 
-    def _count(self, count: int) -> int:
+    def _count(self, count: int, began: float) -> int:
+        """What a receive brought that began then."""
         if count == 0:
             raise ConnectionResetError("the other side closed the connection")
         self.received_any = True
+        if not self.flow.moved(count, time.monotonic() - began):
+            raise self.flow.too_slow()
         return count

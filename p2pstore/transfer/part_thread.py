@@ -117,7 +117,7 @@ class PartThread:
                 begun.append(get.items[0].digest)
             done += HEADER_BYTES + len(body)
         if parts:
-            send_all(sock, parts)
+            send_all(sock, parts, self._progress_seconds)
             self._tally.add(begun, sum(map(len, parts)))
         return done
 

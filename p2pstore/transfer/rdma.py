@@ -19,10 +19,12 @@ from typing import Final
 import trio
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
+from p2pstore.flow import ASSUMED_RATE, LOWEST_RATE, PATIENCE, Flow
 from p2pstore.nursery import open_background_nursery
 from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.transfer.data_pool import DataPool
+from p2pstore.transfer.get_requests import failure_of
 from p2pstore.transfer.layout import (
     Geometry,
     Slot,
@@ -151,7 +153,7 @@ class RdmaTransport:
             code = _CODES.get(failure.meaning, Code.UNAVAILABLE)
             raise PullFailed(code, failure.text, retriable=True) from failure
         except DeadlineExceeded as error:
-            raise PullFailed(Code.DEADLINE_EXCEEDED, str(error), retriable=True) from error
+            raise failure_of(error) from error
         except ProtocolError as error:  # a slot or header that leads outside of the segment
             raise PullFailed(Code.MALFORMED, str(error), retriable=True) from error
         return Pulled(found.slot, found.trailer, found.slot.length, self.name)
@@ -261,7 +263,10 @@ class RdmaTransport:
                 await change_line(choosing, found.extent.line, failure)
         if length >= STRIPED_BYTES:
             self.lines.widen(copy)
-        payload = Payload(found.slot.offset, arriving, self._progress_seconds)
+        flow = Flow()
+        # Patience is not shortened for others: a read that is given up ends its line, which many share.
+        flow.begin(self._progress_seconds, ASSUMED_RATE / PATIENCE if copy.others else LOWEST_RATE)
+        payload = Payload(found.slot.offset, arriving, flow)
         await read_payload(choosing, payload, self._places(arriving.view))
 
     def _places(self, view: memoryview) -> Places:

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, Protocol
 
 import trio
 
+from p2pstore.flow import Flow
 from p2pstore.objects import CHUNK_BYTES, chunk_bounds
 from p2pstore.transfer.arriving import Arriving
 from p2pstore.transfer.rdma_reads import Line, Piece, Read, ReadFailed
@@ -29,7 +30,7 @@ class Payload:
 
     offset: int
     arriving: Arriving
-    progress_seconds: float
+    flow: Flow
 
 
 class Choosing(Protocol):
@@ -142,9 +143,10 @@ async def read_payload(choosing: Choosing, payload: Payload, places: Places) -> 
     """Read an object's chunks to their places, each verified before it is delivered. What a line that fails had
     under way is read again through another one.
 
-    Raises `PullFailed` (STALE) for a chunk that does not match, `ReadFailed`, `DeadlineExceeded`.
+    Raises `PullFailed` (STALE) for a chunk that does not match, `ReadFailed`, `DeadlineExceeded` when chunks come too
+    slowly.
     """
-    arriving = payload.arriving
+    arriving, flow = payload.arriving, payload.flow
     bounds = list(chunk_bounds(arriving.slot.length))
     waiting, under_way = deque[Wanted](), deque[Chunk]()
     while run := arriving.take():
@@ -164,14 +166,19 @@ async def read_payload(choosing: Choosing, payload: Payload, places: Places) -> 
             if not under_way:
                 continue
             chunk = under_way[0]
+            began = trio.current_time()
             try:
-                await chunk.read.wait(payload.progress_seconds)
+                await chunk.read.wait(flow.patience_seconds)
             except ReadFailed as failure:
                 under_way.popleft().block.give_back()
                 waiting.appendleft(chunk.wanted)
                 await change_line(choosing, chunk.line, failure)
                 continue
             under_way.popleft()
+            size = chunk.wanted.end - chunk.wanted.start
+            if not flow.moved(size, trio.current_time() - began):
+                chunk.block.give_back()
+                raise flow.too_slow()
             try:
                 places.deliver(chunk.block, chunk.wanted.number, arriving)
             finally:

@@ -20,7 +20,14 @@ import msgspec
 
 from p2pstore.objects import DIGEST_BYTES, KIB, MIB
 from p2pstore.polling import Polling
-from p2pstore.streams import MAX_GATHER, BytesLike, advance, flatten_parts, waiting_in_kernel
+from p2pstore.streams import (
+    MAX_GATHER,
+    BytesLike,
+    advance,
+    flatten_parts,
+    send_views,
+    waiting_in_kernel,
+)
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.messages import (
     SMALL_OBJECT_BYTES,
@@ -243,7 +250,7 @@ class ReadThread:
                 self._uploads.end(began, began)
             try:
                 parts = small_answer(request_id, lent)
-                send_all(sock, parts)
+                send_all(sock, parts, self._progress_seconds)
             finally:
                 self._source.end_small_loan(lent)
         finally:
@@ -299,7 +306,7 @@ class ReadThread:
     ) -> None:
         head = answer_head(request_id, replies, len(values))
         self._sent_bytes = len(head) + len(values)
-        send_all(sock, (head, values))
+        send_all(sock, (head, values), self._progress_seconds)
 
 
 def request_in(data: memoryview) -> tuple[int, int, memoryview]:
@@ -355,14 +362,13 @@ def small_answer(request_id: int, lent: SmallObjectsLent) -> list[BytesLike]:
     return [head, *lent.payloads]
 
 
-def send_all(sock: socket.socket, parts: Sequence[BytesLike]) -> None:
-    """Send all on a socket that waits in the kernel."""
+def send_all(sock: socket.socket, parts: Sequence[BytesLike], progress_seconds: float) -> None:
+    """Send all on a socket that waits in the kernel. Raises as `p2pstore.streams.send_all`."""
     sent = sock.sendmsg(parts[:MAX_GATHER])
     if sent < sum(map(len, parts)):  # seldom: many parts, or little progress
         views = flatten_parts(parts)
-        first = advance(views, 0, sent)
-        while first < len(views):
-            first = advance(views, first, sock.sendmsg(views[first : first + MAX_GATHER]))
+        del views[: advance(views, 0, sent)]
+        send_views(sock, views, progress_seconds)
 
 
 class Briskness:

@@ -10,16 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from p2pstore.flow import ASSUMED_RATE, PATIENCE, is_outrun
+from p2pstore.objects import CHUNK_BYTES
+
 FREE: Final = 0
 UNDER_WAY: Final = 1
 THERE: Final = 2
 
-ASSUMED_CHUNK_SECONDS: Final = 0.1
+ASSUMED_CHUNK_SECONDS: Final = CHUNK_BYTES / ASSUMED_RATE
 """For a chunk, of a reader that brought none yet."""
 CHANGE_SECONDS: Final = 0.02
 """What it costs to stop a reader: its connection, and what was on its way."""
-PATIENCE: Final = 2.0
-"""A reader is stopped when it will need so many times what the one that waits for it would need instead."""
 MIN_WAIT_SECONDS: Final = 0.002
 MAX_WAIT_SECONDS: Final = 1.0
 
@@ -157,9 +158,11 @@ class Slices:
             if number == reader or other.overtaken or not other.under_way:
                 continue
             left = len(other.under_way)
-            patience_seconds = PATIENCE * (left * pace + CHANGE_SECONDS)
-            if left * max(other.chunk_seconds() or 0.0, now - other.heard_at) > patience_seconds:
+            instead_seconds = left * pace + CHANGE_SECONDS
+            its_pace = max(other.chunk_seconds() or 0.0, now - other.heard_at)
+            if is_outrun(left * its_pace, instead_seconds):
                 other.overtaken = True
                 return Step(overtake=number)
-            wait_seconds = min(wait_seconds, other.heard_at + patience_seconds / left - now)
+            heard_by = other.heard_at + PATIENCE * instead_seconds / left
+            wait_seconds = min(wait_seconds, heard_by - now)
         return Step(wait_seconds=max(wait_seconds, MIN_WAIT_SECONDS))

@@ -4,7 +4,6 @@ back, without a message or a trailer for each object. Over any `ByteStream`.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_digest
 
 from p2pstore.errors import ProtocolError
+from p2pstore.flow import NO_HASTE, Haste
 from p2pstore.objects import KIB
 from p2pstore.streams import MAX_GATHER
 from p2pstore.transfer.batch_reads import MIN_BATCH_ITEMS
@@ -77,19 +77,19 @@ async def pull_small(
     connection: DataRequests,
     parts: Parts,
     lengths: list[int],
-    answer_seconds: float = math.inf,
+    haste: Haste = NO_HASTE,
     keeps: Keeps = Keeps.NO,
 ) -> None:
     """Read many objects of 1 byte to one chunk into the beginnings of their views: adds the length of each to
     `lengths`, in the order of the parts, and -1 where `pull_many` is to say more, which costs nothing but a request.
-    Nothing is known of a view whose length is not told. The first answer is to begin within `answer_seconds`; `keeps`
-    as for `pull_many`. Raises as every operation, for all that is left."""
+    Nothing is known of a view whose length is not told. `haste` and `keeps` as for `pull_many`. Raises as every
+    operation, for all that is left."""
     steps = parts()
     if connection.version < SMALL_VERSION:
         lengths += [-1 for step in steps for part in step for _ in part.digests]
         return
     inbox = connection.inbox
-    with connection.operation():
+    with connection.operation(haste):
         asked: deque[tuple[int, GetSmall, Part]] = deque()
         try:
             while True:
@@ -107,8 +107,6 @@ async def pull_small(
                 number, request, part = asked.popleft()
                 head_bytes = _HEAD_BYTES + SLOT_BYTES * len(part.views)
                 inbox.expect_head(head_bytes, part.most_bytes)
-                if not lengths:
-                    await connection.wait_for_answer(answer_seconds)
                 lengths += await _receive(connection, number, request, part.views)
         finally:
             inbox.expect(0)

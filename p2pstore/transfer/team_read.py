@@ -196,7 +196,7 @@ class TeamRead:
                 return
             wanted = min(MAX_READERS, -(-arriving.left_chunks // SLICE_CHUNKS))
             while len(self._readers) < wanted and (other := self._helpers.next()) is not None:
-                self._start(self._add(hurried(other)), start)
+                self._start(self._add(hurried(other, [copy.peer_id])), start)
             if len(self._readers) == 1 < wanted and may_use_two(copy):
                 self._start(self._add(copy, second=True), start)
 
@@ -241,7 +241,7 @@ class TeamRead:
             self._tell(reader, failure)
             if reader.second or (other := self._helpers.next()) is None:
                 return None
-            return self._add(hurried(other))
+            return self._add(hurried(other, [self._readers[0].copy.peer_id]))
 
     def _tell(self, reader: _Reader, failure: PullFailed | None) -> None:
         """Say how a reader fared, once. A second connection that does not come about is no news of its holder."""

@@ -18,7 +18,7 @@ from typing import Final, TypeVar, cast
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.objects import KIB
-from p2pstore.streams import AcceptedStream, BytesLike, ByteStream, flatten_parts
+from p2pstore.streams import AcceptedStream, BytesLike, ByteStream, flatten_parts, stalled
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.tls_certificates import bound_secret, check_certificate
 
@@ -148,8 +148,17 @@ class TlsStream:
             yield self._outgoing.read()
 
     async def receive_into(self, view: memoryview) -> int:
+        began = 0.0
         while not (count := self._decrypt_into(view)):
-            if self._ended or not await self._receive_some(len(view)):
+            if self._ended:
+                return 0
+            limit_seconds = self.progress_seconds
+            if self.receive_seconds is not None:
+                limit_seconds = self.receive_seconds
+            began = began or time.monotonic()
+            if time.monotonic() - began > limit_seconds:  # a record that never becomes whole
+                raise stalled(limit_seconds)
+            if not await self._receive_some(len(view)):
                 return 0
         return count
 

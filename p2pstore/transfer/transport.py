@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
@@ -65,8 +65,8 @@ __all__ = [
 SLICED_BYTES: Final = 64 * MIB
 """From here on an object is read from several holders at once. Below, calling others takes too large a part of it."""
 HURRIED_ANSWER_SECONDS: Final = 1.5
-"""For a holder to begin with its answer while others could be asked: one lost packet of a connection's first
-two is made up for within 1 s."""
+"""For each wait for a holder while others could be asked: one lost packet of a connection's first two is made up for
+within 1 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,10 @@ class RemotePeer:
     data: tuple[str, ...] = ()
     ticket: GrantedTicket | None = field(default=None, repr=False)
     answer_seconds: float = field(default=math.inf, kw_only=True)
-    """How long to wait for each first sign of life; not longer than for any other progress. Finite where others
+    """How long to wait for each sign of life; not longer than for any other progress. Finite where others
     have the object as well: then it may also be told to ask them (BUSY)."""
+    others: tuple[bytes, ...] = field(default=(), kw_only=True)
+    """Peer ids of those: this one is left when it brings less than half of what the best of them is expected to."""
     keeps: Keeps = field(default=Keeps.NO, kw_only=True)
     """What becomes of an object that it sends."""
 
@@ -234,9 +236,9 @@ def failed_report(
     return PullReport(None, None, tuple(attempts.reports), attempts.error())
 
 
-def hurried(copy: RemoteCopy) -> RemoteCopy:
-    """A copy whose holder gets little time to begin with its answer, because others have the object, too."""
-    return replace(copy, answer_seconds=HURRIED_ANSWER_SECONDS)
+def hurried(copy: RemoteCopy, others: Iterable[bytes]) -> RemoteCopy:
+    """A copy whose holder gets little time, because others (by their peer ids) have the object, too."""
+    return replace(copy, answer_seconds=HURRIED_ANSWER_SECONDS, others=tuple(others))
 
 
 async def pull_with_failover(
@@ -300,7 +302,11 @@ async def _pull(
     destination: ResumableDestination,
 ) -> Pulled:
     """One attempt; a large object with the help of others, where the transport can do that."""
-    copy = hurried(attempt.copy) if attempt.hurried else attempt.copy
+    copy, others = attempt.copy, tuple(each.peer_id for each in attempt.others)
+    if attempt.hurried:
+        copy = hurried(copy, others)
+    elif others:
+        copy = replace(copy, others=others)
     if helpers is not None and isinstance(transport, TeamTransport):
         return await transport.pull_together(copy, digest, destination, helpers)
     return await transport.pull(copy, digest, destination)

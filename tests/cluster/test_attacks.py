@@ -476,8 +476,12 @@ async def test_an_error_of_the_program_ends_an_operation_and_not_the_peer(
             with trio.fail_after(5):
                 with pytest.raises(errors.P2PStoreError):
                     await a.locate("nothing")
-                await a.put("k", b"value")  # a holder that cannot be asked stands in no put's way
+                # As when the holder is dead: that one other peer cannot be asked refuses no put. The newest
+                # version wins everywhere when it can.
+                assert (await a.put("k", b"newer")).status == "created"
         assert "a mistake" in caplog.text
+        await until(lambda: {each.peer for each in b.locate_nowait("k")} == {"p0"})
+        assert await b.get("k") == b"newer"
         await still_well(a, b)
 
 

@@ -107,15 +107,33 @@ def test_the_next_keys_are_asked_about_before_the_answer_has_come(
     assert time.monotonic() - begin < 2  # or the client had waited for the first answer
 
 
-def test_a_bad_key_among_the_last_leaves_nothing_under_way(
+def test_a_key_that_is_no_text_among_the_last_leaves_nothing_under_way(
     peer: SmallPeer, client: blocking.BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere(peer, monkeypatch)
-    with pytest.raises(ValueError, match="empty"):
-        client.contains_many([*KEYS[: 2 * CONTAINS_KEYS], ""])
+    with pytest.raises(TypeError, match="str"):
+        client.contains_many([*KEYS[: 2 * CONTAINS_KEYS], 3])  # type: ignore[list-item]
     assert waiting(client._session) == 0
     assert client.contains_many(["x", "y"]) == [False, True]
     assert [each.name for each in client.peers()] == ["small"]
+
+
+def test_what_no_object_can_have_as_its_key_is_nowhere_and_ends_no_batch(
+    client: blocking.BlockingClient,
+) -> None:
+    client.put("y", b"value", overwrite=True)
+    for bad in ("", "k" * 1025, "\ud800"):
+        assert client.contains_many([bad, "y", bad, "y"]) == [False, True, False, True]
+        assert client.match_prefix(["y", "y", bad, "y"]) == 2
+        assert client.match_prefix([bad, "y"]) == 0
+        assert sum(each.blocks for each in client.match_prefix_by_peer(["y", bad])) == 1
+        many = ["y", bad] * CONTAINS_KEYS
+        assert client.contains_many(many) == [True, False] * CONTAINS_KEYS
+        with pytest.raises(ValueError, match="key"):
+            client.contains(bad)
+    for question in (client.contains_many, client.match_prefix, client.prefetch):
+        with pytest.raises(TypeError):
+            question(["y", 3])  # type: ignore[list-item]
 
 
 async def test_cancelled_in_the_middle_nothing_is_left_under_way(

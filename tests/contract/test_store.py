@@ -410,6 +410,9 @@ def test_batches(store: Store, key: str, cluster: Cluster) -> None:
     names = [f"{key}1", key + "nope", f"{key}299"]
     until(lambda: store.contains_many(names) == [True, False, True])
     assert store.match_prefix([f"{key}1", f"{key}200", key + "nope", f"{key}3"]) == 2
+    assert store.contains_many(["", f"{key}1", "k" * 1025]) == [False, True, False]
+    assert store.match_prefix([f"{key}1", "", f"{key}3"]) == 1
+    store.prefetch(["", f"{key}1"])
     chain = [f"{key}1", f"{key}2", f"{key}200"]  # the last one is on the distant peer
     [holder] = store.match_prefix_by_peer(chain)
     assert (holder.blocks, holder.memory_blocks) == (2, 2)

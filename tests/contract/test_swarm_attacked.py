@@ -33,9 +33,12 @@ from p2pstore.transfer.messages import (
 )
 from p2pstore.wire import HEADER, ONE_WAY, encode_frame
 from tests.contract.swarm_world import PIECE, MemberHere, open_world, until
+from tests.contract.test_slow_holders import NEVER, Trickle
 from tests.contract.test_swarm_run import complete, published, to
 
 HUGE = (1 << 63) - 1
+SLOW_SECONDS = 8.0
+"""For a busy machine; each piece of a slow member takes about a second."""
 
 
 def said(message: object) -> bytes:
@@ -140,3 +143,31 @@ async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(
                 await complete(tmp_path, [honest])
             nursery.cancel_scope.cancel()
         assert source.run.failure is None
+
+
+@pytest.mark.parametrize(
+    ("first_bytes", "every_seconds"), [(10_000, 0.1), (10_000, 4.0), (PIECE // 2, NEVER)]
+)
+async def test_who_sends_pieces_byte_by_byte_delays_nobody_for_long(
+    tmp_path: Path, first_bytes: int, every_seconds: float
+) -> None:
+    """It has everything, as a good member does, and its links are as good."""
+    async with open_world() as world:
+        source, signed = await published(world, tmp_path)
+        slow, good = await world.add(), await world.add()
+        for member in (slow, good):
+            member.fetch(signed, to(tmp_path, member))
+        await complete(tmp_path, [slow, good])
+        source.leave()
+        way = Trickle(1 << 60, every_seconds=every_seconds)
+        async with way.open(slow.address) as opened:
+            slow.address = opened.address
+            world.changed()
+            way.attack(first_bytes)
+            late = await world.add()
+            began = trio.current_time()
+            late.fetch(signed, to(tmp_path, late))
+            await complete(tmp_path, [late])
+            assert trio.current_time() - began < SLOW_SECONDS
+            assert opened.passed_bytes > first_bytes, "it was asked for pieces"
+            late.pool.close()

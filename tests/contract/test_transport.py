@@ -1368,20 +1368,20 @@ async def test_a_holder_that_is_hurried_is_given_up_early(side: Side, says_hello
             pool.close()
 
 
-async def test_who_answers_in_time_is_hurried_no_more(tcp: TcpHarness, side: Side) -> None:
+async def test_a_hurried_read_hurries_no_other_one(tcp: TcpHarness, side: Side) -> None:
     digest = put(tcp.segment, "key", VALUE)
     pool = tcp.pool(side.driver)
-    for _ in range(2):
+    for copy, seconds in ((hurried(tcp.copy(), ()), 1.5), (tcp.copy(), None)):
         buffer = bytearray(len(VALUE))
         await side.run(
-            lambda buffer=buffer: pool.pull(  # type: ignore[misc]  # mypy: defaults of a lambda
-                hurried(tcp.copy()), digest, BufferDestination(buffer)
+            lambda copy=copy, buffer=buffer: pool.pull(  # type: ignore[misc]  # mypy: defaults of a lambda
+                copy, digest, BufferDestination(buffer)
             )
         )
         assert buffer == VALUE
-    (places,) = pool._peers.values()
-    assert places[0].connection is not None
-    assert places[0].connection.stream.receive_seconds is None
+        (places,) = pool._peers.values()
+        assert places[0].connection is not None
+        assert places[0].connection.stream.receive_seconds == seconds
 
 
 async def test_an_impostor_without_the_cluster_key(side: Side) -> None:

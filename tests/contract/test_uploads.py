@@ -132,14 +132,14 @@ async def test_small_reads_are_never_refused(busy: TcpHarness, side: Side) -> No
     pool = busy.pool(side.driver)
     buffer = bytearray(len(SMALL))
     destination, digest = BufferDestination(buffer), key_digest("small")
-    await side.run(lambda: pool.pull(hurried(busy.copy()), digest, destination))
+    await side.run(lambda: pool.pull(hurried(busy.copy(), ()), digest, destination))
     assert buffer == SMALL
     with pytest.raises(PullFailed) as caught:
         large = BufferDestination(bytearray(len(LARGE)))
-        await side.run(lambda: pool.pull(hurried(busy.copy()), DIGEST, large))
+        await side.run(lambda: pool.pull(hurried(busy.copy(), ()), DIGEST, large))
     assert caught.value.code is Code.BUSY
     assert pool.open_connections == 1  # it is as good as before
-    await side.run(lambda: pool.pull(hurried(busy.copy()), digest, destination))
+    await side.run(lambda: pool.pull(hurried(busy.copy(), ()), digest, destination))
 
 
 async def test_a_place_is_free_when_its_reader_is_done_or_gone() -> None:
@@ -158,7 +158,7 @@ async def test_a_place_is_free_when_its_reader_is_done_or_gone() -> None:
 
 async def _pull(harness: TcpHarness) -> None:
     pool = harness.pool(TrioDriver())
-    await pool.pull(hurried(harness.copy()), DIGEST, BufferDestination(bytearray(len(LARGE))))
+    await pool.pull(hurried(harness.copy(), ()), DIGEST, BufferDestination(bytearray(len(LARGE))))
     pool.close()
 
 

@@ -203,6 +203,31 @@ def test_a_failed_holder_is_avoided_and_the_next_one_delivers() -> None:
     assert [ask.peer_id for ask in world.effects(Ask)] == [failed.peer_id]
 
 
+def test_who_is_too_slow_again_and_again_is_avoided_for_longer() -> None:
+    world = Harness(others=2)
+    slow, other = world.others
+    world.push(other, world.hold(slow, "k", b"value"))
+
+    def first() -> int:
+        return world.core.known_copies(digest_of("k"), world.now)[0].member
+
+    avoided: list[float] = []
+    for _ in range(7):
+        for _ in range(8):  # reads side by side
+            failure = HolderFailure(digest_of("k"), slow.member, int(Code.DEADLINE_EXCEEDED))
+            world.core.client_reported(failure, world.now)
+        began = world.now
+        while world.core.is_avoided(slow.member, world.now):
+            assert first() == other.member
+            world.now += 0.5
+        avoided.append(world.now - began)
+    assert avoided == [3, 6, 12, 24, 48, 60, 60]
+    assert world.core.counters["holders_too_slow"] == 56
+    world.now += 61.0
+    world.core.tick(world.now)
+    assert not world.core._slow
+
+
 def test_a_holder_that_sent_wrong_bytes_is_not_taken_for_dead() -> None:
     world = Harness(others=2)
     thing = world.hold(world.others[0], "k", b"value")

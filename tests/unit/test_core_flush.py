@@ -94,6 +94,20 @@ def test_who_was_ahead_of_the_floor_is_told_of_a_second_one() -> None:
     world.check_idle()
 
 
+def test_a_flush_by_another_member_is_told_with_its_name() -> None:
+    world = Harness(others=1)
+    world.stored("k", b"value")
+    name = namespace_digest(NAMESPACE)
+    world.learn_floor(world.others[0], name, Version(clock_at(1.0), 1), SCOPE_NAMESPACE)
+    assert world.find("k") is None
+    who = world.core.name_of(world.others[0].peer_id)
+    assert world.core.floors.take_notes() == [
+        f"{who} has flushed the namespace {NAMESPACE!r}: its objects go"
+    ]
+    flush(world)
+    assert not world.core.floors.take_notes(), "of its own it needs no telling"
+
+
 def test_a_clock_from_the_future_moves_no_floor() -> None:
     world = Harness(others=1)
     operation = flush(world)

@@ -9,6 +9,7 @@ import pytest
 from p2pstore.core.effects import AskPeer
 from p2pstore.core.fetch import FetchOperation
 from p2pstore.core.lookup import (
+    BELIEVED,
     HEDGE_PROBE_TIMEOUTS,
     NEXT_HOME_SECONDS,
     UNSURE_SECONDS,
@@ -92,13 +93,52 @@ def absent(ask: AskPeer, unsure: Sequence[int] = ()) -> Locations:
     return Locations([[] for _ in digests_asked(ask)], list(unsure))
 
 
-def test_one_home_is_asked_and_believed() -> None:
+def test_two_homes_are_asked_before_a_key_is_nowhere() -> None:
     world = partitioned()
     key = foreign_key(world)
     operation = look(world, key)
+    (first,) = world.asks(DataKind.LOOKUP)
+    assert first.timeout_seconds == NEXT_HOME_SECONDS
+    world.answer(first, absent(first))
+    (second,) = world.asks(DataKind.LOOKUP)
+    assert {first.peer_id, second.peer_id} < set(world.core.homes(digest_of(key)))
+    world.answer(second, absent(second))
+    assert operation.result == [[]]
+    assert not world.asks(DataKind.LOOKUP)
+    world.check_idle()
+
+
+@pytest.mark.parametrize("lie", ["nobody", "one that is dead"])
+def test_a_home_that_denies_what_is_there_hides_nothing(lie: str) -> None:
+    world = partitioned()
+    key, holder, dead = foreign_key(world), world.others[0], world.others[1]
+    world.die(dead)
+    operation = look(world, key)
+    (liar,) = world.asks(DataKind.LOOKUP)
+    named = [told(dead, remote_object(key, b"1"), world)] if lie != "nobody" else []
+    world.answer(liar, Locations([named]))
+    (honest,) = world.asks(DataKind.LOOKUP)
+    world.answer(honest, Locations([[told(holder, remote_object(key, b"1"), world)]]))
+    assert operation.result[0][0].peer_id == holder.peer_id
+
+
+def test_one_home_is_believed_when_the_others_do_not_answer() -> None:
+    world = partitioned()
+    operation = look(world, foreign_key(world))
+    (first,) = world.asks(DataKind.LOOKUP)
+    world.answer(first, absent(first))
+    for _ in range(2):
+        assert not operation.done
+        (silent,) = world.asks(DataKind.LOOKUP)
+        world.answer(silent, None)
+    assert operation.result == [[]]
+    assert not operation.nobody_told_of(operation.digests[0])
+
+
+def test_who_needs_the_word_of_one_home_only_asks_no_other() -> None:
+    world = partitioned()
+    operation = look(world, foreign_key(world), believed=1)
     (ask,) = world.asks(DataKind.LOOKUP)
-    assert ask.peer_id in world.core.homes(digest_of(key))
-    assert ask.timeout_seconds == NEXT_HOME_SECONDS
     world.answer(ask, absent(ask))
     assert operation.result == [[]]
     assert not world.asks(DataKind.LOOKUP)
@@ -141,6 +181,8 @@ def test_a_home_that_cannot_tell_is_followed_by_the_next() -> None:
     (ask,) = world.asks(DataKind.LOOKUP)
     assert ask.peer_id != asked[1], "who was silent is asked last"
     world.answer(ask, absent(ask))
+    (ask,) = world.asks(DataKind.LOOKUP)
+    world.answer(ask, absent(ask))
     assert operation.result == [[]]
 
 
@@ -163,7 +205,7 @@ def test_only_keys_that_a_home_could_not_tell_of_go_to_the_next() -> None:
     one, *rest = foreign_keys(world)
     homes = set(world.core.homes(digest_of(one)))
     other = next(key for key in rest if set(world.core.homes(digest_of(key))) == homes)
-    operation = look(world, one, other)
+    operation = look(world, one, other, believed=1)
     (ask,) = world.asks(DataKind.LOOKUP)
     digests = digests_asked(ask)
     assert set(digests) == {digest_of(one), digest_of(other)}, "both of the same home"
@@ -177,7 +219,7 @@ def test_only_keys_that_a_home_could_not_tell_of_go_to_the_next() -> None:
 def test_a_batch_goes_to_few_homes() -> None:
     world = partitioned()
     keys = foreign_keys(world)[:40]
-    operation = look(world, *keys)
+    operation = look(world, *keys, believed=1)
     asks = world.asks(DataKind.LOOKUP)
     assert len({ask.peer_id for ask in asks}) == len(asks) <= OTHERS
     assert sum(len(digests_asked(ask)) for ask in asks) == 40, "each key of one home"
@@ -329,7 +371,9 @@ def test_the_next_home_is_asked_as_well_when_one_is_silent() -> None:
     (second,) = world.asks(DataKind.LOOKUP)
     assert second.peer_id != silent.peer_id
     world.answer(second, absent(second))
-    assert operation.result == [[]], "it vouches: nobody waits for the silent one"
+    (third,) = world.asks(DataKind.LOOKUP)
+    world.answer(third, absent(third))
+    assert operation.result == [[]], "two vouch: nobody waits for the silent one"
     assert not world.core.is_avoided(member_of(silent.peer_id), world.now)
     world.answer(silent, None)
     assert world.core.is_avoided(member_of(silent.peer_id), world.now), (
@@ -392,8 +436,9 @@ def test_a_key_whose_only_holder_died_is_not_one_that_never_was() -> None:
     for name, holdings in ((key, [told(holder, remote_object(key, b"1"), world)]), ("never", [])):
         fetch = FetchOperation(world.core, digest_of(name))
         world.start(fetch)
-        (ask,) = world.asks(DataKind.LOOKUP)
-        world.answer(ask, Locations([holdings]))
+        for _ in range(BELIEVED):
+            (ask,) = world.asks(DataKind.LOOKUP)
+            world.answer(ask, Locations([holdings]))
         outcomes.append(type(fetch.result))
     assert outcomes == [Unavailable, NoSuchKey]
 

@@ -14,7 +14,7 @@ from p2pstore.core.put import PutEnd, PutOperation
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.machine import Ask
-from p2pstore.gossip.records import SCOPE_NAMESPACE
+from p2pstore.gossip.records import SCOPE_NAMESPACE, writer_of
 from p2pstore.local.messages import HolderFailure, PutStatus
 from p2pstore.objects import Version, chunk_sums, namespace_digest
 from p2pstore.transfer.layout import Pin, decode_trailer
@@ -378,26 +378,54 @@ def test_the_ttl_of_a_second_put_replaces_that_of_the_object(before: float) -> N
 
 
 def test_a_holder_sets_the_end_of_that_version_only() -> None:
-    world = Harness(others=1)
-    entry = world.stored("k", b"value")
+    world = Harness(others=2)
+    author, stranger = world.others
+    written = world.hold(author, "k", b"value", writer=writer_of(author.peer_id))
+    world.core.fetch(digest_of("k"), world.now)
+    world.deliver(world.pull_wanted(), written)
+    entry = world.find("k")
+    assert entry is not None
     clock, writer, _ = entry.version
     ends = int(world.core.unix(world.now) * 1000) + 5000
 
-    def serve(*facts: Any) -> Any:
+    def serve(*facts: Any, by: Other = author) -> Any:
         request = SetExpiry([ExpiryItem(*each) for each in facts])
-        return world.serve(world.others[0], DataKind.SET_EXPIRY, request)
+        return world.serve(by, DataKind.SET_EXPIRY, request)
 
     older = (digest_of("k"), clock - 1, writer, ends)
     absent = (digest_of("absent"), clock, writer, ends)
     assert serve(older, absent) == ExpirySet(b"\0\0")
     assert entry.expires_unix_ms == 0
-    assert serve(absent, (digest_of("k"), clock, writer, ends)) == ExpirySet(b"\0\1")
+    sooner = (digest_of("k"), clock, writer, ends)
+    assert serve(sooner, by=stranger) == ExpirySet(b"\0"), "that would erase what another one wrote"
+    assert serve(absent, sooner) == ExpirySet(b"\0\1")
     assert entry.expires_unix_ms == ends
+    assert serve((digest_of("k"), clock, writer, ends - 1), by=stranger) == ExpirySet(b"\0")
+    assert serve((digest_of("k"), clock, writer, ends + 1), by=stranger) == ExpirySet(b"\1")
+    assert entry.expires_unix_ms == ends + 1
     for nonsense in ((b"short", 1, 1, 0), (bytes(16), 1, 1, -1), (bytes(16), 1, 1, 1 << 62)):
         with pytest.raises(ProtocolError):
             serve(nonsense)
     with pytest.raises(ProtocolError):
         serve(*[absent] * 65)
+
+
+def test_who_shares_a_writers_short_name_ends_nothing() -> None:
+    """A version names its writer by 16 bits, and identities cost nothing."""
+    world = Harness(others=2)
+    author, twin = world.others
+    written = world.hold(author, "k", b"value", writer=writer_of(author.peer_id))
+    world.core.fetch(digest_of("k"), world.now)
+    world.deliver(world.pull_wanted(), written)
+    entry = world.find("k")
+    assert entry is not None
+    state = world.gossip.membership.resolve(twin.member)
+    assert state is not None
+    state.member = state.member & ~0xFFFF | entry.version.writer
+    item = ExpiryItem(digest_of("k"), entry.version.clock, entry.version.writer, 1)
+    for member in (author, twin):
+        assert world.serve(member, DataKind.SET_EXPIRY, SetExpiry([item])) == ExpirySet(b"\0")
+    assert entry.expires_unix_ms == 0
 
 
 def test_a_batch_asks_homes_once_and_each_holder_for_64_objects_at_a_time() -> None:

@@ -18,6 +18,7 @@ from p2pstore.transfer.failover import (
     PullAttempts,
     PullFailed,
     SilentHolders,
+    TooSlow,
     is_silence,
     order_copies,
 )
@@ -157,6 +158,43 @@ def test_busy_holders_are_asked_once_more_when_no_other_delivered() -> None:
         (3, Code.NO_SUCH_KEY),
     ]
     assert isinstance(attempts.error(), Unavailable)
+
+
+def test_those_that_were_too_slow_are_asked_once_more_when_no_other_delivered() -> None:
+    """Then each of them is held against the others of them, the last one against nobody."""
+    slow, gone = TooSlow("too slow"), PullFailed(Code.NO_SUCH_KEY, "gone")
+    attempts = PullAttempts([copy(1), copy(2), copy(3)], [TCP])
+    course = []
+    for failure in (slow, gone, slow, slow, slow):
+        attempt = attempts.next()
+        assert attempt is not None
+        others = [each.member for each in attempt.others]
+        course.append((attempt.copy.member, attempt.hurried, others))
+        attempts.failed(failure)
+    assert course == [
+        (1, True, [2, 3]),
+        (2, True, [3, 1]),
+        (3, True, [1]),
+        (1, False, [3]),
+        (3, False, []),
+    ]
+    assert attempts.next() is None
+    assert [(each.member, each.hurried) for each in attempts.reports] == [
+        (2, True),
+        (1, False),
+        (3, False),
+    ]
+
+
+def test_who_was_too_slow_is_told_even_if_another_delivers() -> None:
+    attempts = PullAttempts([copy(1), copy(2)], [TCP])
+    attempts.next()
+    attempts.failed(TooSlow("too slow"))
+    delivers = attempts.next()
+    assert delivers is not None
+    assert (delivers.copy.member, delivers.hurried) == (2, True)
+    assert [(each.member, each.code) for each in attempts.reports] == [(1, Code.DEADLINE_EXCEEDED)]
+    assert is_silence(attempts.reports[0])
 
 
 def test_the_only_holder_is_not_asked_twice() -> None:

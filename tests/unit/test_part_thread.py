@@ -146,9 +146,9 @@ def sends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many parts left with each call."""
     seen: list[int] = []
 
-    def send_all(sock: socket.socket, parts: Sequence[BytesLike]) -> None:
+    def send_all(sock: socket.socket, parts: Sequence[BytesLike], seconds: float) -> None:
         seen.append(len(parts) // 2)
-        read_thread.send_all(sock, parts)
+        read_thread.send_all(sock, parts, seconds)
 
     monkeypatch.setattr(part_thread, "send_all", send_all)
     return seen
@@ -171,9 +171,9 @@ def test_what_was_asked_for_by_then_is_sent_with_one_call(sends: list[int]) -> N
 def test_while_it_sends_it_takes_no_core_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     policies: list[int] = []
 
-    def send_all(sock: socket.socket, parts: Sequence[BytesLike]) -> None:
+    def send_all(sock: socket.socket, parts: Sequence[BytesLike], seconds: float) -> None:
         policies.append(os.sched_getscheduler(0))
-        read_thread.send_all(sock, parts)
+        read_thread.send_all(sock, parts, seconds)
 
     monkeypatch.setattr(part_thread, "send_all", send_all)
     with served(kind=PartThread) as serving:
@@ -189,9 +189,9 @@ def test_what_waits_to_be_sent_stays_lent(monkeypatch: pytest.MonkeyPatch) -> No
         still = iter((True, False, False))
         source.is_current_now = lambda: next(still, True)
 
-        def send_all(sock: socket.socket, parts: Sequence[BytesLike]) -> None:
+        def send_all(sock: socket.socket, parts: Sequence[BytesLike], seconds: float) -> None:
             ended_before_sent.append((len(parts) // 2, source.ended))
-            read_thread.send_all(sock, parts)
+            read_thread.send_all(sock, parts, seconds)
 
         monkeypatch.setattr(part_thread, "send_all", send_all)
         serving.far.sendall(b"".join(get(n, GetItem(HUGE, 1 + n, 1)) for n in range(4)))
