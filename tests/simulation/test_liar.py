@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, Final
 
 import pytest
 
@@ -12,6 +13,34 @@ from p2pstore.simulation.lies import BEHAVIOURS
 SMALL = LiarScenario(
     seconds=13.0, keys=50, operations_per_second=40.0, floors_per_second=5.0, settle_seconds=15.0
 )
+SEEDS: Final[dict[str, tuple[int, ...]]] = {
+    "horizons": (1, 2, 3),
+    "poison": (1, 2, 3),
+    "tails": (1, 2, 3, 4),
+    "snapshots": (1, 3),
+    "claims": (1, 6),
+    "invented": (1,),
+    "withholding": (2, 4, 6),
+    "clocks": (2, 5),
+    "replays": (1,),
+    "homes": (1, 2, 5),
+    "orders": (1,),
+}
+"""Each behaviour in its ways. `floors` takes minutes of virtual time: only `scripts/simulate --liar` has those."""
+OPEN: Final[frozenset[tuple[str, int]]] = frozenset()
+"""What a liar can still do: see docs/security.md. Whoever mends one of these takes it out."""
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(
+            behaviour,
+            seed,
+            marks=pytest.mark.xfail(strict=True) if (behaviour, seed) in OPEN else (),
+        )
+        for behaviour, seeds in SEEDS.items()
+        for seed in seeds
+    ]
 
 
 def checked(seed: int, behaviour: str) -> LiarOutcome:
@@ -24,13 +53,15 @@ def checked(seed: int, behaviour: str) -> LiarOutcome:
     return outcome
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_without_a_liar_all_holds(seed: int) -> None:
-    assert checked(seed, "none").lies == 0
+def test_every_behaviour_is_tried() -> None:
+    assert {*SEEDS, "floors"} == set(BEHAVIOURS)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("behaviour", [name for name in BEHAVIOURS if name != "floors"])
+def test_without_a_liar_all_holds() -> None:
+    assert checked(1, "none").lies == 0
+
+
+@pytest.mark.parametrize(("behaviour", "seed"), cases())
 def test_a_liar_does_no_harm(behaviour: str, seed: int) -> None:
     assert checked(seed, behaviour).lies
 
