@@ -30,6 +30,8 @@ MEMORY_PIECE_BYTES: Final = 2 * MIB
 MAX_MEMORY_PIECES: Final = 7
 MINIMUM_SSD_BYTES: Final = 256 * MIB
 MAX_NAME_BYTES: Final = 64
+USER_KEY_NAME: Final = "user.key"
+"""A file among the state directories, which are named by peers (`p2pstore.user_key`)."""
 
 NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -45,6 +47,7 @@ NetworkName = Literal["lan", "wan", "local"]
 DirectoryName = Literal["auto", "full", "partitioned"]
 HugePagesName = Literal["auto", "never", "require"]
 SwitchName = Literal["off", "on"]
+OthersMay = Literal["read", "write"]
 
 
 class _NamesAreChecked(msgspec.StructMeta):
@@ -118,7 +121,8 @@ class PeerConfig(
     room. `eviction_policy`: what goes first when it is full: `prefix` is for chains of blocks, which go from their
     tails, and keeps what is read again; `lru` lets go what was not used for longest; `s3-fifo` what is new and was not
     read twice. `quota`: how much of the memory is kept for a namespace (`NAMESPACE=SIZE`, or a table): what it has
-    there is evicted for no other; while it leaves it free, others use it. `ssd`: a directory on a local SSD, or a
+    there is evicted for no other; while it leaves it free, others use it. `capped`: namespaces that may take no more
+    memory than their quota. `ssd`: a directory on a local SSD, or a
     block device, for objects that memory has no room for; `ssd_capacity` of it are taken at the start; unset: half of
     what is free, or the whole device. What is there comes back after a restart. `ssd_writes_per_day`: how much may be
     written to it, for devices that wear out; unset: as much as there is to write. `network` says how long the others
@@ -131,6 +135,7 @@ class PeerConfig(
     `directory`: whether this peer knows where all objects are (`full`), or its part of that, and asks others
     (`partitioned`); `auto` as `index_memory` and the size of the cluster allow. `checkpoint_memory`: how much
     checkpoints that clients fetch to memory may take, beside `memory`; unset: half of what is available then.
+    `socket_others`: what users other than this peer's own may do at the socket, if its mode lets them in at all.
     `metrics`: where the status page, `/metrics`, `/livez` and `/readyz` are answered over HTTP, to anybody; unset:
     nowhere. `metrics_keys`: the page shows the keys of the objects that are read most, not just their namespaces.
     """
@@ -151,6 +156,7 @@ class PeerConfig(
     more_memory: list[str] = []
     eviction_policy: PolicyName = DEFAULT_POLICY
     quota: list[str] | dict[str, str | int] = []
+    capped: list[str] = []
     ssd: str | None = None
     ssd_capacity: str | int | None = None
     ssd_writes_per_day: str | int | None = None
@@ -171,6 +177,7 @@ class PeerConfig(
     socket: str | None = None
     socket_mode: str | None = None
     socket_group: str | None = None
+    socket_others: OthersMay = "write"
     max_leased: str | int = "50%"
     drain_timeout: float = 10.0
     metrics: str | None = None
@@ -203,6 +210,11 @@ class PeerConfig(
         if pieces and not memory:
             raise ConfigError(f"{says['more_memory']}: with memory 0 there is nothing to add to")
         self._check_quotas(memory + sum(each.size for each in pieces), says["quota"])
+        for namespace in self.capped:
+            if namespace not in self._quotas(says["quota"]):
+                raise ConfigError(
+                    f"{says['capped']}: {namespace!r} has no {says['quota']}, which is the most that it may take"
+                )
         if self.max_objects is not None and self.max_objects < 1:
             raise ConfigError(f"{says['max_objects']}: {self.max_objects} must be at least 1")
         for setting in ("rdma_device", "rdma_topology"):
@@ -412,7 +424,8 @@ def name_or_host(name: str, spelled: str) -> str:
     name = name or socket.gethostname() or "peer"
     if not _is_file_name(name):
         raise ConfigError(
-            f"{spelled}: {name!r} must be 1 to 64 bytes without '/' and control characters, and not . or .."
+            f"{spelled}: {name!r} must be 1 to 64 bytes without '/' and control characters, and not ., .. or "
+            f"{USER_KEY_NAME}"
         )
     return name
 
@@ -423,7 +436,7 @@ def _is_file_name(name: str) -> bool:
         name.isprintable()  # False also for what cannot be encoded
         and len(name.encode()) <= MAX_NAME_BYTES
         and "/" not in name
-        and name not in (".", "..")
+        and name not in (".", "..", USER_KEY_NAME)
     )
 
 

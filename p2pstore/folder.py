@@ -95,6 +95,21 @@ class Folder:
                 self._unlink(temporary)
             raise
 
+    def create_once(self, name: str, data: bytes) -> None:
+        """Make a file of this content (0600), durably and at once, unless there is one already."""
+        temporary = f"{name}.{secrets.token_hex(8)}.new"
+        here = {"src_dir_fd": self._descriptor, "dst_dir_fd": self._descriptor}
+        try:
+            with os.fdopen(self.create(temporary), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, name, follow_symlinks=False, **here)
+            os.fsync(self._descriptor)
+        finally:
+            self.remove(temporary)
+
     def create(self, name: str, mode: int = 0o600) -> int:
         """A descriptor of a new file, to be written to. What has its name, left by a process that was killed or
         planted, goes."""

@@ -3,14 +3,22 @@
 A key is replaced in three rounds, each brought to every peer (copy the file, then SIGHUP) before the next:
 `add_key` (all accept the new one, none uses it yet), `promote_key` (it proves), `retire_keys` (the old one is
 out). At every moment any two peers have a key in common, and a ticket's key is held by whoever is shown it.
+
+A *reader's key* is derived from a member's key, so every member accepts it without being told; its holder cannot derive
+the member's key. A reader's file also names the *signer* of each member key: a member proves to a reader that it is one
+by that signature, since all readers hold the reader's key and could pose as members.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import hmac
+import re
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import Final
 
+from p2pstore.allowlist import parse_peer_id
 from p2pstore.errors import ConfigError
 
 KEY_BYTES: Final = 32
@@ -18,6 +26,30 @@ KEYLESS: Final = bytes(KEY_BYTES)
 """The key of a cluster without one."""
 MAX_KEYS: Final = 16
 """Keys in one ring: a rotation needs two."""
+
+
+_READER_CONTEXT: Final = b"p2pstore reader key 1"
+_SIGNER_CONTEXT: Final = b"p2pstore member signer 1"
+_READER_LINE: Final = re.compile(r"reader\s+(\S+)\s+(\S+)")
+
+
+class Role(IntEnum):
+    """What the holder of a key may do."""
+
+    MEMBER = 0
+    """Everything."""
+    READER = 1
+    """Read objects and follow gossip; nothing that it says is taken in."""
+
+
+def reader_key_of(key: bytes) -> bytes:
+    """The reader's key that goes with a member's key."""
+    return hmac.digest(key, _READER_CONTEXT, "sha256")
+
+
+def signer_seed_of(key: bytes) -> bytes:
+    """The ed25519 seed with which holders of a member's key sign that they are members."""
+    return hmac.digest(key, _SIGNER_CONTEXT, "sha256")
 
 
 def key_id_of(key: bytes) -> bytes:
@@ -31,15 +63,40 @@ class KeyRing:
     Whoever admits somebody holds the peer's one ring, so that `replace` changes it for all at once.
     """
 
-    def __init__(self, keys: Sequence[bytes] = ()) -> None:
+    def __init__(
+        self, keys: Sequence[bytes] = (), *, of_user: bool = False, signers: Sequence[bytes] = ()
+    ) -> None:
         self.keys: tuple[bytes, ...] = ()
+        self.of_user = False
+        """Whether it is the key of a user's keyless peers (`p2pstore.user_key`)."""
+        self.signers: tuple[bytes, ...] = ()
+        """Of a reader: the peer ids by which members prove that they are members. Of a member: empty."""
         self._by_id: Mapping[bytes, bytes] = {}
-        self.replace(keys)
+        self._readers: Mapping[bytes, bytes] = {}
+        """Ids of the readers' keys that a member accepts, and the member's key that each goes with."""
+        self._all: Mapping[bytes, bytes] = {}
+        self.replace(keys, of_user=of_user, signers=signers)
 
-    def replace(self, keys: Sequence[bytes]) -> None:
+    def replace(
+        self, keys: Sequence[bytes], *, of_user: bool = False, signers: Sequence[bytes] = ()
+    ) -> None:
         """These keys instead, from now on."""
-        self.keys = tuple(keys) or (KEYLESS,)
+        self.keys, self.of_user, self.signers = tuple(keys) or (KEYLESS,), of_user, tuple(signers)
         self._by_id = {key_id_of(key): key for key in self.keys}
+        grants = self.role is Role.MEMBER and not self.keyless and not self.of_user
+        readers = {reader_key_of(key): key for key in self.keys} if grants else {}
+        self._readers = {key_id_of(reader): key for reader, key in readers.items()}
+        self._all = self._by_id | {key_id_of(reader): reader for reader in readers}
+
+    @property
+    def content(self) -> tuple[tuple[bytes, ...], bool, tuple[bytes, ...]]:
+        """Keys, whether they are a user's, and signers: equal for rings that hold the same."""
+        return self.keys, self.of_user, self.signers
+
+    @property
+    def role(self) -> Role:
+        """What the holder of this ring may do."""
+        return Role.READER if self.signers else Role.MEMBER
 
     @property
     def keyless(self) -> bool:
@@ -54,16 +111,36 @@ class KeyRing:
         return list(self._by_id)
 
     def find(self, key_id: bytes) -> bytes | None:
-        return self._by_id.get(key_id)
+        """The key of that name: one of the ring's, or a reader's that goes with one of them."""
+        return self._all.get(key_id)
+
+    def common(self, their_ids: Sequence[bytes]) -> bytes | None:
+        """The first of this ring's keys that is among `their_ids`; members' keys come before readers'."""
+        return next((key for key_id, key in self._all.items() if key_id in their_ids), None)
+
+    def role_of(self, key_id: bytes) -> Role:
+        """What a peer may do that proved itself with this key."""
+        own = self.role is Role.MEMBER and key_id in self._by_id
+        return Role.MEMBER if own else Role.READER
+
+    def member_key_for(self, key_id: bytes) -> bytes | None:
+        """The member's key that a reader's key goes with; None when it is no reader's."""
+        return self._readers.get(key_id)
 
 
 def parse_cluster_keys(text: str, source: str) -> KeyRing:
-    """The ring in a key file's text: 64 hexadecimal digits a line, the first key proves, `#` comments.
+    """The ring in a key file's text: 64 hexadecimal digits a line, the first key proves, `#` comments. A reader's file
+    has lines of `reader`, its key, and the peer id of the members' signer.
 
     Raises `ConfigError` naming `source` and the line; a key itself is never part of the message.
     """
     keys: list[bytes] = []
-    for number, word in _words(text):
+    signers: list[bytes] = []
+    for number, line in _words(text):
+        word = line
+        if (reader := _READER_LINE.fullmatch(line)) is not None:
+            word = reader[1]
+            signers.append(parse_peer_id(reader[2], f"{source}, line {number}"))
         try:
             key = bytes.fromhex(word)
         except ValueError:
@@ -87,7 +164,9 @@ def parse_cluster_keys(text: str, source: str) -> KeyRing:
         raise ConfigError(
             f"{source} holds {len(keys)} keys; at most {MAX_KEYS}: remove retired ones"
         )
-    return KeyRing(keys)
+    if signers and len(signers) != len(keys):
+        raise ConfigError(f"{source} holds keys of members and of readers: keep them in two files")
+    return KeyRing(keys, signers=signers)
 
 
 def _words(text: str) -> list[tuple[int, str]]:
@@ -134,6 +213,18 @@ def retire_keys(text: str, source: str) -> str:
     retired = {index for index, line in enumerate(lines) if _word(line)}
     retired.remove(min(retired))
     return "".join(line + "\n" for index, line in enumerate(lines) if index not in retired)
+
+
+def reader_keys(ring: KeyRing, signer_id_of: Callable[[bytes], str]) -> str:
+    """The text of the readers' key file that goes with a member's ring. `signer_id_of(seed)`: the peer id of that
+    ed25519 seed, as text. Raises `ConfigError` for a ring that is a reader's itself."""
+    if ring.role is not Role.MEMBER:
+        raise ConfigError("a reader's key file makes no other keys: name the cluster's key file")
+    lines = (
+        f"reader {reader_key_of(key).hex()} {signer_id_of(signer_seed_of(key))}\n"
+        for key in ring.keys
+    )
+    return "".join(lines)
 
 
 def new_cluster_key() -> str:

@@ -50,7 +50,7 @@ from p2pstore.gossip.links.identity import SEED_BYTES, Identity
 from p2pstore.gossip.members.membership import MAX_AHEAD_MS, MAX_INCARNATION
 from p2pstore.gossip.records import PeerId, SignedRecord, format_peer_id
 from p2pstore.invite import Invite, KeptInvite, format_invite
-from p2pstore.keyring import KeyRing, parse_cluster_keys
+from p2pstore.keyring import KeyRing, parse_cluster_keys, reader_keys
 from p2pstore.objects import newest_accepted_clock
 from p2pstore.regular_file import SAFELY, open_regular_file
 from p2pstore.shortage import is_shortage, shortage
@@ -595,6 +595,18 @@ def load_cluster_key_file(path: str | os.PathLike[str]) -> KeyRing:
             f"the cluster key file {where} does not exist; `mooncake-p2p keygen {where}` makes one"
         ) from None
     return parse_cluster_keys(text, str(where))
+
+
+def readers_key_file(path: str | os.PathLike[str]) -> str:
+    """The text of the readers' key file that goes with a cluster key file. Raises as `load_cluster_key_file`."""
+    ring = load_cluster_key_file(path)
+    return reader_keys(ring, lambda seed: format_peer_id(Identity(seed).peer_id))
+
+
+def parse_private_keys(folder: Folder, name: str, what: str) -> KeyRing:
+    """The keys of a file in `folder`, which is `what`. Raises as `load_cluster_key_file`, and `OSError`."""
+    path = folder.path / name
+    return parse_cluster_keys(_read_private(path, what, folder), str(path))
 
 
 # --- files -----------------------------------------------------------------------------------

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import tempfile
+
+import pytest
+
+_STATE = "XDG_STATE_HOME"
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Have Ctrl-C end this process and those that it starts: a shell that started the tests in the background, as some
-    builders do, has it ignored, and each process hands that on."""
+    builders do, has it ignored, and each process hands that on. Nothing goes to the user's state directory."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _STATE not in os.environ:
+        os.environ[_STATE] = place = tempfile.mkdtemp(prefix="p2p-state-")
+        config.add_cleanup(lambda: shutil.rmtree(place, ignore_errors=True))

@@ -251,18 +251,16 @@ class ColdCopies:
 
     # --- what is over ------------------------------------------------------------------------
 
-    def discard(self, digest: bytes, up_to: Version, now: float) -> None:
-        """Versions up to this one were removed or replaced."""
+    def discard(self, digest: bytes, up_to: Version, now: float) -> bool:
+        """Versions up to this one were removed or replaced. Whether one was there."""
         if self.store is None:
-            return
+            return False
         cold = self.store.find(digest)
-        if (
-            cold is not None
-            and up_to.covers(cold.version)
-            and digest not in self._core.segment.digests()
-        ):
+        covered = cold is not None and up_to.covers(cold.version)
+        if cold is not None and covered and digest not in self._core.segment.digests():
             self._core.gossip.release(digest, cold.version, now)
         self.store.discard(digest, up_to)  # also what is only on its way there
+        return covered
 
     def lost(self, entries: Iterable[ColdEntry], now: float) -> None:
         """The tier no longer has these: it made room, or found them damaged."""
@@ -331,7 +329,8 @@ class ColdCopies:
             if self.store is None:
                 self._withdraw(digest, now)
             else:
-                self.discard(digest, sweep.up_to, now)
+                discarded = self.discard(digest, sweep.up_to, now)
+                self._core.counters["objects_distrusted"] += discarded and sweep.namespace is None
         if len(some) < FORGOTTEN_PER_STEP:
             self._to_sweep.popleft()
 

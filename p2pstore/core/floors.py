@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.cold_return import ColdObject, ColdReturn
@@ -21,6 +23,7 @@ from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,
     FloorBody,
+    Member,
     PeerId,
     SignedRecord,
     floor_of_keys,
@@ -45,9 +48,21 @@ WAIT_STEP_SECONDS: Final = 0.05
 PACE_ABOVE: Final = 0.8
 """Share of the limit of floors above which removals are slowed down."""
 MAX_NOTES: Final = 100
+MAX_NAMES: Final = 5
+"""Of members, in one note."""
 BURST_SECONDS: Final = 2.0
 PACE_SECONDS: Final = 10.0
 """Longer than compaction takes in a small cluster whose members are all well: some seven seconds."""
+
+
+@dataclass(slots=True)
+class _Distrusting:
+    """Copies up to this clock are being discarded. `by`: names of those whose word that is; `before`: how many had been
+    discarded before."""
+
+    clock: int
+    before: int
+    by: list[str] = field(default_factory=list)
 
 
 class Floors:
@@ -73,6 +88,9 @@ class Floors:
         self._allowance = 0.0
         self._allowed_at = 0.0
         self._slowed = False
+        self._distrusting: _Distrusting | None = None
+        self._told: set[Member] = set()
+        """Members of which the log says that they are passed over, or not believed."""
         self._notes: list[str] = []
 
     # --- floors ------------------------------------------------------------------------------
@@ -161,14 +179,56 @@ class Floors:
         )
 
     def waits_for(self) -> list[str]:
-        """Names of living members that keep floors from being dropped."""
-        gossip = self._core.gossip
-        return [gossip.name_of(peer_id) for peer_id in gossip.floors_wait_for()]
+        """Names of members that keep floors from being dropped."""
+        return self._names(self._sync.waits_for)
 
-    def take_notes(self) -> list[str]:
+    def disbelieved(self, now: float) -> list[str]:
+        """Names of members that say that floors are gone of which this peer has not heard."""
+        return self._names(self._sync.disbelieved(now))
+
+    def _names(self, members: Iterable[Member]) -> list[str]:
+        return self._core.gossip.names_of(members)
+
+    def take_notes(self, now: float) -> list[str]:
         """What an operator ought to know of, since the last call."""
-        notes, self._notes = self._notes, []
+        self._note_members(now)
+        if self._distrusting is not None and not self.sweep.pending and not self.returning:
+            self._notes.append(self._distrusted_text(self._distrusting))
+            self._distrusting = None
+        notes, self._notes = self._notes[:MAX_NOTES], []
         return notes
+
+    def _note_members(self, now: float) -> None:
+        """Name each member once that is passed over, or not believed, for as long as it is."""
+        sync = self._sync
+        if not (sync.passed_over or sync.has_offers or self._told):
+            return
+        disbelieved = sync.disbelieved(now)
+        for member in sync.passed_over:
+            if member not in self._told:
+                self._notes.append(
+                    f"{self._names([member])[0]} did not confirm for a long time which keys were removed, and is not "
+                    "waited for any longer: what it holds of removed keys is not believed"
+                )
+        for member, clock in disbelieved.items():
+            if member not in self._told:
+                self._notes.append(
+                    f"{self._names([member])[0]} says that removals up to {_time_text(clock)} are forgotten, of which "
+                    "this peer has not heard. Too few members say so as well: it is not believed, and nothing is "
+                    "discarded"
+                )
+        self._told = {*sync.passed_over, *disbelieved}
+
+    def _distrusted_text(self, event: _Distrusting) -> str:
+        count = self._core.counters["objects_distrusted"] - event.before
+        by = ", ".join(event.by[:MAX_NAMES]) + (
+            f" and {len(event.by) - MAX_NAMES:,} more" if len(event.by) > MAX_NAMES else ""
+        )
+        return (
+            "this peer was out of touch for so long that others have forgotten which keys were removed meanwhile: "
+            f"it discarded {count:,} copies of objects that were put up to {_time_text(event.clock)}, by the signed "
+            f"records of {by or 'an earlier life of its own'}"
+        )
 
     def keep(self, record: ClusterRecord, now: float) -> SignedRecord:
         """Sign a cluster record of this peer's, of whatever kind; keep and spread it."""
@@ -270,6 +330,7 @@ class Floors:
 
     def _hold_back(self, newest_clock: int, now: float) -> None:
         self._unsettled += 1
+        self._sync.has_older_copies |= newest_clock > 0
         core = self._core
         core.timekeeping.found(newest_clock)
         if self._seen_before_cold is None:
@@ -365,12 +426,11 @@ class Floors:
         self._distrusted_before = max(self._distrusted_before, clock)
         self._trusted_operation = core.next_operation
         core.counters["horizons_missed"] += 1
-        if len(self._notes) < MAX_NOTES:
-            ago = max(0.0, core.unix(now) - unix_seconds_from_clock(clock))
-            self._notes.append(
-                "this peer was out of touch for so long that others have forgotten which keys were removed meanwhile: "
-                f"it discards its copies of objects that were put over {ago:,.0f} s ago"
-            )
+        event = self._distrusting
+        if event is None:
+            event = self._distrusting = _Distrusting(clock, core.counters["objects_distrusted"])
+        event.clock = max(event.clock, clock)
+        event.by += [each for each in self._names(self._sync.distrusted_by) if each not in event.by]
         core.cold.sweep(None, Version(clock, 0xFFFF))
         self.sweep.begin(now, distrusted=clock)
 
@@ -386,6 +446,9 @@ class Floors:
     def _sort_cold(self, now: float) -> None:
         assert self._cold is not None
         sorted_ones = self._cold.sort(COLD_PER_STEP, self._is_good)
+        self._core.counters["objects_distrusted"] += sum(
+            each.version.clock <= self._distrusted_before for each in sorted_ones.discarded
+        )
         self._core.emit(sorted_ones)
         if sorted_ones.last:
             self._cold = None
@@ -416,6 +479,8 @@ class Floors:
             self._core.repair.look_later(now)
 
     def _is_good_in_memory(self, entry: ObjectEntry) -> bool:
+        distrusted = entry.version.clock <= self._distrusted_before
+        self._core.counters["objects_distrusted"] += distrusted
         namespace = self._core.namespace_digest(entry.namespace)
         return self._is_good(ColdObject(entry.digest, namespace, entry.version))
 
@@ -423,3 +488,11 @@ class Floors:
         return cold.version.clock > self._distrusted_before and not self._records.forbids(
             cold.digest, cold.namespace, cold.version
         )
+
+
+def _time_text(clock: int) -> str:
+    """The wall-clock part of a stamp."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_seconds_from_clock(clock)))
+    except (OverflowError, ValueError):
+        return "a time that no calendar has"

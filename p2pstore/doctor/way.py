@@ -88,6 +88,8 @@ class _Examination:
         self.report = report
         self.identity: Identity = ephemeral()
         self.timeout = way.timeout_seconds
+        self.ring = way.ring
+        """For data: with the key that the peer admitted."""
 
     async def run(self) -> None:
         """All steps, or those up to the first that is broken."""
@@ -179,7 +181,10 @@ class _Examination:
         begin = time.monotonic()
         try:
             await host.ask(peer_id, [address], ControlKind.PING, Ping(0, []), self.timeout)
-            key = "without a key" if self.way.ring.keyless else "with the cluster's key"
+            if self.way.ring.of_user:
+                found = map(self.way.ring.find, host.key_ids(peer_id))
+                self.ring = KeyRing([key for key in found if key is not None][:1])
+            key = "without a key" if self.way.ring.of_user else "with the cluster's key"
             self.report(fine("admission", f"{key}, cluster {self.way.cluster}"))
             round_trips = []
             for _ in range(PINGS):
@@ -196,7 +201,7 @@ class _Examination:
                     error.code,
                     time.monotonic() - begin,
                     self.timeout,
-                    keyless=self.way.ring.keyless,
+                    keyless=self.way.ring.of_user,
                     cluster=self.way.cluster,
                 )
             ) from None
@@ -227,7 +232,7 @@ class _Examination:
 
     async def _examine_data(self, record: PeerRecord) -> None:
         same_host = record.host_id == host_identity()
-        office = TicketOffice(self.identity, self.way.ring)
+        office = TicketOffice(self.identity, self.ring)
         shares = 2 * len(record.data) + (1 if same_host else 0) + 1
         share_seconds = self.way.measure_seconds / max(1, shares)
         for address in record.data[:MAX_ADDRESSES]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -253,8 +254,6 @@ class Gossip:
 
     def record(self, now: float) -> SignedRecord:
         """This peer's own record, signed anew when something changed."""
-        if self.own_record.came_back():
-            self.partitions.log_restarted(now)
         return self.own_record.signed(now)
 
     def offer_changed(self) -> None:
@@ -365,9 +364,13 @@ class Gossip:
         """Whether no living member is of a version that knows floors of single keys only."""
         return all(state.floors_end for state in self.membership.others())
 
-    def floors_wait_for(self) -> list[PeerId]:
-        """Living members that keep floors from being dropped."""
-        return self._peer_ids(self.floors.waits_for)
+    def names_of(self, members: Iterable[Member]) -> list[str]:
+        """Their names; the short name in hexadecimal of one that is not known."""
+        states = [(member, self.membership.resolve(member)) for member in members]
+        return [
+            f"{member:016x}" if state is None else self.name_of(state.peer_id)
+            for member, state in states
+        ]
 
     def neighbours(self) -> list[PeerId]:
         """The members that this peer talks to all the time: connections with them are worth keeping."""
@@ -378,7 +381,8 @@ class Gossip:
         state = self.membership.get(peer_id)
         if state is not None and (record := state.record) is not None:
             return list(record.control)
-        return list(self.contacts.known_at().get(peer_id, ()))
+        known = self.contacts.known_at().get(peer_id, ())
+        return [*known, *self.membership.newcomers.addresses_of(peer_id)]
 
     def snapshot(self, member: Member) -> tuple[SnapshotHead, bytes] | None:
         """A member's whole location set as known here, packed; None when nothing is known."""
@@ -466,6 +470,26 @@ class Gossip:
                 reply = Failure(int(Code.UNSUPPORTED), f"requests of kind {kind} are not answered")
         return reply, effects + self._consequences(now)
 
+    def serve_reader(self, sender: PeerId, kind: int, request: Message, now: float) -> Message:
+        """Answer a peer that was admitted as a reader: it is told what members are told. Nothing that it says is
+        taken in or passed on, and members do not know it; what it says unasked is acknowledged.
+
+        Raises `ProtocolError` for nonsense.
+        """
+        if not self.questions.budget.serve(sender, now):
+            return Failure(int(Code.BUSY), "that peer asks too much; let it ask less often")
+        match request:
+            case Ping():
+                return Ack(self.membership.own.incarnation, [], self._unix_ms(now))
+            case Exchange():
+                theirs = read_request(request, self.knowledge.table)
+                self.record(now)
+                return self._exchanges.answer_reader(sender, request, theirs, now)
+            case Delta() | Leave():
+                return Empty()
+            case _:
+                return Failure(int(Code.UNAVAILABLE), f"readers are not answered kind {kind}")
+
     def answered(self, token: int, reply: Message | None, now: float) -> list[Effect]:
         """The outcome of an `Ask`: its reply, a `Failure`, or None when nothing came in time.
 
@@ -477,6 +501,7 @@ class Gossip:
         if reply is not None:
             self.contacts.admitted(asked.peer_id)
         if asked.kind in (ControlKind.PING, ControlKind.PING_REQUEST):
+            self.membership.newcomers.answered(asked.peer_id)
             return self._probe_answered(token, asked, reply, now)
         if reply is None:
             self.view.failed(asked.peer_id, now)
@@ -542,6 +567,7 @@ class Gossip:
         self.view.tick(now)
         effects: list[Effect] = self._consequences(now)
         effects += self._probing.tick(now, self.view.neighbours())
+        effects += map(partial(self._ping_newcomer, now=now), self.membership.newcomers.take())
         effects += self._exchanges.start(now)
         effects += self._fresh.spread(now)
         if self.directory.work_pending and self.directory.work():
@@ -559,7 +585,7 @@ class Gossip:
         """When `tick`, or `pushes`, has something to do next."""
         if self.leaving:
             return math.inf
-        if self.directory.work_pending:
+        if self.directory.work_pending or self.membership.newcomers.is_due:
             return now
         due = min(
             self.membership.next_tick(),
@@ -651,11 +677,14 @@ class Gossip:
                 raise
             self.clocks.answered(pinged, reply.unix_ms, asked.sent_at, now)
             self._heard(asked.peer_id, now)
-            self.membership.observe_claims(
-                [*reply.claims, self._self_claim(pinged, reply.incarnation)], now, pinged
-            )
+            # What rides on an answer that a helper passed on is nobody's word: the helper has taken it in.
+            claims = [] if asked.about else reply.claims
+            alive = self._self_claim(pinged, reply.incarnation)
+            self.membership.observe_claims([*claims, alive], now, asked.peer_id)
         elif reply is not None:
             self.membership.heard(asked.peer_id, now)
+        if isinstance(reply, Ack) and asked.kind == ControlKind.PING:
+            self.membership.answered(asked.peer_id, now)
         answers = self._probing.answered(token, asked, reply)
         return [*answers, *self._consequences(now)]
 
@@ -745,6 +774,12 @@ class Gossip:
         late = self.questions.overdue(self.membership.resumed_at, now - patience)
         return self._probing.doubt(late, now)
 
+    def _ping_newcomer(self, peer_id: PeerId, now: float) -> Ask:
+        """Ping a peer that is only told of. When it answers it is exchanged with (`_heard`)."""
+        seconds = self.config.membership.probe_interval_seconds
+        ping = Ping(0, [])
+        return self.questions.ask(peer_id, ControlKind.PING, ping, now, timeout_seconds=seconds)
+
     def _fetch_snapshots(self, now: float) -> list[Effect]:
         if not self.partitions.mode.follows_logs:
             return []
@@ -765,7 +800,10 @@ class Gossip:
             if change.new > Status.SUSPECT:
                 self.losses += change.old is not None
                 if change.old is not None and change.old <= Status.SUSPECT:
-                    self.floors.went(change.member, now)
+                    left = (
+                        state := self.membership.get(change.peer_id)
+                    ) is not None and state.leaving
+                    self.floors.went(change.member, now, left=left)
                 self.partitions.hide(change.member)
                 self._forget_at[change.member] = now + self.config.forget_seconds
                 self._exchanges.forget(change.peer_id)
@@ -811,7 +849,7 @@ class Gossip:
     def _members(self) -> list[Member]:
         version, members = self._placement
         if version != self.membership.version:
-            members = [state.member for state in self.membership.live()]
+            members = [state.member for state in self.membership.homes()]
             self._placement = (self.membership.version, members)
         return members
 

@@ -9,7 +9,10 @@ A stream belongs to the side that opened it: it asks, the other answers. It star
                                  <-------  PROOF|REPLY Welcome    (or an ERROR frame, then close)
 
 A proof is HMAC-SHA256 with a key of the cluster's ring over role, both peer ids (which Noise has
-authenticated), both nonces and the cluster's name. A cluster without a key uses 32 zero bytes.
+authenticated), both nonces and the cluster's name. A cluster without a key uses 32 zero bytes. Before its proof the
+other side is a stranger: it is told neither the cluster's name nor what software runs here (`software` of the first two
+messages is empty, and was not in earlier versions). A reader, admitted with a reader's key (`p2pstore.keyring`), gets a
+signature with the Welcome that only a member can make.
 """
 
 from __future__ import annotations
@@ -56,10 +59,12 @@ class HelloReply(Message, frozen=True):
 class Proof(Message, frozen=True):
     key_id: bytes
     proof: bytes
+    software: str = ""
 
 
 class Welcome(Message, frozen=True):
-    pass
+    software: str = ""
+    signature: bytes = b""
 
 
 # --- membership ------------------------------------------------------------------------------

@@ -204,7 +204,8 @@ class LocalConnection:
             expected = sum(counts) + bool(table_bytes) + gives_page + bool(checkpoint_bytes)
             if len(descriptors) != expected:
                 raise ProtocolError("the peer did not pass a descriptor for each of its memories")
-            writable, left = hello.access == Access.WRITE, iter(descriptors)
+            writable = Access.WRITE == hello.access == self.hello.access
+            left = iter(descriptors)
             user = (
                 self.peer_user
             )  # could show anything anyway: a file of its memory is taken from it

@@ -104,6 +104,8 @@ class HelloReply(Message, frozen=True):
     hazards: bool = False
     """Whether there is a page for that. Its writable descriptor comes after that of the table, and before a
     checkpoint's."""
+    access: int = int(Access.WRITE)
+    """What the client may do: READ, with read-only descriptors, where it asked for more than its user may."""
 
 
 class ItemError(Message, frozen=True):

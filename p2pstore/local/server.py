@@ -12,10 +12,12 @@ import itertools
 import logging
 import os
 import socket
+import struct
 import time
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -25,6 +27,7 @@ import trio
 from p2pstore.accepting import Accepting
 from p2pstore.errors import (
     AnswerTooLarge,
+    AuthenticationFailed,
     DeadlineExceeded,
     P2PStoreError,
     ProtocolError,
@@ -152,17 +155,19 @@ async def serve_local(
     observer: RequestObserver | None = None,
     mode: int = 0o600,
     group: str | None = None,
+    others_read_only: bool = False,
     # libp2p brings stubs of an older trio, which do not know it
     task_status: trio.TaskStatus[Path] = trio.TASK_STATUS_IGNORED,  # type: ignore[name-defined, unused-ignore]
 ) -> None:
     """Serve clients at `path` until cancelled; for `nursery.start`, which returns once clients can
-    connect. Raises `ConfigError` when another peer serves there or the socket cannot be made."""
+    connect. `others_read_only`: processes of other users, root's excepted, may only read. Raises `ConfigError` when
+    another peer serves there or the socket cannot be made."""
     where = check_socket_path(os.fspath(path))
     listener = await listen_at(where, mode, group)
     identity = file_identity(where)
     try:
         task_status.started(where)
-        await _accept_forever(listener, backend, observer)
+        await _accept_forever(listener, partial(_Connection, backend, observer, others_read_only))
     finally:
         listener.close()
         if file_identity(where) == identity:  # nobody removed or replaced it meanwhile
@@ -170,14 +175,14 @@ async def serve_local(
 
 
 async def _accept_forever(
-    listener: socket.socket, backend: LocalBackend, observer: RequestObserver | None
+    listener: socket.socket, connection: Callable[[socket.socket], _Connection]
 ) -> None:
     connections = 0
 
     async def serve(sock: socket.socket) -> None:
         nonlocal connections
         try:
-            await _Connection(sock, backend, observer).run()
+            await connection(sock).run()
         finally:
             connections -= 1
 
@@ -194,6 +199,13 @@ async def _accept_forever(
                     continue
                 connections += 1
                 nursery.start_soon(serve, sock)
+
+
+def _user_of(sock: socket.socket) -> int:
+    """The user of the process that connected, as the kernel has it."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(credentials)[1]
+    return user
 
 
 def _turn_away(sock: socket.socket, reason: str) -> None:
@@ -215,6 +227,8 @@ WRITING: Final = frozenset(
     }
 )
 """What a client that connected only to read may not ask for."""
+_CREDENTIALS: Final = struct.Struct("3i")
+"""Process, user and group at the other end of a Unix socket."""
 _HELLO: Final = int(LocalKind.HELLO)
 _KINDS: Final = {int(kind): kind for kind in LocalKind}
 _holders = itertools.count(1)
@@ -224,8 +238,14 @@ class _Connection:
     """One client from its hello to its end."""
 
     def __init__(
-        self, sock: socket.socket, backend: LocalBackend, observer: RequestObserver | None
+        self,
+        backend: LocalBackend,
+        observer: RequestObserver | None,
+        others_read_only: bool,
+        sock: socket.socket,
     ) -> None:
+        self._limited = others_read_only and _user_of(sock) not in (os.geteuid(), 0)
+        """Whether this client's user may only read."""
         self._observer = observer
         self._sock = sock
         self._stream = TrioStream(sock, SEND_SECONDS)
@@ -355,6 +375,8 @@ class _Connection:
     async def _welcome(
         self, header: FrameHeader, hello: Hello, access: Access, version: int
     ) -> LocalClient | None:
+        if self._limited:
+            access = Access.READ
         client = LocalClient(
             *(next(_holders), hello.namespace, access, hello.process_id, hello.client[:64]),
             reads_locations=hello.location_table,
@@ -437,6 +459,11 @@ class _Connection:
             )  # a message, but with a list too long, say: the client stays
             return
         try:
+            if kind in WRITING and self._limited:
+                raise AuthenticationFailed(
+                    "this user may only read here, as the peer was started with --socket-others read: put as the "
+                    "peer's own user"
+                )
             if kind in WRITING and client.access != Access.WRITE:
                 raise ValueError("the client connected only to read: connect with write access")
             outcome = self._backend.handle(client, kind, message)

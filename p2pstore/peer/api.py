@@ -39,6 +39,7 @@ from p2pstore.gossip.records import (
     TransportOffer,
     format_peer_id,
 )
+from p2pstore.keyring import Role
 from p2pstore.local.paths import answers as somebody_answers
 from p2pstore.local.paths import default_socket_path
 from p2pstore.local.server import serve_local
@@ -54,7 +55,12 @@ from p2pstore.peer.addresses import (
 )
 from p2pstore.peer.checkpoints.publications import Publications
 from p2pstore.peer.checkpoints.service import PeerCheckpoints
-from p2pstore.peer.credentials import Credentials, log_expelled, refuse_open_door
+from p2pstore.peer.credentials import (
+    Credentials,
+    fitted_to_role,
+    log_expelled,
+    refuse_open_door,
+)
 from p2pstore.peer.data_backend import PeerDataBackend
 from p2pstore.peer.kept_memory import begin_with_kept, tell_what_returned, watch_earlier_clients
 from p2pstore.peer.local_answers import known_copy
@@ -168,7 +174,7 @@ async def open_peer(
         "a peer in this process",
         "or start one with `mooncake-p2p join` and use it by p2pstore.aio or p2pstore.blocking",
     )
-    checked = (config or PeerConfig()).checked()
+    checked = fitted_to_role((config or PeerConfig()).checked())
     async with AsyncExitStack() as stack:
         state = (
             stack.enter_context(StateDirectory.open(checked.state_dir))
@@ -259,6 +265,7 @@ class _Assembly:
         core.timekeeping.started(node.now)
         self.node = node
         await self._serve(node, office, listeners)
+        self.credentials.warn_if_open()
         if node.ssd is not None:  # the first thing of all when this peer ends
             self.stack.callback(node.ssd.ending.set)
         client = await self.stack.enter_async_context(
@@ -294,6 +301,7 @@ class _Assembly:
             geometry=plan_geometry(self.config.memory_bytes, self.config.max_objects),
             policy=make_policy(self.config.eviction_policy),
             quotas=self.config.quotas,
+            capped=self.config.capped,
             marks=self.memory.marks if isinstance(self.memory, KeptMemory) else None,
             kept=self.memory.kept if isinstance(self.memory, KeptMemory) else None,
             now=time.time(),
@@ -352,11 +360,13 @@ class _Assembly:
     def _gossip_config(self) -> GossipConfig:
         config = self.config
         index_bytes = parse_bytes(config.index_memory, "index_memory")
+        base, reads_only = preset(config.network), self.credentials.ring.role is Role.READER
         return replace(
-            preset(config.network),
+            base,
             cluster=config.cluster,
             directory_setting=config.directory,
             mode_limits=ModeLimits(index_bytes=index_bytes),
+            membership=replace(base.membership, observes=reads_only),
         )
 
     def _describe(self, segment: Segment) -> PeerRecord:
@@ -399,7 +409,7 @@ class _Assembly:
         # Signatures were checked when these came in; a peer that is told of one checks it again.
         floors = _decoded(state)
         gossip.cluster_records.load(floors, state.floors_horizon)
-        gossip.floors.load(state.floors_seen)
+        gossip.floors.load(state.floors_seen, state.clock)
         stamps = (record.clock for record, _ in floors)
         known = (*state.floors_horizon.values(), *state.floors_seen.values())
         core.timekeeping.found(max((*stamps, *known), default=0))
@@ -436,6 +446,7 @@ class _Assembly:
                 allowed=self.credentials.allowed,
                 cluster=config.cluster,
                 handler=node.serve_control,
+                readers=node.serve_reader,
                 on_lost=node.control_lost,
                 on_refused=node.stranger_refused,
                 software=p2pstore.__version__,
@@ -509,6 +520,7 @@ class _Assembly:
             backend,
             mode=config.socket_mode_bits(),
             group=config.socket_group,
+            others_read_only=config.socket_others == "read",
             observer=node.watch,
         )
         nursery.start_soon(data_server.serve, listeners)

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import trio
 
 from p2pstore.allowlist import AllowList, parse_peer_ids
 from p2pstore.config import PeerConfig, is_loopback, join_address
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.records import PeerId, format_peer_id
-from p2pstore.keyring import KeyRing
+from p2pstore.keyring import KeyRing, Role
 from p2pstore.regular_file import open_regular_file
 from p2pstore.statedir import load_cluster_key_file
+from p2pstore.user_key import user_ring
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -28,6 +30,8 @@ class _Files:
     """What the files say."""
 
     keys: Sequence[bytes]
+    of_user: bool
+    signers: Sequence[bytes]
     allowed: frozenset[PeerId] | None
 
 
@@ -43,18 +47,33 @@ class Credentials:
         self.allowed = AllowList()
         self.on_change: Callable[[], None] = lambda: None
         self._key_file = config.cluster_key_file
+        self._open = config.insecure and self._key_file is None
         self._allow_file = config.allow_file
         self._own_id = own_id
         self._reloading = trio.Lock()
         self._apply(self._read())
 
+    def warn_if_open(self) -> None:
+        """Say that nothing keeps anybody out, if that is so."""
+        if self._open:
+            logger.warning(
+                "--insecure without a cluster key: every user and machine that reaches this peer's ports may read, "
+                "write and remove everything",
+                extra={"event": "insecure"},
+            )
+
     async def reload(self) -> bool:
         """Read the files again. Whether something changed.
 
-        Raises `ConfigError`, having changed nothing, when a file cannot be read or is malformed.
+        Raises `ConfigError`, having changed nothing, when a file cannot be read or is malformed, or makes a reader of a
+        member or a member of a reader.
         """
         async with self._reloading:
             found = await trio.to_thread.run_sync(self._read)
+            if bool(found.signers) != bool(self.ring.signers):
+                raise ConfigError(
+                    f"{self._key_file} holds keys of another role now: restart this peer to change its role"
+                )
             if found == self._current():
                 logger.info("read again, unchanged: %s", self._describe())
                 return False
@@ -64,29 +83,49 @@ class Credentials:
             return True
 
     def _read(self) -> _Files:
-        keys = load_cluster_key_file(self._key_file).keys if self._key_file else KeyRing().keys
-        if self._allow_file is None:
-            return _Files(keys, None)
-        return _Files(keys, frozenset([*_load_allow_file(self._allow_file), self._own_id]))
+        ring = self._read_ring()
+        allowed = None
+        if self._allow_file is not None:
+            allowed = frozenset([*_load_allow_file(self._allow_file), self._own_id])
+        return _Files(*ring.content, allowed)
+
+    def _read_ring(self) -> KeyRing:
+        if self._key_file:
+            return load_cluster_key_file(self._key_file)
+        return KeyRing() if self._open else user_ring()
 
     def _current(self) -> _Files:
-        return _Files(self.ring.keys, self.allowed.peer_ids)
+        return _Files(*self.ring.content, self.allowed.peer_ids)
 
     def _apply(self, found: _Files) -> None:
-        self.ring.replace(found.keys)
+        self.ring.replace(found.keys, of_user=found.of_user, signers=found.signers)
         self.allowed.replace(found.allowed)
 
     def _describe(self) -> str:
         """Ring and list in one line; keys by their ids, which are hashes."""
-        if self.ring.keyless:
-            text = "no cluster key"
+        if self._open:
+            text = "no cluster key: everybody may come in"
+        elif not self._key_file:
+            text = "no cluster key: only peers of this user on this machine may come in"
         else:
             first, *others = (key_id.hex() for key_id in self.ring.ids)
             text = f"cluster key {first} proves"
             text += f", {', '.join(others)} accepted as well" if others else ""
+            text += ", of a reader" if self.ring.role is Role.READER else ""
         if self.allowed.peer_ids is not None:
             text += f"; {len(self.allowed.peer_ids)} peers on the allow list, this one included"
         return text
+
+
+def fitted_to_role(config: PeerConfig) -> PeerConfig:
+    """The settings of a peer whose key file may hold a reader's key: a reader offers no memory, as nobody would be told
+    what is in it. Raises `ConfigError` for an unreadable file, and settings that need memory."""
+    if not config.cluster_key_file:
+        return config
+    if load_cluster_key_file(config.cluster_key_file).role is Role.MEMBER:
+        return config
+    logger.info("%s holds a reader's key: this peer offers no memory", config.cluster_key_file)
+    return msgspec.structs.replace(config, memory=0).checked()
 
 
 def log_expelled(peer_ids: Sequence[PeerId]) -> None:

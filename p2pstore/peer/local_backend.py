@@ -20,10 +20,12 @@ from p2pstore.core.presence import is_known, known_keys
 from p2pstore.core.put import MAX_REPLICAS
 from p2pstore.core.remove import RemoveOperation
 from p2pstore.core.replicate import ReplicateOperation
+from p2pstore.errors import AuthenticationFailed
 from p2pstore.gossip.messages import Status
+from p2pstore.keyring import Role
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
-from p2pstore.local.server import LocalClient
+from p2pstore.local.server import WRITING, LocalClient
 from p2pstore.objects import DIGEST_BYTES, namespace_digest
 from p2pstore.peer.checkpoints.service import PeerCheckpoints
 from p2pstore.peer.local_answers import (
@@ -74,6 +76,8 @@ _WHILE_LEAVING: Final = frozenset(
     {LocalKind.STATISTICS, LocalKind.PEERS, LocalKind.RELEASE, LocalKind.ABORT}
 )
 """Requests that are answered to the end."""
+_NOT_FOR_READERS: Final = WRITING - {LocalKind.ABORT, LocalKind.LEAVE}
+"""Requests that a peer with a reader's key refuses: the members would."""
 _KNOWN: Final = local.ContainsReply(b"\1")
 _UNKNOWN: Final = local.ContainsReply(b"\0")
 
@@ -165,6 +169,7 @@ class PeerLocalBackend:
             [segment],
             self._max_leased_bytes,
             p2pstore.__version__,
+            access=int(client.access),
         )
         table, passed = self._location_table, list(descriptors)
         if table is not None and client.reads_locations:
@@ -208,6 +213,11 @@ class PeerLocalBackend:
         """The answer, or something to await that gives it."""
         if kind not in _WHILE_LEAVING:
             self._node.check_open()
+        if kind in _NOT_FOR_READERS and self._node.credentials.ring.role is Role.READER:
+            raise AuthenticationFailed(
+                "this peer's key file holds a reader's key: it may read, and change nothing. Ask a peer with the "
+                "cluster's key"
+            )
         answer: Answer = self._handlers[kind](client, message)
         if kind in _WITH_EFFECTS:  # not LEASE: its round trip should cost nothing else
             self._has_effects = True

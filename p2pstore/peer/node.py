@@ -318,7 +318,7 @@ class Node:
             self._checkpoint_news = trio.Event()
         for note in checkpoints.take_notes():
             logger.warning("%s", note, extra={"event": "publisher"})
-        for note in self.core.floors.take_notes():
+        for note in self.core.floors.take_notes(self.now):
             logger.warning("%s", note, extra={"event": "floors"})
         if checkpoints.pins_version != self._pins_version:
             self._pins_version = checkpoints.pins_version
@@ -660,6 +660,17 @@ class Node:
         self.process()
         if isinstance(reply, Later):
             reply = await self._later_replies.wait(reply)
+        if isinstance(reply, Failure):
+            raise error_of(reply.code, reply.text, reply.detail)
+        return reply
+
+    async def serve_reader(self, sender: PeerId, kind: int, request: Message) -> Message:
+        """The control host's handler for peers that may only read."""
+        if self._ended:
+            raise StoreClosed("this peer has left")
+        self.watch.measures.messages[_kind_name(kind), "received"] += 1
+        reply = self.core.gossip.serve_reader(sender, ControlKind(kind), request, self.now)
+        self.process()
         if isinstance(reply, Failure):
             raise error_of(reply.code, reply.text, reply.detail)
         return reply

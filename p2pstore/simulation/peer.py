@@ -151,7 +151,7 @@ class SimulatedPeer:
             ((open_cluster_record(signed, verifier), signed) for signed in state.cluster_records),
             state.floors_horizon,
         )
-        gossip.floors.load(state.floors_seen)
+        gossip.floors.load(state.floors_seen, state.clock)
         core = self.core = PeerCore(
             signer=self.signer,
             verifier=verifier,

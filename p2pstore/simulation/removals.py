@@ -21,6 +21,8 @@ from p2pstore.simulation.kernel import Faults
 from p2pstore.simulation.scenario import ScenarioRun
 
 STEP_SECONDS: Final = 0.25
+BACK_SECONDS: Final = 120.0
+"""A peer that was killed shows again what it had within this time."""
 KEPT_OBJECTS: Final = 20
 """At every peer: those that nobody removes."""
 
@@ -90,7 +92,7 @@ class Removals(ScenarioRun):
                 crash_at += scenario.crash_every_seconds
                 self._crash_one()
         self.network.faults = Faults()
-        self.kernel.run_until(self.kernel.now + 40.0)
+        self._come_back()
         self._check_kept()
         self.close_books()
         return self.outcome
@@ -139,6 +141,19 @@ class Removals(ScenarioRun):
         other = next(peer for peer in self.cluster.running if peer is not victim)
         victim.crash()
         self.kernel.after(20.0, lambda: victim.boot([other.address]))
+
+    def _come_back(self) -> None:
+        """Wait until the one killed last is back, and shows what it had."""
+        until = self.kernel.now + BACK_SECONDS
+        self.kernel.run_until(self.kernel.now + 40.0)
+        while not self._all_are_back() and self.kernel.now < until:
+            self.kernel.run_until(self.kernel.now + 1.0)
+
+    def _all_are_back(self) -> bool:
+        cores = [peer.core for peer in self.cluster.running if peer.core is not None]
+        return len(cores) == len(self.cluster.peers) and not any(
+            core.floors.returning for core in cores
+        )
 
     def _check_bounds(self) -> None:
         for peer in self.cluster.running:

@@ -2,13 +2,14 @@
 
 A quota is a place, not a sum. Room is made by evicting neighbours: if what must stay lay scattered over all of the
 memory, there would soon be no room left for large values of others. And whether an object is kept for its namespace is
-then seen by where it lies. Others use a part as well while its owner leaves it free, and give way to it.
+then seen by where it lies. Others use a part as well while its owner leaves it free, and give way to it. A namespace
+that is capped uses its own part alone: its quota is also the most that it may take.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,11 +69,18 @@ class QuotaUse:
 class Areas:
     """All parts, and which of them a namespace may use, in which order. Offsets are bytes within the data area.
 
-    `quotas`: bytes for each namespace, rounded up to whole granules. Raises `ValueError` when they are more than there
+    `quotas`: bytes for each namespace, rounded up to whole granules. `capped`: those of them that use no other room.
+    Raises `ValueError` when they are more than there
     is, or too many.
     """
 
-    def __init__(self, data_bytes: int, granule: int, quotas: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        data_bytes: int,
+        granule: int,
+        quotas: Mapping[str, int],
+        capped: Collection[str] = (),
+    ) -> None:
         sizes = {name: -(-size // granule) * granule for name, size in quotas.items()}
         shared = data_bytes - sum(sizes.values())
         if shared < 0 or len(sizes) > MAX_QUOTAS:
@@ -89,7 +97,7 @@ class Areas:
             self._owned[name] = area
             begin += size
         self.uses = {name: QuotaUse(size) for name, size in sizes.items()}
-        self._searches = {name: self._searches_for(name) for name in sizes}
+        self._searches = {name: self._searches_for(name, name in capped) for name in sizes}
         self._searches_of_others = self._searches_for(None)
         self.used_bytes = 0
         self.data_bytes = data_bytes
@@ -114,7 +122,8 @@ class Areas:
 
     def searches(self, namespace: str) -> tuple[Places, ...]:
         """Where to look for room, one after the other: in the namespace's own part, where what others have gives way;
-        then everywhere, where whatever is not kept for another namespace may go."""
+        then everywhere, where whatever is not kept for another namespace may go (in its own part alone if it is
+        capped)."""
         return self._searches.get(namespace, self._searches_of_others)
 
     def take(self, size_bytes: int, places: Places) -> int | None:
@@ -186,9 +195,9 @@ class Areas:
             if entry.group == self._owned[entry.namespace].owned:
                 use.kept_bytes += sign * entry.extent_bytes
 
-    def _searches_for(self, namespace: str | None) -> tuple[Places, ...]:
+    def _searches_for(self, namespace: str | None, capped: bool = False) -> tuple[Places, ...]:
         own = self._owned.get(namespace) if namespace is not None else None
-        others = [area for area in self._all if area is not own]
+        others = [] if capped else [area for area in self._all if area is not own]
         everywhere = tuple(Place(area, (area.guests,)) for area in others)
         if own is None:
             return (everywhere,)

@@ -311,6 +311,7 @@ class DataServer:
                 limits=self._limits,
                 traffic=self.traffic,
                 swarms=self._swarms,
+                role=self._ring.role_of(claims.key_id),
             )
             await self._serve_session(session, claims)
         except Refused as refusal:

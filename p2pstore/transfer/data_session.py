@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 import trio
 
 from p2pstore.errors import P2PStoreError, ProtocolError
+from p2pstore.keyring import Role
 from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES, GIB, KIB, MIB, PART_BYTES
 from p2pstore.streams import AcceptedStream, BytesLike
 from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
@@ -28,6 +29,7 @@ from p2pstore.transfer.layout import SLOT_BYTES
 from p2pstore.transfer.messages import (
     MAX_MEASURE_BYTES,
     READ_KINDS,
+    READER_KINDS,
     REQUESTS,
     STORE_VERSION,
     WRITE_KINDS,
@@ -240,7 +242,9 @@ class DataSession:
         limits: ServerLimits,
         traffic: Traffic,
         swarms: SwarmBackend | None = None,
+        role: Role = Role.MEMBER,
     ) -> None:
+        self._role = role
         self._swarms = swarms
         self._sent_piece: OpenedPiece | None = None
         """The one sent last, until the other side says something: then it has it."""
@@ -261,7 +265,7 @@ class DataSession:
         self._allowed = {
             kind: message_type
             for kind, message_type in self._known.items()
-            if claims.scope & _scope_for(kind)
+            if claims.scope & _scope_for(kind) and (role is Role.MEMBER or kind in READER_KINDS)
         }
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._sending = trio.Lock()
@@ -474,6 +478,12 @@ class DataSession:
             self._handlers += 1
             nursery.start_soon(self._handle, header, message, nursery.cancel_scope)
 
+    @property
+    def _issued_for(self) -> str:
+        if self._role is Role.READER:
+            return "reading, with a reader's key,"
+        return "other peers" if self._claims.scope & Scope.PEER else "reading"
+
     def _decode(self, header: FrameHeader, body: bytes) -> Message | None:
         """The request, or None when it was answered with a failure. Raises `Refused` for garbage."""
         kind, request_id = header.kind, header.request_id
@@ -487,8 +497,7 @@ class DataSession:
             self._refuse(
                 header,
                 Code.AUTHENTICATION_FAILED,
-                f"the ticket does not allow {DataKind(kind).name}: it was issued for "
-                f"{'other peers' if self._claims.scope & Scope.PEER else 'reading'} only",
+                f"the ticket does not allow {DataKind(kind).name}: it was issued for {self._issued_for} only",
             )
             return None
         try:

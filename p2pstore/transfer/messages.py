@@ -658,5 +658,7 @@ READ_KINDS: Final = frozenset(
     }
 )
 """What a ticket of scope READ allows."""
+READER_KINDS: Final = READ_KINDS | {DataKind.SNAPSHOT, DataKind.RDMA_CONNECT, DataKind.MEASURE}
+"""What a ticket made with a reader's key allows at most, whatever its scope: nothing that changes anything."""
 WRITE_KINDS: Final = frozenset({DataKind.STORE, DataKind.STORE_PART})
 """What a ticket of scope WRITE allows; the rest needs scope PEER."""

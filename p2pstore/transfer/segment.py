@@ -8,7 +8,7 @@ cooperation (`p2pstore.transfer.reader`). All `now` are Unix seconds.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, suppress
 from functools import partial
 from itertools import islice
@@ -122,6 +122,7 @@ class Segment:
         geometry: Geometry,
         policy: EvictionPolicy | None = None,
         quotas: Mapping[str, int] = NO_QUOTAS,
+        capped: Collection[str] = (),
         marks: memoryview | None = None,
         kept: Kept | None = None,
         now: float = 0.0,
@@ -132,7 +133,7 @@ class Segment:
         self.incarnation = incarnation
         self._buffer = buffer
         self._marks = marks
-        self._areas = Areas(geometry.data_bytes, GRANULE_BYTES, quotas)
+        self._areas = Areas(geometry.data_bytes, GRANULE_BYTES, quotas, capped)
         kept = self._that_fits(kept or Kept())
         self._table = ObjectTable(buffer, segment_id, incarnation, geometry, kept.numbers)
         self._order = EvictionOrder(policy or make_policy(), self._areas.group_count)

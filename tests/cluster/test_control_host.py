@@ -278,11 +278,13 @@ async def test_a_wrong_key_is_refused_and_both_sides_say_why(
 
 
 async def test_another_cluster_is_refused(victim: Victim) -> None:
-    host, _ = victim
+    host, seen = victim
     async with opened(3, cluster="production") as stranger:
-        with pytest.raises(LinkError, match="'production' calls cluster 'test'") as error:
+        with pytest.raises(LinkError, match="this peer is of cluster 'production'") as error:
             await ping(stranger, peer_id(1), address_of(host))
         assert error.value.code == Code.WRONG_CLUSTER
+        assert "'test'" not in str(error.value), "only its own log says what it is called"
+        await until(lambda: "'production' calls cluster 'test'" in seen.reasons())
 
 
 async def test_a_listener_that_is_not_the_wanted_peer_is_noticed(victim: Victim) -> None:

@@ -363,7 +363,7 @@ async def test_without_a_key_nobody_else_reaches_a_peer(
 
     monkeypatch.setattr(socket, "getaddrinfo", everywhere)
     with pytest.raises(errors.ConfigError, match=f"{setting}: .*no cluster key") as error:
-        async with open_peer(config(tmp_path, "a", **settings)):
+        async with open_peer(config(tmp_path, "a", **settings, insecure=False)):
             pass
     assert "keygen" in str(error.value)
     assert "--insecure" in str(error.value)
@@ -375,7 +375,7 @@ async def test_without_a_key_nobody_else_reaches_a_peer(
 async def test_advertising_an_address_opens_no_port(tmp_path: Path) -> None:
     """What is told to others is not what is bound: without a key that stays loopback."""
     options = {"listen": None, "advertise": "192.0.2.1", "data_advertise": ["192.0.2.1:1"]}
-    async with open_peer(config(tmp_path, "a", **options)) as peer:
+    async with open_peer(config(tmp_path, "a", **options, insecure=False)) as peer:
         assert peer.node.host.listening[0] == "127.0.0.1"
 
 

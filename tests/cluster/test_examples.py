@@ -55,7 +55,6 @@ def machine() -> Iterator[Machine]:
             **os.environ,
             "MOONCAKE_P2P_SOCKET": peer.socket,
             "XDG_RUNTIME_DIR": folder,
-            "XDG_STATE_HOME": folder,
         }
         yield Machine(environment, peer.control)
 

@@ -11,6 +11,8 @@ import trio
 
 from p2pstore import PeerConfig, errors
 from p2pstore.core import sweeping
+from p2pstore.gossip.floors import floor_sync
+from p2pstore.objects import clock_from_unix_seconds
 from p2pstore.peer import Peer, open_peer
 from p2pstore.statedir import StateDirectory
 
@@ -100,20 +102,51 @@ async def test_what_was_seen_of_floors_survives_a_restart(tmp_path: Path) -> Non
         assert seen[member] >= kept["floors_seen"][f"{member:016x}"]  # it goes on while this looks
 
 
-async def test_a_horizon_reaches_a_peer_that_was_away(tmp_path: Path) -> None:
+async def test_a_horizon_reaches_a_peer_that_was_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_peer(config(tmp_path, "a")) as one:
+        async with open_peer(config(tmp_path, "b", one)) as other:
+            await until(lambda: other.node.core.live_peers())
+        await until(lambda: not one.node.core.live_peers())
+        with StateDirectory.open(tmp_path / "b") as state:
+            ten_minutes = clock_from_unix_seconds(600.0)
+            clock = state.clock
+            state.save_clock(clock - ten_minutes, {})
+        one.node.core.gossip.cluster_records.floors.raise_horizon({7: clock})
+        async with open_peer(config(tmp_path, "b", one)) as other:
+            horizon = other.node.core.gossip.cluster_records.floors
+            await until(lambda: horizon.horizon == {7: clock})
+            assert other.node.core.counters["horizons_missed"] == 1
+            await until(lambda: "by the signed records of a" in caplog.text)
+            assert "it discarded 0 copies of objects that were put up to" in caplog.text
+
+
+async def test_a_horizon_that_one_member_makes_up_erases_nothing_and_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(floor_sync, "DISBELIEVED_SECONDS", 1.0)
     async with (
         open_peer(config(tmp_path, "a")) as one,
         open_peer(config(tmp_path, "b", one)) as other,
     ):
         await until(lambda: one.node.core.gossip.floors.synchronised)
-        await other.put("k", b"value")
-        await until(lambda: one.contains_nowait("k"))
-        clock = other.node.core.clock.latest
-        one.node.core.gossip.cluster_records.floors.raise_horizon({7: clock})
-        await until(lambda: other.node.core.gossip.cluster_records.floors.horizon == {7: clock})
-        await until(lambda: not other.node.core.segment.object_count)
-        await until(lambda: not one.contains_nowait("k"))
-        assert other.node.core.counters["horizons_missed"] == 1
+        await until(lambda: other.node.core.live_peers())
+        for number in range(50):
+            await one.put(f"k{number}", b"value")
+        one.node.core.gossip.floors.quorum.fresh = False  # as after a minute
+        lying = other.node.core.gossip
+        clock = one.node.core.clock.latest
+        members = [state.member for state in lying.membership.live()]
+        lying.cluster_records.floors.raise_horizon(dict.fromkeys([*members, 7], clock))
+        await until(lambda: "b says that removals up to" in caplog.text)
+        found = one.node.core.gossip.floors.disbelieved(one.node.now)
+        assert found == {other.node.core.member: clock}
+        problems = (await one.statistics())["peer"]["problems"]
+        assert any("b forgot removals of which" in each["what"] for each in problems)
+        assert one.node.core.segment.object_count == 50
+        assert one.node.core.counters["horizons_missed"] == 0
+        assert await one.get("k7") == b"value"
 
 
 async def test_floors_that_are_damaged_come_back_from_a_neighbour(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def config(folder: Path, name: str, *bootstrap: Peer | str, **settings: object) 
         "listen": "127.0.0.1:0",
         "socket": str(folder / f"{name}.sock"),
         "bootstrap": addresses,
+        "insecure": True,  # tests that attack as a member need no key then
     }
     return PeerConfig(**{**defaults, **settings})  # type: ignore[arg-type]  # settings of every type
 
@@ -449,7 +450,7 @@ async def test_places_that_are_taken(tmp_path: Path) -> None:
     [
         ({"memory": "lots"}, "memory"),
         ({"memory": "1KiB"}, "memory"),
-        ({"listen": "0.0.0.0:0"}, "cluster key"),
+        ({"listen": "0.0.0.0:0", "insecure": False}, "cluster key"),
         ({"listen": "127.0.0.1"}, "HOST:PORT"),
         ({"bootstrap": ["nonsense"]}, "bootstrap"),
         ({"cluster_key_file": "does-not-exist"}, "does-not-exist"),

@@ -62,6 +62,7 @@ from p2pstore.local import server as local_server
 from p2pstore.local.messages import LocalKind
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer
+from p2pstore.peer.api import open_peer
 from p2pstore.transfer import data_server
 from p2pstore.transfer import messages as data
 from p2pstore.transfer.data_connection import DataConnection
@@ -87,7 +88,7 @@ from tests.cluster.test_attacks import PATIENCE_SECONDS, still_well
 from tests.cluster.test_cli import Machine, eventually, machine
 from tests.cluster.test_cli import Peer as Process
 from tests.cluster.test_control_host import Attacker
-from tests.cluster.test_open_peer import cluster, until
+from tests.cluster.test_open_peer import cluster, config, until
 
 __all__ = ["machine"]  # a fixture
 
@@ -599,6 +600,55 @@ async def test_claims_that_a_living_peer_is_dead_are_refuted(tmp_path: Path) -> 
             await tell(liar, victim, Delta([], [], [], [claim]))
             await until(lambda: victim.node.core.live_peers() == [accused.peer_id])
         await still_well(victim, neighbour)
+
+
+async def test_what_a_living_peer_holds_is_read_while_a_member_says_that_it_is_dead(
+    tmp_path: Path,
+) -> None:
+    """25 times a second, in an incarnation that counts."""
+    async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as liar:
+        for number in range(50):
+            await neighbour.put(f"k{number}", b"value")
+        await until(lambda: all(victim.contains_nowait(f"k{number}") for number in range(50)))
+        accused = neighbour.node.core
+        incarnation = accused.gossip.membership.own.incarnation
+        for number in range(50):
+            state = victim.node.core.gossip.membership.get(accused.peer_id)
+            assert state is not None
+            status = (Status.DEAD, Status.LEFT)[number % 2]
+            claim = Claim(accused.peer_id, state.incarnation, int(status), 1)
+            for peer in (victim, neighbour):
+                await tell(liar, peer, Delta([], [], [], [claim]))
+            assert await victim.get(f"k{number}") == b"value"
+            await trio.sleep(0.04)  # as often as that: the attack, not a wait
+        assert accused.gossip.membership.own.incarnation <= incarnation + 8
+        await still_well(victim, neighbour)
+
+
+async def test_members_that_a_member_made_up_do_not_count_and_hide_no_newcomer(
+    tmp_path: Path,
+) -> None:
+    async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as liar:
+        template = victim.node.core.gossip.membership.own.record
+        assert template is not None
+        for start in range(1000, 1400, 40):
+            records = []
+            for number in range(start, start + 40):
+                identity = Identity(number.to_bytes(2, "little") * 16)
+                record = msgspec.structs.replace(
+                    template, peer_id=identity.peer_id, control=["127.0.0.1:9"], name=f"p{number}"
+                )
+                records.append(sign_peer_record(record, identity))
+            for peer in (victim, neighbour):
+                await tell(liar, peer, Delta(records, [], [], []))
+        async with open_peer(config(tmp_path, "c", neighbour)) as newcomer:
+            await newcomer.put("new", b"value")
+            await until(lambda: victim.contains_nowait("new"))
+            assert await victim.get("new") == b"value"
+            for peer in (victim, neighbour):
+                await until(lambda peer=peer: len(peer.node.core.live_peers()) == 2)  # type: ignore[misc]
+            assert victim.node.core.gossip.membership.refused_count == 0
+            await still_well(victim, neighbour, newcomer)
 
 
 # --- too much --------------------------------------------------------------------------------

@@ -191,6 +191,7 @@ async def open_victim(folder: Path) -> AsyncIterator[Victim]:
             bootstrap=list(bootstrap),
             transport="tcp",
             state_dir=str(folder / name),
+            insecure=True,
         )
 
     try:

@@ -30,6 +30,7 @@ class World:
         *,
         keeps_memory: bool = False,
         limit: int = LIMIT,
+        booted: int | None = None,
     ) -> None:
         self.kernel = Kernel(7)
         self.network = FaultyNetwork(self.kernel, Faults())
@@ -42,7 +43,11 @@ class World:
             peer.keeps_memory = keeps_memory
         for peer, skew in zip(self.cluster.peers, skews, strict=False):
             peer.clock_skew_seconds = skew
-        self.cluster.boot_all()
+        if booted is None:
+            self.cluster.boot_all()
+        else:
+            for number in range(booted):
+                self.peer(number).boot([self.peer(0).address] if number else [])
         self.churned = 0
         self.run(5.0)
 
@@ -232,21 +237,58 @@ def test_a_short_absence_costs_nothing() -> None:
     assert world.distrusted() == 0
 
 
-def test_both_halves_of_a_long_split_distrust_what_the_other_may_have_removed() -> None:
-    """Each half is in perfect agreement within: only writer by writer can it be told what it missed."""
-    world = World(5)
-    world.put(3, "k", b"value", replicas=2)
+def put_on_both_sides(world: World, *sides: set[int]) -> None:
+    """A key that both sides of a split have, and a removal of it by the first peer of the first side."""
+    first = min(sides[0])
+    world.put(max(sides[1]), "k", b"value", replicas=2)
     world.run(70.0)
-    world.network.partition({0, 1}, {2, 3, 4})
+    world.network.partition(*sides)
     world.run(40.0)
     for key in ("k", *(f"n{number}" for number in range(3))):
-        world.put(0, key, b"there", overwrite=True)
-    world.remove(0, "k")
+        world.put(first, key, b"there", overwrite=True)
+    world.remove(first, "k")
+
+
+def test_the_smaller_side_of_a_long_split_distrusts_what_the_other_may_have_removed() -> None:
+    """Each side is in perfect agreement within: only writer by writer can it be told what it missed."""
+    world = World(5)
+    put_on_both_sides(world, {0, 1, 2}, {3, 4})
     world.peer(4).stop()
     world.back(4, through=3)
     world.run(5.0)
     world.read(4, "k")  # a peer that has joined meanwhile gets a copy of what was removed
     world.churn(0)
+    assert not world.has_floor(1, "k")
+    world.network.heal()
+    world.never("k", (0, 1), 20.0)
+    world.never_again("k")
+    distrusting = {
+        p.number for p in world.cluster.running if p.core and p.core.counters["horizons_missed"]
+    }
+    assert distrusting == {3, 4}, "who was with more than half of all missed nothing"
+
+
+def test_the_smaller_side_of_a_split_keeps_its_floors_and_says_for_whom() -> None:
+    """The others would not believe it that floors are gone, and might still hold what they forbade."""
+    world = World(5)
+    put_on_both_sides(world, {0, 1}, {2, 3, 4})
+    names = "sim:[234], sim:[234], sim:[234]"
+    with pytest.raises(AssertionError, match=rf"CapacityExceeded.*{names} did not confirm"):
+        for number in range(LIMIT):
+            world.put(0, f"churn {number}", b"1")
+            world.remove(0, f"churn {number}")
+            world.run(5.0)
+    assert world.has_floor(0, "k")
+    world.network.heal()
+    world.never("k", (0, 1), 20.0)
+    world.never_again("k")
+    assert world.distrusted() == 0
+
+
+def test_both_halves_of_a_long_split_distrust_what_the_other_may_have_removed() -> None:
+    world = World(4, limit=60)
+    put_on_both_sides(world, {0, 1}, {2, 3})
+    world.churn(0, 700.0)
     assert not world.has_floor(1, "k")
     world.network.heal()
     world.never("k", (0, 1), 20.0)

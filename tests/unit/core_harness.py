@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from random import Random
@@ -14,9 +15,11 @@ from p2pstore.core.lookup import split_digests
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.put import PutOperation, PutSpec
+from p2pstore.gossip.floors.floor_stamps import hash_stamps
+from p2pstore.gossip.floors.floor_sync import FloorAnswer
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.gossip.machine import Gossip, GossipConfig
-from p2pstore.gossip.messages import Claim, ControlKind, Delta, Ping, Status
+from p2pstore.gossip.messages import ControlKind, Delta, Ping
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
     PEER_RECORD_FORMAT,
@@ -64,6 +67,7 @@ from p2pstore.transfer.messages import (
 )
 from p2pstore.transfer.segment import NO_QUOTAS, ObjectEntry, Segment
 from p2pstore.wire import Code, Message, decode_body, encode_body
+from tests.unit.gossip_network import inform_of_death
 
 NAMESPACE = "unit"
 UNIX = 1_800_000_000.0
@@ -215,9 +219,9 @@ class Harness:
         self.gossip.serve(other.peer_id, ControlKind.DELTA, news, self.now)
 
     def die(self, other: Other) -> None:
-        """The others say that it is dead."""
-        claim = Claim(other.peer_id, OTHER_INCARNATION, int(Status.DEAD), 1)
-        self.gossip.serve(self.others[-1].peer_id, ControlKind.PING, Ping(1, [claim]), self.now)
+        """The others say that it is dead, and it does not answer."""
+        inform_of_death(self.gossip.membership, other.peer_id, self.now)
+        self.gossip.serve(self.others[-1].peer_id, ControlKind.PING, Ping(1, []), self.now)
 
     def other(self, peer_id: PeerId) -> Other:
         """The member with this id."""
@@ -271,6 +275,19 @@ class Harness:
         self.serve(
             other, DataKind.CLUSTER_RECORDS, ClusterRecords([signed.body], [signed.signature])
         )
+
+    def miss_a_horizon(self, clock: int) -> None:
+        """This peer was away for long; all others have dropped floors up to there, and show that."""
+        horizon = {1: clock}
+        sync = self.gossip.floors
+        sync.quorum.apart, sync.quorum.fresh = True, False
+        sync.quorum._first_came, sync.quorum._apart_at = -math.inf, self.now
+        for other in self.others:
+            self.offer(other, floors_horizon=hash_stamps(horizon))
+        answer = FloorAnswer(horizon=horizon)
+        sync.learn(answer, 0, self.now, sender=self.others[0].member, same_now=False)
+        sync.housekeep(self.now, alone=False, members=self.gossip.membership.others())
+        self.core.gossip_arrived(self.now)
 
     # --- this peer ---------------------------------------------------------------------------
 

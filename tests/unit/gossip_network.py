@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from p2pstore.errors import ProtocolError
@@ -22,7 +22,8 @@ from p2pstore.gossip.machine import (
     GossipConfig,
     Later,
 )
-from p2pstore.gossip.messages import REPLIES, REQUESTS, ControlKind
+from p2pstore.gossip.members.membership import Membership
+from p2pstore.gossip.messages import REPLIES, REQUESTS, Claim, ControlKind, Status
 from p2pstore.gossip.records import (
     ED25519_PREFIX,
     LocationRecord,
@@ -85,6 +86,30 @@ def peer_record(number: int, **fields: object) -> PeerRecord:
 
 def address_of(number: int) -> str:
     return f"10.0.0.{number}:17946"
+
+
+def bury(membership: Membership, numbers: Iterable[int], now: float, incarnation: int = 0) -> None:
+    """These members are dead: another one says so (of the incarnation that is known, or a higher one), and this
+    peer's own probes of them failed."""
+    for number in numbers:
+        state = membership.get(peer_id_of(number))
+        assert state is not None
+        inform_of_death(membership, state.peer_id, now, incarnation)
+
+
+def inform_of_death(
+    membership: Membership, peer_id: PeerId, now: float, incarnation: int = 0
+) -> None:
+    """`bury` for one of any name."""
+    state = membership.get(peer_id)
+    assert state is not None
+    claimed = max(incarnation, state.incarnation)
+    if not state.alive:
+        return
+    membership.observe_claims([Claim(peer_id, claimed, int(Status.DEAD), 7)], now)
+    membership.suspect(peer_id, now)
+    membership._judge(state, membership._suspects[peer_id], now)
+    assert state.status is Status.DEAD
 
 
 def digest_of(number: int) -> bytes:

@@ -16,7 +16,7 @@ from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.members.membership import Membership, MembershipConfig, MemberState
 from p2pstore.gossip.messages import Claim, ControlKind, Status
 from p2pstore.gossip.records import PeerId, SignedRecord, member_of
-from tests.unit.gossip_network import Network, peer_id_of, peer_record
+from tests.unit.gossip_network import Network, bury, peer_id_of, peer_record
 
 SIGNED = SignedRecord(b"", b"")
 
@@ -39,8 +39,14 @@ class Peer:
 
     def claim(self, number: int, status: Status, incarnation: int = 1) -> None:
         peer_id = peer_id_of(number)
-        claim = Claim(peer_id, incarnation, int(status), member_of(peer_id))
-        self.membership.observe_claims([claim], 1.0)
+        if status is Status.DEAD:
+            bury(self.membership, [number], 1.0, incarnation)
+        elif status is Status.LEFT:
+            record = peer_record(number, incarnation=incarnation, sequence=9, leaving=True)
+            self.membership.observe_record(record, SignedRecord(b"", b""), 1.0)
+        else:
+            claim = Claim(peer_id, incarnation, int(status), member_of(peer_id))
+            self.membership.observe_claims([claim], 1.0)
         self.follow()
 
     def follow(self) -> None:

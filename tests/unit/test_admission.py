@@ -20,11 +20,14 @@ from p2pstore.keyring import (
     KEYLESS,
     MAX_KEYS,
     KeyRing,
+    Role,
     add_key,
     key_id_of,
     new_cluster_key,
     parse_cluster_keys,
     promote_key,
+    reader_key_of,
+    reader_keys,
     retire_keys,
 )
 from p2pstore.wire import Code
@@ -324,3 +327,107 @@ def test_every_peer_id_is_read_as_it_is_shown(seed: bytes) -> None:
 def test_what_is_no_peer_id_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"allow: .*not a peer id"):
         parse_peer_id(text, "allow")
+
+
+# --- what strangers are told, and roles ---------------------------------------------------------
+
+
+def test_before_its_proof_the_other_side_learns_no_names() -> None:
+    """Neither from messages nor from refusals, and not by guessing names without a key."""
+    opener, listener = pair()
+    hello = opener.hello()
+    reply = listener.receive_hello(hello)
+    assert (hello.software, reply.software) == ("", "")
+    for keys, code in (([NEW], Code.WRONG_CLUSTER), ([OLD], Code.AUTHENTICATION_FAILED)):
+        opener, listener = pair(keys, listener_cluster="the-secret-name")
+        with pytest.raises(AdmissionRefused, match=r"prod|different keys") as refused:
+            listener.receive_hello(opener.hello())
+        assert refused.value.code == code
+        assert "the-secret-name" not in refused.value.told
+        assert "prod" in str(opener.explained(refused.value)) or code is not Code.WRONG_CLUSTER
+
+
+def test_the_opener_adds_what_only_it_knows() -> None:
+    opener, _ = pair()
+    told = AdmissionRefused(Code.WRONG_CLUSTER, "the other side says: another")
+    assert "this peer is of cluster 'prod': check --cluster" in str(opener.explained(told))
+    opener.ring.replace([NEW], of_user=True)
+    told = AdmissionRefused(Code.AUTHENTICATION_FAILED, "the other side says: wrong cluster key")
+    said = str(opener.explained(told))
+    assert "of another user" in said
+    assert "keygen" in said
+
+
+def readers_ring(*keys: bytes) -> KeyRing:
+    text = reader_keys(KeyRing(keys), lambda seed: format_peer_id(Identity(seed).peer_id))
+    return parse_cluster_keys(text, "reader.key")
+
+
+def test_a_member_admits_a_reader_which_sees_that_it_is_a_member() -> None:
+    opener, listener = pair()
+    opener.ring = readers_ring(NEW)
+    shake(opener, listener)
+    assert listener.their_role is Role.READER
+    assert opener.admitted
+
+
+def test_members_are_members_to_each_other_also_while_readers_keys_are_shared() -> None:
+    opener, listener = pair([NEW, OLD], [OLD, NEW])
+    shake(opener, listener)
+    assert listener.their_role is opener.their_role is Role.MEMBER
+
+
+def test_a_reader_takes_no_reader_for_a_member() -> None:
+    """The liar holds the readers' key, and answers as if it were a member's."""
+    opener, listener = pair()
+    opener.ring = readers_ring(NEW)
+    listener.ring = KeyRing(opener.ring.keys)
+    with pytest.raises(AdmissionRefused, match="does not prove that it is a member"):
+        shake(opener, listener)
+    assert not opener.admitted
+
+
+def test_what_a_member_signed_for_one_reader_convinces_no_other() -> None:
+    opener, listener = pair()
+    opener.ring = readers_ring(NEW)
+    reply = listener.receive_hello(opener.hello())
+    welcome = listener.receive_proof(opener.receive_reply(reply))
+    other, liar = pair(opener_sees=EVE)
+    other.ring, liar.ring, liar.own_id = readers_ring(NEW), KeyRing(opener.ring.keys), EVE
+    other.receive_reply(liar.receive_hello(other.hello()))
+    with pytest.raises(AdmissionRefused, match="does not prove that it is a member"):
+        other.receive_welcome(welcome)
+
+
+def test_a_member_that_calls_does_not_take_a_reader_for_the_listener() -> None:
+    """It lists no reader's key, but accepts one of those who call it."""
+    opener, listener = pair()
+    reader = readers_ring(NEW)
+    listener.ring = KeyRing(reader.keys)
+    reply = listener.receive_hello(msgspec.structs.replace(opener.hello(), key_ids=reader.ids))
+    with pytest.raises(AdmissionRefused, match="a reader answers where a member was called"):
+        opener.receive_reply(reply)
+
+
+def test_a_readers_key_goes_with_the_members_key_it_was_made_from() -> None:
+    reader = readers_ring(OLD, NEW)
+    assert [*map(len, (reader.keys, reader.signers))] == [2, 2]
+    assert reader.role is Role.READER
+    for keys, accepted in (([OLD], 1), ([NEW, OLD], 2), ([OTHER], 0)):
+        ring = KeyRing(keys)
+        assert sum(ring.find(key_id) is not None for key_id in reader.ids) == accepted
+        assert all(ring.role_of(key_id) is Role.READER for key_id in reader.ids)
+        assert not any(reader.find(key_id) for key_id in ring.ids)
+    for ring in (KeyRing(), KeyRing([NEW], of_user=True), reader):
+        derived = KeyRing([reader_key_of(ring.keys[0])])
+        assert ring.find(derived.first_id) is None, "only a cluster's own keys have readers'"
+
+
+def test_a_file_of_two_roles_is_refused() -> None:
+    text = reader_keys(KeyRing([NEW]), lambda seed: format_peer_id(Identity(seed).peer_id))
+    with pytest.raises(ConfigError, match="keys of members and of readers"):
+        parse_cluster_keys(text + OLD.hex() + "\n", "key")
+    with pytest.raises(ConfigError, match="is not a peer id"):
+        parse_cluster_keys(f"reader {NEW.hex()} 12D3Koo\n", "key")
+    with pytest.raises(ConfigError, match="makes no other keys"):
+        reader_keys(parse_cluster_keys(text, "key"), lambda seed: "")

@@ -58,6 +58,7 @@ def test_defaults_serve_this_machine_alone() -> None:
         ({"memory": "1023KiB"}, "at least 1MiB"),
         ({"memory": "lots"}, "memory: 'lots' is not a size"),
         ({"memory": 1.5}, "memory: 1.5 must be a whole number or text"),
+        ({"capped": ["a"]}, "capped: 'a' has no quota"),
         ({"memory_path": "/f", "memory": 0}, "memory_path: with memory 0 there is nothing"),
         ({"memory_path": "/f", "numa_node": 0}, "numa_node: memory in a file is where"),
         (

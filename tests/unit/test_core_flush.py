@@ -11,7 +11,6 @@ from p2pstore.core.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import CapacityExceeded
-from p2pstore.gossip.floors.floor_sync import FloorAnswer
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
@@ -101,11 +100,11 @@ def test_a_flush_by_another_member_is_told_with_its_name() -> None:
     world.learn_floor(world.others[0], name, Version(clock_at(1.0), 1), SCOPE_NAMESPACE)
     assert world.find("k") is None
     who = world.core.name_of(world.others[0].peer_id)
-    assert world.core.floors.take_notes() == [
+    assert world.core.floors.take_notes(world.now) == [
         f"{who} has flushed the namespace {NAMESPACE!r}: its objects go"
     ]
     flush(world)
-    assert not world.core.floors.take_notes(), "of its own it needs no telling"
+    assert not world.core.floors.take_notes(world.now), "of its own it needs no telling"
 
 
 def test_a_clock_from_the_future_moves_no_floor() -> None:
@@ -292,23 +291,20 @@ def test_cancelling_a_flush_that_waits_for_its_sweep(monkeypatch: pytest.MonkeyP
 # --- distrust --------------------------------------------------------------------------------
 
 
-def miss_a_horizon(world: Harness, clock: int) -> None:
-    """Another peer dropped floors that this one had not seen."""
-    answer = FloorAnswer(horizon={1: clock})
-    world.gossip.floors.learn(answer, 0, world.now, same_now=False)
-    world.core.gossip_arrived(world.now)
-
-
 def test_copies_that_may_have_been_removed_are_withdrawn() -> None:
     world = Harness(others=1)
     world.stored("old", b"value")
     middle = world.core.clock.latest
     world.stored("new", b"value")
-    miss_a_horizon(world, middle)
+    world.miss_a_horizon(middle)
     assert world.find("old") is None
     assert world.announced("old") is None
     assert world.find("new") is not None
     assert world.core.counters["horizons_missed"] == 1
+    (note,) = world.core.floors.take_notes(world.now)
+    assert "it discarded 1 copies of objects" in note
+    assert f"by the signed records of {world.gossip.name_of(world.others[0].peer_id)}" in note
+    assert world.core.floors.take_notes(world.now) == []
     world.check_idle()
 
 
@@ -318,7 +314,7 @@ def test_a_crash_before_all_are_withdrawn_makes_none_look_checked() -> None:
     for number in range(150):
         world.stored(f"k{number}", b"value")
     before = world.core.floors.seen_to_save
-    miss_a_horizon(world, world.core.clock.latest)
+    world.miss_a_horizon(world.core.clock.latest)
     world.gossip.floors.seen[1] = world.core.clock.latest
     assert world.segment.object_count, "all were withdrawn in one step: the test has lost its power"
     assert world.core.floors.seen_to_save == before
@@ -335,7 +331,7 @@ def test_a_fetch_that_was_under_way_is_not_believed() -> None:
     pull = world.pull_wanted()
     destination = world.core.copy_destination(pull.operation, world.now)
     destination.prepare(thing.slot, thing.trailer)[:] = thing.value
-    miss_a_horizon(world, thing.version.clock)
+    world.miss_a_horizon(thing.version.clock)
     assert destination.commit(world.now) is None
     assert world.find("k") is None
     assert world.segment.used_bytes == 0
@@ -346,7 +342,7 @@ def test_doubtful_locations_are_neither_used_nor_told() -> None:
     thing = world.hold(world.others[0], "k", b"value")
     world.pass_time(0.5)
     assert world.core.known_copies(digest_of("k"), world.now)
-    miss_a_horizon(world, thing.version.clock)
+    world.miss_a_horizon(thing.version.clock)
     late = world.join(7)
     world.push(late, thing)
     members = {copy.member for copy in world.core.known_copies(digest_of("k"), world.now)}
@@ -387,7 +383,7 @@ def test_a_namespace_s_floor_and_a_missed_horizon_count() -> None:
     return_with(world, objects)
     world.learn_floor(world.others[0], NAME, Version(clock_at(-25.0), 1), SCOPE_NAMESPACE)
     world.gossip.floors.synchronised = True
-    miss_a_horizon(world, clock_at(-15.0))
+    world.miss_a_horizon(clock_at(-15.0))
     good, discarded = returned(world)
     assert good == {digest_of("k10")}
     assert discarded == {digest_of("k20"), digest_of("k30")}

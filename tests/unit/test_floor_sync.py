@@ -88,8 +88,22 @@ class Side:
         end, epoch_hash = self.sync.question(now, at_once=True)
         answer = other.sync.answer(end, epoch_hash, now)
         same = self.records.hash == other.records.hash
-        self.sync.learn(answer, end, now, same_now=same)
+        self.sync.learn(answer, end, now, sender=other.member, same_now=same)
         return answer
+
+
+def away(side: Side, *others: Side, now: float) -> None:
+    """The peer was out of touch for long; these members are back, and show their horizons."""
+    quorum = side.sync.quorum
+    quorum.apart, quorum.fresh, quorum._first_came, quorum._apart_at = True, False, 0.0, now
+    meet(side, *others, now=now)
+
+
+def meet(side: Side, *others: Side, now: float) -> None:
+    """The peer sees what the others' records say."""
+    side.tick(
+        now, members=[Shown(other.member, other.records.floors.horizon_hash) for other in others]
+    )
 
 
 def pair(now: float) -> tuple[Side, Side]:
@@ -165,11 +179,15 @@ def test_old_stamps_and_too_many_go() -> None:
 
 def test_who_agrees_about_an_epoch_has_seen_what_the_other_has_seen() -> None:
     one, other = pair(100.0)
-    other.sync.load({WRITER: clock(20.0), 77: clock(90.0)})
+    other.sync.load({WRITER: clock(20.0), 77: clock(90.0), 78: clock(90.0)})
+    for member in (77, other.member):
+        one.sync.came(member, 100.0)
+    other.sync.came(one.member, 100.0)
+    one.sync.load({WRITER: clock(10.0)})
     end = one.sync.settled_epoch(clock(100.0))[0]
     one.ask(other, 100.0)
     assert one.sync.synchronised
-    assert one.sync.seen == {WRITER: clock(20.0), 77: end, one.member: end}
+    assert one.sync.seen == {WRITER: clock(20.0), 77: end, one.member: end}, "78 nobody knows here"
     assert other.member not in one.sync.seen, "it does not know yet whether it lacks any of its own"
     other.ask(one, 100.0)
     one.ask(other, 100.0)
@@ -196,7 +214,7 @@ def test_having_the_same_floors_now_is_enough_to_know_of_those_made_meanwhile() 
 def test_having_the_same_floors_without_having_asked_says_nothing() -> None:
     """The horizon comes with the answer to a question only."""
     side = Side(1)
-    side.sync.learn(FloorAnswer(), 0, 100.0, same_now=True)
+    side.sync.learn(FloorAnswer(), 0, 100.0, sender=5, same_now=True)
     assert not side.sync.synchronised
 
 
@@ -325,6 +343,37 @@ def test_a_member_that_confirms_nothing_is_passed_over_in_the_end() -> None:
     assert one.sync.passed_over == other.sync.passed_over == [third.member]
 
 
+def test_a_member_that_never_agrees_is_not_waited_for_anew_each_time_it_rejoins() -> None:
+    cluster = Cluster(3)
+    one, other, third = cluster.sides
+    for side in cluster.sides:
+        side.records.floors.kept_seconds = 0.0  # patience is five minutes
+    for side in (one, other):
+        side.sync.came(third.member, 0.0)
+        side.sync.went(third.member, 61.0)
+    for key in range(16):
+        cluster.hear(key, 10.0 + key, one, other)
+    now = 62
+    while not any(cluster.horizons()):
+        assert now < 62 + 450, "each time it was waited for as if it had never been before"
+        for side in (one, other):
+            side.sync.came(third.member, now)
+        cluster.run(now, now + 30)
+        for side in (one, other):
+            side.sync.went(third.member, now + 30)
+        cluster.run(now + 30, now + 50, [one, other])
+        now += 50
+    assert now > 62 + 250
+    before = max(cluster.horizons())
+    for key in range(100, 116):
+        cluster.hear(key, float(now) + (key - 100) / 4, one, other)
+    for side in (one, other):
+        side.sync.came(third.member, now)
+    cluster.run(now, now + 60)
+    assert one.sync.passed_over == [third.member]
+    assert max(cluster.horizons()) > before
+
+
 def test_a_member_that_died_is_waited_for_until_all_know() -> None:
     cluster = Cluster(3)
     one, other, third = cluster.sides
@@ -388,7 +437,7 @@ def test_floors_that_a_member_wrote_before_it_went_stay_three_minutes_longer() -
 def test_nothing_is_announced_before_all_floors_were_heard_of() -> None:
     side = Side(1)
     side.tick(100.0)
-    assert side.sync.announcement(100.0, 0.2) == (1, 0, 0), "0 would be an older peer's"
+    assert side.sync.announcement(100.0, 0.2) == (1, 0, 1), "0 would be an older peer's"
     side.sync.synchronised = True
     end, _, _ = side.sync.announcement(100.0, 0.2)
     assert clock(95.9) < end <= clock(97.0)
@@ -399,13 +448,17 @@ def test_nothing_is_announced_before_all_floors_were_heard_of() -> None:
 # --- distrust --------------------------------------------------------------------------------
 
 
-def test_a_horizon_above_what_was_seen_makes_a_peer_distrust_its_copies() -> None:
+def test_a_horizon_above_what_was_seen_makes_a_peer_that_was_away_distrust_its_copies() -> None:
     one, other = pair(100.0)
     one.sync.load({WRITER: clock(10.0)})
     other.records.floors.raise_horizon({WRITER: clock(20.0)})
     other.sync.load({WRITER: clock(90.0)})
+    away(one, other, now=100.0)
     one.ask(other, 100.0)
+    assert not one.sync.synchronised, "nothing of it counts before the horizon does"
+    meet(one, other, now=100.0)
     assert one.sync.take_distrusted() == clock(20.0)
+    assert one.sync.distrusted_by == [other.member]
     assert one.sync.take_distrusted() == 0
     assert one.records.floors.horizon == other.records.floors.horizon
     one.ask(other, 100.0)
@@ -418,8 +471,90 @@ def test_a_horizon_that_was_seen_costs_nothing() -> None:
     one.sync.load({WRITER: clock(20.0)})
     other.records.floors.raise_horizon({WRITER: clock(20.0)})
     one.ask(other, 100.0)
+    meet(one, other, now=100.0)
     assert one.sync.take_distrusted() == 0
     assert one.records.floors.horizon == other.records.floors.horizon
+
+
+def test_a_horizon_counts_only_as_it_stands_in_signed_records() -> None:
+    one, other = pair(100.0)
+    away(one, other, now=100.0)
+    for horizon in ({WRITER: clock(20.0)}, {WRITER: clock(30.0), 5: 1}):
+        other.records.floors.raise_horizon(horizon)
+        shown = Shown(other.member, other.records.floors.horizon_hash)
+        answer = FloorAnswer(horizon={**horizon, 77: clock(90.0)})
+        one.sync.learn(answer, 0, 100.0, sender=other.member, same_now=False)
+        one.tick(100.0, members=[shown])
+    assert one.sync.take_distrusted() == 0
+    assert one.records.floors.horizon == {}
+
+
+@pytest.mark.parametrize(("showing", "believed"), [(1, False), (2, True), (3, True)])
+def test_after_an_absence_half_of_all_members_must_show_it(showing: int, believed: bool) -> None:
+    """Of four, this peer among them."""
+    one, *others = [Side(number) for number in range(1, 5)]
+    for other in others[:showing]:
+        other.records.floors.raise_horizon({WRITER: clock(20.0)})
+    away(one, *others, now=100.0)
+    one.ask(others[0], 100.0)
+    meet(one, *others, now=101.0)
+    assert bool(one.sync.take_distrusted()) is believed
+    assert bool(one.records.floors.horizon) is believed
+
+
+@pytest.mark.parametrize(("showing", "believed"), [(1, False), (2, True)])
+def test_where_most_were_away_more_than_half_of_the_others_must_show_it(
+    showing: int, believed: bool
+) -> None:
+    """Five, of which three were away: as many as the horizon must not wait for."""
+    one, *others = [Side(number) for number in range(1, 6)]
+    shown = [Shown(other.member, floors_seen=1) for other in others]
+    for other, says in zip(others[:showing], shown[:showing], strict=True):
+        other.records.floors.raise_horizon({WRITER: clock(20.0)})
+        says.floors_horizon, says.floors_seen = other.records.floors.horizon_hash, 0
+    away(one, *others, now=100.0)
+    one.ask(others[0], 100.0)
+    one.tick(101.0, members=shown)
+    assert bool(one.sync.take_distrusted()) is believed
+
+
+@pytest.mark.parametrize(("showing", "believed"), [(1, False), (2, False), (3, True)])
+def test_a_peer_that_was_here_all_the_time_follows_only_more_than_half(
+    showing: int, believed: bool
+) -> None:
+    """They must have passed it over."""
+    one, *others = [Side(number) for number in range(1, 5)]
+    one.sync.load({}, clock(0.0))
+    for other in others:
+        one.sync.came(other.member, 0.5)
+    for second in range(1, 100):
+        meet(one, *others, now=float(second))
+    assert not one.sync.quorum.apart
+    for other in others[:showing]:
+        other.records.floors.raise_horizon({WRITER: clock(20.0)})
+    one.ask(others[0], 100.0)
+    for second in range(100, 130):
+        meet(one, *others, now=float(second))
+    assert bool(one.sync.take_distrusted()) is believed
+    assert bool(one.records.floors.horizon) is believed
+    assert (others[0].member in one.sync.disbelieved(130.0)) is not believed
+
+
+def test_members_that_have_not_come_yet_count_for_a_minute() -> None:
+    """The first one that a peer meets again must not speak for all."""
+    one, *others = [Side(number) for number in range(1, 5)]
+    one.sync.load({other.member: clock(-400.0) for other in others}, clock(-400.0))
+    others[0].records.floors.raise_horizon({WRITER: clock(20.0)})
+    one.tick(0.0)
+    one.sync.came(others[0].member, 0.5)
+    one.ask(others[0], 1.0)
+    for second in range(1, 60):
+        meet(one, others[0], now=float(second))
+    assert one.sync.quorum.apart
+    assert one.sync.take_distrusted() == 0
+    one.ask(others[0], 61.0)
+    meet(one, others[0], now=61.0)
+    assert one.sync.take_distrusted() == clock(20.0), "nobody else came"
 
 
 def test_a_horizon_from_the_future_is_not_believed() -> None:
@@ -449,10 +584,43 @@ def test_stamps_of_a_month_ago_are_forgotten_together() -> None:
     assert one.sync.seen == {5: clock(month)}
     assert one.records.floors.horizon == {}
     one.ask(other, month)
+    meet(one, other, now=month)
     assert one.sync.take_distrusted() == 0
     assert one.records.floors.horizon == {5: clock(month - 10)}
     assert one.sync.was_away_too_long(clock(0.0), month)
     assert not one.sync.was_away_too_long(clock(month - 86_400.0), month)
+
+
+def test_a_horizon_that_this_peer_could_drop_itself_is_followed_at_once() -> None:
+    cluster = Cluster(3)
+    for key in range(16):
+        cluster.hear(key, 10.0 + key)
+    cluster.run(62, 79)
+    first = max(cluster.sides, key=lambda side: side.records.floors.compacted_before)
+    other = next(side for side in cluster.sides if side is not first)
+    honest = dict(first.records.floors.horizon)
+    forged = {**honest, 77: clock(50.0), other.member: clock(70.0)}
+    answer = FloorAnswer(horizon=forged)
+    other.sync.learn(answer, 0, 79.0, sender=first.member, same_now=False)
+    assert other.records.floors.horizon == honest, "what is made up beside it is not"
+    assert other.sync.take_distrusted() == 0
+
+
+def test_a_horizon_that_was_seen_is_followed_after_a_minute_while_floors_are_crowded() -> None:
+    """Of three, each has another horizon after all were killed: none is shown by half of them."""
+    one, *others = [Side(number) for number in range(1, 4)]
+    one.records.floors.limit = 20
+    for key in range(8):
+        one.hear(key, 10.0 + key)
+    for number, other in enumerate(others):
+        other.records.floors.raise_horizon({WRITER: clock(11.0 + number)})
+    one.sync.load({WRITER: clock(90.0)}, clock(95.0))
+    for second in range(100, 170):
+        one.ask(others[1], float(second))
+        meet(one, *others, now=float(second))
+        followed = bool(one.records.floors.horizon)
+        assert followed is (second > 161), second
+    assert one.sync.take_distrusted() == 0
 
 
 # --- doubts ----------------------------------------------------------------------------------
@@ -462,15 +630,19 @@ def test_what_was_discarded_for_a_horizon_is_not_discarded_for_it_again() -> Non
     """Its writer may never be heard of again: nobody will ever say that its floors were seen."""
     one, other = pair(100.0)
     other.records.floors.raise_horizon({WRITER: clock(50.0)})
+    away(one, other, now=100.0)
     one.ask(other, 100.0)
+    meet(one, other, now=100.0)
     assert one.sync.take_distrusted() == clock(50.0)
     for now in (105.0, 200.0, 300.0):
-        for side in (one, other):
-            side.tick(now)
+        other.tick(now)
+        meet(one, other, now=now)
         one.ask(other, now)
         assert one.sync.take_distrusted() == 0
     other.records.floors.raise_horizon({WRITER: clock(60.0)})
+    away(one, other, now=305.0)
     one.ask(other, 305.0)
+    meet(one, other, now=305.0)
     assert one.sync.take_distrusted() == clock(60.0)
 
 
@@ -546,7 +718,7 @@ def test_a_peer_that_was_dead_before_it_was_heard_of_is_not_waited_for(
     """Claims of dead peers go round for long, and newcomers hear of all: each would stop compaction for a minute."""
     world = Harness(others=1)
     gone: list[int] = []
-    monkeypatch.setattr(world.gossip.floors, "went", lambda member, now: gone.append(member))
+    monkeypatch.setattr(world.gossip.floors, "went", lambda member, now, left: gone.append(member))
     claims = [Claim(peer_id_of(77), 1, int(Status.DEAD), 1)]
     world.gossip.membership.observe_claims(claims, world.now)
     world.die(world.others[0])

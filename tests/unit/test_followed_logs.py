@@ -13,7 +13,7 @@ from p2pstore.gossip.locations.log import OwnLog, Position
 from p2pstore.gossip.members.membership import Membership, MembershipConfig
 from p2pstore.gossip.messages import Claim, Status
 from p2pstore.gossip.records import Member, SignedRecord, member_of
-from tests.unit.gossip_network import location, peer_id_of, peer_record
+from tests.unit.gossip_network import bury, location, peer_id_of, peer_record
 
 PEERS = range(1, 6)
 
@@ -62,10 +62,11 @@ class World:
 
     def claim(self, number: int, status: Status) -> None:
         state = self.membership.get(peer_id_of(number))
-        if state is not None:
-            incarnation = state.incarnation + (status == Status.ALIVE)
-            claim = Claim(state.peer_id, incarnation, int(status), 9)
+        if state is not None and status is Status.ALIVE:
+            claim = Claim(state.peer_id, state.incarnation + 1, int(status), 9)
             self.membership.observe_claims([claim], self.now)
+        elif state is not None and state.alive:
+            bury(self.membership, [number], self.now)
 
     def step(self) -> None:
         number = self.rng.choice(PEERS)

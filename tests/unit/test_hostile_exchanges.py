@@ -8,9 +8,17 @@ from p2pstore.errors import ProtocolError
 from p2pstore.gossip.effects import Ask
 from p2pstore.gossip.exchange.anti_entropy import TAKE_MICROSECONDS
 from p2pstore.gossip.exchange.digests import Run, pack_runs
-from p2pstore.gossip.messages import Claim, ControlKind, Delta, Exchange, LogChunk, Status
-from p2pstore.gossip.records import LOCATION_BYTES
-from tests.unit.gossip_network import Network, Node, location, peer_id_of
+from p2pstore.gossip.messages import ControlKind, Delta, Exchange, LogChunk
+from p2pstore.gossip.records import LOCATION_BYTES, sign_peer_record
+from tests.unit.gossip_network import (
+    FakeSigner,
+    Network,
+    Node,
+    bury,
+    location,
+    peer_id_of,
+    peer_record,
+)
 
 
 def formed(count: int) -> Network:
@@ -95,9 +103,11 @@ def test_claims_wait_for_a_message_that_goes() -> None:
     net = formed(2)
     node, other = net.nodes[0], net.nodes[1]
     now = net.now + 1
-    dead = Claim(peer_id_of(9), 1, int(Status.DEAD), other.gossip.member)
-    node.gossip.membership.observe_claims([dead], now)
-    node.gossip.membership.observe_claims([Claim(peer_id_of(9), 2, int(Status.DEAD), 7)], now)
+    record = peer_record(9)
+    node.gossip.membership.observe_record(
+        record, sign_peer_record(record, FakeSigner(record.peer_id)), now
+    )
+    bury(node.gossip.membership, [9], now)
     of = node.gossip.knowledge.table.current().of
     runs = pack_runs(
         [Run(of.members.tolist().index(other.gossip.member), 1, bytes(LOCATION_BYTES))]

@@ -9,17 +9,32 @@ from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 
+import msgspec
+
 from p2pstore.gossip.effects import Ask, Effect
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.members.membership import PARSED_RECORDS, Membership
 from p2pstore.gossip.messages import REQUESTS, Claim, ControlKind, Delta, Status
-from p2pstore.gossip.records import PeerRecord, SegmentOffer, TransportOffer, sign_peer_record
+from p2pstore.gossip.records import (
+    PeerRecord,
+    SegmentOffer,
+    SignedRecord,
+    TransportOffer,
+    sign_peer_record,
+)
 from p2pstore.wire import decode_body, encode_body
-from tests.unit.gossip_network import FakeSigner, Network, peer_id_of, peer_record
+from tests.unit.gossip_network import (
+    FakeSigner,
+    Network,
+    bury,
+    inform_of_death,
+    peer_id_of,
+    peer_record,
+)
 
 MEMBERS = 1000
-LIVING_BYTES = 2150
-GONE_BYTES = 2150
+LIVING_BYTES = 2000
+GONE_BYTES = 1950
 """Two thirds of it are the signed record, and what the directory keeps of a log."""
 
 
@@ -48,6 +63,9 @@ class Observer:
     def __init__(self) -> None:
         self.now = 1.0
         self.gossip = Network(1, GossipConfig(forget_seconds=1.0)).start(0, None).gossip
+        self.gossip.membership._met = (
+            MEMBERS  # others' word for those that it has not met is enough
+        )
         self.gossip.tick(self.now)
 
     def answer(self, effects: list[Effect]) -> None:
@@ -72,10 +90,9 @@ class Observer:
 
     def bury(self, kept: int) -> None:
         """Hear that all but so many are dead."""
-        membership, claims = self.gossip.membership, []
+        membership = self.gossip.membership
         for state in membership.others()[kept:]:
-            claims.append(Claim(state.peer_id, state.incarnation, int(Status.DEAD), 5))
-        membership.observe_claims(claims, self.now)
+            inform_of_death(membership, state.peer_id, self.now)
 
 
 def traced_bytes() -> int:
@@ -158,21 +175,23 @@ def test_the_dead_are_forgotten_in_time_whatever_became_of_them_meanwhile() -> N
     membership: Membership = observer.gossip.membership
     kept = membership.config.dead_kept_seconds
 
-    def claim(number: int, status: Status, incarnation: int = 1_800_000_100_000) -> None:
-        membership.observe_claims(
-            [Claim(peer_id_of(number), incarnation, int(status), 5)], observer.now
-        )
-
-    def dies_at(number: int, at: float, status: Status = Status.DEAD) -> None:
+    def dies_at(number: int, at: float) -> None:
         observer.now = at
-        claim(number, status)
+        bury(membership, [number], at)
 
     dies_at(1, 10.0)
     dies_at(2, 20.0)
-    dies_at(77, 25.0)  # nothing else is known of that one
+    observer.now = 25.0  # nothing else is known of the next one
+    claim = Claim(peer_id_of(77), 1, int(Status.DEAD), 5)
+    membership.observe_claims([claim], observer.now)
     dies_at(3, 30.0)
-    dies_at(1, 40.0, Status.LEFT)
-    dies_at(2, 50.0, Status.DEAD)  # no news
+    observer.now = 40.0
+    farewell = msgspec.structs.replace(full_record(1), sequence=6, leaving=True)
+    membership.observe_record(farewell, SignedRecord(b"", b""), observer.now)
+    state = membership.get(peer_id_of(2))
+    assert state is not None
+    no_news = Claim(peer_id_of(2), state.incarnation, int(Status.DEAD), 5)
+    membership.observe_claims([no_news], 50.0)
     gone = [peer_id_of(number) for number in (2, 77, 3, 1)]
     assert {state.peer_id for state in membership.states() if not state.alive} == set(gone)
     for at, peer_id in zip((20.0, 25.0, 30.0, 40.0), gone, strict=True):

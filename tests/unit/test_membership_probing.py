@@ -14,7 +14,6 @@ from p2pstore.gossip.exchange.asking import Questions
 from p2pstore.gossip.members.local_health import LocalHealth
 from p2pstore.gossip.members.membership import MemberChange, Membership, MembershipConfig
 from p2pstore.gossip.members.probing import (
-    CONFIRMING_PROBES,
     LOOKED_AT_FOR_HELP,
     MAX_RELAYED,
     Probing,
@@ -24,7 +23,7 @@ from p2pstore.gossip.messages import Ack, Claim, ControlKind, Ping, PingRequest,
 from p2pstore.gossip.presets import preset
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.wire import Code, Failure, Message
-from tests.unit.gossip_network import peer_id_of, peer_record
+from tests.unit.gossip_network import bury, peer_id_of, peer_record
 
 NACK = Failure(int(Code.UNAVAILABLE), "not reached")
 ACK = Ack(1, [])
@@ -326,16 +325,12 @@ def test_alone_there_is_nobody_to_probe() -> None:
     assert Prober(1).probing.next_target([]) is None
 
 
-@pytest.mark.parametrize(("count", "expected"), [(5, 1.0), (101, CONFIRMING_PROBES / 100)])
-def test_whom_others_suspect_some_look_at_themselves(count: int, expected: float) -> None:
-    begun = 0
-    for seed in range(300):
-        prober = Prober(count, seed)
-        prober.quiet()
-        change = MemberChange(peer_id_of(1), 1, Status.ALIVE, Status.SUSPECT, by=7)
-        prober.probing.follow(change)
-        begun += len(prober.tick(0.0))
-    assert begun / 300 == pytest.approx(expected, abs=0.06)
+@pytest.mark.parametrize("count", [5, 101])
+def test_whom_others_suspect_this_peer_looks_at(count: int) -> None:
+    prober = Prober(count)
+    prober.quiet()
+    prober.probing.follow(MemberChange(peer_id_of(1), 1, Status.ALIVE, Status.SUSPECT, by=7))
+    assert [ask.peer_id for ask in prober.tick(0.0)] == [peer_id_of(1)]
 
 
 def test_late_answers_begin_few_probes_and_each_question_only_one() -> None:
@@ -355,7 +350,7 @@ def test_late_answers_begin_few_probes_and_each_question_only_one() -> None:
 def test_the_dead_are_tried_again(dead: int, expected: float) -> None:
     prober = Prober(10)
     for number in range(1, dead + 1):
-        prober.membership.observe_claims([Claim(peer_id_of(number), 1, int(Status.DEAD), 7)], 0.0)
+        bury(prober.membership, [number], 0.0)
     tries = sum(prober.probing.next_dead() is not None for _ in range(3000)) / 3000
     assert tries == pytest.approx(expected, abs=0.03)
 

@@ -7,7 +7,6 @@ from random import Random
 import pytest
 
 from p2pstore.core.presence import is_known, known_keys
-from p2pstore.gossip.floors.floor_sync import FloorAnswer
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.objects import Version, namespace_digest, newest_accepted_clock
@@ -75,8 +74,7 @@ def test_a_floor_decides_by_version() -> None:
 def test_a_holder_that_may_have_missed_a_floor_does_not_count() -> None:
     world = Harness(others=1)
     thing = remote_object("old", b"1")
-    horizon = FloorAnswer(horizon={1: thing.version.clock})
-    world.gossip.floors.learn(horizon, 0, world.now, same_now=False)
+    world.miss_a_horizon(thing.version.clock)
     late = world.join(7)
     world.push(late, thing)
     world.hold(late, "new", b"1", clock=thing.version.clock + 1)

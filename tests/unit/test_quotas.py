@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import pytest
@@ -35,6 +35,7 @@ def new_segment(
     quotas: Mapping[str, int],
     policy: PolicyName = DEFAULT_POLICY,
     slots: int | None = None,
+    capped: Sequence[str] = (),
 ) -> Segment:
     """`quotas` in granules."""
     geometry = plan_geometry(granules * GRANULE_BYTES, slots)
@@ -45,6 +46,7 @@ def new_segment(
         geometry=geometry,
         policy=make_policy(policy),
         quotas={name: size * GRANULE_BYTES for name, size in quotas.items()},
+        capped=capped,
     )
 
 
@@ -400,3 +402,27 @@ def test_parts_cover_everything_and_sums_are_right(
     for extent in taken:
         areas.free(extent)
     assert (areas.used_bytes, areas.free_bytes) == (0, 24 * GRANULE_BYTES)
+
+
+def test_a_capped_namespace_takes_no_more_than_its_quota() -> None:
+    """It makes room among its own, and what is free elsewhere is not for it."""
+    segment = new_segment(16, {"a": 3, "b": 2}, capped=["a"])
+    of_b = [put(segment, "b", number) for number in range(2)]
+    for number in range(10, 20):
+        put(segment, "a", number)
+        assert segment.quotas["a"].used_bytes <= 3 * GRANULE_BYTES
+    assert segment.quotas["a"].used_bytes == 3 * GRANULE_BYTES
+    assert segment.quotas["b"].used_bytes == 2 * GRANULE_BYTES
+    assert [segment.find(entry.digest, 100.0) for entry in of_b] == of_b
+    with pytest.raises(CapacityExceeded):
+        put(segment, "a", 30, granules=4)
+
+
+def test_others_use_what_a_capped_namespace_leaves_free_and_give_way() -> None:
+    segment = new_segment(4, {"a": 2}, capped=["a"])
+    for number in range(4):
+        put(segment, "others", number)
+    assert segment.used_bytes == 4 * GRANULE_BYTES
+    put(segment, "a", 10)
+    put(segment, "a", 11)
+    assert segment.quotas["a"].kept_bytes == 2 * GRANULE_BYTES

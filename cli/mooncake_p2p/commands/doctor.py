@@ -107,10 +107,12 @@ def doctor(
         _examine_machine(report, socket, directory, rdma_topology)
     else:
         from p2pstore.doctor.way import Way, examine_way
-        from p2pstore.keyring import KeyRing
         from p2pstore.statedir import load_cluster_key_file
+        from p2pstore.user_key import ring_of_the_keyless
 
-        ring = load_cluster_key_file(cluster_key_file) if cluster_key_file else KeyRing()
+        ring = (
+            load_cluster_key_file(cluster_key_file) if cluster_key_file else ring_of_the_keyless()
+        )
         examine_way(Way(peer, ring, cluster, measure_seconds, timeout_seconds), report)
     _conclude(findings, json)
 

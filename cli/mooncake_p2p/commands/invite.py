@@ -13,6 +13,7 @@ from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connect
 from mooncake_p2p.output import print_json, remark
 
 if TYPE_CHECKING:
+    from p2pstore.keyring import KeyRing
     from p2pstore.results import PeerInfo
 
 MAX_OTHERS: Final = 3
@@ -42,14 +43,15 @@ def invite(
     from p2pstore.statedir import load_cluster_key_file
 
     key_file = document["peer"]["cluster_key_file"]
-    keys = load_cluster_key_file(key_file).keys if key_file and not without_key else ()
+    insecure = document["peer"]["settings"]["insecure"]
+    keys = _keys_to_tell(load_cluster_key_file(key_file)) if key_file and not without_key else ()
     bootstrap = addresses_to_offer(members)
     line = format_invite(Invite(document["cluster"]["name"], tuple(bootstrap), tuple(keys)))
     only_here = all(is_loopback(split_address(each, "control")[0]) for each in bootstrap)
     command = ["mooncake-p2p", "join", "--invite", line]
     if key_file and without_key:
         command += ["--cluster-key-file", key_file]
-    elif not key_file and not only_here:
+    elif not key_file and insecure:
         command.append("--insecure")
     if json:
         print_json(
@@ -63,20 +65,35 @@ def invite(
         )
     else:
         print(shlex.join(command))
-    for text in _remarks(bool(keys), key_file, only_here):
+    for text in _remarks(bool(keys), key_file, only_here, not key_file and not insecure):
         remark(text)
 
 
-def _remarks(with_key: bool, key_file: str | None, only_here: bool) -> Sequence[str]:
+def _keys_to_tell(ring: KeyRing) -> Sequence[bytes]:
+    from p2pstore.keyring import Role
+
+    if ring.role is Role.READER:
+        raise CommandFailed(
+            "the local peer's key file holds a reader's key, which an invite cannot carry: copy the file, and make an "
+            "invite --without-key"
+        )
+    return ring.keys
+
+
+def _remarks(
+    with_key: bool, key_file: str | None, only_here: bool, own_user_only: bool
+) -> Sequence[str]:
     said = []
     if with_key:
         said.append("this line is a secret: it holds the cluster key, with which anybody can join")
     elif key_file:
         said.append(f"copy {key_file} to the next machine first")
+    if own_user_only:
+        said.append("without a cluster key it works for this user only")
     if only_here:
         said.append(
-            "it works on this machine only, as its peers listen on loopback; `join --listen` or `--interface`, "
-            "with a cluster key, serves others"
+            "it works on this machine only, as its peers listen on loopback; `join --listen` or "
+            "`--interface`, with a cluster key, serves others"
         )
     return said
 

@@ -58,6 +58,11 @@ class Switch(StrEnum):
     on = "on"
 
 
+class OthersMay(StrEnum):
+    read = "read"
+    write = "write"
+
+
 class LogLevel(StrEnum):
     debug = "debug"
     info = "info"
@@ -151,6 +156,10 @@ def join(
         list[str] | None,
         _option("NAMESPACE=SIZE", "Memory kept for a namespace; may be repeated [default: none]."),
     ] = None,
+    capped: Annotated[
+        list[str] | None,
+        _option("NAMESPACE", "Takes no more memory than its quota; may be repeated."),
+    ] = None,
     ssd: Annotated[
         str | None,
         _option("DIR|DEVICE", "SSD for what memory has no room for [default: none]."),
@@ -209,7 +218,8 @@ def join(
         _option("SIZE", "For checkpoints in memory [default: half of what is available]."),
     ] = None,
     cluster_key_file: Annotated[
-        str | None, _option("FILE", "The cluster's key, see keygen. Without one: loopback only.")
+        str | None,
+        _option("FILE", "The cluster's key, see keygen. Without one: own user, loopback only."),
     ] = None,
     allow_file: Annotated[
         str | None, _option("FILE", "Peer ids that may come in, one a line; SIGHUP rereads it.")
@@ -217,7 +227,7 @@ def join(
     insecure: Annotated[
         bool | None,
         typer.Option(
-            "--insecure", help="Serve a network without a cluster key.", show_default=False
+            "--insecure", help="Let in whoever reaches the peer: no key.", show_default=False
         ),
     ] = None,
     state_dir: Annotated[
@@ -228,6 +238,13 @@ def join(
         str | None, _option("MODE", "Its permissions [default: 0600; with a group 0660].")
     ] = None,
     socket_group: Annotated[str | None, _option("GROUP", "Its group.")] = None,
+    socket_others: Annotated[
+        OthersMay | None,
+        typer.Option(
+            help="What users other than this peer's may do there [default: write].",
+            show_default=False,
+        ),
+    ] = None,
     drain_timeout: Annotated[
         str | None, _option("SECONDS", "How long a stopping peer may take to leave [default: 10].")
     ] = None,
@@ -271,7 +288,7 @@ def join(
 ) -> None:
     """Run a peer in the foreground; Ctrl-C or SIGTERM leaves the cluster.
 
-    Without any option it serves this machine alone. Peers on several machines need one cluster key:
+    Without any option it serves this machine and user alone. Peers on several machines need one cluster key:
     `keygen` makes it, the first peer gets it with --cluster-key-file and an address of its own with
     --interface or --listen, and `invite` there prints the line that starts a peer on the next machine.
     Without that line a peer needs a copy of the key file, and --bootstrap with the address of another.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,11 @@ _NEXT_STEP = {
 }
 
 
+class KeyRole(StrEnum):
+    member = "member"
+    reader = "reader"
+
+
 def keygen(
     file: Annotated[
         str,
@@ -35,11 +41,28 @@ def keygen(
     retire: Annotated[
         bool, typer.Option("--retire", help="Step 3: remove all keys but the first.")
     ] = False,
+    role: Annotated[
+        KeyRole, typer.Option(help="Whom the key is for; a reader's needs --from.")
+    ] = KeyRole.member,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="The cluster's key file, for --role reader.",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Make a new cluster key: 32 random bytes in hexadecimal, in a file that only you can read.
 
     Give the file to every peer of the cluster with `join --cluster-key-file FILE`.
+
+    A peer that joins with a reader's key (`keygen --role reader --from CLUSTER.key FILE`) can read
+    everything and change nothing: it offers no memory, the others do not list it, and they take
+    nothing of what it says. Every member accepts the key at once, as it is derived from the cluster's.
+    To take it back, replace the cluster's key, and make new readers' keys from the new one.
 
     To replace the key of a running cluster take three steps, and after each one copy the file to
     every machine and send every peer SIGHUP before you take the next:
@@ -59,22 +82,30 @@ def keygen(
     chosen = [step for step, wanted in steps.items() if wanted]
     if len(chosen) > 1:
         raise typer.BadParameter("--add, --promote and --retire are steps: take one at a time")
-    ids = _change(Path(file), chosen[0]) if chosen else _make(Path(file))
+    if (role is KeyRole.reader) != (source is not None):
+        raise typer.BadParameter("--role reader and --from belong together")
+    if chosen and source is not None:
+        raise typer.BadParameter(
+            f"--{chosen[0]} changes the cluster's key file; make the readers' files from it anew"
+        )
+    ids = _change(Path(file), chosen[0]) if chosen else _make(Path(file), source)
     if json:
         print_json({"file": file, "keys": ids})
         return
     if not chosen:
-        remark(f"wrote {file}; copy it to every machine and join with --cluster-key-file {file}")
+        where = "every machine" if source is None else "the readers' machines"
+        remark(f"wrote {file}; copy it to {where} and join with --cluster-key-file {file}")
         return
     also = f"; accepted as well: {', '.join(ids[1:])}" if ids[1:] else ""
     remark(f"{file}: key {ids[0]} proves{also}\n{_NEXT_STEP[chosen[0]]}")
 
 
-def _make(path: Path) -> list[str]:
-    """A new file with one key. Returns the ids of its keys."""
+def _make(path: Path, source: str | None) -> list[str]:
+    """A new file with one key, or with the readers' keys that go with those in `source`. Returns their ids."""
     from p2pstore.keyring import new_cluster_key
+    from p2pstore.statedir import readers_key_file
 
-    line = new_cluster_key() + "\n"
+    line = new_cluster_key() + "\n" if source is None else readers_key_file(source)
     try:
         _write_new(path, line)
     except FileExistsError:

@@ -34,7 +34,12 @@ from p2pstore.gossip.floors.cluster_comparison import TheirRecords, records_for
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.locations.directory import Directory, Outcome
 from p2pstore.gossip.locations.log import OwnLog, check_run
-from p2pstore.gossip.members.membership import MAX_INCARNATION, Membership, check_claim
+from p2pstore.gossip.members.membership import (
+    MAX_INCARNATION,
+    Membership,
+    MemberState,
+    check_claim,
+)
 from p2pstore.gossip.messages import (
     MAX_CLAIMS,
     MAX_RECORDS,
@@ -158,15 +163,19 @@ class Knowledge:
         *,
         as_runs: bool = False,
         to: PeerId | None = None,
+        rumors: bool = True,
     ) -> Delta:
         """What somebody (`to`) lacks who has this digest, and these cluster records. `as_runs`: it named this
-        peer's set of members."""
+        peer's set of members. `rumors`: whether claims ride along that others are to hear of."""
         mine = self.table.current()
         named, incarnations, record_sequences, log_sequences = theirs.along(mine.of.members)
         older = incarnations < mine.of.incarnations
         same = incarnations == mine.of.incarnations
         lacking = older | (same & (record_sequences < mine.record_sequences))
         records, sent, limit_bytes = self._records_at(np.flatnonzero(lacking).tolist(), limit_bytes)
+        gone = self._gone(theirs.beside(mine.of.members))
+        farewells = [state.signed for state in gone if state.leaving and state.signed is not None]
+        records += farewells[: SEND_RECORDS - len(records)]
 
         # Who does not name the member may hold it dead: its log waits for the next exchange.
         told = named | (mine.of.members == self.membership.own.member)
@@ -192,7 +201,9 @@ class Knowledge:
             if their_records is not None
             else []
         )
-        claims = self.membership.claims(self._not_alive(theirs.beside(mine.of.members)), to)
+        dead = [state.peer_id for state in gone if not state.leaving]
+        membership = self.membership
+        claims = membership.claims(dead, to) if rumors else membership.accusations(dead)
         claims += self.membership.refuted(mine.of.members[~named].tolist(), MAX_CLAIMS // 4)
         if as_runs and all(run.first_sequence <= MAX_PACKED_SEQUENCE for run in runs):
             packed = pack_runs(runs)
@@ -242,11 +253,12 @@ class Knowledge:
                 runs.append(Run(place, known + 1, operations))
         return runs
 
-    def _not_alive(self, members: list[Member]) -> list[PeerId]:
-        """Those of them that this peer knows to be gone, to be told of it."""
+    def _gone(self, members: list[Member]) -> list[MemberState]:
+        """Those of them that this peer knows to be gone, to be told of it. That one left, its record says."""
         states = (self.membership.resolve(member) for member in members)
-        gone = [state.peer_id for state in states if state is not None and not state.alive]
-        return gone[: MAX_CLAIMS // 2]
+        return [state for state in states if state is not None and not state.alive][
+            : MAX_CLAIMS // 2
+        ]
 
     # --- taking in ---------------------------------------------------------------------------
 
@@ -346,7 +358,7 @@ class Knowledge:
         """Take in a checked delta: records, then claims, then operations, then cluster records."""
         news = News()
         for record, signed in delta.records:
-            self._apply_record(record, signed, news, now)
+            self._apply_record(record, signed, news, now, sender)
         self.membership.observe_claims(delta.claims, now, sender)
         for chunk in delta.logs:
             if chunk.member == self.membership.own.member or not self.table.follows_logs:
@@ -368,7 +380,12 @@ class Knowledge:
         return news
 
     def _apply_record(
-        self, record: PeerRecord, signed: SignedRecord, news: News, now: float
+        self,
+        record: PeerRecord,
+        signed: SignedRecord,
+        news: News,
+        now: float,
+        sender: PeerId | None,
     ) -> None:
         if record.peer_id == self.membership.me:
             news.own.append(record)
@@ -376,7 +393,7 @@ class Knowledge:
         known, before = self.membership.get(record.peer_id), None
         if known is not None and known.signed is not None:
             before = known.record_incarnation, known.leaving
-        if not self.membership.observe_record(record, signed, now):
+        if not self.membership.observe_record(record, signed, now, sender):
             return
         state = self.membership.get(record.peer_id)
         assert state is not None

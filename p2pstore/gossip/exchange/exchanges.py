@@ -47,7 +47,7 @@ from p2pstore.gossip.floors.floor_stamps import pack_stamps, unpack_stamps
 from p2pstore.gossip.floors.floor_sync import FloorAnswer, FloorSync
 from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.messages import ControlKind, Delta, Exchange, ExchangeReply
-from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import PeerId, member_of
 
 MAX_IN_FLIGHT_EXCHANGES: Final = 3
 SLOW_SECONDS: Final = 0.5
@@ -301,6 +301,26 @@ class Exchanges:
             self.unix_ms(now),
         )
 
+    def answer_reader(
+        self, sender: PeerId, request: Exchange, theirs: Theirs, now: float
+    ) -> ExchangeReply:
+        """What a reader lacks. Nothing is wanted of it, and nothing is remembered of what it says."""
+        floors = self._floors.answer(request.floors_epoch, request.floors_hash, now)
+        differs = request.cluster_hash != self._records.hash
+        return ExchangeReply(
+            self._delta_for(sender, theirs, differs, rumors=False),
+            b"",
+            self._records.hash,
+            pack_buckets(self._records.bucket_hashes) if differs else b"",
+            floors.epoch_end,
+            pack_stamps(floors.seen),
+            pack_stamps(floors.horizon),
+            self._knowledge.table.told().of.hash,
+            b"",
+            pack_cells(self._records, theirs.records.cells) if differs else b"",
+            unix_ms=self.unix_ms(now),
+        )
+
     def _invite(self, peer_id: PeerId, now: float) -> None:
         """A member is told what to send. That who asks again meanwhile is not waited for any longer."""
         if self._is_member(peer_id) and peer_id not in self._unreliable:
@@ -318,7 +338,13 @@ class Exchanges:
         peer_id = asked.peer_id
         self._note_members(peer_id, theirs)
         differs = reply.cluster_hash != self._records.hash
-        self._floors.learn(theirs.floors, asked.floors_epoch, now, same_now=not differs)
+        self._floors.learn(
+            theirs.floors,
+            asked.floors_epoch,
+            now,
+            sender=member_of(peer_id),
+            same_now=not differs,
+        )
         if not differs:
             self._differing.pop(peer_id, None)
             return
@@ -345,15 +371,18 @@ class Exchanges:
             return [self._questions.ask(peer_id, ControlKind.DELTA, delta, now)]
         return []
 
-    def _delta_for(self, peer_id: PeerId, theirs: Theirs, differs: bool) -> Delta:
+    def _delta_for(
+        self, peer_id: PeerId, theirs: Theirs, differs: bool, *, rumors: bool = True
+    ) -> Delta:
         if theirs.digest is None:
-            return Delta([], [], [], self._membership.claims(to=peer_id))
+            return Delta([], [], [], self._membership.claims(to=peer_id) if rumors else [])
         return self._knowledge.delta_for(
             theirs.digest,
             self._config.delta_bytes,
             theirs.records if differs else None,
             as_runs=theirs.members_hash == self._knowledge.table.current().of.hash,
             to=peer_id,
+            rumors=rumors,
         )
 
     def _note_members(self, peer_id: PeerId, theirs: Theirs) -> bool:

@@ -335,6 +335,10 @@ class FloorSet:
         """Who wrote the floors that are kept."""
         return list(self._records_of)
 
+    def has_floors_of(self, writer: Member) -> bool:
+        """Whether floors are kept that it wrote."""
+        return writer in self._records_of
+
     def compaction(self, agreed: int, confirmed: Mapping[Member, int], clock_now: int) -> Stamps:
         """The horizon that leaves four tenths of the limit, as far as it can: never above `agreed`, below which all
         living members have the same floors, nor above what is `confirmed` of a writer."""

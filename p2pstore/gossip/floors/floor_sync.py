@@ -7,16 +7,22 @@
    writer by writer. The other's own floors are complete by nature, and it promises to make no more below that end.
 2. Every peer's signed record announces the hash of the floors that it has below a recent end, with the same promise. A
    peer with the same hash has seen the announcing peer's floors up to there. The record also says up to where its peer
-   has found all other living members to agree (`floors_seen`).
+   has found all other living members to agree (`floors_seen`, but for its lowest bit).
 
 *Compaction* waits for 2.: floors are dropped only up to where this peer agrees with every living member, and every
 living member says that it agrees with all of them. A member that confirms nothing for ten minutes while floors are
-crowded is not waited for any longer, as if it were away. What crowds out compaction slows the writers down
-(`core.floors`); it never drops a floor early.
+crowded is not waited for any longer, as if it were away; what it was waited for counts on when it goes and comes. What
+crowds out compaction slows the writers down (`core.floors`); it never drops a floor early.
 
-With every answer comes the other's *horizon*: floors up to there it has dropped. A floor below the horizon that this
-peer had not seen may have forbidden one of its copies, and nobody can tell any more. So a peer that was away discards
-copies that are not newer than the newest such floor can be (`take_distrusted`), and then takes the horizon over.
+With every answer comes the other's *horizon*: floors up to there it has dropped. An answer is not signed, and whatever
+it says, it is taken over in two cases only:
+
+1. This peer might drop the same floors itself: it agreed up to there with all living members, by their signed records.
+   It had those floors, so nothing follows for its copies.
+2. At least half of the members show that horizon's hash in their signed records (`quorum` says when more must); or
+   this peer has seen all of it, floors are crowded, and it was the same for a minute. What this peer had not seen may
+   have forbidden one of its copies, and nobody can tell any more: so a peer that was away discards copies that are
+   not newer than the newest such floor can be (`take_distrusted`).
 
 A member that has just come (back) and whose record does not show the same horizon may still hold such copies: until it
 does, this peer does not believe its locations of such versions (`doubted_up_to`). The same goes for a member that was
@@ -34,14 +40,20 @@ from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_set import COMPACT_ABOVE, SLICE_BITS
 from p2pstore.gossip.floors.floor_stamps import (
     Stamps,
+    hash_stamps,
     lower_stamps,
     newest_unseen,
     raise_stamps,
     without_older,
 )
+from p2pstore.gossip.floors.quorum import Quorum
 from p2pstore.gossip.locations.log import newest_clock
 from p2pstore.gossip.records import Member
-from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS, clock_from_unix_seconds
+from p2pstore.objects import (
+    MAX_CLOCK_SKEW_SECONDS,
+    clock_from_unix_seconds,
+    unix_seconds_from_clock,
+)
 
 COMPARE_SECONDS: Final = 5.0
 COMPARE_SOON_SECONDS: Final = 0.5
@@ -56,6 +68,8 @@ ANNOUNCED_BACK: Final = clock_from_unix_seconds(600.0)
 """Nor are older announcements compared."""
 SETTLE_SECONDS: Final = 3.0
 """Floors are announced when they are this old: they ought to have been heard of everywhere by then."""
+APART_BIT: Final = 1
+"""Of `floors_seen`: the peer was away, and does not yet know what it missed (`quorum`)."""
 CROWDED: Final = COMPACT_ABOVE / 2
 """Above this share of the limit a peer announces its floors although nothing else of its record has changed."""
 HURRY_ABOVE: Final = 0.9
@@ -65,8 +79,16 @@ PATIENCE_SECONDS: Final = 300.0
 SAVED_SLACK: Final = clock_from_unix_seconds(30.0)
 """Floors stay for so long after all have confirmed them: a peer that is killed knows only what it had saved that it had
 seen, every ten seconds, and would distrust its objects when it is back."""
-GONE_SECONDS: Final = 60.0
-"""How long a member that died is waited for: until all have heard of it, some may count it among the living."""
+FOLLOW_SLACK: Final = clock_from_unix_seconds(10.0)
+"""The same of floors that others dropped: what they have confirmed was heard of here a little later."""
+MAX_OFFERS: Final = 4
+"""Members whose horizon may be considered at a time: a table has up to 16,384 entries."""
+DISBELIEVED_SECONDS: Final = 20.0
+"""A horizon that is not taken over for so long is told of."""
+WAITED_SECONDS: Final = 3600.0
+"""How long a member that is gone is remembered to have confirmed nothing."""
+START_SECONDS: Final = 60.0
+"""Nothing is dropped so soon after a start: members of before it may be about to come back."""
 GONE_SLACK: Final = clock_from_unix_seconds(180.0)
 """Floors of members that are gone stay so much longer: who has seen them spreads by questions and answers only."""
 LOST_AFTER: Final = clock_from_unix_seconds(3600.0)
@@ -85,6 +107,18 @@ class FloorAnswer:
     epoch_end: int = 0
     seen: Stamps = field(default_factory=dict)
     horizon: Stamps = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A horizon that a member told and that is not taken over yet: the hash of all of it, what of it is news, the
+    highest stamp that was not seen, since when it is the same, and since when the member has told any."""
+
+    hash: int
+    stamps: Stamps
+    unseen: int
+    same_since: float
+    since: float
 
 
 class ShownFloors(Protocol):
@@ -112,10 +146,12 @@ class _OtherHorizon:
 
 @dataclass(slots=True)
 class _Waiting:
-    """Up to where a member was found to agree, and since when that has not moved."""
+    """Up to where a member was found to agree, and for how long it was waited for since that last moved; `at` is when
+    that was looked at last."""
 
     agreed: int
-    since: float
+    at: float
+    seconds: float = 0.0
 
 
 class FloorSync:
@@ -135,10 +171,13 @@ class FloorSync:
         once had the same ones as a live neighbour, or there is nobody else."""
         self.newest_heard = 0
         """The highest clock of any version of which a location was heard of."""
+        self.has_older_copies = False
+        """Whether this peer began with copies of an earlier life."""
         self._me = me
         self._floors = records.floors
         self._started_clock: int | None = None
         self._started_at = math.inf
+        self._forgot_at = -math.inf
         self._accepts_clock = accepts_clock
         self._wall_clock = wall_clock
         self._distrusted = 0
@@ -149,20 +188,27 @@ class FloorSync:
         self._agreed: dict[Member, int] = {}
         """Member -> end below which it announced the same floors as this peer has."""
         self._living = {me}
-        self._gone_at: dict[Member, float] = {}
-        self._came_clock: dict[Member, int] = {}
-        """When a member came that was not waited for: what is older does not wait for it when it is gone again."""
+        self.quorum = Quorum()
+        self._alive_clock = 0
+        self._offers: dict[Member, _Offer] = {}
+        """By the member that told it, the oldest first."""
         self._waiting: dict[Member, _Waiting] = {}
         self._announced_end = 0
         self._agreed_by_all = 0
+        self._may_drop = 0
+        """Up to where floors were known to all living members at some time of this life."""
+        self.distrusted_by: list[Member] = []
+        """Whose records showed the horizon for which `take_distrusted` last said to distrust copies."""
         self.waits_for: list[Member] = []
-        """Living members that have not confirmed floors for a while, though floors are crowded."""
+        """Members that have not confirmed floors for a while, though floors are crowded: living ones, and where most
+        are gone, those."""
         self.passed_over: list[Member] = []
         """Those of them that are not waited for any longer."""
 
-    def load(self, seen: Mapping[Member, int]) -> None:
-        """What was seen in an earlier life, from the state directory; the records were loaded before."""
-        self.seen = dict(seen)
+    def load(self, seen: Mapping[Member, int], alive_clock: int = 0) -> None:
+        """What was seen in an earlier life, which was over after `alive_clock`, from the state directory; the records
+        were loaded before."""
+        self.seen, self._alive_clock = dict(seen), alive_clock
         self._distrusted = newest_unseen(self._floors.horizon, self.seen)
 
     def clock_was_fast(self, limit: int, by: int) -> None:
@@ -171,8 +217,8 @@ class FloorSync:
         self._floors.lower_horizon(limit, by)
         self.seen = lower_stamps(self.seen, limit, by)
         self._agreed.clear()
-        self._came_clock.clear()
-        self._announced_end = self._agreed_by_all = 0
+        self._offers.clear()
+        self._announced_end = self._agreed_by_all = self._may_drop = 0
         if self.newest_heard > limit:
             self.newest_heard = max(0, self.newest_heard - by)
         self._started_clock = None
@@ -226,8 +272,10 @@ class FloorSync:
             horizon,
         )
 
-    def learn(self, answer: FloorAnswer, asked_end: int, now: float, *, same_now: bool) -> None:
-        """Take in an answer to a question about `asked_end`. `same_now`: the present sets are equal, too.
+    def learn(
+        self, answer: FloorAnswer, asked_end: int, now: float, *, sender: Member, same_now: bool
+    ) -> None:
+        """Take in a member's answer to a question about `asked_end`. `same_now`: the present sets are equal, too.
 
         The horizon comes first: what this peer must distrust depends on what it had seen before.
         """
@@ -235,16 +283,122 @@ class FloorSync:
         horizon = without_older(answer.horizon, oldest)
         if horizon and not self._accepts_clock(max(horizon.values()), now):
             return  # one of the two clocks is wrong: nothing that is said of time can be believed
-        self._floors.raise_horizon(horizon)
-        self._follow(horizon)
+        unseen = self._consider(sender, answer.horizon, horizon, now)
+        if unseen and self.quorum.apart:
+            return  # what the sender has, and this peer has not heard of, may be gone by then
         agreed = asked_end > 0 and answer.epoch_end == asked_end
         if (asked_end and same_now) or (agreed and asked_end >= (self._started_clock or 0)):
             self.synchronised = True
-        if not agreed:
+        if not agreed or unseen:
             return
-        seen = without_older(answer.seen, oldest)
-        raise_stamps(self.seen, {member: min(asked_end, stamp) for member, stamp in seen.items()})
+        # Of writers that nobody here knows, there is nothing to be seen: a table full of them would be kept for long.
+        seen = {
+            writer: min(asked_end, stamp)
+            for writer, stamp in without_older(answer.seen, oldest).items()
+            if writer in self.seen or self._knows(writer)
+        }
+        raise_stamps(self.seen, seen)
         raise_stamps(self.seen, {self._me: asked_end})
+
+    def _knows(self, writer: Member) -> bool:
+        floors = self._floors
+        return self.quorum.knows(writer) or writer in floors.horizon or floors.has_floors_of(writer)
+
+    # --- horizons of others ------------------------------------------------------------------
+
+    def _consider(
+        self, sender: Member, told: Mapping[Member, int], horizon: Stamps, now: float
+    ) -> int:
+        """Take over of a horizon what this peer may drop itself; the rest waits for others to show the same. Returns
+        the highest stamp of the rest that this peer has not seen, 0 when there is none."""
+        rest = self._follow(horizon, now)
+        known = self._offers.pop(sender, None)
+        if not rest:
+            return 0
+        while len(self._offers) >= MAX_OFFERS:
+            del self._offers[next(iter(self._offers))]
+        told_hash, since, same_since = hash_stamps(told), now, now
+        if known is not None:
+            since = known.since
+            same_since = known.same_since if known.hash == told_hash else now
+        unseen = self._unseen(rest)
+        self._offers[sender] = _Offer(told_hash, rest, unseen, same_since, since)
+        return unseen
+
+    def _follow(self, horizon: Mapping[Member, int], now: float) -> Stamps:
+        """Take over what this peer may drop itself. Returns the rest that is news."""
+        mine, clock_now = self._floors.horizon, self._wall_clock(now)
+        news = {w: stamp for w, stamp in horizon.items() if stamp > mine.get(w, 0)}
+        own = {w: stamp for w, stamp in news.items() if stamp <= self._may_follow(w, clock_now)}
+        if own:
+            raise_stamps(self.seen, own)
+            self._raise_horizon(own, now)
+        return {w: stamp for w, stamp in news.items() if w not in own}
+
+    def _may_follow(self, writer: Member, clock_now: int) -> int:
+        """Up to where this peer itself may drop the writer's floors. It had the same ones as all living members, so
+        of a writer that is gone it has seen what they have seen."""
+        if not self._floors.has_floors_of(writer):
+            return 0
+        if writer in self._living:
+            return min(self._may_drop, self.seen.get(writer, 0))
+        return min(self._may_drop, clock_now - GONE_SLACK + SAVED_SLACK)
+
+    def _judge_offers(self, members: Sequence[ShownFloors], now: float) -> None:
+        """Take over horizons that enough members show in their signed records."""
+        shown = [member.floors_horizon for member in members]
+        apart = len([member for member in members if member.floors_seen & APART_BIT])
+        for sender, offer in list(self._offers.items()):
+            if offer.hash == self._floors.horizon_hash:  # taken over by another member's word
+                del self._offers[sender]
+                continue
+            costs = offer.unseen > 0 and not self.quorum.fresh
+            # Seen, so nothing is lost here; and all have had time to see it. Else members whose horizons differ after
+            # a restart of all could not agree on anything any more.
+            old = now > offer.same_since + CATCH_UP_SECONDS
+            stale = not offer.unseen and self.crowded and old
+            count = shown.count(offer.hash)
+            if stale or self.quorum.believes(count, apart, now, costs=costs):
+                del self._offers[sender]
+                by = [each.member for each in members if each.floors_horizon == offer.hash]
+                self._adopt(offer.stamps, by, now)
+
+    def _adopt(self, stamps: Stamps, by: list[Member], now: float) -> None:
+        """Take over a horizon, and note what is to be distrusted for that."""
+        unseen = self._unseen(stamps)
+        if self.quorum.fresh:
+            # What was put here before this peer ever met another one was not removed by others.
+            unseen = min(unseen, (self._started_clock or 0) if self.has_older_copies else 0)
+        if unseen > self._distrusted:
+            self._distrusted, self.distrusted_by = unseen, by
+        # After that nothing is to be feared of them: or the same copies would go again and again.
+        raise_stamps(self.seen, stamps)
+        self._raise_horizon(stamps, now)
+
+    def _unseen(self, stamps: Mapping[Member, int]) -> int:
+        """The highest clock that a floor may have which was dropped before it was seen here. What nobody could confirm
+        for an hour was given up."""
+        lost = self._agreed_by_all - LOST_AFTER
+        seen = {w: max(self.seen.get(w, 0), 0 if w in self._living else lost) for w in stamps}
+        return newest_unseen(stamps, seen)
+
+    def _raise_horizon(self, stamps: Mapping[Member, int], now: float) -> None:
+        self._floors.raise_horizon(stamps)
+
+    @property
+    def has_offers(self) -> bool:
+        """Whether some member told a horizon that is not taken over yet."""
+        return bool(self._offers)
+
+    def disbelieved(self, now: float) -> dict[Member, int]:
+        """Members that for a while have said that floors are gone of which this peer has not heard, and up to which
+        stamp: it is not believed."""
+        late = now - DISBELIEVED_SECONDS
+        return {
+            sender: offer.unseen
+            for sender, offer in self._offers.items()
+            if offer.since < late and offer.unseen
+        }
 
     # --- announcing --------------------------------------------------------------------------
 
@@ -261,11 +415,16 @@ class FloorSync:
         end = end >> SLICE_BITS << SLICE_BITS
         ready = self.synchronised and not self._floors.purging and end > 0
         # Accepted, the end raises this peer's clock: no floor that it makes from now on is below.
+        seen = self._agreed_by_all & ~APART_BIT | self.quorum.apart
         if not ready or not self._accepts_clock(end, now):
-            return 1, 0, self._agreed_by_all
+            return 1, 0, seen
         raise_stamps(self.seen, {self._me: end})
         self._announced_end = max(self._announced_end, end)
-        return end, self._floors.hash_below(end), self._agreed_by_all
+        return end, self._floors.hash_below(end), seen
+
+    def shows_apart(self, floors_seen: int) -> bool:
+        """Whether a record of this peer's with these `floors_seen` says truly whether it is apart."""
+        return floors_seen & APART_BIT == self.quorum.apart
 
     def _compare(self, members: Sequence[ShownFloors], now: float) -> None:
         """Note which members announced the same floors as this peer has."""
@@ -293,26 +452,45 @@ class FloorSync:
         waits_for, passed_over = [], []
         for shown in members:
             agreed = self._agreed.get(shown.member, 0)
-            waiting = self._waiting.setdefault(shown.member, _Waiting(agreed, now))
-            if agreed > waiting.agreed:
-                waiting.agreed, waiting.since = agreed, now
-            if now > waiting.since + patience:
+            waited = self._waited(shown.member, agreed, now)
+            if waited > patience:
                 passed_over.append(shown.member)
                 continue
-            if now > waiting.since + patience / 20:
+            if waited > patience / 20:
                 waits_for.append(shown.member)
             mine = min(mine, agreed)
             everybody = min(everybody, agreed, shown.floors_seen)
-        for member in self._gone_at:
-            mine = min(mine, max(self._agreed.get(member, 0), self._came_clock.get(member, 0)))
+        for member in self.quorum.waited_for(now):
+            agreed = self._agreed.get(member, 0)
+            if self._waited(member, agreed, now) <= patience:
+                came_at = self.quorum.came_at(member)  # older floors do not wait for it
+                came = self._wall_clock(came_at) if came_at > -math.inf else 0
+                mine = min(mine, max(agreed, came))
         self._agreed_by_all = mine
         self.waits_for, self.passed_over = waits_for, passed_over
-        return min(everybody, self._agreed_by_all) - SAVED_SLACK
+        confirming = self.quorum.living - len(passed_over)
+        up_to = min(everybody, mine)
+        # Where most confirm nothing, it is this peer that was passed over: it must not follow the others.
+        if 2 * confirming > self.quorum.living and now >= self._started_at + START_SECONDS:
+            self._may_drop = max(self._may_drop, up_to - FOLLOW_SLACK)
+        if not self.quorum.may_compact(confirming):
+            self.waits_for = waits_for + self.quorum.missing(now)
+            return 0
+        return up_to - SAVED_SLACK
+
+    def _waited(self, member: Member, agreed: int, now: float) -> float:
+        """For how long, altogether, the member was waited for since it last agreed with this peer about more."""
+        waiting = self._waiting.get(member)
+        if waiting is None or agreed > waiting.agreed:
+            waiting = self._waiting[member] = _Waiting(agreed, now)
+        waiting.seconds += min(now - waiting.at, 1.0)
+        waiting.at = now
+        return waiting.seconds
 
     def _compact(self, members: Sequence[ShownFloors], now: float) -> None:
         up_to = self._settle_agreement(members, now)
-        if now < self._started_at + GONE_SECONDS:
-            return  # members of before the start may be about to come back, too
+        if now < self._started_at + START_SECONDS or up_to <= 0:
+            return
         living = self._living
         if self._me != min(living) and self._floors.crowding <= HURRY_ABOVE:
             return
@@ -333,13 +511,13 @@ class FloorSync:
         clock_now = self._wall_clock(now)
         if self._started_clock is None:
             self._started_clock, self._started_at = clock_now, now
+            self._remember(clock_now, now)
         self.records.note_time(clock_now)
         if alone:
             self.synchronised = True
             end, _ = self.settled_epoch(clock_now)
             raise_stamps(self.seen, {self._me: end})
-        if self._gone_at:
-            self._forget_gone(now)
+        self._track(members, clock_now, now, alone=alone)
         if not self.crowded:
             self._waiting.clear()
             self.waits_for, self.passed_over = [], []
@@ -347,12 +525,45 @@ class FloorSync:
             self._living = {shown.member for shown in members} | {self._me}
             self._compare(members, now)
             self._compact(members, now)
+        if self._offers:
+            self._judge_offers(members, now)
         self.records.purge()
         oldest = self._oldest(now)
         self._floors.forget_horizon(oldest)
         if min(self.seen.values(), default=oldest + 1) <= oldest:
             self.seen = without_older(self.seen, oldest)
         self._doubt(members, now)
+
+    def _remember(self, clock_now: int, now: float) -> None:
+        """Which members lived when this peer was last there; up to what it saw of all of them, it may follow others."""
+        lately = {
+            member: stamp
+            for member, stamp in self.seen.items()
+            if stamp > clock_now - LOST_AFTER and member != self._me
+        }
+        self.quorum.start(lately, unix_seconds_from_clock(self._alive_clock), now)
+        if lately:
+            stamps = [*lately.values(), self.seen.get(self._me, 0)]
+            self._may_drop = max(0, min(stamps) - FOLLOW_SLACK)
+
+    def _track(
+        self, members: Sequence[ShownFloors], clock_now: int, now: float, *, alone: bool
+    ) -> None:
+        same = 0
+        if self.quorum.apart or self.quorum.fresh:
+            shown = [member.floors_horizon for member in members]
+            same = shown.count(self._floors.horizon_hash)
+        self.quorum.track(now, unix_seconds_from_clock(clock_now), len(members), same)
+        if alone:
+            self.quorum.alone()
+        if now < self._forgot_at + 1.0:
+            return
+        self._forgot_at = now
+        for member in self.quorum.forget(now):
+            self._agreed.pop(member, None)
+        over = [m for m, waiting in self._waiting.items() if now > waiting.at + WAITED_SECONDS]
+        for member in over:
+            del self._waiting[member]
 
     def _doubt(self, members: Sequence[ShownFloors], now: float) -> None:
         """Note who shows another horizon, and tell clients whether some member is doubted (`doubted_up_to`)."""
@@ -374,18 +585,6 @@ class FloorSync:
         late = any(now > other.since + CATCH_UP_SECONDS for other in others.values())
         self._floors.doubt_members(bool(self._unproven) or late)
 
-    def _forget_gone(self, now: float) -> None:
-        """Members that died so long ago that all have heard of it are not waited for any more."""
-        forgotten = {m for m, gone_at in self._gone_at.items() if now > gone_at + GONE_SECONDS}
-        if not forgotten:
-            return
-        for member in forgotten:
-            self._agreed.pop(member, None)
-            self._came_clock.pop(member, None)
-            self._waiting.pop(member, None)
-        # A dictionary that was large once stays so: a smaller one takes its place.
-        self._gone_at = {m: at for m, at in self._gone_at.items() if m not in forgotten}
-
     def heard_of(self, operations: bytes | bytearray | memoryview, newest: int, now: float) -> None:
         """Locations were heard of, in packed records whose highest clock is `newest`. Those from a clock that is too
         far ahead do not count: nothing can be written above them that others would take."""
@@ -406,20 +605,19 @@ class FloorSync:
         """A member has just come, or come back."""
         self._unproven.add(member)
         self._floors.doubt_members(True)
-        if self._gone_at.pop(member, None) is None:
-            self._came_clock[member] = self._wall_clock(now)
-        self._waiting.pop(member, None)
+        self.quorum.came(member, now)
 
-    def went(self, member: Member, now: float) -> None:
-        """A member is gone."""
+    def went(self, member: Member, now: float, *, left: bool = False) -> None:
+        """A member is gone. `left`: it signed that it leaves."""
         self._unproven.discard(member)
-        self._gone_at[member] = now
+        self._offers.pop(member, None)
+        self.quorum.went(member, now, left=left)
 
     def expelled(self, member: Member) -> None:
         """A member does not belong to the cluster any more: nothing of it is waited for."""
         self._unproven.discard(member)
-        self._gone_at.pop(member, None)
-        self._came_clock.pop(member, None)
+        self._offers.pop(member, None)
+        self.quorum.expelled(member)
         self._agreed.pop(member, None)
         self._waiting.pop(member, None)
 
@@ -436,14 +634,6 @@ class FloorSync:
         """Whether a peer whose clock last stood at `last_clock` may have missed floors whose stamps are
         forgotten."""
         return last_clock <= self._oldest(now)
-
-    def _follow(self, horizon: Mapping[Member, int]) -> None:
-        """Distrust what floors may have forbidden that were dropped before they were seen here. After that
-        nothing is to be feared of them: they count as seen, or the same copies would go again and again."""
-        lost = self._agreed_by_all - LOST_AFTER
-        seen = {w: max(self.seen.get(w, 0), 0 if w in self._living else lost) for w in horizon}
-        self._distrusted = max(self._distrusted, newest_unseen(horizon, seen))
-        raise_stamps(self.seen, horizon)
 
     def _oldest(self, now: float) -> int:
         return max(0, self._wall_clock(now) - LONGEST_ABSENCE)

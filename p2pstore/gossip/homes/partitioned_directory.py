@@ -369,7 +369,7 @@ class PartitionedDirectory:
         """The homes among those who are alive now."""
         if self._seen_version != self._membership.version:
             self._seen_version = self._membership.version
-            live = self._membership.live()
+            live = self._membership.homes()
             self._newest_table = self._newest_table.changed(
                 frozenset(state.member for state in live)
             )

@@ -6,7 +6,8 @@ whatever is wrong raises `AdmissionRefused`, whose code and text go to the other
 that both logs say why.
 
 The listener proves first. A stranger who opens a stream and learns a proof learns nothing: it holds for
-this pair of peer ids and these nonces only. Ring and allow list may be replaced at any time, so each side
+this pair of peer ids and these nonces only. A refusal tells a stranger neither names nor versions of software: the
+opener adds what it asked for itself (`Opener.explained`). Ring and allow list may be replaced at any time, so each side
 remembers the key with which the other one proved itself.
 """
 
@@ -18,9 +19,10 @@ from typing import Final
 
 from p2pstore.allowlist import AllowList
 from p2pstore.errors import P2PStoreError, ProtocolMismatch
+from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.messages import Hello, HelloReply, Proof, Welcome
 from p2pstore.gossip.records import PeerId, format_peer_id
-from p2pstore.keyring import KEYLESS, MAX_KEYS, KeyRing, key_id_of
+from p2pstore.keyring import KEYLESS, MAX_KEYS, KeyRing, Role, key_id_of, signer_seed_of
 from p2pstore.wire import (
     MAX_PROTOCOL_VERSION,
     MIN_PROTOCOL_VERSION,
@@ -34,16 +36,19 @@ MAX_SOFTWARE_LETTERS: Final = 64
 _CONTEXT: Final = b"p2pstore admission 1\0"
 _OPENER: Final = b"opener"
 _LISTENER: Final = b"listener"
+_MEMBER: Final = b"member"
 
 _CHECK_KEYS: Final = "check --cluster-key-file on both sides"
 
 
 class AdmissionRefused(P2PStoreError):
-    """One side does not admit the other; `code` says why to a program, the text to a person."""
+    """One side does not admit the other; `code` says why to a program, the text to a person. `told` is the part of the
+    text that the other side may know."""
 
-    def __init__(self, code: Code, text: str) -> None:
+    def __init__(self, code: Code, text: str, told: str = "") -> None:
         super().__init__(text)
         self.code = code
+        self.told = told or text
 
 
 def admission_proof(
@@ -58,8 +63,11 @@ def admission_proof(
 ) -> bytes:
     """HMAC-SHA256 over role, both peer ids, both nonces and the cluster's name, each with its length."""
     fields = (role, opener, listener, opener_nonce, listener_nonce, cluster.encode())
-    message = b"".join(struct.pack("<H", len(field)) + field for field in fields)
-    return hmac.digest(key, _CONTEXT + message, "sha256")
+    return hmac.digest(key, _message(*fields), "sha256")
+
+
+def _message(*fields: bytes) -> bytes:
+    return _CONTEXT + b"".join(struct.pack("<H", len(field)) + field for field in fields)
 
 
 class _Side:
@@ -117,6 +125,11 @@ class _Side:
             )
         return key
 
+    @property
+    def their_role(self) -> Role:
+        """What the other side may do, once it is admitted."""
+        return self.ring.role_of(self.key_id)
+
     def _proof(self, key: bytes, role: bytes, *, opening: bool) -> bytes:
         own, theirs = (self.own_id, self.nonce), (self.peer_id, self._their_nonce)
         (opener, opener_nonce), (listener, listener_nonce) = (
@@ -159,7 +172,6 @@ class Opener(_Side):
             self.cluster,
             self.nonce,
             self.ring.ids,
-            self.software[:MAX_SOFTWARE_LETTERS],
         )
 
     def receive_reply(self, reply: HelloReply) -> Proof:
@@ -167,15 +179,46 @@ class Opener(_Side):
         self.version = self._negotiate(reply.version, reply.version)
         self._take_nonce(reply.nonce)
         key = self._key(reply.key_id)
+        if reply.key_id not in self.ring.ids:  # a reader's, which a member accepts of openers only
+            raise AdmissionRefused(
+                Code.AUTHENTICATION_FAILED, "a reader answers where a member was called"
+            )
         self._check(key, _LISTENER, reply.proof, opening=True)
-        self.their_software = reply.software[:MAX_SOFTWARE_LETTERS]
-        return Proof(reply.key_id, self._proof(key, _OPENER, opening=True))
+        proof = self._proof(key, _OPENER, opening=True)
+        return Proof(reply.key_id, proof, self.software[:MAX_SOFTWARE_LETTERS])
 
     def receive_welcome(self, welcome: Welcome) -> None:
         """The listener is content: requests may follow."""
         if not self._their_nonce:
             raise AdmissionRefused(Code.MALFORMED, "a welcome before the handshake")
+        if self.ring.role is Role.READER and not self._is_member(welcome.signature):
+            raise AdmissionRefused(
+                Code.AUTHENTICATION_FAILED,
+                f"{format_peer_id(self.peer_id)} does not prove that it is a member: readers talk to members only, and "
+                "a reader's file goes with the members' keys it was made from",
+            )
+        self.their_software = welcome.software[:MAX_SOFTWARE_LETTERS]
         self.admitted = True
+
+    def explained(self, refusal: AdmissionRefused) -> AdmissionRefused:
+        """A refusal by the listener, with what only this side knows: what it asked for, and with what."""
+        hint = ""
+        if refusal.code is Code.WRONG_CLUSTER:
+            hint = f"; this peer is of cluster {self.cluster!r}: check --cluster on both sides"
+        elif refusal.code is Code.AUTHENTICATION_FAILED and self.ring.of_user:
+            hint = (
+                "; this peer has no cluster key, so it meets keyless peers of its own user on this machine only: that "
+                "one is of another user, or has a key. Give both a --cluster-key-file (`mooncake-p2p keygen FILE` "
+                "makes one), or give both --insecure"
+            )
+        return AdmissionRefused(refusal.code, f"{refusal}{hint}")
+
+    def _is_member(self, signature: bytes) -> bool:
+        message = _message(
+            _MEMBER, self.own_id, self.peer_id, self.nonce, self._their_nonce, self.cluster.encode()
+        )
+        verifier = Ed25519Verifier()
+        return any(verifier.verify(signer, message, signature) for signer in self.ring.signers)
 
 
 class Listener(_Side):
@@ -184,21 +227,24 @@ class Listener(_Side):
     def receive_hello(self, hello: Hello) -> HelloReply:
         """Check what the opener claims and prove this side. Raises `AdmissionRefused`."""
         self.version = self._negotiate(hello.min_version, hello.max_version)
+        if self.ring.role is Role.READER:
+            raise AdmissionRefused(
+                Code.AUTHENTICATION_FAILED, "this peer is a reader, which admits nobody"
+            )
+        key = self._common_key(hello.key_ids[:MAX_KEYS])
         if hello.cluster != self.cluster:
             raise AdmissionRefused(
                 Code.WRONG_CLUSTER,
                 f"cluster {hello.cluster[:64]!r} calls cluster {self.cluster!r}: "
                 "check --cluster on both sides",
+                "it belongs to a cluster of another name",
             )
         self._take_nonce(hello.nonce)
-        key = self._common_key(hello.key_ids[:MAX_KEYS])
-        self.their_software = hello.software[:MAX_SOFTWARE_LETTERS]
         return HelloReply(
             self.version,
             self.nonce,
             key_id_of(key),
             self._proof(key, _LISTENER, opening=False),
-            self.software[:MAX_SOFTWARE_LETTERS],
         )
 
     def receive_proof(self, proof: Proof) -> Welcome:
@@ -207,14 +253,25 @@ class Listener(_Side):
             raise AdmissionRefused(Code.MALFORMED, "a proof before the hello")
         key = self._key(proof.key_id)
         self._check(key, _OPENER, proof.proof, opening=False)
+        self.their_software = proof.software[:MAX_SOFTWARE_LETTERS]
         self.admitted = True
-        return Welcome()
+        return Welcome(self.software[:MAX_SOFTWARE_LETTERS], self._signature(proof.key_id))
+
+    def _signature(self, key_id: bytes) -> bytes:
+        """What shows a reader that this side is a member; nothing for a member."""
+        member_key = self.ring.member_key_for(key_id)
+        if member_key is None:
+            return b""
+        message = _message(
+            _MEMBER, self.peer_id, self.own_id, self._their_nonce, self.nonce, self.cluster.encode()
+        )
+        return Identity(signer_seed_of(member_key)).sign(message)
 
     def _common_key(self, their_ids: list[bytes]) -> bytes:
         """The first of this side's keys that the opener holds too."""
-        for key in self.ring.keys:
-            if key_id_of(key) in their_ids:
-                return key
+        key = self.ring.common(their_ids)
+        if key is not None:
+            return key
         if self.ring.keyless:
             reason = "the opener has a cluster key, the listener has none"
         elif key_id_of(KEYLESS) in their_ids:

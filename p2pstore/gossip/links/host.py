@@ -147,6 +147,7 @@ class ControlHost:
         on_refused: Callable[[str, str], None],
         software: str,
         limits: ConnectionLimits,
+        readers: Handler | None,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.listening = (host, port)
@@ -158,6 +159,7 @@ class ControlHost:
         self._allowed = allowed
         self._cluster = cluster
         self._handler = handler
+        self._readers = readers
         self._on_lost = on_lost
         self._refusals = Refusals(on_refused)
         self._software = software
@@ -258,6 +260,11 @@ class ControlHost:
             for peer_id, connections in self._connections.items()
             if any(connection.admitted for connection in connections)
         ]
+
+    def key_ids(self, peer_id: PeerId) -> list[bytes]:
+        """The ids of the keys with which this peer's streams were admitted."""
+        connections = self._connections.get(peer_id, ())
+        return [key_id for connection in connections for key_id in connection.key_ids]
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until `close`."""
@@ -580,6 +587,7 @@ class ControlHost:
                 self._handler,
                 full=self._admitted_streams >= MAX_ADMITTED_STREAMS,
                 activity=connection.activity,
+                readers=self._readers,
             )
             await stream.lift_allowance()
             self._admitted_streams += 1
@@ -648,10 +656,12 @@ async def open_control_host(
     software: str,
     allowed: AllowList | None = None,
     limits: ConnectionLimits = _LIMITS,
+    readers: Handler | None = None,
 ) -> AsyncIterator[ControlHost]:
     """A host that listens at `listen` (port 0: any; None: the default one, or any when that is taken) and serves
-    `handler` to admitted peers until the block ends. After `ring` or `allowed` (None: everybody who holds a key)
-    were changed, call its `recheck`; tell its `keeper` the peers that it is to stay connected with.
+    `handler` to admitted members until the block ends; `readers` answers those that may only read (None: refused).
+    After `ring` or `allowed` (None: everybody who holds a key) were changed, call its `recheck`; tell its `keeper` the
+    peers that it is to stay connected with.
 
     `on_lost(peer_id)` is called when the last connection of an admitted peer has ended without either side having
     meant it; `on_refused(address, reason)` whenever something of a stranger was dropped. Raises
@@ -670,6 +680,7 @@ async def open_control_host(
         on_refused=on_refused,
         software=software,
         limits=limits,
+        readers=readers,
     )
     async with open_background_nursery() as nursery:
         try:

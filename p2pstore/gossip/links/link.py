@@ -27,6 +27,7 @@ from p2pstore.gossip.messages import (
     Welcome,
 )
 from p2pstore.gossip.records import PeerId, format_peer_id
+from p2pstore.keyring import Role
 from p2pstore.wire import (
     CONTROL_LIMITS,
     ERROR,
@@ -307,16 +308,20 @@ async def open_asking_stream(
 
     Raises `AdmissionRefused`, `ProtocolError`, `OSError`, `trio.TooSlowError` (10 s)."""
     frames = _Frames(stream)
-    with trio.fail_after(ADMISSION_SECONDS):
-        await frames.write(encode_frame(ControlKind.HELLO, 1, opener.hello()))
-        reply = await frames.expect(ControlKind.HELLO, REPLY, HelloReply)
-        try:
-            proof = opener.receive_reply(reply)
-        except AdmissionRefused as refusal:
-            await frames.write(encode_failure(ControlKind.PROOF, 2, refusal.code, str(refusal)))
-            raise
-        await frames.write(encode_frame(ControlKind.PROOF, 2, proof))
-        opener.receive_welcome(await frames.expect(ControlKind.PROOF, REPLY, Welcome))
+    try:
+        with trio.fail_after(ADMISSION_SECONDS):
+            await frames.write(encode_frame(ControlKind.HELLO, 1, opener.hello()))
+            reply = await frames.expect(ControlKind.HELLO, REPLY, HelloReply)
+            try:
+                proof = opener.receive_reply(reply)
+            except AdmissionRefused as refusal:
+                failure = encode_failure(ControlKind.PROOF, 2, refusal.code, refusal.told)
+                await frames.write(failure)
+                raise
+            await frames.write(encode_frame(ControlKind.PROOF, 2, proof))
+            opener.receive_welcome(await frames.expect(ControlKind.PROOF, REPLY, Welcome))
+    except AdmissionRefused as refusal:
+        raise opener.explained(refusal) from None
     frames.admitted()
     return AskingStream(frames, opener.their_software, opener.key_id, activity)
 
@@ -401,9 +406,10 @@ async def admit_stream(
     *,
     full: bool,
     activity: Activity | None = None,
+    readers: Handler | None = None,
 ) -> AnsweringStream:
     """Admit the opener. `full`: refuse it as BUSY, because this side has its hands full; `activity` counts the
-    requests.
+    requests. `readers` answers an opener that may only read; None refuses it.
 
     Raises `AdmissionRefused` (after telling the opener), `ProtocolError`, `OSError`, `trio.TooSlowError`.
     """
@@ -415,6 +421,10 @@ async def admit_stream(
             await frames.write(encode_frame(kind, 1, reply, flags=REPLY))
             kind = ControlKind.PROOF
             welcome = listener.receive_proof(await frames.expect(kind, 0, Proof))
+            if listener.their_role is Role.READER:
+                if readers is None:
+                    raise AdmissionRefused(Code.UNSUPPORTED, "this side serves no readers")
+                handler = readers
             if full:
                 raise AdmissionRefused(Code.BUSY, "this peer serves as many streams as it may")
         except AdmissionRefused as refusal:
@@ -428,7 +438,7 @@ async def admit_stream(
 async def _refuse(frames: _Frames, kind: ControlKind, refusal: AdmissionRefused) -> None:
     """Say why, and give the other side a moment to read it before the stream ends."""
     with suppress(OSError, ProtocolError), trio.move_on_after(FAREWELL_SECONDS):
-        await frames.write(encode_failure(kind, int(kind), refusal.code, str(refusal)))
+        await frames.write(encode_failure(kind, int(kind), refusal.code, refusal.told))
         await frames.read()
 
 

@@ -15,9 +15,22 @@ incarnation is the maximum over all evidence, whatever status came with it. A re
 alive only when its incarnation is above the stored one. A record marked leaving is final: only a
 record of a later incarnation brings that peer back.
 
-What is passed on. Every news, once: the accuser's name goes with a suspicion, so that every member counts
-who confirmed it; a death by whoever judged it, so that all know within the time a rumour takes. Who is told
-later what it missed (`accusation`) hears of a death as a suspicion, and judges itself.
+What others claim is weighed. That one lives, in a higher incarnation, is believed. That one is suspected, or dead,
+is a reason for an own probe at once, within bounds (`accusers`): until that has failed the accused counts, and is
+read from. A verdict of others and a failed probe of this peer's own make a death. That one left, its own record
+says (`leaving`), which is passed on like every other, and nobody else.
+
+What is passed on: each refutation, and of accusations those that an own probe bears out, in this peer's own
+name. So a suspicion travels by probes, one after the other, and all have looked for themselves when the first
+declares the death: that rumour then needs no probes. The peer from whose channel an accusation came is its
+accuser, whatever name stands in it. Who is told later what it missed (`accusation`) hears of a death as a
+suspicion, and judges itself.
+
+Who counts. A peer that something came from, on a channel of its own, has been met, and always has a place. One that
+a member tells of is pinged first (`newcomers`), so that nobody counts who does not exist. In a large cluster nobody
+meets all: a peer that has met `met_before_trust` members believes each member as many others as `UNMET_FOR_EACH_MET`
+of these, and pings the rest. When there is no room the dead yield, then the oldest of those that
+have not been met, of the member that told of most.
 
 A timeout is judged in `tick` and nowhere else. The shell calls `tick` after it has fed in
 everything that had arrived: after a stall of this process its timers have all run out while the
@@ -27,6 +40,7 @@ acknowledgements wait in the sockets, and a verdict passed before reading them w
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,8 +48,11 @@ from itertools import chain, islice, takewhile
 from typing import Final
 
 from p2pstore.errors import ProtocolError
+from p2pstore.gossip.exchange.message_budget import MessageBudget
+from p2pstore.gossip.members.accusers import Accusers
 from p2pstore.gossip.members.claim_rumors import ClaimRumors
 from p2pstore.gossip.members.local_health import LocalHealth
+from p2pstore.gossip.members.newcomers import Newcomers
 from p2pstore.gossip.members.suspicion import (
     LONGEST_MULTIPLIER,
     Suspicion,
@@ -68,6 +85,11 @@ kept as, and a microsecond to parse."""
 MAX_HEARSAY: Final = 1024
 """Peers that are remembered only because somebody claims that they are dead."""
 
+UNMET_FOR_EACH_MET: Final = 8
+REFUTATIONS_AT_ONCE: Final = 4
+REFUTATIONS_A_SECOND: Final = 0.2
+"""Each is a rumour that all members pass on. Those accused more often refute a few seconds later, for all at once."""
+
 STALL_SECONDS: Final = 0.5
 """Between two ticks of a process that runs lie at most 0.25 s (see `machine`): more is a stall."""
 
@@ -85,8 +107,13 @@ class MembershipConfig:
     retransmit_multiplier: int = 4
     claims_per_message: int = 32
     recontact_interval_seconds: float = 1.0
+    observes: bool = False
+    """Whether this peer is a reader: members do not know it, so it is no home, and nobody refutes what it holds of
+    others (`answered`)."""
     dead_kept_seconds: float = 24 * 3600.0
     max_members: int = 10_000
+    met_before_trust: int = 64
+    """With fewer members that this peer has met, peers that others only tell of do not count."""
 
 
 parsed = lru_cache(maxsize=PARSED_RECORDS)(read_peer_record)
@@ -104,6 +131,8 @@ class MemberState:
     status_since: float
     heard_at: float = -math.inf
     """When something last came from the peer itself; minus infinity before the first time."""
+    introduced_by: Member = 0
+    """Who told of it; 0 once it has been met."""
     signed: SignedRecord | None = None
     """The member's latest record. What it says that is wanted of all members at once stands here, too:"""
     record_incarnation: int = 0
@@ -116,7 +145,7 @@ class MemberState:
     memory_used: int = 0
     ssd_capacity: int = 0
     ssd_used: int = 0
-    control: tuple[str, ...] = ()
+    packed_control: str = ""
     directory: int = 0
     floors_horizon: int = 0
     floors_end: int = 0
@@ -125,6 +154,11 @@ class MemberState:
     leaving: bool = False
     """Whether it says there that it left on purpose."""
     checkpoints: tuple[Participation, ...] = ()
+
+    @property
+    def control(self) -> tuple[str, ...]:
+        """Its control addresses. As one string they take half the memory."""
+        return tuple(self.packed_control.split("\n")) if self.packed_control else ()
 
     @property
     def alive(self) -> bool:
@@ -148,7 +182,7 @@ class MemberState:
         self.log_sequence, self.location_count = record.head.sequence, record.head.count
         self.memory_capacity, self.memory_used = record.memory_capacity, record.memory_used
         self.ssd_capacity, self.ssd_used = record.ssd_capacity, record.ssd_used
-        self.control = tuple(record.control)
+        self.packed_control = "\n".join(record.control)
         self.directory, self.floors_horizon = record.directory, record.floors_horizon
         self.floors_end, self.floors_hash = record.floors_end, record.floors_hash
         self.floors_seen = record.floors_seen
@@ -188,9 +222,6 @@ class Membership:
         """Grows whenever a record says something new of checkpoints."""
         self.refused_count = 0
         """Records that were left out since the start because there were as many members as there may be."""
-        self.left_at = -1
-        """The highest incarnation that this peer is said to have left in, at or above the one that it has: its clock
-        went back since, or what it had saved is gone. Only a later record brings it back."""
         self.resumed_at = -math.inf
         """When this process last found that it had stood still: nothing that ran out before proves anything."""
         self._states: dict[PeerId, MemberState] = {}
@@ -203,6 +234,14 @@ class Membership:
         self._rumors = ClaimRumors()
         self._suspects: dict[PeerId, Suspicion] = {}
         self._unproved: list[PeerId] = []
+        self._accusers = Accusers()
+        self.newcomers = Newcomers()
+        self._met = 0
+        self._introduced: Counter[Member] = Counter()
+        """How many members that have not been met each member told of."""
+        self._accused_in = -1
+        """The highest incarnation of this peer that it was accused in."""
+        self._refutations = MessageBudget(REFUTATIONS_A_SECOND, REFUTATIONS_AT_ONCE)
         self._live: list[MemberState] | None = None
         self._others: list[MemberState] | None = None
         self._due_at: float | None = None
@@ -248,6 +287,10 @@ class Membership:
             self._others = [state for state in self.live() if state is not self._own]
         return self._others
 
+    def homes(self) -> list[MemberState]:
+        """`live()`, as every member knows it: without this peer when it only observes."""
+        return self.others() if self.config.observes else self.live()
+
     @property
     def dead_count(self) -> int:
         """How many are known that were alive once: dead, or gone on purpose, with a record."""
@@ -264,15 +307,27 @@ class Membership:
 
     # --- evidence ----------------------------------------------------------------------------
 
-    def observe_record(self, record: PeerRecord, signed: SignedRecord, now: float) -> bool:
-        """Take in a verified record. Whether it is newer than the one known; that of one more member than there may
-        be is left out, and counted."""
+    def observe_record(
+        self, record: PeerRecord, signed: SignedRecord, now: float, sender: PeerId | None = None
+    ) -> bool:
+        """Take in a verified record that `sender` passed on. Whether it is newer than the one known; that of a peer
+        that does not count yet is left out, and that of one more member than there may be, which is counted."""
         state = self._states.get(record.peer_id)
+        introducer = None if sender == record.peer_id else sender
+        if introducer is not None and (state is None or state.signed is None):
+            known = self._believes(introducer)
+            if not known and not record.leaving:
+                self.newcomers.told_of(record.peer_id, record.control, introducer, now)
+            if not known:
+                return False
         if state is None:
-            if not self._has_room():
+            if not self._has_room(introducer):
                 self.refused_count += 1
                 return False
             state = self._add(record.peer_id, Status.ALIVE, record.incarnation, now)
+            if introducer is not None:
+                state.introduced_by = self._by_name(introducer)
+                self._introduced[state.introduced_by] += 1
         elif state.signed is not None and (record.incarnation, record.sequence) <= (
             state.record_incarnation,
             state.record_sequence,
@@ -297,7 +352,8 @@ class Membership:
     def observe_claims(
         self, claims: Iterable[Claim], now: float, sender: PeerId | None = None
     ) -> None:
-        """Take in what others claim (see `check_claim`); refute what they claim of this peer."""
+        """Take in what others claim (see `check_claim`); refute what they claim of this peer. `sender` is whose
+        channel they came from; without one they are believed to come from those that they name."""
         newest = self._wall_clock_ms(now) + MAX_AHEAD_MS
         for claim in claims:
             if claim.status > Status.LEFT:
@@ -309,31 +365,69 @@ class Membership:
             ):
                 continue  # made up, so high that nobody could refute it
             if claim.peer_id == self.me:
-                self._refute(claim)
+                self._note_accusation(claim, now)
                 continue
             if state is not None:
-                self._observe(state, claim, now)
+                self._observe(state, claim, now, sender)
                 agree = (claim.incarnation, claim.status) == (state.incarnation, state.status)
                 if agree and sender is not None:
                     self._rumors.known_to(claim.peer_id, sender)
-            elif claim.status > Status.SUSPECT and self._has_room_for_hearsay():
-                # Remembered, so that an old record of this peer does not bring it back.
-                self._add(claim.peer_id, Status(claim.status), claim.incarnation, now)
+            elif claim.status > Status.SUSPECT and self._may_be_remembered(sender, now):
+                # So that an old record of this peer does not bring it back.
+                self._add(claim.peer_id, Status.DEAD, claim.incarnation, now)
 
-    def _observe(self, state: MemberState, claim: Claim, now: float) -> None:
-        status = Status(claim.status)
-        if state.leaving:
+    def _may_be_remembered(self, sender: PeerId | None, now: float) -> bool:
+        """Whether there is room for what `sender` claims of a peer that is not known here."""
+        if sender is not None and not self._accusers.may_claim(member_of(sender), now):
+            return False
+        return self._has_room_for_hearsay()
+
+    def _observe(self, state: MemberState, claim: Claim, now: float, sender: PeerId | None) -> None:
+        risen = claim.incarnation > state.incarnation
+        if state.leaving or claim.incarnation < state.incarnation:
             return
-        if (claim.incarnation, status) > (state.incarnation, state.status):
-            self._set(state, status, claim.incarnation, now, by=claim.by)
-        elif (claim.incarnation, status) == (state.incarnation, Status.SUSPECT):
-            self._confirm(state, claim.by)
+        if claim.status == Status.ALIVE:
+            if risen:
+                self._set(state, Status.ALIVE, claim.incarnation, now, by=claim.by)
+        elif state.alive or (risen and claim.status == Status.SUSPECT):
+            self._observe_accusation(state, claim, now, sender)
+        elif risen:
+            state.incarnation = claim.incarnation
+
+    def _observe_accusation(
+        self, state: MemberState, claim: Claim, now: float, sender: PeerId | None
+    ) -> None:
+        """A member accuses another one that may be alive: look, unless a look is under way."""
+        accuser = claim.by if sender is None else member_of(sender)
+        suspicion = self._suspects.get(state.peer_id)
+        if suspicion is None or claim.incarnation > state.incarnation:
+            if sender is not None and not self._accusers.may_accuse(accuser, state.member, now):
+                return
+            self._set(state, Status.SUSPECT, claim.incarnation, now, by=accuser)
+            suspicion = self._suspects[state.peer_id]
+        suspicion.confirm(accuser)
+        suspicion.judged_by_another |= claim.status > Status.SUSPECT
+        self._due_at = None
 
     def heard(self, peer_id: PeerId, now: float) -> None:
         """Something came from the peer itself (the connection proves who it is)."""
         state = self._states.get(peer_id)
         if state is not None:
+            self._met += state.heard_at == -math.inf
             state.heard_at = now
+            self._forget_introducer(state)
+            self._accusers.heard(state.member, now)
+
+    def answered(self, peer_id: PeerId, now: float) -> None:
+        """The member itself answered a probe of this peer. That is all that a reader has to go by: where it held the
+        member suspect or dead, the member would not refute it, as nothing that a reader says is taken in."""
+        state = self._states.get(peer_id)
+        if (
+            self.config.observes
+            and state is not None
+            and state.status in (Status.SUSPECT, Status.DEAD)
+        ):
+            self._set(state, Status.ALIVE, state.incarnation, now)
 
     def suspect(self, peer_id: PeerId, now: float) -> None:
         """A probe of this peer's own has failed: accuse the member, or confirm what others say of it."""
@@ -344,9 +438,11 @@ class Membership:
             self._set(state, Status.SUSPECT, state.incarnation, now)
         suspicion = self._suspects.get(peer_id)
         if suspicion is not None:
+            if suspicion.failed_at == -math.inf:
+                self._spread(state)
             suspicion.failed_at = now
+            suspicion.confirm(self._own.member)
             self._due_at = None
-            self._confirm(state, self._own.member)
 
     def leave(self, now: float) -> None:
         """This peer leaves: LEFT, finally, for its incarnation."""
@@ -368,6 +464,7 @@ class Membership:
                 suspicion.postpone(stalled, now + self.config.probe_interval_seconds)
             self._due_at = None
         self._ticked_at = now
+        self._refute(now)
         if self.next_tick() > now:
             return
         self._due_at = None
@@ -404,6 +501,8 @@ class Membership:
         if self._due_at is None or self._due_multiplier != multiplier:
             self._due_at = min(map(self._due, self._suspects.values()), default=math.inf)
             self._due_multiplier = multiplier
+        if self._accused_in >= self._own.incarnation:
+            return min(self._due_at, self._refutations.ready_at(1))
         return self._due_at
 
     def suspicion_seconds(self) -> float:
@@ -440,10 +539,14 @@ class Membership:
 
         The receiver of a message hears first what is said of it, so that it can refute at once.
         """
-        chosen = [claim for peer_id in about if (claim := self.accusation(peer_id)) is not None]
+        chosen = self.accusations(about)
         room = max(0, self.config.claims_per_message - len(chosen))
         chosen += self._rumors.take(to, room, self.retransmit_limit())
         return chosen
+
+    def accusations(self, about: Iterable[PeerId]) -> list[Claim]:
+        """What to tell a reader of these members. Rumours are for members: each rides on a few messages only."""
+        return [claim for peer_id in about if (claim := self.accusation(peer_id)) is not None]
 
     def accusation(self, peer_id: PeerId) -> Claim | None:
         """What to tell somebody who believes this member alive; None when so does this peer.
@@ -484,23 +587,22 @@ class Membership:
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _refute(self, claim: Claim) -> None:
-        own = self._own
-        if claim.status == Status.ALIVE or claim.incarnation < own.incarnation:
-            return
-        if own.status == Status.LEFT or claim.incarnation + 1 >= MAX_INCARNATION:
-            return
-        own.incarnation = claim.incarnation + 1
-        if claim.status == Status.LEFT:
-            self.left_at = claim.incarnation
-        self.health.worse()  # others could not reach this peer
-        self._spread(own)
+    def _note_accusation(self, claim: Claim, now: float) -> None:
+        """Somebody claims something of this peer."""
+        if claim.status != Status.ALIVE and claim.incarnation + 1 < MAX_INCARNATION:
+            self._accused_in = max(self._accused_in, claim.incarnation)
+            self._refute(now)
 
-    def _confirm(self, state: MemberState, by: Member) -> None:
-        suspicion = self._suspects.get(state.peer_id)
-        if suspicion is not None and suspicion.confirm(by):
-            self._due_at = None
-            self._spread(state, by)
+    def _refute(self, now: float) -> None:
+        """Refute what this peer is accused of, unless it has refuted too often just now."""
+        own = self._own
+        if self._accused_in < own.incarnation or own.status == Status.LEFT:
+            return
+        if self._refutations.has(1, now):
+            self._refutations.take(1, now)
+            own.incarnation = self._accused_in + 1
+            self.health.worse()  # others could not reach this peer
+            self._spread(own)
 
     def _suspicion(self, now: float, by: Member | None = None) -> Suspicion:
         multiplier, members = self.config.suspicion_multiplier, len(self.live())
@@ -513,9 +615,11 @@ class Membership:
             accusers={self._own.member if by is None else by},
         )
 
-    def _spread(self, state: MemberState, by: Member | None = None) -> None:
-        accuser = self._own.member if by is None else by
-        self._rumors.spread(Claim(state.peer_id, state.incarnation, int(state.status), accuser))
+    def _spread(self, state: MemberState) -> None:
+        """Pass on what this peer holds of a member, in its own name."""
+        self._rumors.spread(
+            Claim(state.peer_id, state.incarnation, int(state.status), self._own.member)
+        )
 
     def _set(
         self,
@@ -542,7 +646,17 @@ class Membership:
             self._note_gone(state)
         if state.alive != was_alive:
             self._live_changed()
-        self._spread(state, by)
+        self._pass_on(state)
+
+    def _pass_on(self, state: MemberState) -> None:
+        """A member's status is another one. A suspicion is passed on when an own probe bears it out (`suspect`), a
+        farewell by the record that says so."""
+        if state.status in (Status.ALIVE, Status.DEAD):
+            self._spread(state)
+        else:
+            self._rumors.discard(state.peer_id)
+        if not state.alive:
+            self._accusers.died(state.member)
 
     def _add(self, peer_id: PeerId, status: Status, incarnation: int, now: float) -> MemberState:
         state = MemberState(peer_id, member_of(peer_id), status, incarnation, now)
@@ -552,13 +666,39 @@ class Membership:
         self._note_gone(state)
         return state
 
-    def _has_room(self) -> bool:
-        """Whether there may be one more. One that is gone may have to be forgotten for it."""
-        if len(self._states) >= self.config.max_members:
-            oldest = next(chain(self._hearsay, self._gone), None)
-            if oldest is None:
-                return False
-            self._drop(self._states[oldest])
+    def _believes(self, introducer: PeerId) -> bool:
+        """Whether a peer counts because this member tells of it."""
+        if self._met < self.config.met_before_trust:
+            return False
+        return self._introduced[member_of(introducer)] < UNMET_FOR_EACH_MET * self._met
+
+    def _by_name(self, peer_id: PeerId) -> Member:
+        """Its short name: the very number that its state has, where there is one, which takes no memory."""
+        state = self._states.get(peer_id)
+        return member_of(peer_id) if state is None else state.member
+
+    def _forget_introducer(self, state: MemberState) -> None:
+        """It has been met, or is forgotten."""
+        if state.introduced_by:
+            self._introduced[state.introduced_by] -= 1
+            if not self._introduced[state.introduced_by]:
+                del self._introduced[state.introduced_by]
+            state.introduced_by = 0
+
+    def _has_room(self, introducer: PeerId | None) -> bool:
+        """Whether there may be one more, of whom `introducer` tells (None: that comes itself). Another one may have to
+        be forgotten for it."""
+        if len(self._states) < self.config.max_members:
+            return True
+        oldest = next(chain(self._hearsay, self._gone), None)
+        if oldest is None and self._introduced:
+            most, count = self._introduced.most_common(1)[0]
+            if introducer is None or self._introduced[member_of(introducer)] + 1 < count:
+                unmet = (s.peer_id for s in self._states.values() if s.introduced_by == most)
+                oldest = next(unmet, None)
+        if oldest is None:
+            return False
+        self._drop(self._states[oldest])
         return True
 
     def _has_room_for_hearsay(self) -> bool:
@@ -584,6 +724,8 @@ class Membership:
         del self._states[state.peer_id]
         if self._by_member.get(state.member) is state:
             del self._by_member[state.member]
+        self._met -= state.heard_at > -math.inf
+        self._forget_introducer(state)
         self._rumors.discard(state.peer_id)
         self._gone.pop(state.peer_id, None)
         self._hearsay.pop(state.peer_id, None)

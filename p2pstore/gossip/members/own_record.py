@@ -56,7 +56,9 @@ class OwnRecord:
         interval = self._config.head_interval_seconds(len(self._membership.live()))
         horizon = self._floors.records.floors.horizon_hash
         moved = own.signed is not None and (
-            own.log_sequence != self._log.sequence or own.floors_horizon != horizon
+            own.log_sequence != self._log.sequence
+            or own.floors_horizon != horizon
+            or not self._floors.shows_apart(own.floors_seen)
         )
         if (
             self._changed
@@ -91,7 +93,10 @@ class OwnRecord:
         one sees that somebody alive signs with its key, by so little above its own that it is a defence,
         and goes. The older one defends itself as often as somebody comes.
         """
-        if record.incarnation < self._log.incarnation + self._config.defence_margin:
+        past = (
+            record.leaving
+        )  # of a life that ended, while this machine's clock was ahead of what it is now
+        if not past and record.incarnation < self._log.incarnation + self._config.defence_margin:
             self.duplicate = record
             return False
         if record.incarnation + 1 >= MAX_INCARNATION:
@@ -99,13 +104,6 @@ class OwnRecord:
         # Just above the other record, and not above what refutations have raised the claims to: by that
         # little the other one tells a defence from a third process.
         self._begin_above(record.incarnation)
-        return True
-
-    def came_back(self) -> bool:
-        """Whether the log was begun anew because others hold this peer to have left later than it started."""
-        if self._membership.left_at < self._log.incarnation:
-            return False
-        self._begin_above(self._membership.left_at)
         return True
 
     def _begin_above(self, incarnation: int) -> None:

@@ -7,9 +7,8 @@ that the helper answered tells this peer that it is well. All is judged in `tick
 fed in, and a probe that was under way while this process stood still proves nothing.
 
 Members are probed in rounds of random order, so that each has its turn. Besides, a member is probed at once
-when a connection to it was lost, when it leaves another question unanswered, and with a small probability
-when others suspect it: that brings the accusation to the accused, and independent confirmations to its
-accusers, within one probe, whatever the size of the cluster.
+when a connection to it was lost, when it leaves another question unanswered, and when others accuse it: that
+brings the accusation to the accused, and tells this peer whether to believe it (`membership`).
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from p2pstore.gossip.messages import Ack, ControlKind, Ping, PingRequest, Status
 from p2pstore.gossip.records import PeerId
 from p2pstore.wire import Code, Failure, Message
 
-CONFIRMING_PROBES: Final = 8
-"""How many members probe, on average, whom somebody suspects."""
 STRANGER_EVERY: Final = 4
 """Every so many probes go to any member, the others to neighbours: who is a neighbour of few has its turn too."""
 MAX_PROBES: Final = 64
@@ -106,9 +103,7 @@ class Probing:
             # Who joins is probed within the current round, at a random place.
             self._round.insert(self._rng.randint(0, len(self._round)), change.peer_id)
         if change.new == Status.SUSPECT and change.by is not None:
-            others = max(1, len(self._membership.others()))
-            if self._rng.random() * others < CONFIRMING_PROBES:
-                self._suspected.append(change.peer_id)
+            self._suspected.append(change.peer_id)
 
     def probe(self, peer_id: PeerId, now: float) -> list[Ask]:
         """Probe a member now, unless that is under way."""

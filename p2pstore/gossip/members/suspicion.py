@@ -5,8 +5,9 @@ accuses the same suspect from its own probes shortens it, down to the shortest t
 are expected: `minimum + (maximum - minimum) * (1 - log(c + 1) / log(k + 1))` for `c` of `k` confirmations.
 
 Time alone does not make a verdict here: a refutation is a rumour, and a rumour misses somebody now and then.
-So who is about to declare a suspect dead probes it once more, its accusers just before the time is over. The
-others wait a little for the accusers' verdict, so that not everybody calls on the dead.
+So a peer that is about to declare a suspect dead probes it once more, accusers just before the time is over. The
+others wait a little for the accusers' verdict, so that not everybody calls on the dead. With another's verdict
+the time is over for those whose own probe failed, and the others probe the suspect at once.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Suspicion:
     earliest_at: float = -math.inf
     asked_at: float = -math.inf
     failed_at: float = -math.inf
+    judged_by_another: bool = False
+    """Whether another member holds the suspect dead."""
     deadline: float = field(init=False)
     """When the suspect counts as dead. Kept, because all suspects are looked at after every event."""
 
@@ -61,7 +64,7 @@ class Suspicion:
         self._set_deadline()
 
     def confirm(self, by: Member) -> bool:
-        """Another member accuses the suspect. Whether that was news, and worth passing on."""
+        """Another member accuses the suspect. Whether that was news."""
         if by in self.accusers or len(self.accusers) > self.expected:
             return False
         self.accusers.add(by)
@@ -87,13 +90,17 @@ class Suspicion:
     def due(self, accused: bool, probe_seconds: float) -> float:
         """When there is something to do: to probe the suspect (again), or to declare it dead. `accused`: by this
         peer, whose probes take `probe_seconds`."""
+        if self.judged_by_another and self.asked_at == -math.inf:
+            return self.earliest_at
         if self.asked_at == -math.inf:
             return self.deadline + (-probe_seconds if accused else probe_seconds)
         if self.is_proved:
-            return self.deadline
+            return self.earliest_at if self.judged_by_another else self.deadline
         return self.asked_at + PROOF_PROBES * probe_seconds
 
     @property
     def is_proved(self) -> bool:
-        """Whether this peer's own last look has failed."""
+        """Whether this peer's own last look has failed; with another's verdict, any look since the suspicion began."""
+        if self.judged_by_another:
+            return self.failed_at > -math.inf
         return self.failed_at >= self.asked_at > -math.inf

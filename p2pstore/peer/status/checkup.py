@@ -166,6 +166,7 @@ class Checkup:
             lacking=peer["repair"]["lacking"],
             floors_permille=peer["floors_permille"],
             floors_wait_for=node.core.floors.waits_for(),
+            floors_disbelieved=node.core.floors.disbelieved(node.now),
             distrusted=node.core.counters["horizons_missed"],
             ssd=_ssd_reading(peer.get("ssd")),
             lately=lately,

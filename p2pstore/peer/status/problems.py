@@ -81,7 +81,9 @@ class Facts:
     floors_permille: int = 0
     """How much of the room for removals that are remembered is used."""
     floors_wait_for: Sequence[str] = ()
-    """Living members that have not confirmed them."""
+    """Members that have not confirmed them."""
+    floors_disbelieved: Sequence[str] = ()
+    """Members that say that removals are forgotten of which this peer has not heard."""
     distrusted: int = 0
     """How often this peer discarded older objects, as others had forgotten what was removed meanwhile."""
     ssd: SsdReading | None = None
@@ -327,13 +329,26 @@ def _floors(facts: Facts) -> Iterator[Finding]:
         cure = "wait, or remove less; whole namespaces are removed by one `mooncake-p2p flush`"
         if waits:
             cause = f"{_names(facts.floors_wait_for, waits)} did not confirm to have heard of them"
-            cure = "look at their clocks, load and version; after ten minutes they are not waited for any longer"
+            cure = (
+                "look at their clocks, load and version; living ones are waited for ten minutes, and an hour where "
+                "most members are gone"
+            )
         yield warning(
             "removals",
             f"Removals are slowed down: {facts.floors_permille / 10:.0f} % of the room for those that are remembered "
             "is used",
             cause,
             cure,
+        )
+    if facts.floors_disbelieved:
+        names = _names(facts.floors_disbelieved, len(facts.floors_disbelieved))
+        yield warning(
+            "removals",
+            f"{names} forgot removals of which this peer has not heard",
+            "it is faulty or hostile; or this peer was not waited for, having confirmed no removals for ten minutes. "
+            "Too few members say the same: they are not believed, and nothing is discarded",
+            "look in its log and in this peer's; if it is right, this peer may show what was removed: restart this one "
+            "after five minutes",
         )
     if facts.distrusted:
         yield warning(

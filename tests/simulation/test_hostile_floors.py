@@ -1,0 +1,115 @@
+"""A member whose horizon is made up: nothing of what others hold is erased by its word."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pstore.simulation.cluster import SimulatedPeer
+from tests.simulation.test_floors import KEEPING, World
+
+INVENTED = 0xDEAD_BEEF
+
+
+def lie(world: World, liar: int) -> None:
+    """The liar's table, which it tells to all that ask and whose hash its signed record shows, says that the floors of
+    every member, and of a writer that does not exist, were dropped up to now."""
+    core = world.peer(liar).core
+    assert core is not None
+    clock = core.clock.latest
+    members = [state.member for state in core.gossip.membership.live()]
+    forged = dict.fromkeys([*members, INVENTED], clock)
+    core.gossip.cluster_records.floors.raise_horizon(forged)
+
+
+def honest(world: World, liar: int) -> list[SimulatedPeer]:
+    return [peer for peer in world.cluster.running if peer.number != liar]
+
+
+def fill(world: World, *numbers: int) -> None:
+    for number in numbers:
+        for index in range(5):
+            world.put(number, f"kept {number} {index}", b"%d" % index)
+
+
+def nothing_was_erased(world: World, liar: int, *numbers: int) -> None:
+    assert sum(p.core.counters["horizons_missed"] for p in honest(world, liar) if p.core) == 0
+    for number in numbers:
+        for index in range(5):
+            assert world.read(number, f"kept {number} {index}") == b"%d" % index
+
+
+@pytest.mark.parametrize("peers", [2, 3, 4])
+def test_a_member_that_has_lived_here_for_long_erases_nothing(peers: int) -> None:
+    world = World(peers)
+    liar = peers - 1
+    fill(world, *range(liar))
+    world.run(100.0)
+    for _ in range(3):
+        lie(world, liar)
+        world.run(40.0)
+    nothing_was_erased(world, liar, *range(liar))
+
+
+@pytest.mark.parametrize("peers", [2, 3, 4])
+def test_nor_does_one_that_has_just_come(peers: int) -> None:
+    world = World(peers, booted=peers - 1)
+    liar = peers - 1
+    fill(world, *range(liar))
+    world.run(100.0)
+    world.back(liar, through=0)
+    world.run(1.0)
+    for _ in range(3):
+        lie(world, liar)
+        world.run(40.0)
+    nothing_was_erased(world, liar, *range(liar))
+
+
+@pytest.mark.parametrize("peers", [2, 3, 4])
+def test_nor_does_one_that_was_away_for_two_minutes(peers: int) -> None:
+    world = World(peers)
+    liar = peers - 1
+    fill(world, *range(liar))
+    world.run(100.0)
+    world.peer(liar).crash()
+    world.run(120.0)
+    world.back(liar, through=0)
+    world.run(1.0)
+    for _ in range(3):
+        lie(world, liar)
+        world.run(40.0)
+    nothing_was_erased(world, liar, *range(liar))
+
+
+@KEEPING
+@pytest.mark.parametrize("peers", [2, 4])
+def test_nor_is_anything_erased_by_a_restart_of_the_honest_peer(
+    peers: int, keeps_memory: bool
+) -> None:
+    world = World(peers, keeps_memory=keeps_memory)
+    liar = peers - 1
+    fill(world, *range(liar))
+    world.run(100.0)
+    lie(world, liar)
+    world.peer(0).crash()
+    world.run(20.0)
+    world.back(0, through=liar)
+    world.run(60.0)
+    lie(world, liar)
+    world.run(60.0)
+    nothing_was_erased(world, liar, *range(liar))
+
+
+@KEEPING
+def test_nor_after_a_long_absence_of_it(keeps_memory: bool) -> None:
+    """More than half of the members do not show the liar's horizon."""
+    world = World(4, keeps_memory=keeps_memory)
+    fill(world, 0, 1, 2)
+    world.run(100.0)
+    world.peer(0).crash()
+    world.run(200.0)
+    lie(world, 3)
+    world.back(0, through=3)
+    world.run(150.0)
+    lie(world, 3)
+    world.run(100.0)
+    nothing_was_erased(world, 3, 0, 1, 2)

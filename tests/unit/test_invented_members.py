@@ -1,0 +1,213 @@
+"""What a member reaches that tells of peers that do not exist: pings, and no places among the members."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+
+from p2pstore.gossip.machine import GossipConfig
+from p2pstore.gossip.members.membership import (
+    UNMET_FOR_EACH_MET,
+    Membership,
+    MembershipConfig,
+)
+from p2pstore.gossip.members.newcomers import (
+    MAX_IN_FLIGHT,
+    MAX_IN_FLIGHT_A_MEMBER,
+    MAX_REMEMBERED,
+    PINGS_A_SECOND,
+    PINGS_AT_ONCE,
+    Newcomers,
+)
+from p2pstore.gossip.messages import Claim, ControlKind, Delta, Status
+from p2pstore.gossip.records import PeerId, SignedRecord, sign_peer_record
+from tests.unit.gossip_network import (
+    FakeSigner,
+    Network,
+    Node,
+    digest_of,
+    location,
+    peer_id_of,
+    peer_record,
+)
+
+LIAR = 5
+NEWCOMER = 6
+PLACES = 300
+DELTAS_A_SECOND = 17
+
+
+def signed(number: int) -> SignedRecord:
+    record = peer_record(number, incarnation=5000 + number)
+    return sign_peer_record(record, FakeSigner(record.peer_id))
+
+
+def invent(net: Network, *, same_for_all: bool, dead_before: bool = False) -> None:
+    """From now on the liar tells every other peer of 40 peers in each message that nobody has ever met."""
+    numbers = itertools.count(100_000)
+
+    def turn() -> None:
+        liar = net.nodes[LIAR]
+        told = list(itertools.islice(numbers, 40))
+        for node in list(net.nodes.values()):
+            if node is liar:
+                continue
+            claims = [
+                Claim(peer_id_of(each), 1, int(Status.DEAD), 7) for each in told if dead_before
+            ]
+            records = [signed(each) for each in told]
+            net.serve(liar, node, ControlKind.DELTA, Delta([], [], [], claims))
+            net.serve(liar, node, ControlKind.DELTA, Delta(records, [], [], []))
+            if not same_for_all:
+                told = list(itertools.islice(numbers, 40))
+        net.later(1 / DELTAS_A_SECOND, turn)
+
+    turn()
+
+
+def formed() -> Network:
+    net = Network(1, GossipConfig(membership=MembershipConfig(max_members=PLACES)))
+    for node in net.start_all(LIAR + 1):
+        node.hold(location(node.number), net.now)
+    assert net.run(20, net.converged)
+    return net
+
+
+def honest(net: Network) -> Iterator[Node]:
+    return (node for node in net.nodes.values() if node.number != LIAR)
+
+
+def find(node: Node, number: int, now: float) -> bool:
+    """Whether it knows a living holder of that peer's key, or is that peer."""
+    return node.number == number or any(
+        not held.hidden for held in node.gossip.holders(digest_of(number), now)
+    )
+
+
+def is_found_by_all(net: Network) -> bool:
+    return all(find(node, NEWCOMER, net.now) for node in honest(net))
+
+
+def finds_all(newcomer: Node, net: Network) -> bool:
+    return all(find(newcomer, number, net.now) for number in range(LIAR))
+
+
+def test_a_newcomers_objects_are_found_while_a_member_invents_others() -> None:
+    for same_for_all, dead_before in ((True, False), (False, False), (False, True)):
+        net = formed()
+        invent(net, same_for_all=same_for_all, dead_before=dead_before)
+        net.run(5.0)
+        newcomer = net.start(NEWCOMER)
+        newcomer.hold(location(NEWCOMER), net.now)
+        assert net.run(5.0, partial(is_found_by_all, net))
+        assert net.run(5.0, partial(finds_all, newcomer, net))
+        net.run(5.0)
+        real = {peer_id_of(number) for number in range(NEWCOMER + 1)}
+        for node in honest(net):
+            assert {state.peer_id for state in node.gossip.membership.live()} == real
+            assert find(node, NEWCOMER, net.now)
+
+
+def test_who_is_told_of_by_a_member_that_invents_others_counts_once_it_answers() -> None:
+    """A newcomer that knows the liar only, and that the liar does not hide."""
+    net = formed()
+    invent(net, same_for_all=False)
+    net.run(2.0)
+    newcomer = net.start(NEWCOMER, bootstrap=LIAR)
+    newcomer.hold(location(NEWCOMER), net.now)
+    assert net.run(10.0, partial(is_found_by_all, net))
+
+
+# --- in a large cluster --------------------------------------------------------------------------
+
+
+def large(met: int, **config: int) -> Membership:
+    """Peer 0, which has met so many others."""
+    made = Membership(peer_id_of(0), 1, MembershipConfig(met_before_trust=3, **config))
+    for number in range(met + 1):
+        tell(made, number, peer_id_of(number))
+        made.heard(peer_id_of(number), 0.0)
+    return made
+
+
+def tell(made: Membership, number: int, by: PeerId | None, now: float = 0.0) -> bool:
+    return made.observe_record(peer_record(number), signed(number), now, by)
+
+
+def test_a_peer_that_has_met_many_believes_each_member_a_share_of_others() -> None:
+    made = large(met=4)
+    share = UNMET_FOR_EACH_MET * 5  # it has met itself, too
+    told = [tell(made, number, peer_id_of(1)) for number in range(100, 300)]
+    assert sum(told) == share
+    assert made.newcomers.take() != []
+    assert tell(made, 400, peer_id_of(2))  # another member has a share of its own
+    made.heard(peer_id_of(100), 0.0)  # and who is met does not count as told of
+    assert tell(made, 401, peer_id_of(1))
+    made.expel(peer_id_of(101))
+    made.expel(peer_id_of(402))
+    assert sum(made._introduced.values()) == share  # one more, and one less
+
+
+def test_when_there_is_no_room_invented_ones_go_first_and_who_comes_itself_has_a_place() -> None:
+    made = large(met=4, max_members=5 + 30)
+    for number in range(100, 120):
+        assert tell(made, number, peer_id_of(1))
+    for number in range(200, 210):
+        assert tell(made, number, peer_id_of(2))
+    assert not tell(made, 300, peer_id_of(1))  # who told of most is told that there is no room
+    assert made.refused_count == 1
+    assert tell(made, 301, peer_id_of(2))
+    assert made.get(peer_id_of(100)) is None  # the oldest of those
+    assert tell(made, 302, peer_id_of(302))
+    assert made.get(peer_id_of(101)) is None
+    made.heard(peer_id_of(302), 0.0)
+    assert all(made.get(peer_id_of(number)) for number in (*range(5), *range(200, 210), 302))
+    assert len(made) == 35
+
+
+def test_one_of_whom_there_are_only_claims_is_met_before_it_counts() -> None:
+    made = large(met=1)
+    made.observe_claims([Claim(peer_id_of(9), 1, int(Status.DEAD), 7)], 0.0, peer_id_of(1))
+    assert not tell(made, 9, peer_id_of(1))
+    assert made.newcomers.take() == [peer_id_of(9)]
+
+
+# --- whom to ping --------------------------------------------------------------------------------
+
+
+def test_pings_for_one_members_word_are_bounded() -> None:
+    newcomers = Newcomers()
+    inventor, other = peer_id_of(1), peer_id_of(2)
+    for number in range(100, 300):
+        newcomers.told_of(peer_id_of(number), ["h:1"], inventor, 0.0)
+    assert len(newcomers.take()) == MAX_IN_FLIGHT_A_MEMBER
+    newcomers.told_of(peer_id_of(3), ["h:1"], other, 0.0)
+    newcomers.told_of(peer_id_of(3), ["h:1"], other, 0.0)
+    assert newcomers.is_due
+    assert newcomers.take() == [peer_id_of(3)]
+    assert newcomers.addresses_of(peer_id_of(3)) == ["h:1"]
+    newcomers.answered(peer_id_of(3))
+    newcomers.told_of(peer_id_of(3), ["h:1"], other, 0.5)
+    newcomers.told_of(peer_id_of(4), [], other, 0.5)
+    assert not newcomers.is_due
+    newcomers.told_of(peer_id_of(3), ["h:1"], other, 1.0)
+    assert newcomers.take() == [peer_id_of(3)]
+
+
+def test_pings_a_second_and_all_tables_are_bounded() -> None:
+    newcomers = Newcomers()
+    pinged = 0
+    for number in range(1000):
+        newcomers.told_of(peer_id_of(number), ["h:1"], peer_id_of(1), number / 100)
+        for peer_id in newcomers.take():
+            newcomers.answered(peer_id)
+            pinged += 1
+    assert pinged <= PINGS_AT_ONCE + 10 * PINGS_A_SECOND
+    for number in range(3 * MAX_REMEMBERED):
+        newcomers.told_of(peer_id_of(number), ["h:1"], peer_id_of(number), 100.0)
+        newcomers.answered(peer_id_of(number))
+    assert len(newcomers._budgets) == len(newcomers._pinged_at) == MAX_REMEMBERED
+    for number in range(MAX_IN_FLIGHT + 10):
+        newcomers.told_of(peer_id_of(10_000 + number), ["h:1"], peer_id_of(number), 200.0)
+    assert len(newcomers._in_flight) == MAX_IN_FLIGHT
