@@ -85,6 +85,9 @@ class MemoryReturn:
                 entry.verified = True
                 core.cold.came_to_memory(entry)
                 core.announce(entry, now)
+                core.gossip.directory.touch(
+                    entry.digest
+                )  # a newer version may have been put meanwhile
         core.announce_withdrawn(now)
 
     def _drop(self, entry: ObjectEntry, fate: str) -> None:

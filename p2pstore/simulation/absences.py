@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from random import Random
 from typing import Final
 
 from p2pstore.core.put import PutEnd
@@ -18,9 +17,10 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import Version, key_digest, namespace_digest
-from p2pstore.simulation.cluster import SimulatedCluster, SimulatedPeer
-from p2pstore.simulation.kernel import Faults, FaultyNetwork, Kernel
+from p2pstore.simulation.cluster import SimulatedPeer
+from p2pstore.simulation.kernel import Faults
 from p2pstore.simulation.oracle import FloorOracle
+from p2pstore.simulation.scenario import BOOTED_SECONDS, ScenarioRun
 
 NAMESPACES: Final = ("a", "b")
 SETTLE_SECONDS: Final = 300.0
@@ -68,22 +68,19 @@ class AbsenceOutcome:
     trace_hash: str = ""
 
 
-class Absences:
+class Absences(ScenarioRun):
     """Runs one scenario from one seed."""
 
     def __init__(self, seed: int, scenario: AbsenceScenario) -> None:
         self.scenario = scenario
-        self.kernel = Kernel(seed)
-        self.rng = Random(seed ^ 0xAB5)
-        self.network = FaultyNetwork(self.kernel, Faults())
-        self.cluster = SimulatedCluster(self.kernel, self.network, scenario.peers)
+        self.outcome = AbsenceOutcome(seed)
+        super().__init__(self.outcome, scenario.peers, salt=0xAB5)
         self.cluster.gossip_config = GossipConfig(
             cluster="sim",
             cluster_record_limit=scenario.floor_limit,
             floor_kept_seconds=scenario.floor_kept_seconds,
         )
         self.oracle = FloorOracle(self.cluster.peers)
-        self.outcome = AbsenceOutcome(seed)
         self._healed_at = 0.0
         self._values = 0
         self._recent: deque[str] = deque(maxlen=30)
@@ -95,11 +92,9 @@ class Absences:
             peer.keeps_cold = not self.scenario.keeps_memory
             peer.keeps_memory = self.scenario.keeps_memory
             peer.clock_skew_seconds = self.rng.uniform(0.0, self.scenario.skew_seconds)
-        self.cluster.boot_all()
-        self.kernel.run_until(5.0)
-        self.network.faults = self.scenario.faults
+        self.boot(self.scenario.faults)
         self._schedule()
-        end = 5.0 + self.scenario.seconds
+        end = BOOTED_SECONDS + self.scenario.seconds
         while self.kernel.now < end:
             self.kernel.run_until(min(end, self.kernel.now + 5.0))
             self._check_bounds()
@@ -114,7 +109,7 @@ class Absences:
 
     def _schedule(self) -> None:
         scenario, rng = self.scenario, self.rng
-        begin, end = 5.0, 5.0 + scenario.seconds
+        begin, end = BOOTED_SECONDS, BOOTED_SECONDS + scenario.seconds
         for _ in range(int(scenario.operations_per_second * scenario.seconds)):
             self.kernel.at(rng.uniform(begin, end), self._operate)
         for _ in range(scenario.absences):
@@ -123,7 +118,7 @@ class Absences:
             self._be_away(peer, at, at + away)
         for _ in range(scenario.splits):
             at = rng.uniform(begin, end)
-            self.kernel.at(at, self._split)
+            self.kernel.at(at, self.split)
             self.kernel.at(at + rng.uniform(60.0, scenario.longest_absence_seconds), self._heal)
         for _ in range(scenario.shutdowns):
             at = rng.uniform(begin, end)
@@ -134,7 +129,7 @@ class Absences:
     def _be_away(self, peer: SimulatedPeer, at: float, until: float) -> None:
         killed = self.rng.random() < 0.5
         self.kernel.at(at, partial(self._end, peer, killed))
-        self.kernel.at(until, partial(self._restart, peer))
+        self.kernel.at(until, partial(self.restart, peer))
 
     def _end(self, peer: SimulatedPeer, killed: bool) -> None:
         if peer.core is None:
@@ -148,17 +143,6 @@ class Absences:
         else:
             self.oracle.wrote(peer, self.kernel.now)
             peer.stop()
-
-    def _restart(self, peer: SimulatedPeer) -> None:
-        if peer.core is None:
-            others = [other.address for other in self.cluster.peers if other is not peer]
-            peer.boot(others[:1])
-
-    def _split(self) -> None:
-        hosts = list(range(len(self.cluster.peers)))
-        self.rng.shuffle(hosts)
-        cut = self.rng.randint(1, len(hosts) - 1)
-        self.network.partition(set(hosts[:cut]), set(hosts[cut:]))
 
     def _heal(self) -> None:
         self.network.heal()
@@ -220,14 +204,14 @@ class Absences:
                     result, forbidden, f"{peer.address}, a read of {namespace}/{key}", began
                 )
             elif not isinstance(result, P2PStoreError):
-                self._problem(f"a read of {namespace}/{key} ended as {result!r}")
+                self.problem(f"a read of {namespace}/{key} ended as {result!r}")
 
         peer.get(key_digest(key, namespace), done)
 
     def _judge(self, value: bytes, forbidden: Version, what: str, began: float) -> None:
         version = self._version_of.get(value)  # unknown: its put was interrupted
         if version is not None and forbidden.covers(version):
-            self._problem(
+            self.problem(
                 f"{what}, begun at {began:.1f} s: {value!r} of {version} is below the floor {forbidden}"
             )
 
@@ -244,24 +228,19 @@ class Absences:
 
     # --- what must hold ----------------------------------------------------------------------
 
-    def _problem(self, text: str) -> None:
-        self.outcome.problems.append(f"{self.kernel.now:.3f} s: {text}")
-
     def _check_bounds(self) -> None:
         most = self.scenario.floor_limit + FLOOR_SLACK
         for peer in self.cluster.running:
             assert peer.core is not None
             records = peer.core.gossip.cluster_records
             if len(records) > most or len(records.floors.horizon) > self.scenario.peers:
-                self._problem(
+                self.problem(
                     f"{peer.address} keeps {len(records)} floors and {len(records.floors.horizon)} stamps"
                 )
 
     def _come_together(self) -> None:
-        self.network.faults = Faults()
-        self._heal()
-        for peer in self.cluster.peers:
-            self._restart(peer)
+        self._healed_at = self.kernel.now
+        self.end_faults()
 
     def _settle(self) -> None:
         begin = self.kernel.now
@@ -294,23 +273,16 @@ class Absences:
                     self.kernel.now,
                 )
                 for peer in self.cluster.running:
-                    result = self._read_now(peer, digest)
+                    result = self.read_now(peer, digest)
                     if isinstance(result, bytes):
                         what = f"{peer.address} at the end, {namespace}/{key}"
                         self._judge(result, forbidden, what, self.kernel.now)
-
-    def _read_now(self, peer: SimulatedPeer, digest: bytes) -> bytes | Exception | None:
-        results: list[bytes | Exception] = []
-        peer.get(digest, results.append)
-        self.kernel.run_until(self.kernel.now + 10.0, stop=lambda: bool(results))
-        return results[0] if results else None
 
     def _count(self) -> None:
         for peer in self.cluster.running:
             assert peer.core is not None
             self.outcome.horizons_missed += peer.core.counters["horizons_missed"]
-        self.outcome.messages = self.network.messages
-        self.outcome.trace_hash = self.kernel.trace_hash
+        self.close_books()
         for peer in self.cluster.peers:
             self._count_returned(peer)
         self.outcome.cold_discarded += sum(p.disk.discarded for p in self.cluster.peers)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.objects import MIB
 from p2pstore.simulation.kernel import FaultyNetwork, Kernel
+from p2pstore.simulation.peer import MEMORY_BYTES
 from p2pstore.simulation.peer import NAMESPACE as NAMESPACE
 from p2pstore.simulation.peer import SimulatedPeer as SimulatedPeer
 
@@ -18,7 +19,12 @@ class SimulatedCluster:
     """Peers, their network, and what may be asked of the whole."""
 
     def __init__(
-        self, kernel: Kernel, network: FaultyNetwork, peers: int, memory_bytes: int = 4 * MIB
+        self,
+        kernel: Kernel,
+        network: FaultyNetwork,
+        peers: int,
+        memory_bytes: int = MEMORY_BYTES,
+        make_peer: Callable[[SimulatedCluster, int, int], SimulatedPeer] = SimulatedPeer,
     ) -> None:
         self.gossip_config = GossipConfig(cluster="sim")
         self.kernel = kernel
@@ -26,7 +32,7 @@ class SimulatedCluster:
         self.pull_seconds = PULL_SECONDS
         self.protocol_errors = 0
         self.refused_copies = 0
-        self.peers = [SimulatedPeer(self, number, memory_bytes) for number in range(peers)]
+        self.peers = [make_peer(self, number, memory_bytes) for number in range(peers)]
         self.by_peer_id = {peer.signer.peer_id: peer for peer in self.peers}
         self.by_address = {peer.address: peer for peer in self.peers}
 

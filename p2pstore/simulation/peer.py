@@ -43,6 +43,7 @@ from p2pstore.gossip.machine import (
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     LogHead,
+    Member,
     PeerId,
     PeerRecord,
     SignedRecord,
@@ -50,6 +51,7 @@ from p2pstore.gossip.records import (
     open_cluster_record,
 )
 from p2pstore.objects import (
+    MIB,
     HybridClock,
     chunk_sums,
     clock_from_unix_seconds,
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
 
 UNIX_START: Final = 1_800_000_000.0
 NAMESPACE: Final = "sim"
+MEMORY_BYTES: Final = 4 * MIB
 FLOORS_WRITTEN_SECONDS: Final = 0.05
 CHECK_SECONDS: Final = 0.02
 SAVE_SECONDS: Final = 10.0
@@ -394,30 +397,6 @@ class SimulatedPeer:
         cluster.kernel.after(timeout_seconds, lambda: end(None))
 
     def _ask_control(self, ask: Ask) -> None:
-        body = encode_body(ask.request)
-
-        def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
-            assert peer.core is not None
-            request = decode_body(control.REQUESTS[ask.kind], body)
-            try:
-                answer, effects = peer.core.gossip.serve(
-                    self.signer.peer_id, ask.kind, request, self.cluster.kernel.now
-                )
-            except ProtocolError:
-                self.cluster.protocol_errors += 1
-                return
-            for effect in effects:
-                peer.core.emit(effect)
-
-            def send(message: Message) -> None:
-                kind = Failure if isinstance(message, Failure) else control.REPLIES[ask.kind]
-                reply(decode_body(kind, encode_body(message)))
-
-            if isinstance(answer, Later):
-                peer.answered_later[answer.token] = send
-            else:
-                send(answer)
-
         def finish(answer: Any) -> None:
             assert self.core is not None
             try:
@@ -428,20 +407,79 @@ class SimulatedPeer:
             for effect in effects:
                 self.core.emit(effect)
 
-        self._round_trip(ask.peer_id, len(body), ask.timeout_seconds, serve, finish)
+        self.send_control(ask.peer_id, ask.kind, ask.request, ask.timeout_seconds, finish)
 
-    def _ask_data(self, ask: AskPeer) -> None:
-        body = encode_body(ask.request)
+    def send_control(
+        self,
+        target: PeerId,
+        kind: int,
+        request: Message,
+        timeout_seconds: float,
+        finish: Callable[[Any], None],
+    ) -> None:
+        """Ask on a control stream. What is malformed ends the connection, and nothing comes back."""
+        body = encode_body(request)
 
         def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
-            request = decode_body(data.REQUESTS[ask.kind], body)
-            peer.serve_data(self.signer.peer_id, ask.kind, request, reply)
+            def send(message: Message) -> None:
+                answer = Failure if isinstance(message, Failure) else control.REPLIES[kind]
+                if (decoded := self._decoded(answer, encode_body(message))) is not None:
+                    reply(decoded)
 
+            received = self._decoded(control.REQUESTS[kind], body)
+            if received is not None:
+                peer.serve_control(self.signer.peer_id, kind, received, send)
+
+        self._round_trip(target, len(body), timeout_seconds, serve, finish)
+
+    def _decoded(self, message: type[Message], body: bytes) -> Message | None:
+        try:
+            return decode_body(message, body)
+        except ProtocolError:
+            self.cluster.protocol_errors += 1
+            return None
+
+    def serve_control(
+        self, sender: PeerId, kind: int, request: Message, reply: Callable[[Message], None]
+    ) -> None:
+        """Answer a control request, now or later."""
+        assert self.core is not None
+        try:
+            answer, effects = self.core.gossip.serve(sender, kind, request, self.cluster.kernel.now)
+        except ProtocolError:
+            self.cluster.protocol_errors += 1
+            return
+        for effect in effects:
+            self.core.emit(effect)
+        if isinstance(answer, Later):
+            self.answered_later[answer.token] = reply
+        else:
+            reply(answer)
+
+    def _ask_data(self, ask: AskPeer) -> None:
         def finish(answer: Reply) -> None:
             assert self.core is not None
             self.core.answered(ask.operation, ask.tag, answer, self.cluster.kernel.now)
 
-        self._round_trip(ask.peer_id, len(body), ask.timeout_seconds, serve, finish)
+        self.send_data(ask.peer_id, ask.kind, ask.request, ask.timeout_seconds, finish)
+
+    def send_data(
+        self,
+        target: PeerId,
+        kind: int,
+        request: Message,
+        timeout_seconds: float,
+        finish: Callable[[Any], None],
+    ) -> None:
+        """Ask on a data connection."""
+        body = encode_body(request)
+
+        def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
+            received = self._decoded(data.REQUESTS[kind], body)
+            if received is not None:
+                peer.serve_data(self.signer.peer_id, kind, received, reply)
+
+        self._round_trip(target, len(body), timeout_seconds, serve, finish)
 
     def serve_data(
         self, sender: PeerId, kind: int, request: Message, reply: Callable[[Any], None]
@@ -465,6 +503,10 @@ class SimulatedPeer:
             self.when_done(operation, lambda: reply(reply_of(operation)))
         else:
             reply(answer)
+
+    def sending_seconds(self, size_bytes: int) -> float:
+        """How long this host takes to send so much, beyond the network's time."""
+        return 0.0
 
     def look(self, digest: bytes) -> data.ObjectReply | None:
         """What this peer says of an object, without its bytes. None when no process runs here."""
@@ -500,17 +542,26 @@ class SimulatedPeer:
 
     def _fetch_snapshot(self, effect: FetchSnapshot) -> None:
         def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
-            assert peer.core is not None
-            reply(peer.core.gossip.snapshot(effect.member))
+            reply(peer.snapshot_of(effect.member))
 
         def finish(snapshot: tuple[SnapshotHead, bytes] | None) -> None:
             assert self.core is not None
             head, packed = snapshot or (None, b"")
             now = self.cluster.kernel.now
-            for more in self.core.gossip.snapshot_fetched(effect.token, head, packed, now):
+            try:
+                effects = self.core.gossip.snapshot_fetched(effect.token, head, packed, now)
+            except ProtocolError:
+                self.cluster.protocol_errors += 1
+                return
+            for more in effects:
                 self.core.emit(more)
 
         self._round_trip(effect.peer_id, 64, 2.0, serve, finish)
+
+    def snapshot_of(self, member: Member) -> tuple[SnapshotHead, bytes] | None:
+        """What this peer answers who fetches a member's whole log."""
+        assert self.core is not None
+        return self.core.gossip.snapshot(member)
 
     def _contact(self, effect: Contact) -> None:
         target = self.cluster.by_address.get(effect.addresses[0])

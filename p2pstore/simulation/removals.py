@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 from p2pstore.core.peer_core import PeerCore
@@ -17,8 +16,9 @@ from p2pstore.core.put import PutEnd
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR
 from p2pstore.objects import Version, key_digest, namespace_digest
-from p2pstore.simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
-from p2pstore.simulation.kernel import Faults, FaultyNetwork, Kernel
+from p2pstore.simulation.cluster import NAMESPACE, SimulatedPeer
+from p2pstore.simulation.kernel import Faults
+from p2pstore.simulation.scenario import ScenarioRun
 
 STEP_SECONDS: Final = 0.25
 BACK_SECONDS: Final = 120.0
@@ -58,15 +58,13 @@ class RemovalOutcome:
     trace_hash: str = ""
 
 
-class Removals:
+class Removals(ScenarioRun):
     """Runs one scenario from one seed."""
 
     def __init__(self, seed: int, scenario: RemovalScenario) -> None:
         self.scenario = scenario
         self.outcome = RemovalOutcome(seed)
-        self.kernel = Kernel(seed)
-        self.network = FaultyNetwork(self.kernel, Faults())
-        self.cluster = SimulatedCluster(self.kernel, self.network, scenario.peers)
+        super().__init__(self.outcome, scenario.peers)
         self.cluster.gossip_config = GossipConfig(
             cluster="sim", cluster_record_limit=scenario.limit
         )
@@ -80,8 +78,7 @@ class Removals:
         for peer in self.cluster.peers:
             peer.keeps_memory = True
             peer.clock_skew_seconds = scenario.skew_seconds * peer.number / scenario.peers
-        self.cluster.boot_all()
-        self.kernel.run_until(5.0)
+        self.boot(Faults())
         self._put_kept()
         self.network.faults = scenario.faults
         crash_at = self.kernel.now + (scenario.crash_every_seconds or float("inf"))
@@ -97,8 +94,7 @@ class Removals:
         self.network.faults = Faults()
         self._come_back()
         self._check_kept()
-        self.outcome.messages = self.network.messages
-        self.outcome.trace_hash = self.kernel.trace_hash
+        self.close_books()
         return self.outcome
 
     def _put_kept(self) -> None:
@@ -166,11 +162,11 @@ class Removals:
             count = records.floors.count
             self.outcome.most_floors = max(self.outcome.most_floors, count)
             if count > 1.1 * self.scenario.limit + 200 or records.floors_refused:
-                self._problem(
+                self.problem(
                     f"{peer.address} has {count:,} floors, refused {records.floors_refused:,}"
                 )
             if peer.core.counters["horizons_missed"]:
-                self._problem(f"{peer.address} distrusted its objects")
+                self.problem(f"{peer.address} distrusted its objects")
             if not self.scenario.crash_every_seconds:
                 self._check_doubts(peer)
 
@@ -180,25 +176,18 @@ class Removals:
         for holder in self.cluster.running:
             assert holder.core is not None
             if reader.core.gossip.doubted_up_to(holder.core.member, self.kernel.now) > 0:
-                self._problem(f"{reader.address} believes nothing of {holder.address}")
+                self.problem(f"{reader.address} believes nothing of {holder.address}")
 
     def _check_kept(self) -> None:
         for owner in self.cluster.peers:
             for number in range(KEPT_OBJECTS):
                 digest = key_digest(f"kept {owner.number} {number}", NAMESPACE)
                 for reader in self.cluster.running:
-                    results: list[bytes | Exception] = []
-                    reader.get(digest, results.append)
-                    until = self.kernel.now + 10.0
-                    self.kernel.run_until(until, stop=partial(bool, results))
-                    if results != [b"%d" % number]:
-                        self._problem(
-                            f"{reader.address} read {results} for {owner.number}'s {number}"
+                    result = self.read_now(reader, digest)
+                    if result != b"%d" % number:
+                        self.problem(
+                            f"{reader.address} read {result!r} for {owner.number}'s {number}"
                         )
-
-    def _problem(self, text: str) -> None:
-        if len(self.outcome.problems) < 20:
-            self.outcome.problems.append(f"{self.kernel.now:.2f} s: {text}")
 
 
 def run_removals(seed: int, scenario: RemovalScenario | None = None) -> RemovalOutcome:

@@ -6,6 +6,7 @@ happen under the reader and only the checks of `p2pstore.transfer` stand between
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Protocol, TypeVar
 
@@ -41,6 +42,10 @@ class Holder(Protocol):
     life: int
     """Another one whenever its process ends or begins."""
     memory: memoryview
+
+    def sending_seconds(self, size_bytes: int) -> float:
+        """How long it takes to send an answer of that size, beyond the network's time; infinite for never."""
+        ...
 
     def look(self, digest: bytes) -> ObjectReply | None:
         """What the process says of an object: its slot and trailer. None when no process runs."""
@@ -135,9 +140,17 @@ class SimulatedTransport:
 
         def arrive() -> None:
             found = find()
-            self._network.send(
-                holder.number, self._reader, answer_bytes, lambda: answer.bring(found)
-            )
+
+            def send() -> None:
+                self._network.send(
+                    holder.number, self._reader, answer_bytes, lambda: answer.bring(found)
+                )
+
+            pause_seconds = holder.sending_seconds(answer_bytes)
+            if not pause_seconds:
+                send()
+            elif pause_seconds < math.inf:
+                kernel.after(pause_seconds, send)
 
         give_up_at = kernel.now + seconds
         while kernel.now < give_up_at:

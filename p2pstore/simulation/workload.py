@@ -12,8 +12,9 @@ from p2pstore.core.put import PutEnd
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import key_digest
-from p2pstore.simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
-from p2pstore.simulation.kernel import Faults, FaultyNetwork, Kernel
+from p2pstore.simulation.cluster import NAMESPACE, SimulatedPeer
+from p2pstore.simulation.kernel import Faults
+from p2pstore.simulation.scenario import BOOTED_SECONDS, ScenarioRun
 
 SETTLE_SECONDS: Final = 180.0
 FINAL_GET_SECONDS: Final = 30.0
@@ -54,39 +55,32 @@ class Outcome:
     settled_after_seconds: float = 0.0
 
 
-class Workload:
+class Workload(ScenarioRun):
     """Runs one scenario from one seed."""
 
     def __init__(self, seed: int, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.kernel = Kernel(seed)
-        self.rng = Random(seed ^ 0x5EED)
-        self.network = FaultyNetwork(self.kernel, Faults())
-        self.cluster = SimulatedCluster(
-            self.kernel, self.network, scenario.peers, scenario.memory_bytes
+        self.outcome = Outcome(seed, [], "")
+        super().__init__(
+            self.outcome, scenario.peers, salt=0x5EED, memory_bytes=scenario.memory_bytes
         )
         self.cluster.pull_seconds = scenario.pull_seconds
-        self.outcome = Outcome(seed, [], "")
         self._written: dict[str, set[bytes]] = {}
         self._values = 0
 
     def run(self) -> Outcome:
         """The whole course: boot, work under faults, heal, settle, check."""
-        kernel, scenario = self.kernel, self.scenario
-        self.cluster.boot_all()
-        kernel.run_until(5.0)
-        self.network.faults = scenario.faults
+        self.boot(self.scenario.faults)
         self._schedule()
-        kernel.run_until(5.0 + scenario.seconds)
-        self._heal()
+        self.run_for(self.scenario.seconds)
+        self.end_faults()
         self._settle()
         self._finish_operations()
         if not self.outcome.problems:
             self._check_final_reads()
         self._finish_operations()
         self._check_nothing_leaks()
-        self.outcome.trace_hash = kernel.trace_hash
-        self.outcome.messages = self.network.messages
+        self.close_books()
         self.outcome.refused_copies = self.cluster.refused_copies
         return self.outcome
 
@@ -94,29 +88,18 @@ class Workload:
 
     def _schedule(self) -> None:
         scenario, rng = self.scenario, self.rng
-        begin, end = 5.0, 5.0 + scenario.seconds
+        begin, end = BOOTED_SECONDS, BOOTED_SECONDS + scenario.seconds
         for _ in range(int(scenario.operations_per_second * scenario.seconds)):
             self.kernel.at(rng.uniform(begin, end), self._operate)
         for _ in range(scenario.partitions):
             at = rng.uniform(begin, end)
-            self.kernel.at(at, self._split)
+            self.kernel.at(at, self.split)
             self.kernel.at(min(end, at + rng.uniform(0.5, 6.0)), self.network.heal)
         for _ in range(scenario.crashes):
             at = rng.uniform(begin, end)
             peer = rng.choice(self.cluster.peers)
             self.kernel.at(at, peer.crash)
-            self.kernel.at(at + rng.uniform(0.1, 8.0), partial(self._restart, peer))
-
-    def _restart(self, peer: SimulatedPeer) -> None:
-        if peer.core is None:
-            others = [other.address for other in self.cluster.peers if other is not peer]
-            peer.boot(others[:1])
-
-    def _split(self) -> None:
-        hosts = list(range(len(self.cluster.peers)))
-        self.rng.shuffle(hosts)
-        cut = self.rng.randint(1, max(1, len(hosts) - 1))
-        self.network.partition(set(hosts[:cut]), set(hosts[cut:]))
+            self.kernel.at(at + rng.uniform(0.1, 8.0), partial(self.restart, peer))
 
     def _operate(self) -> None:
         running = self.cluster.running
@@ -151,11 +134,11 @@ class Workload:
     def _check_put(self, key: str, result: object) -> None:
         if isinstance(result, PutEnd):
             if not result.copies >= 1:
-                self._problem(f"a put of {key} ended with {result.copies} copies")
+                self.problem(f"a put of {key} ended with {result.copies} copies")
             if result.status == PutStatus.CREATED and not result.version.clock:
-                self._problem(f"a put of {key} has no version")
+                self.problem(f"a put of {key} has no version")
         elif not isinstance(result, (P2PStoreError, ValueError)):
-            self._problem(f"a put of {key} ended as {result!r}")
+            self.problem(f"a put of {key} ended as {result!r}")
 
     def _get(self, peer: SimulatedPeer, key: str) -> None:
         self.outcome.gets += 1
@@ -164,14 +147,11 @@ class Workload:
             if isinstance(result, bytes):
                 self.outcome.delivered += 1
                 if result not in self._written.get(key, set()):
-                    self._problem(f"a get of {key} returned bytes that nobody wrote")
+                    self.problem(f"a get of {key} returned bytes that nobody wrote")
             elif not isinstance(result, P2PStoreError):
-                self._problem(f"a get of {key} ended as {result!r}")
+                self.problem(f"a get of {key} ended as {result!r}")
 
         peer.get(key_digest(key, NAMESPACE), done)
-
-    def _problem(self, text: str) -> None:
-        self.outcome.problems.append(f"{self.kernel.now:.3f} s: {text}")
 
     def _finish_operations(self) -> None:
         """Replication to peers that do not answer goes on for a while; it holds what it copies."""
@@ -186,25 +166,19 @@ class Workload:
 
     def _check_nothing_leaks(self) -> None:
         if self.cluster.protocol_errors:
-            self._problem(
+            self.problem(
                 f"peers took {self.cluster.protocol_errors} messages of others for nonsense"
             )
         for peer in self.cluster.running:
             assert peer.core is not None
             peer.core.segment.check()
             if peer.core.segment.leased_bytes or peer.core.operations_under_way:
-                self._problem(
+                self.problem(
                     f"{peer.address} still has {peer.core.segment.leased_bytes} bytes in use and "
                     f"{peer.core.operations_under_way} operations under way"
                 )
 
     # --- afterwards --------------------------------------------------------------------------
-
-    def _heal(self) -> None:
-        self.network.heal()
-        self.network.faults = Faults()
-        for peer in self.cluster.peers:
-            self._restart(peer)
 
     def _settle(self) -> None:
         healed_at = self.kernel.now
@@ -231,27 +205,21 @@ class Workload:
             if entry is None:
                 continue
             if core.gossip.cluster_records.floors.forbids(digest, None, entry.version):
-                self._problem(f"{peer.address} holds a version of {key} that a floor forbids")
+                self.problem(f"{peer.address} holds a version of {key} that a floor forbids")
             version = (entry.version.clock, entry.version.writer)
             value = bytes(core.segment.payload(entry))
             if held.setdefault(version, value) != value:
-                self._problem(f"two peers hold different bytes as one version of {key}")
+                self.problem(f"two peers hold different bytes as one version of {key}")
         newest = held[max(held)] if held else None
         for peer in self.cluster.running:
-            result = self._get_now(peer, digest)
+            result = self.read_now(peer, digest, FINAL_GET_SECONDS)
             if newest is None:
                 if not isinstance(result, NoSuchKey):
-                    self._problem(
+                    self.problem(
                         f"{peer.address}: {key} has no copy, but a get gave {_short(result)}"
                     )
             elif result != newest:
-                self._problem(f"{peer.address}: a get of {key} gave {_short(result)}")
-
-    def _get_now(self, peer: SimulatedPeer, digest: bytes) -> bytes | Exception:
-        results: list[bytes | Exception] = []
-        peer.get(digest, results.append)
-        self.kernel.run_until(self.kernel.now + FINAL_GET_SECONDS, stop=lambda: bool(results))
-        return results[0] if results else TimeoutError("no answer")
+                self.problem(f"{peer.address}: a get of {key} gave {_short(result)}")
 
 
 def _short(result: bytes | Exception | Callable[[], None]) -> str:

@@ -32,6 +32,9 @@ class SimulatedOwner:
     life: int = 1
     running: bool = True
 
+    def sending_seconds(self, size_bytes: int) -> float:
+        return 0.0
+
     def look(self, digest: bytes) -> ObjectReply | None:
         if not self.running:
             return None

@@ -36,6 +36,16 @@ def test_a_seed_replays_exactly_by_the_command_that_is_printed_for_it(tmp_path: 
     assert document(second)["seeds"] == [seed]
 
 
+def test_a_seed_with_a_liar_replays(tmp_path: Path) -> None:
+    file = tmp_path / "liar.json"
+    options = ("--liar", "--behaviour", "replays", "--seeds", "1", "--seconds", "2")
+    done = simulate(*options, "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (seed,) = document(file)["seeds"]
+    assert seed["behaviours"] == ["replays 0.0-2.0 s"]
+    assert seed["replay"].endswith("--seeds 1 --seconds 2 --faults none --behaviour replays")
+
+
 def test_json_on_stdout_is_nothing_but_json() -> None:
     done = simulate("--peers", "3", "--seeds", "1", "--quick", "--faults", "none", "--json")
     assert done.returncode == 0, done.stderr
@@ -84,6 +94,7 @@ def test_a_partitioned_cluster_that_is_settled_at_once_goes_on_as_one_does(tmp_p
         (["--plot", "x.png"], "--measure"),
         (["--part", "halves"], "--measure"),
         (["--measure", "heal", "--part", "thirds"], "its parts: halves, one alone"),
+        (["--behaviour", "tails"], "say --liar"),
         (["--peers", "1"], "2 to 5,000"),
         (["--whole", "--peers", "500"], "2 to 200"),
         (["--seeds", "-1"], "above zero"),
