@@ -199,8 +199,8 @@ class Exchange(Message, frozen=True):
 class ExchangeReply(Message, frozen=True):
     """What the sender lacks, and the replier's own digest, so that the sender can answer with a DELTA.
 
-    When asked of floors: the replier's horizon; and where the epochs agree, `floors_epoch` again and up
-    to where the replier has seen each writer's floors. Both are 16 bytes a writer.
+    When asked of floors: the replier's horizon, and up to where it has seen each writer's floors, both 16
+    bytes a writer; where the epochs agree, `floors_epoch` again.
 
     `members_hash` and `positions` as in `Exchange`: the digest is in full where the members differ. With
     neither digest nor positions the replier wants nothing now.

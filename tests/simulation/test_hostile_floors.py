@@ -99,6 +99,39 @@ def test_nor_is_anything_erased_by_a_restart_of_the_honest_peer(
     nothing_was_erased(world, liar, *range(liar))
 
 
+@pytest.mark.parametrize("peers", [3, 4, 5])
+def test_a_cluster_that_has_just_started_follows_nobody_alone(peers: int) -> None:
+    """A horizon that moves all the time would leave each peer with another one."""
+    world = World(peers)
+    liar = peers - 1
+    fill(world, *range(liar))
+    for _ in range(20):
+        lie(world, liar)
+        world.run(0.5)
+    assert not any(world.horizon(peer.number) for peer in honest(world, liar))
+
+
+def test_who_has_seen_all_is_believed_though_no_two_horizons_are_the_same() -> None:
+    """Else nothing could ever be read again of a member that was killed and is back."""
+    world = World(3, keeps_memory=True, limit=1_000)
+    fill(world, 0, 1, 2)
+    old = max(peer.core.clock.latest for peer in world.cluster.running if peer.core)
+    world.run(120.0)
+    for peer in world.cluster.running:
+        assert peer.core is not None
+        gossip = peer.core.gossip
+        members = [state.member for state in gossip.membership.live()]
+        gossip.cluster_records.floors.raise_horizon(dict.fromkeys(members, old + peer.number))
+    world.run(10.0)
+    world.peer(2).crash()
+    world.run(5.0)
+    world.back(2, through=0)
+    world.run(50.0)
+    assert len({world.horizon(number) for number in range(3)}) == 3
+    for reader, holder in ((0, 2), (1, 2), (2, 0), (2, 1)):
+        assert world.read(reader, f"kept {holder} 0") == b"0", (reader, holder)
+
+
 @KEEPING
 def test_nor_after_a_long_absence_of_it(keeps_memory: bool) -> None:
     """More than half of the members do not show the liar's horizon."""

@@ -673,6 +673,33 @@ def test_a_member_that_came_is_doubted_until_it_shows_the_same_horizon() -> None
     assert side.sync.doubted_up_to(5, without.floors_horizon, 101.0) == -1, "it has shown it once"
 
 
+def test_nor_is_one_doubted_that_has_seen_all_that_the_horizon_forbids() -> None:
+    """Their horizons may differ for good: floors that are not crowded are not compacted."""
+    one, other = pair(100.0)
+    one.records.floors.raise_horizon({WRITER: clock(50.0), 5: clock(40.0)})
+    other.records.floors.raise_horizon({WRITER: clock(30.0)})
+    other.hear(1, at=45.0)  # the epochs do not agree
+    one.sync.came(other.member, 100.0)
+    shown = other.records.floors.horizon_hash
+
+    def doubted(seen: Stamps, now: float) -> bool:
+        other.sync.load(seen)
+        one.ask(other, now)
+        meet(one, other, now=now)
+        return one.sync.doubted_up_to(other.member, shown, now) >= 0
+
+    assert doubted({WRITER: clock(50.0)}, 100.0)
+    assert doubted({WRITER: clock(49.0), 5: clock(90.0)}, 101.0)
+    assert not doubted({WRITER: clock(50.0), 5: clock(90.0)}, 102.0)
+    assert not doubted({}, 200.0), "it has said so once"
+    one.sync.went(other.member, 201.0)
+    one.sync.came(other.member, 202.0)
+    assert doubted({}, 203.0), "it is another process"
+    one.records.floors.raise_horizon({WRITER: clock(60.0)})
+    assert doubted({WRITER: clock(50.0), 5: clock(90.0)}, 204.0)
+    assert not doubted({WRITER: clock(60.0), 5: clock(90.0)}, 205.0)
+
+
 def test_a_member_that_never_follows_is_doubted_in_the_end_and_one_that_is_ahead_is_not() -> None:
     """Else, each time that floors are compacted, nothing of who does it first could be read for seconds."""
     side = Side(1)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.gossip.floors.quorum import GONE_SECONDS, MARGIN_SECONDS, TIE_SECONDS, Quorum
+from p2pstore.gossip.floors.quorum import (
+    GONE_SECONDS,
+    MARGIN_SECONDS,
+    TIE_SECONDS,
+    Quorum,
+    Showing,
+)
 
 WALL = 1_800_000_000.0
 
@@ -136,3 +142,20 @@ def test_a_short_restart_misses_nothing_and_a_long_one_may() -> None:
         quorum.came(1, 1.0)
         quorum.track(1.0, WALL + away, 1, 0)
         assert quorum.apart is apart
+
+
+@pytest.mark.parametrize("says_apart", [False, True])
+@pytest.mark.parametrize("others", [2, 3, 4])
+def test_one_member_is_not_followed_where_all_have_just_started(
+    others: int, says_apart: bool
+) -> None:
+    quorum = Quorum()
+    quorum.start((), 0.0, 0.0)
+    for member in range(others):
+        quorum.came(member, 0.5)
+    quorum.track(8.0, WALL, others, 0)
+    assert quorum.fresh
+    for showing in range(1, others + 1):
+        steady = 0 if says_apart else 1
+        shown = Showing(showing, steady, others - steady)
+        assert quorum.believes(shown, 8.0, costs=False) is (showing >= (others + 1) / 2)

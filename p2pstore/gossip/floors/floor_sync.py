@@ -25,8 +25,9 @@ it says, it is taken over in two cases only:
    not newer than the newest such floor can be (`take_distrusted`).
 
 A member that has just come (back) and whose record does not show the same horizon may still hold such copies: until it
-does, this peer does not believe its locations of such versions (`doubted_up_to`). The same goes for a member that was
-here and has stayed at another horizon for a minute. One that has just taken another horizon over is ahead, not behind.
+does, or an answer of its says that it has seen all of this peer's horizon, this peer does not believe its locations of
+such versions (`doubted_up_to`). The same goes for a member that was here and has stayed at another horizon for a
+minute. One that has just taken another horizon over is ahead, not behind.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from p2pstore.gossip.floors.floor_stamps import (
     raise_stamps,
     without_older,
 )
-from p2pstore.gossip.floors.quorum import Quorum
+from p2pstore.gossip.floors.quorum import Quorum, Showing
 from p2pstore.gossip.locations.log import newest_clock
 from p2pstore.gossip.records import Member
 from p2pstore.objects import (
@@ -101,8 +102,8 @@ forgotten."""
 
 @dataclass(frozen=True, slots=True)
 class FloorAnswer:
-    """What a peer says when it is asked. `epoch_end` is 0 when the epochs did not agree, and then `seen`
-    is empty."""
+    """What a peer says when it is asked. `epoch_end` is 0 when the epochs did not agree: then `seen` counts for the
+    belief in that peer's own copies only."""
 
     epoch_end: int = 0
     seen: Stamps = field(default_factory=dict)
@@ -185,6 +186,8 @@ class FloorSync:
         self._compared_soon_at = -math.inf
         self._unproven: set[Member] = set()
         self._others: dict[Member, _OtherHorizon] = {}
+        self._saw_all: dict[Member, int] = {}
+        """Doubted members that said to have seen all of this peer's horizon, and its hash at that time."""
         self._agreed: dict[Member, int] = {}
         """Member -> end below which it announced the same floors as this peer has."""
         self._living = {me}
@@ -258,19 +261,13 @@ class FloorSync:
         """Answer another peer's question."""
         if not epoch_end:
             return FloorAnswer()
-        horizon = self._floors.horizon
         agrees = self._agrees(epoch_end, epoch_hash, self._wall_clock(now))
-        if not agrees or not self._accepts_clock(
-            epoch_end, now
-        ):  # which raises the clock, as above
-            return FloorAnswer(horizon=horizon)
-        if self.synchronised:
-            raise_stamps(self.seen, {self._me: epoch_end})
-        return FloorAnswer(
-            epoch_end,
-            {member: min(epoch_end, stamp) for member, stamp in self.seen.items()},
-            horizon,
-        )
+        if agrees and self._accepts_clock(epoch_end, now):  # which raises the clock, as above
+            if self.synchronised:
+                raise_stamps(self.seen, {self._me: epoch_end})
+        else:
+            epoch_end = 0
+        return FloorAnswer(epoch_end, dict(self.seen), self._floors.horizon)
 
     def learn(
         self, answer: FloorAnswer, asked_end: int, now: float, *, sender: Member, same_now: bool
@@ -280,6 +277,7 @@ class FloorSync:
         The horizon comes first: what this peer must distrust depends on what it had seen before.
         """
         oldest = self._oldest(now)
+        self._note_proof(sender, answer.seen)
         horizon = without_older(answer.horizon, oldest)
         if horizon and not self._accepts_clock(max(horizon.values()), now):
             return  # one of the two clocks is wrong: nothing that is said of time can be believed
@@ -299,6 +297,12 @@ class FloorSync:
         }
         raise_stamps(self.seen, seen)
         raise_stamps(self.seen, {self._me: asked_end})
+
+    def _note_proof(self, sender: Member, seen: Mapping[Member, int]) -> None:
+        """A member's copies are what it says of them, as with the horizon in its record."""
+        doubted = sender in self._unproven or sender in self._others
+        if doubted and newest_unseen(self._floors.horizon, seen) == 0:
+            self._saw_all[sender] = self._floors.horizon_hash
 
     def _knows(self, writer: Member) -> bool:
         floors = self._floors
@@ -346,7 +350,6 @@ class FloorSync:
 
     def _judge_offers(self, members: Sequence[ShownFloors], now: float) -> None:
         """Take over horizons that enough members show in their signed records."""
-        shown = [member.floors_horizon for member in members]
         apart = len([member for member in members if member.floors_seen & APART_BIT])
         for sender, offer in list(self._offers.items()):
             if offer.hash == self._floors.horizon_hash:  # taken over by another member's word
@@ -357,11 +360,12 @@ class FloorSync:
             # a restart of all could not agree on anything any more.
             old = now > offer.same_since + CATCH_UP_SECONDS
             stale = not offer.unseen and self.crowded and old
-            count = shown.count(offer.hash)
-            if stale or self.quorum.believes(count, apart, now, costs=costs):
+            showing = [each for each in members if each.floors_horizon == offer.hash]
+            steady = len([each for each in showing if not each.floors_seen & APART_BIT])
+            count = Showing(len(showing), steady, apart)
+            if stale or self.quorum.believes(count, now, costs=costs):
                 del self._offers[sender]
-                by = [each.member for each in members if each.floors_horizon == offer.hash]
-                self._adopt(offer.stamps, by, now)
+                self._adopt(offer.stamps, [each.member for each in showing], now)
 
     def _adopt(self, stamps: Stamps, by: list[Member], now: float) -> None:
         """Take over a horizon, and note what is to be distrusted for that."""
@@ -571,10 +575,11 @@ class FloorSync:
         if not mine:
             self._unproven.clear()
             self._others.clear()
+            self._saw_all.clear()
             return
         others: dict[Member, _OtherHorizon] = {}
         for shown in members:
-            if shown.floors_horizon == mine:
+            if shown.floors_horizon == mine or self._saw_all.get(shown.member) == mine:
                 self._unproven.discard(shown.member)
                 continue
             known = self._others.get(shown.member)
@@ -604,18 +609,21 @@ class FloorSync:
     def came(self, member: Member, now: float) -> None:
         """A member has just come, or come back."""
         self._unproven.add(member)
+        self._saw_all.pop(member, None)
         self._floors.doubt_members(True)
         self.quorum.came(member, now)
 
     def went(self, member: Member, now: float, *, left: bool = False) -> None:
         """A member is gone. `left`: it signed that it leaves."""
         self._unproven.discard(member)
+        self._saw_all.pop(member, None)
         self._offers.pop(member, None)
         self.quorum.went(member, now, left=left)
 
     def expelled(self, member: Member) -> None:
         """A member does not belong to the cluster any more: nothing of it is waited for."""
         self._unproven.discard(member)
+        self._saw_all.pop(member, None)
         self._offers.pop(member, None)
         self.quorum.expelled(member)
         self._agreed.pop(member, None)
@@ -624,7 +632,8 @@ class FloorSync:
     def doubted_up_to(self, member: Member, shown: int | None, now: float) -> int:
         """The member's copies of versions up to this clock may have been removed while it was away; -1 when
         all of them are believed. `shown` is the horizon's hash in its record, None without one."""
-        if shown == self._floors.horizon_hash:
+        mine = self._floors.horizon_hash
+        if shown == mine or self._saw_all.get(member) == mine:
             return -1
         other = self._others.get(member)
         stays = other is not None and other.shown == shown and now > other.since + CATCH_UP_SECONDS

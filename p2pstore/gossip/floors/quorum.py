@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from p2pstore.gossip.records import Member
@@ -37,6 +38,16 @@ FIRST_SECONDS: Final = 5.0
 """The same for a peer that never knew any."""
 STALL_SECONDS: Final = 5.0
 """A process that was not asked for longer stood still, alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Showing:
+    """How many members' signed records show a horizon, how many of these do not say that they are apart, and how many
+    members do say so, whatever they show."""
+
+    showing: int
+    steady: int
+    apart: int
 
 
 class Quorum:
@@ -183,16 +194,16 @@ class Quorum:
         """Whether so many members, this peer among them, are enough to drop floors that all of them have."""
         return 2 * confirming >= self.living + self._lately
 
-    def believes(self, showing: int, apart: int, now: float, *, costs: bool) -> bool:
-        """Whether a horizon is taken over that so many members show in their signed records; `apart` others say there
-        that they are. Half of all members are enough, or more than half of those that are not apart: most may have been
-        away at the same time. But where this peer would discard copies (`costs`) though it cannot have missed a
-        compaction, more than half of all must have gone on without it all the same."""
+    def believes(self, others: Showing, now: float, *, costs: bool) -> bool:
+        """Whether a horizon is taken over that these members show. Half of all members are enough, or more than half of
+        those that are not apart: most may have been away at the same time. But where this peer would discard copies
+        (`costs`) though it cannot have missed a compaction, more than half of all must have gone on without it all the
+        same."""
         if now < self._first_came + FIRST_SECONDS:
             return False
         total = self.living
         if now < self._last_came + SETTLE_SECONDS:
             total += self._lately
         if costs and not self.apart:
-            return 2 * showing > total
-        return 2 * showing >= total or 2 * showing > total - apart
+            return 2 * others.showing > total
+        return 2 * others.showing >= total or 2 * others.steady > total - others.apart
