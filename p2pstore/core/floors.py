@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -193,7 +192,7 @@ class Floors:
         """What an operator ought to know of, since the last call."""
         self._note_members(now)
         if self._distrusting is not None and not self.sweep.pending and not self.returning:
-            self._notes.append(self._distrusted_text(self._distrusting))
+            self._notes.append(self._distrusted_text(self._distrusting, now))
             self._distrusting = None
         notes, self._notes = self._notes[:MAX_NOTES], []
         return notes
@@ -213,22 +212,27 @@ class Floors:
         for member, clock in disbelieved.items():
             if member not in self._told:
                 self._notes.append(
-                    f"{self._names([member])[0]} says that removals up to {_time_text(clock)} are forgotten, of which "
-                    "this peer has not heard. Too few members say so as well: it is not believed, and nothing is "
+                    f"{self._names([member])[0]} says that removals up to {self._ago(clock, now)} are forgotten, of "
+                    "which this peer has not heard. Too few members say so as well: it is not believed, and nothing is "
                     "discarded"
                 )
         self._told = {*sync.passed_over, *disbelieved}
 
-    def _distrusted_text(self, event: _Distrusting) -> str:
+    def _distrusted_text(self, event: _Distrusting, now: float) -> str:
         count = self._core.counters["objects_distrusted"] - event.before
         by = ", ".join(event.by[:MAX_NAMES]) + (
             f" and {len(event.by) - MAX_NAMES:,} more" if len(event.by) > MAX_NAMES else ""
         )
         return (
             "this peer was out of touch for so long that others have forgotten which keys were removed meanwhile: "
-            f"it discarded {count:,} copies of objects that were put up to {_time_text(event.clock)}, by the signed "
-            f"records of {by or 'an earlier life of its own'}"
+            f"it discarded {count:,} copies of objects that were put up to {self._ago(event.clock, now)}, by the "
+            f"signed records of {by or 'an earlier life of its own'}"
         )
+
+    def _ago(self, clock: int, now: float) -> str:
+        """How long ago a stamp was made."""
+        seconds = self._core.unix(now) - unix_seconds_from_clock(clock)
+        return f"{max(0.0, seconds):,.0f} s ago"
 
     def keep(self, record: ClusterRecord, now: float) -> SignedRecord:
         """Sign a cluster record of this peer's, of whatever kind; keep and spread it."""
@@ -488,11 +492,3 @@ class Floors:
         return cold.version.clock > self._distrusted_before and not self._records.forbids(
             cold.digest, cold.namespace, cold.version
         )
-
-
-def _time_text(clock: int) -> str:
-    """The wall-clock part of a stamp."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_seconds_from_clock(clock)))
-    except (OverflowError, ValueError):
-        return "a time that no calendar has"

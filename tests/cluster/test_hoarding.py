@@ -44,6 +44,7 @@ from tests.cluster.test_cli import Peer as Process
 from tests.cluster.test_open_peer import cluster, config, until
 from tests.cluster.test_strangers import private_bytes_of
 
+OPEN: Final = ("--transport", "tcp", "--insecure")
 SECONDS = 20.0
 MOST_BYTES: Final = 96 * MIB
 """What hoarders may add to a peer's memory: 48 MiB are its budget, the rest is for their connections."""
@@ -106,7 +107,7 @@ class Victim:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.cluster = machine.environment["MOONCAKE_P2P_CLUSTER"]
-        self.peer = machine.join("victim", "--transport", "tcp", "--memory", "256MiB")
+        self.peer = machine.join("victim", *OPEN, "--memory", "256MiB")
         self.control: str = self.peer.ready["control"]
         self.data: str = self.peer.ready["data"][0]
         self.neighbour = self.join("neighbour")
@@ -117,7 +118,7 @@ class Victim:
 
     def join(self, name: str) -> Process:
         """One that must be let in."""
-        process = self.machine.join(name, "--transport", "tcp", "--bootstrap", self.control)
+        process = self.machine.join(name, *OPEN, "--bootstrap", self.control)
         assert process.ready["joined"]
         return process
 
