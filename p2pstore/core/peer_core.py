@@ -55,6 +55,7 @@ from p2pstore.gossip.records import (
     Verifier,
     member_of,
     writer_of,
+    writer_of_member,
 )
 from p2pstore.local.messages import HolderFailure
 from p2pstore.objects import CHUNK_BYTES, HybridClock, Version, chunk_count, namespace_digest
@@ -381,12 +382,16 @@ class PeerCore:
 
         Versions that a floor forbids (the floor of the namespace, too, when its digest is given) are left
         out, those whose holder may have missed a floor, and those from over 10 s in the future: this peer
-        could write none above them that others would take.
+        could write none above them that others would take. And those whose root is another than their writer's.
         """
         copies = []
+        vouched: set[Version] = set()
+        """Versions whose writers say themselves that they have this root."""
+        unproved = False
         mine = self.own_location(digest, now)
         if mine is not None:
             copies.append(KnownCopy(self.member, self.peer_id, mine, reachable=True, local=True))
+            vouched.add(mine.version)
         for holding in self.gossip.holders(digest, now):
             version = holding.record.version
             if self.gossip.cluster_records.floors.forbids(digest, namespace, version):
@@ -400,6 +405,19 @@ class PeerCore:
                 continue
             reachable = state.status in (Status.ALIVE, Status.SUSPECT) and not holding.hidden
             copies.append(KnownCopy(holding.member, state.peer_id, holding.record, reachable))
+            if version.writer == writer_of_member(holding.member):
+                vouched.add(version)
+            else:
+                unproved = True
+        if unproved and vouched:
+            stamps = {version[:2] for version in vouched}
+            copies = [
+                copy
+                for copy in copies
+                if copy.record.version in vouched
+                or copy.record.version[:2] not in stamps
+                or copy.record.version.writer == writer_of_member(copy.member)
+            ]
         copies.sort(
             key=lambda copy: (
                 -copy.record.version.clock,

@@ -241,7 +241,9 @@ class DataPool:
         try:
             connection.stream.progress_seconds = self._progress_seconds
             connection.start_watching()
-            return await connection.pull_chunk(digest, view, slot_hint, expected_bytes, peer.keeps)
+            return await connection.pull_chunk(
+                digest, view, slot_hint, expected_bytes, peer.keeps, peer.announced
+            )
         except PullFailed:
             raise
         except Exception as error:
@@ -330,7 +332,9 @@ class DataPool:
         lengths: list[int] = []
 
         def pull(connection: DataConnection) -> Awaitable[None]:
-            return pull_small(connection, parts, lengths, peer.answer_seconds, peer.keeps)
+            return pull_small(
+                connection, parts, lengths, peer.answer_seconds, peer.keeps, peer.announced
+            )
 
         try:
             await self._use(peer, self._progress_seconds, pull)

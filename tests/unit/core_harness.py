@@ -225,8 +225,7 @@ class Harness:
 
     def location(self, thing: RemoteObject, **facts: Any) -> bytes:
         """The packed location record of a remote object."""
-        version = Version(thing.version.clock, thing.version.writer)
-        return LocationRecord(thing.slot.digest, version, 5, 1, **facts).encode()
+        return LocationRecord(thing.slot.digest, thing.version, 5, 1, **facts).encode()
 
     def push(self, other: Other, thing: RemoteObject, **flags: Any) -> None:
         """The other announces (or with `removed` withdraws) a copy."""

@@ -85,19 +85,19 @@ def test_positions_are_of_all_members_or_none() -> None:
 
 def test_runs_name_members_by_place() -> None:
     members = digest_from([(70, 5, 0, 0), (80, 6, 0, 0), (90, 7, 0, 0)]).of
-    sent = [Run(2, MAX_PACKED_SEQUENCE, b"a" * 34), Run(0, 1, b"b" * 68), Run(2, 9, b"c" * 34)]
+    sent = [Run(2, MAX_PACKED_SEQUENCE, b"a" * 42), Run(0, 1, b"b" * 84), Run(2, 9, b"c" * 42)]
     packed, operations = pack_runs(sent)
     chunks = list(read_runs(check_runs(packed, operations), operations, members))
     assert [
         (chunk.member, chunk.incarnation, chunk.first_sequence, chunk.operations)
         for chunk in chunks
     ] == [
-        (90, 7, MAX_PACKED_SEQUENCE, b"a" * 34),
-        (70, 5, 1, b"b" * 68),
-        (90, 7, 9, b"c" * 34),
+        (90, 7, MAX_PACKED_SEQUENCE, b"a" * 42),
+        (70, 5, 1, b"b" * 84),
+        (90, 7, 9, b"c" * 42),
     ]
     with pytest.raises(ProtocolError, match="member 3 of 3"):
-        list(read_runs(check_runs(*pack_runs([Run(3, 1, b"a" * 34)])), b"a" * 34, members))
+        list(read_runs(check_runs(*pack_runs([Run(3, 1, b"a" * 42)])), b"a" * 42, members))
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ def test_runs_name_members_by_place() -> None:
         (b"x", b""),
         (struct.pack("<HHIB", 0, 1, 1, 0), b""),
         (struct.pack("<HHIB", 0, 1, 1, 0), bytes(33)),
-        (struct.pack("<HHIB", 0, 1, 1, 0), bytes(68)),
-        (struct.pack("<HHIB", 0, 0, 1, 0) + struct.pack("<HHIB", 0, 1, 1, 0), bytes(34)),
-        (struct.pack("<HHIB", 0, 1, 0, 0), bytes(34)),
-        (struct.pack("<HHIB", 0, 1, 1, 0) * 16_385, bytes(34) * 16_385),
-        (b"", bytes(34)),
+        (struct.pack("<HHIB", 0, 1, 1, 0), bytes(84)),
+        (struct.pack("<HHIB", 0, 0, 1, 0) + struct.pack("<HHIB", 0, 1, 1, 0), bytes(42)),
+        (struct.pack("<HHIB", 0, 1, 0, 0), bytes(42)),
+        (struct.pack("<HHIB", 0, 1, 1, 0) * 16_385, bytes(42) * 16_385),
+        (b"", bytes(42)),
     ],
 )
 def test_runs_that_make_no_sense(runs: bytes, operations: bytes) -> None:

@@ -82,7 +82,7 @@ def test_operations_apply_once_in_order_and_not_across_a_gap() -> None:
     assert directory.apply(A, 1, 1, operations) == Applied(Outcome.GAP)  # whose log is that?
     directory.observe_head(A, 1, LogHead())
     assert directory.apply(A, 1, 4, operations) == Applied(Outcome.GAP)
-    assert directory.apply(A, 1, 1, operations[: 4 * 34]) == Applied(Outcome.APPLIED, 4)
+    assert directory.apply(A, 1, 1, operations[: 4 * 42]) == Applied(Outcome.APPLIED, 4)
     assert directory.apply(A, 1, 1, operations) == Applied(Outcome.APPLIED, 6)
     assert directory.apply(A, 1, 1, operations) == Applied(Outcome.STALE)
     assert directory.position(A) == (1, 10)
@@ -146,7 +146,7 @@ def test_a_snapshot_is_all_or_nothing() -> None:
     checked = check_snapshot(packed)
     broken = bytearray(packed)
     broken[5] ^= 1
-    for wrong in (bytes(broken), packed[:-34], packed[:-1], packed + packed[:34]):
+    for wrong in (bytes(broken), packed[:-42], packed[:-1], packed + packed[:42]):
         with pytest.raises(ProtocolError):
             directory.install_snapshot(A, 1, 50, head.set_hash, check_snapshot(wrong))
     with pytest.raises(ProtocolError, match="signed"):  # consistent, but not what was signed
@@ -514,7 +514,7 @@ def random_directory(rng: Random, members: int) -> Directory:
         for _ in range(rng.randrange(4)):
             operation = location(rng.randrange(40), rng.randrange(1, 9))
             log.remove(operation.digest, Version(operation.version.clock, 1))
-            early = rng.choice([operation.encode(), log.since(log.sequence - 1, 34) or b""])
+            early = rng.choice([operation.encode(), log.since(log.sequence - 1, 42) or b""])
             if early:
                 directory.early(member, 1, [known + rng.randrange(5)], early, 0.0)
             directory.mark_stale(
@@ -558,7 +558,7 @@ def test_what_is_kept_to_pass_on_is_bounded_over_all_owners() -> None:
     log = log_of(200)
 
     def kept(member: int) -> int:
-        return next(n for n in range(200) if directory.since(member, 200 - n - 1, 34) is None)
+        return next(n for n in range(200) if directory.since(member, 200 - n - 1, 42) is None)
 
     for member in range(1, 41):
         directory.observe_head(member, 1, log.head)

@@ -56,7 +56,7 @@ class World:
         log, member = self.logs[number], member_of(peer_id_of(number))
         incarnation, sequence = self.directory.position(member)
         if incarnation == log.incarnation:
-            operations = log.since(sequence, 34 * limit)
+            operations = log.since(sequence, 42 * limit)
             if operations:
                 self.directory.apply(member, incarnation, sequence + 1, operations)
 

@@ -81,7 +81,7 @@ class LocationCache:
         for member, each in heard.items():
             record = decode_location(each.operation)
             if not record.removed and (hearsay or not each.hearsay):
-                found.append(Location(member, *each.position, record))
+                found.append(Location(member, *each.position, record, in_log=False))
         if found:
             self._keys.move_to_end(digest)
         return found

@@ -81,7 +81,8 @@ class DirectoryConfig:
 class Location:
     """A member's word that it holds a record, as of (`incarnation`, `sequence`) of its log.
 
-    `hidden`: the member is believed dead.
+    `hidden`: the member is believed dead. `in_log`: the member says so itself, in its log or as a push to this home of
+    the key.
     """
 
     member: Member
@@ -89,6 +90,7 @@ class Location:
     sequence: int
     record: LocationRecord
     hidden: bool = False
+    in_log: bool = True
 
 
 class Outcome(Enum):
@@ -551,8 +553,8 @@ class Directory:
     def holders(self, digest: bytes) -> list[Location]:
         """Who holds the key: owners believed alive first, among them the newest version first."""
         found = [
-            Location(member, *position, decode_location(packed), hidden)
-            for member, position, packed, hidden in self._standing(digest)
+            Location(member, *position, decode_location(packed), hidden, in_log)
+            for member, position, packed, hidden, in_log in self._standing(digest)
         ]
         if len(found) > 1:
             found.sort(
@@ -626,26 +628,28 @@ class Directory:
     def _is_held(self, digest: bytes, believed: Callable[[Member], range]) -> bool:
         return any(
             not hidden and int.from_bytes(packed[_CLOCK], "little") in believed(member)
-            for member, _, packed, hidden in self._standing(digest)
+            for member, _, packed, hidden, _ in self._standing(digest)
         )
 
-    def _standing(self, digest: bytes) -> Iterator[tuple[Member, Position, bytes, bool]]:
-        """What counts of a key: (owner, place in its log, packed record, whether it is hidden)."""
+    def _standing(self, digest: bytes) -> Iterator[tuple[Member, Position, bytes, bool, bool]]:
+        """What counts of a key: (owner, place in its log, packed record, whether it is hidden, whether its log says
+        so)."""
         early = self._early.of(digest)
         for slot, packed in self._index.find(digest):
             view = self._of_slot.get(slot)
             if view is None or view.member in early:
                 continue
             if not self._denials.covers(view.member, digest, view.position):
-                yield view.member, view.position, packed, view.hidden
+                yield view.member, view.position, packed, view.hidden, True
         for member, entry in early.items():
             known = self._views.get(member)
-            position, operation = entry.position, entry.operation
+            position, operation, in_log = entry.position, entry.operation, False
             if known is not None and position <= known.position:
                 position, operation = known.position, self._index.get(known.slot, digest) or b""
+                in_log = True
             counts = operation and not operation[_FLAGS] & REMOVED
             if counts and not self._denials.covers(member, digest, position):
-                yield member, position, operation, known is not None and known.hidden
+                yield member, position, operation, known is not None and known.hidden, in_log
 
     # --- inside ------------------------------------------------------------------------------
 
