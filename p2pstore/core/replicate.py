@@ -126,6 +126,8 @@ class ReplicateOperation(Operation):
             record_body=me.body,
             record_signature=me.signature,
             replicas=entry.replicas,
+            root=entry.version.root,
+            proof=self.core.proofs.of(entry, now),
         )
         self._next_tag += 1
         self._pending[self._next_tag] = target

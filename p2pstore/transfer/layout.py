@@ -379,7 +379,8 @@ class TrailerBody(Message, frozen=True):
     """What belongs to an object besides its bytes. `sums` are packed little-endian u64, one per chunk.
 
     `expires_unix_ms` is 0 for an object without a time to live. `replicas` is the number of copies
-    asked for when it was put. `dtype` is empty unless the value is a tensor.
+    asked for when it was put. `dtype` is empty unless the value is a tensor. `proof`, of a copy: who wrote it
+    (`gossip.version_proofs`).
     """
 
     namespace: str
@@ -390,6 +391,7 @@ class TrailerBody(Message, frozen=True):
     pin: int = 0
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    proof: bytes = b""
 
 
 _TRAILER_PREFIX: Final = struct.Struct("<HHIQ")

@@ -134,6 +134,35 @@ async def test_the_writers_bytes_are_read_whoever_announces_others(
                 assert view == value_of(key)
 
 
+@pytest.mark.parametrize("way", WAYS)
+async def test_other_bytes_are_not_read_when_their_writer_has_none(
+    tmp_path: Path, way: str
+) -> None:
+    async with cluster(tmp_path, 3, transport=way) as (writer, reader, liar):
+        await put_all(writer)
+        await poison(writer, liar)
+        lose(writer)
+        await until(lambda: all(holders_known(reader, key) == 1 for key in KEYS))
+        for _ in range(2):
+            assert none_wrong(await read_all(reader))
+        for key in KEYS:
+            with pytest.raises((errors.NoSuchKey, errors.Unavailable)):
+                async with reader.lease(key):
+                    pass
+
+
+async def test_a_newer_version_in_anothers_name_is_not_read(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 3, transport="tcp") as (writer, reader, liar):
+        await put_all(writer)
+        for key in KEYS:
+            version = version_at(writer, key)
+            newer = Version(version.clock + 1, version.writer)
+            announce(liar, key, other_value_of(key), newer)
+        await until(lambda: all(holders_known(reader, key) == 2 for key in KEYS))
+        for _ in range(2):
+            check_all_right(await read_all(reader))
+
+
 async def test_who_joins_later_reads_the_writers_bytes(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2, transport="tcp") as (writer, liar):
         await put_all(writer)

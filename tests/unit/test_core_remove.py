@@ -288,10 +288,11 @@ def test_a_removed_version_is_refused_by_a_pull_a_replica_and_a_push() -> None:
     thing = world.hold(world.others[0], "k", b"value")
     world.learn_floor(world.others[1], digest_of("k"), thing.version)
     version = thing.version
+    world.core.proofs.believe(digest_of("k"), version)
     operation = world.serve(
         world.others[0],
         DataKind.REPLICATE,
-        Replicate(digest_of("k"), version.clock, version.writer, 5),
+        Replicate(digest_of("k"), version.clock, version.writer, 5, root=version.root),
     )
     pull = world.pull_wanted()
     destination = world.core.copy_destination(pull.operation, world.now)
