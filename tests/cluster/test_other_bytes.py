@@ -192,3 +192,38 @@ async def test_a_copy_is_read_when_its_writer_has_gone(tmp_path: Path) -> None:
 def version_at_or_none(peer: Peer, key: str) -> Version | None:
     entry = peer.node.core.find(key_digest(key), peer.node.now)
     return None if entry is None else entry.version
+
+
+async def test_copies_outlive_their_writer_and_a_restart_of_their_holder(tmp_path: Path) -> None:
+    """The proofs lie beside them in memory that is kept."""
+    keeping = config(
+        tmp_path,
+        "keeper",
+        transport="tcp",
+        memory_path=str(tmp_path / "memory"),
+        keep_memory=True,
+        state_dir=str(tmp_path / "state"),
+    )
+    async with open_peer(keeping) as keeper:
+        settings = config(tmp_path, "writer", keeper, transport="tcp")
+        async with open_peer(settings) as writer:
+            await until(lambda: writer.node.core.live_peers())
+            for key in KEYS:
+                result = await writer.put(key, value_of(key), replicas=2)
+                assert result.copies == 2
+    async with open_peer(keeping) as keeper:
+        settings = config(tmp_path, "reader", keeper, transport="tcp")
+        async with open_peer(settings) as reader:
+            for key in KEYS:
+                assert await reader.get(key, wait=20) == value_of(key)
+            assert writer_is_unknown(reader)
+
+
+def writer_is_unknown(reader: Peer) -> bool:
+    """Whether no writer's own log vouches for what was read."""
+    core, now = reader.node.core, reader.node.now
+    return all(
+        copy.local or core.proofs.knows(key_digest(key), copy.record.version)
+        for key in KEYS
+        for copy in core.known_copies(key_digest(key), now)
+    )
