@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from p2pstore.core.fetch import FetchOperation
 from p2pstore.errors import NoSuchKey
-from p2pstore.gossip.version_proofs import MAX_PROOF_BYTES
+from p2pstore.gossip.version_proofs import MAX_PROOF_BYTES, read_proof
 from p2pstore.objects import key_digest, namespace_digest
 from p2pstore.transfer.layout import (
     EXPIRY_BYTES,
@@ -155,10 +155,11 @@ class CopyDestination:
 
     def _good_proof(self, slot: Slot, trailer: TrailerBody) -> bytes:
         """The proof that stays beside the copy, of those that came along; empty where none is good."""
-        proofs = self._core.proofs
-        for proof in (trailer.proof, self._operation.proof):
-            if proof and proofs.accept(slot.digest, slot.version, proof):
-                return proof
+        given = self._operation.proof  # its writer's, or checked
+        if given and read_proof(given, slot.digest, slot.version) is not None:
+            return given
+        if trailer.proof and self._core.proofs.accept(slot.digest, slot.version, trailer.proof):
+            return trailer.proof
         return b""
 
     def abort(self) -> None:
