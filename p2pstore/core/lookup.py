@@ -202,7 +202,8 @@ class LookupOperation(Operation):
     def _usable(self, digest: bytes, now: float) -> bool:
         known, doubtful = self.core.sorted_copies(digest, now, self._namespace)
         return any(copy.reachable and copy.member not in self._exclude for copy in known) or any(
-            copy.member not in self._exclude and self.core.proofs.may_ask(copy, now)
+            copy.member not in self._exclude
+            and self.core.proofs.may_ask(copy, now, insist=not known)
             for copy in doubtful
         )
 
@@ -316,12 +317,13 @@ class LookupOperation(Operation):
         if copies and not copies[0].local:
             self.core.gossip.partitions.used(digest, now)
         newest = next((copy.record.version[:2] for copy in copies if copy.reachable), (0, 0))
+        alone = newest == (0, 0)
         if wanted := [
             copy
             for copy in doubtful
             if copy.record.version[:2] > newest
             and copy.member not in self._exclude
-            and self.core.proofs.may_ask(copy, now)
+            and self.core.proofs.may_ask(copy, now, insist=alone)
         ]:
             self._doubtful[place] = wanted
         return copies

@@ -278,6 +278,7 @@ class PeerCore:
         for effect in self.gossip.tick(now):
             self._effects.append(effect)
         self.timekeeping.tick(now)
+        self.proofs.tick(now)
         self.flush_pushes(now)
         self.floors.tick(now)
         self.write_back.tick(now)
@@ -316,6 +317,7 @@ class PeerCore:
             self.prefetching.next_tick(),
             self.checkpoints.next_tick(),
             self.timekeeping.next_tick(),
+            self.proofs.next_tick(),
         )
 
     def set_alarm(self, operation: Operation) -> None:
@@ -552,9 +554,20 @@ class PeerCore:
     def renew_version(self, entry: ObjectEntry, clock: int, now: float) -> None:
         """Stamp an object anew whose stamp nobody takes, and announce it so: see `Timekeeping`. It goes if that is
         forbidden, or if others have a newer version by now."""
+        self._restamp(entry, Version(clock, entry.version.writer, entry.version.root), now)
+
+    def adopt(self, entry: ObjectEntry, now: float) -> None:
+        """Stand in as the writer of a copy that nobody proves any more: with its old stamp, so that what forbids it, or
+        is newer, still is."""
+        self.counters["copies_adopted"] += 1
+        version = entry.version
+        self._restamp(entry, Version(version.clock, writer_of(self.peer_id), version.root), now)
+        self.proofs.wrote(entry.digest)
+
+    def _restamp(self, entry: ObjectEntry, version: Version, now: float) -> None:
         old = entry.version
         self.gossip.release(entry.digest, old, now)
-        self.segment.renew_version(entry, Version(clock, old.writer, old.root))
+        self.segment.renew_version(entry, version)
         if self.cold.store is not None:
             self.cold.store.discard(entry.digest, old)
         if self.forbids(entry):
@@ -757,19 +770,9 @@ class PeerCore:
         if self.is_own(version):
             self.proofs.wrote(digest)
         elif not trailer.proof:
-            self._obtain_proof(entry, now)
+            self.proofs.lacks(digest, now)
         self.counters["objects_published"] += 1
         return entry
-
-    def _obtain_proof(self, entry: ObjectEntry, now: float) -> None:
-        """Ask others who have it for the proof of a copy that came without one."""
-        same = [
-            copy
-            for copy in self.known_copies(entry.digest, now)
-            if not copy.local and copy.record.version == entry.version
-        ]
-        if same:
-            self.start(ProveOperation(self, same), now)
 
     def announce_withdrawn(self, now: float) -> None:
         """Say where that is now which the segment evicted, expired or replaced."""

@@ -7,7 +7,9 @@ remembered here; it lies beside the copy, in its trailer and on the SSD, and goe
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.effects import KnownCopy, Reply
 from p2pstore.core.operation import Operation
-from p2pstore.gossip.records import Member, PeerId, Tier
+from p2pstore.gossip.records import Member, PeerId, Tier, writer_of_member
 from p2pstore.gossip.version_proofs import MAX_LEAVES, SignedTree, read_proof, sign_versions
 from p2pstore.objects import Version
 from p2pstore.transfer.layout import decode_trailer
@@ -43,6 +45,13 @@ COLD_SECONDS: Final = 2.0
 DOUBT_SECONDS: Final = 10.0
 """After a member did not prove a version it is not asked again about that key, nor about any where it did not answer or
 lied."""
+MAX_LACKING: Final = 65_536
+"""Copies that came without a proof."""
+FIRST_PAUSE_SECONDS: Final = 1.0
+PATIENCE_SECONDS: Final = 2.0
+"""A copy without a proof whose writer does not hold it any more is this peer's own from then on: else nobody could read
+it."""
+LONGEST_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
 """Of one version."""
 
@@ -58,6 +67,10 @@ class VersionProofs:
         self._signed: OrderedDict[bytes, tuple[Version, bytes]] = OrderedDict()
         self._doubted_until: OrderedDict[tuple[Member, bytes], float] = OrderedDict()
         """By member and key; of all keys where that is empty."""
+        self._lacking: OrderedDict[bytes, float] = OrderedDict()
+        """Copies here without a proof, and the pause after the next question, in seconds."""
+        self._due: list[tuple[float, bytes]] = []
+        """When to ask, a heap."""
         self._asking: set[bytes] = set()
         """Keys of which newer versions are to be proved."""
         self._told: set[Member] = set()
@@ -141,13 +154,50 @@ class VersionProofs:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def may_ask(self, copy: KnownCopy, now: float) -> bool:
-        """Whether the holder may prove a copy: it did not fail to a moment ago."""
+    def may_ask(self, copy: KnownCopy, now: float, *, insist: bool = False) -> bool:
+        """Whether the holder may prove a copy: it did not fail to a moment ago. `insist`: even if it did not answer
+        then, as nobody else is known to have the key."""
         until = self._doubted_until.get
         return copy.reachable and (
             until((copy.member, copy.record.digest), 0.0) <= now
-            and until((copy.member, b""), 0.0) <= now
+            and (insist or until((copy.member, b""), 0.0) <= now)
         )
+
+    def lacks(self, digest: bytes, now: float) -> None:
+        """A copy came without a proof: others who have it are asked for theirs, until one has come or it has gone."""
+        if digest not in self._lacking and len(self._lacking) < MAX_LACKING:
+            self._lacking[digest] = FIRST_PAUSE_SECONDS
+            heapq.heappush(self._due, (now, digest))
+
+    def next_tick(self) -> float:
+        """When `tick` has something to do."""
+        return self._due[0][0] if self._due else math.inf
+
+    def tick(self, now: float) -> None:
+        """Ask for some proofs of copies that are here, holders of many at once."""
+        wanted: list[KnownCopy] = []
+        for _ in range(MAX_PROVED):
+            if not self._due or self._due[0][0] > now:
+                break
+            _, digest = heapq.heappop(self._due)
+            pause = self._lacking.pop(digest)
+            entry = self._core.find(digest, now)
+            if entry is None or self._core.is_own(entry.version) or self.of(entry, now):
+                continue
+            same = [
+                copy
+                for copy in self._core.known_copies(digest, now)
+                if not copy.local and copy.reachable and copy.record.version == entry.version
+            ]
+            vouched = any(writer_of_member(copy.member) == entry.version.writer for copy in same)
+            if pause > PATIENCE_SECONDS and not vouched:
+                self._core.adopt(entry, now)
+                continue
+            self._lacking[digest] = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            heapq.heappush(self._due, (now + pause, digest))
+            wanted += same
+        if wanted:
+            self._core.start(ProveOperation(self._core, wanted), now)
 
     def begin_asking(self, digest: bytes) -> bool:
         """Whether nobody asks for proofs of newer versions of this key yet; now somebody does."""
@@ -187,7 +237,7 @@ class ProveOperation(Operation):
         asked: dict[tuple[bytes, Version], int] = {}
         for copy in self._copies:
             what = copy.record.digest, copy.record.version
-            if asked.get(what, 0) < HOLDERS_ASKED and self.core.proofs.may_ask(copy, now):
+            if asked.get(what, 0) < HOLDERS_ASKED:
                 asked[what] = asked.get(what, 0) + 1
                 is_cold = copy.record.tier is Tier.SSD
                 by_holder.setdefault((copy.peer_id, is_cold), []).append(copy)

@@ -326,7 +326,10 @@ class ProofsHereOperation(Operation):
         items = []
         for digest in self._digests:
             entry = self.core.find(digest, now)
-            items.append(b"" if entry is None else self.core.proofs.of(entry, now))
+            proof = b"" if entry is None else self.core.proofs.of(entry, now)
+            if entry is not None and not proof:
+                self.core.proofs.lacks(digest, now)
+            items.append(proof)
         self.finish(Proofs(items), now)
 
 
