@@ -11,6 +11,7 @@ from p2pstore.core.effects import (
     Reply,
 )
 from p2pstore.core.operation import Operation
+from p2pstore.core.proofs import ProveOperation
 from p2pstore.errors import (
     ProtocolError,
 )
@@ -115,6 +116,8 @@ class LookupOperation(Operation):
         self._wait_until = 0.0
         self._missed: dict[bytes, None] = {}
         """Keys not found yet, in order."""
+        self._doubtful: dict[int, list[KnownCopy]] = {}
+        """Copies that would have to be proved, of keys without newer ones: by their places."""
         self._collected: list[list[KnownCopy]] | None = None
         """The result as far as it is put together; None before."""
 
@@ -201,7 +204,8 @@ class LookupOperation(Operation):
 
     def wake(self, now: float) -> None:
         if self._collected is not None:
-            self._collect(now)
+            if len(self._collected) < len(self.digests):
+                self._collect(now)
         elif self._to_look:
             self._look_on(now)
         elif not self._needs_answers and now >= self._ask_again_at:
@@ -213,9 +217,11 @@ class LookupOperation(Operation):
             self._settle(now)
 
     def _usable(self, digest: bytes, now: float) -> bool:
-        return any(
-            copy.reachable and copy.member not in self._exclude
-            for copy in self.core.known_copies(digest, now, self._namespace, hearsay=True)
+        known, doubtful = self.core.sorted_copies(digest, now, self._namespace, hearsay=True)
+        return any(copy.reachable and copy.member not in self._exclude for copy in known) or any(
+            copy.member not in self._exclude
+            and self.core.proofs.may_ask(copy, now, insist=not known)
+            for copy in doubtful
         )
 
     def _look_on(self, now: float) -> None:
@@ -313,15 +319,41 @@ class LookupOperation(Operation):
         start = len(self._collected)
         some = self.digests[start : start + self.core.keys_per_step]
         for digest in some:
-            known = self.core.known_copies(digest, now, self._namespace, hearsay=True)
-            copies = [copy for copy in known if copy.member not in self._exclude]
-            if copies and not copies[0].local:
-                self.core.gossip.partitions.used(digest, now)
-            self._collected.append(copies)
-        if len(self._collected) == len(self.digests):
-            self.finish(self._collected, now)
-        else:
+            self._collected.append(self._copies_of(digest, len(self._collected), now))
+        if len(self._collected) < len(self.digests):
             self._wake_soon(now)
+        elif self._doubtful:
+            copies = [copy for copies in self._doubtful.values() for copy in copies]
+            self.core.start(ProveOperation(self.core, copies, self._asked_for_proofs), now)
+        else:
+            self.finish(self._collected, now)
+
+    def _copies_of(self, digest: bytes, place: int, now: float) -> list[KnownCopy]:
+        """What is known for sure of the key at a place; what is said to be newer is noted."""
+        known, doubtful = self.core.sorted_copies(digest, now, self._namespace, hearsay=True)
+        copies = [copy for copy in known if copy.member not in self._exclude]
+        if copies and not copies[0].local:
+            self.core.gossip.partitions.used(digest, now)
+        newest = next((copy.record.version[:2] for copy in copies if copy.reachable), (0, 0))
+        alone = newest == (0, 0)
+        if wanted := [
+            copy
+            for copy in doubtful
+            if copy.record.version[:2] > newest
+            and copy.member not in self._exclude
+            and self.core.proofs.may_ask(copy, now, insist=alone)
+        ]:
+            self._doubtful[place] = wanted
+        return copies
+
+    def _asked_for_proofs(self, result: Any, now: float) -> None:
+        """What was proved counts now; what was not, is left out."""
+        if self.done:
+            return
+        assert self._collected is not None
+        for place in list(self._doubtful):
+            self._collected[place] = self._copies_of(self.digests[place], place, now)
+        self.finish(self._collected, now)
 
     def _wake_soon(self, now: float) -> None:
         self.wake_at = now
