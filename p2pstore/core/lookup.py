@@ -118,6 +118,8 @@ class LookupOperation(Operation):
         """Keys not found yet, in order."""
         self._doubtful: dict[int, list[KnownCopy]] = {}
         """Copies that would have to be proved, of keys without newer ones: by their places."""
+        self._unproved: set[bytes] = set()
+        """Keys of which there seemed to be copies, until nobody proved them: only copies that count are looked for."""
         self._collected: list[list[KnownCopy]] | None = None
         """The result as far as it is put together; None before."""
 
@@ -218,7 +220,9 @@ class LookupOperation(Operation):
 
     def _usable(self, digest: bytes, now: float) -> bool:
         known, doubtful = self.core.sorted_copies(digest, now, self._namespace, hearsay=True)
-        return any(copy.reachable and copy.member not in self._exclude for copy in known) or any(
+        if any(copy.reachable and copy.member not in self._exclude for copy in known):
+            return True
+        return digest not in self._unproved and any(
             copy.member not in self._exclude
             and self.core.proofs.may_ask(copy, now, insist=not known)
             for copy in doubtful
@@ -335,7 +339,7 @@ class LookupOperation(Operation):
         if copies and not copies[0].local:
             self.core.gossip.partitions.used(digest, now)
         newest = next((copy.record.version[:2] for copy in copies if copy.reachable), (0, 0))
-        alone = newest == (0, 0)
+        alone = newest == (0, 0) and digest not in self._unproved
         if wanted := [
             copy
             for copy in doubtful
@@ -347,13 +351,28 @@ class LookupOperation(Operation):
         return copies
 
     def _asked_for_proofs(self, result: Any, now: float) -> None:
-        """What was proved counts now; what was not, is left out."""
+        """What was proved counts now; what was not, is left out, and hides nothing: keys that seemed to be found by it
+        alone are looked for once more."""
         if self.done:
             return
         assert self._collected is not None
-        for place in list(self._doubtful):
+        places = list(self._doubtful)
+        for place in places:
             self._collected[place] = self._copies_of(self.digests[place], place, now)
-        self.finish(self._collected, now)
+        self._doubtful.clear()
+        missing = {
+            self.digests[place]: None
+            for place in places
+            if not any(copy.reachable for copy in self._collected[place])
+        }
+        again = [digest for digest in missing if digest not in self._unproved]
+        if not again:
+            self.finish(self._collected, now)
+            return
+        self._unproved.update(again)
+        self._collected = None
+        self._to_look.extend(again)
+        self._look_on(now)
 
     def _wake_soon(self, now: float) -> None:
         self.wake_at = now

@@ -30,7 +30,6 @@ SEEDS: Final[dict[str, tuple[int, ...]]] = {
 OPEN: Final = frozenset(
     {
         *(("horizons", seed) for seed in (1, 3)),
-        *(("poison", seed) for seed in (2, 3)),
         ("tails", 3),
     }
 )
