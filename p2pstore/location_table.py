@@ -11,7 +11,7 @@ clients of that peer map it to look keys up themselves. It is native-endian and 
     block owners  the slot that owns each block of 32 rows
     row owners    the slot that owns each row of a shared block
     links         of rows and of buckets
-    rows          of 34 bytes, each a packed location record
+    rows          of 42 bytes, each a packed location record
 
 A hash with chains leads from a digest to its rows: linear hashing (Litwin 1980) with about one row a bucket. A link
 is 4 bytes: one for each row, to the next in its chain, and one for each bucket, to the first; 0 ends a chain.
@@ -31,17 +31,20 @@ from xxhash import xxh3_64_intdigest
 from p2pstore.errors import ProtocolError, ProtocolMismatch
 from p2pstore.objects import DIGEST_BYTES
 
-LOCATION: Final = struct.Struct("<16sQHI3sB")
-"""A packed location record: digest, clock, writer, slot, size in 4 KiB units (3 bytes), flags. The two lowest flags
-are the tier."""
+LOCATION: Final = struct.Struct("<16sQHQI3sB")
+"""A packed location record: digest, clock, writer, root, slot, size in 4 KiB units (3 bytes), flags. The two lowest
+flags are the tier."""
 LOCATION_BYTES: Final = LOCATION.size
-assert LOCATION_BYTES == 34
+assert LOCATION_BYTES == 42
 TIER_FLAGS: Final = 3
 RECORD: Final = np.dtype(
     {
-        "names": ["first", "second", "clock", "writer", "flags"],
-        "formats": ["<u8", "<u8", "<u8", "<u2", "u1"],
-        "offsets": [0, 8, DIGEST_BYTES, DIGEST_BYTES + 8, LOCATION_BYTES - 1],
+        "names": ["first", "second", "clock", "writer", "root", "flags"],
+        "formats": ["<u8", "<u8", "<u8", "<u2", "<u8", "u1"],
+        "offsets": [
+            *(0, 8, DIGEST_BYTES, DIGEST_BYTES + 8),
+            *(DIGEST_BYTES + 10, LOCATION_BYTES - 1),
+        ],
         "itemsize": LOCATION_BYTES,
     }
 )
@@ -69,7 +72,7 @@ APART_COUNTERS: Final = 1 << 20
 FLOOR_CLOCKS: Final = 1 << 18
 _HEADER_BYTES: Final = 4096
 _PAGE_BYTES: Final = 4096
-_MAGIC: Final = int.from_bytes(b"p2plocs3", "little")
+_MAGIC: Final = int.from_bytes(b"p2plocs4", "little")
 """The last character is the layout's version: the peer and its clients are different processes."""
 HALF_WORDS: Final = LOCATION_BYTES // 2
 """Of 16 bits, in a row."""
@@ -181,11 +184,12 @@ class LocationTable:
         self._rows_start = _part_starts(blocks)[8]
         self.begins = rows.cast("H")
         self._many_begins = np.frombuffer(rows, "<u2")
-        """Of every 17, the first is the first two bytes of a row, as a quick look at it."""
+        """Of every `HALF_WORDS`, the first is the first two bytes of a row, as a quick look at it."""
         self.whole: npt.NDArray[np.void] = np.frombuffer(rows, WHOLE)
         self.fields = np.frombuffer(rows, RECORD)
         self.first, self.second = self.fields["first"], self.fields["second"]
         self._clocks = self.fields["clock"]
+        self._writers = self.fields["writer"]
         secret = bytes(view[8 * Word.SALT : 8 * Word.SALT + 16])
         self._factors = tuple(xxh3_64_intdigest(secret, seed=number) for number in range(4))
         self._many_factors = np.array(self._factors, np.uint64)
@@ -329,6 +333,11 @@ class LocationTable:
         """The clocks of the versions in these rows."""
         clocks: Words = self._clocks[rows]
         return clocks
+
+    def writers(self, rows: Rows) -> npt.NDArray[np.uint16]:
+        """The hashes of the writers of the versions in these rows."""
+        writers: npt.NDArray[np.uint16] = self._writers[rows]
+        return writers
 
     def _owned(self, queries: Rows, rows: Rows) -> Matches:
         slots = self.owners(rows)

@@ -37,10 +37,13 @@ PREFACE_BYTES: Final = 8
 CONTROL_PROTOCOL: Final = "/p2pstore/control/1"
 """Protocol id of the libp2p streams; a stream needs no preface."""
 
+MIN_CONTROL_VERSION: Final = 2
+MAX_CONTROL_VERSION: Final = 2
+"""Of control streams. 2: location records carry the root."""
+
 MIN_PROTOCOL_VERSION: Final = 1
 MAX_PROTOCOL_VERSION: Final = 1
-"""Of control streams and the local socket. Data connections have versions of their own
-(`p2pstore.transfer.messages`)."""
+"""Of the local socket. Data connections have versions of their own (`p2pstore.transfer.messages`)."""
 
 _KEPT_BYTES: Final = 64 * 1024
 """What a `FrameBuffer` may keep of a frame that was taken."""

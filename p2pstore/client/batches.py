@@ -11,12 +11,13 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from p2pstore.client.answers import plain_error
-from p2pstore.client.fetch import Fetcher
+from p2pstore.client.fetch import Fetcher, is_announced
 from p2pstore.client.known_holders import is_far, remote_copy
 from p2pstore.client.values import destination_views
 from p2pstore.errors import P2PStoreError, StoreClosed
 from p2pstore.local.messages import PlanItem
-from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES
+from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES, Version
+from p2pstore.transfer.arriving import Announced, announcing
 from p2pstore.transfer.failover import SilentHolders, is_silence
 from p2pstore.transfer.reader import Copied, SegmentReader
 from p2pstore.transfer.small_reads import PARTS_TOGETHER, Part, in_parts, part_items, part_slices
@@ -279,7 +280,7 @@ class _Batch(ABC, Generic[R]):
             except (P2PStoreError, ValueError) as error:
                 self._settle(number, plain_error(error))
             else:
-                if copied is not None:
+                if copied is not None and is_announced(copy, copied):
                     lengths.append(copied.length)
                     self._settle(number, copied.length)
         self._fetcher.note_copied_nearby(
@@ -346,7 +347,8 @@ class _Batch(ABC, Generic[R]):
         """Those of one holder. `others`: peers that hold each of them as well, or none."""
         small, views, most_bytes = self._small_rooms(numbers)
         if small:
-            parts = in_parts(self._digests_of(small), views, most_bytes)
+            versions = [version_of(self._plans[number]) for number in small if self._plans]
+            parts = in_parts(self._digests_of(small), views, most_bytes, versions)
             lengths, failure = await self._fetcher.pull_small(copy, parts, small, others)
             self._filled(small, views, lengths)
             self._settle_small(small, lengths)
@@ -359,7 +361,11 @@ class _Batch(ABC, Generic[R]):
         if not numbers:
             return
         asked = [
-            (self._digests[number], self._destination(self._rooms[number])) for number in numbers
+            (
+                self._digests[number],
+                announcing(self._destination(self._rooms[number]), self._announced(number, copy)),
+            )
+            for number in numbers
         ]
         outcomes = await self._fetcher.pull_many(copy, asked, others)
         if any(is_silence(outcome) for outcome in outcomes):
@@ -373,6 +379,13 @@ class _Batch(ABC, Generic[R]):
                 self._hot.add(number)
             elif not isinstance(outcome, PullFailed):  # the buffer is too small, whoever fills it
                 self._settle(number, plain_error(outcome))
+
+    def _announced(self, number: int, copy: RemoteCopy) -> Announced | None:
+        """What this holder may send of an item: what was planned, or else what it wrote."""
+        plan = self._plans.get(number)
+        if plan is None or copy.announced is None:
+            return copy.announced
+        return Announced(copy.announced.writer, version_of(plan))
 
     def _settle_small(self, small: Sequence[int], lengths: Sequence[int]) -> None:
         """Small objects have got their values: so long, or -1."""
@@ -528,6 +541,12 @@ class _IntoNewMemory(_Batch[D]):
         for number, view, length in zip(numbers, views, lengths, strict=False):
             if length >= 0:
                 self._rooms[number].take(view[:length])
+
+
+def version_of(plan: PlanItem) -> Version:
+    """What is planned to be read first."""
+    holder = plan.holders[0]
+    return Version(holder.clock, holder.writer, holder.root)
 
 
 def _in_batches(plan: PlanItem) -> bool:

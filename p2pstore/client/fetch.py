@@ -56,6 +56,7 @@ from p2pstore.transfer.transport import (
     PullFailed,
     PullReport,
     RemoteCopy,
+    ResumableDestination,
     Transport,
     failed_report,
     hurried,
@@ -182,7 +183,7 @@ class Fetcher:
         return copied
 
     async def _pull_from_only_holder(
-        self, key: str, digest: bytes, destination: Destination, only: OnlyHolder | None
+        self, key: str, digest: bytes, destination: ResumableDestination, only: OnlyHolder | None
     ) -> Pulled | PullReport | None:
         """The shortest way to what one other host is known to hold: no plan, no list of attempts. Otherwise how
         that failed, or None when it is not the case; then all that there is to try is tried."""
@@ -200,12 +201,15 @@ class Fetcher:
         ):  # a plan is a small part of that, and there may be a faster way
             return None
         began = time.monotonic()
+        destination.announced = copy.announced
         try:
             pulled = await self._pool.pull(copy, digest, destination, slot_hint, expected_bytes)
         except PullFailed as failure:
             report = failed_report(copy, self._transports, failure)
             self._note_pull(key, digest, report, time.monotonic() - began, own=True)
             return report
+        finally:
+            destination.announced = None
         report = PullReport(pulled, copy, ())
         self._link.note_pull(key, digest, report, time.monotonic() - began)
         return pulled
@@ -237,7 +241,7 @@ class Fetcher:
         """Out of the memory of a peer of this host, where that is mapped already."""
         began = time.monotonic()
         copied = await self.copy_mapped_into(self._shm.mapped(copy), digest, view)
-        if copied is None:
+        if copied is None or not is_announced(copy, copied):
             return None
         seconds = time.monotonic() - began
         self._link.note_only(key, digest, copy.member, self._shm.name, copied.length, seconds)
@@ -677,6 +681,11 @@ class Fetcher:
     def give_back(self, reply: Leased) -> None:
         """End leases that nobody will look at."""
         self._link.give_back(reply)
+
+
+def is_announced(copy: RemoteCopy, copied: Copied) -> bool:
+    """Whether what was copied out of the memory of a holder is what it may give."""
+    return copy.announced is None or copy.announced.allows(copied.slot.version)
 
 
 def _has_ways(plan: PlanItem) -> bool:

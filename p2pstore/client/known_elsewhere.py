@@ -28,7 +28,7 @@ from p2pstore.location_table import (
     apart_counter,
     floor_clock,
 )
-from p2pstore.objects import DIGEST_BYTES
+from p2pstore.objects import DIGEST_BYTES, Version
 
 T = TypeVar("T")
 
@@ -43,8 +43,9 @@ _AT_ONCE: Final = 1024
 _FLOOR_BITS: Final = np.uint32(FLOOR_CLOCKS - 1)
 _APART_BITS: Final = np.uint32(APART_COUNTERS - 1)
 
-_BEGIN_AND_CLOCK: Final = struct.Struct(f"<I{DIGEST_BYTES - 4}xQ")
-"""The first 32 bits of a packed record's digest, and its version's clock."""
+_BEGIN_AND_STAMP: Final = struct.Struct(f"<I{DIGEST_BYTES - 4}xQH")
+"""The first 32 bits of a packed record's digest, and its version's clock and writer."""
+_WRITER_BITS: Final = np.uint64(0xFFFF)
 
 # Plain numbers: these are looked at for every key.
 _CHANGES, _ALIVE_AT = int(Word.CHANGES), int(Word.ALIVE_AT)
@@ -52,19 +53,28 @@ _AFTER, _BEFORE = int(Word.BELIEVED_AFTER), int(Word.BELIEVED_BEFORE)
 
 
 class KnownRecord(NamedTuple):
-    """A member's word that it holds a version (clock, writer) of a key, and where."""
+    """A member's word that it holds a version of a key, and where."""
 
     member: int
-    version: tuple[int, int]
+    version: Version
     slot: int
     size_units: int
     tier: int
 
+    @property
+    def is_by_member(self) -> bool:
+        """Whether the member wrote the version: then it is its word that the version has this root."""
+        return self.version.writer == self.member & 0xFFFF
+
 
 def _known_record(member: int, packed: bytes) -> KnownRecord:
-    _, clock, writer, slot, size, flags = LOCATION.unpack(packed)
+    _, clock, writer, root, slot, size, flags = LOCATION.unpack(packed)
     return KnownRecord(
-        member, (clock, writer), slot, int.from_bytes(size, "little"), flags & TIER_FLAGS
+        member,
+        Version(clock, writer, root),
+        slot,
+        int.from_bytes(size, "little"),
+        flags & TIER_FLAGS,
     )
 
 
@@ -118,8 +128,8 @@ class KnownElsewhere:
         return None
 
     def only_record(self, digest: bytes) -> tuple[int, bytes] | None:
-        """The one live member that is known to hold the key, and its packed record; None where there is none or
-        several, or the local peer must be asked."""
+        """The one live member that is known to hold the key, and wrote it, and its packed record; None where there is
+        none or several, or the local peer must be asked."""
         found = self._settled(digest, self._only_records)
         return found[0] if found else None
 
@@ -137,8 +147,8 @@ class KnownElsewhere:
         return held, asked
 
     def only_members(self, digests: bytes) -> list[int]:
-        """Of packed digests: the one live member that is known to hold each; 0 where there is none or several, or
-        the local peer must be asked."""
+        """Of packed digests: the one live member that is known to hold each, and wrote it; 0 where there is none or
+        several, or the local peer must be asked."""
         count = len(digests) // DIGEST_BYTES
         look_up = self._match_only_of_few if count <= FEW_DIGESTS else self._match_only
         members: list[int] = []
@@ -215,12 +225,13 @@ class KnownElsewhere:
         matched = set()
         for number, slot, record in self._table.find_few(digests, _MOST_ROWS):
             if counted[slot]:
-                begin, clock = _BEGIN_AND_CLOCK.unpack_from(record)
+                begin, clock, writer = _BEGIN_AND_STAMP.unpack_from(record)
                 if (
                     number not in matched
                     and not apart[begin & (APART_COUNTERS - 1)]
                     and after < clock < before
                     and floors[begin & (FLOOR_CLOCKS - 1)] < clock
+                    and writer == names[slot] & 0xFFFF
                 ):
                     only[number] = names[slot], record
                 else:
@@ -238,6 +249,7 @@ class KnownElsewhere:
             queries, rows, slots = queries.take(counted), rows.take(counted), slots.take(counted)
         found = self._member_names.take(slots)
         found *= self._are_believed(begins.take(queries), rows)
+        found *= table.writers(rows) == found & _WRITER_BITS
         members = np.zeros(len(begins), np.uint64)
         members[queries] = found
         if queries.size > np.count_nonzero(members):  # not all are believed, or some have several

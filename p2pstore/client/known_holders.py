@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace as replace_copy
 from itertools import takewhile
 from random import Random
 from typing import Final, NamedTuple
@@ -21,7 +22,8 @@ from msgspec.structs import replace
 from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
 from p2pstore.local.messages import Holder, PlanItem
 from p2pstore.location_table import LOCATION
-from p2pstore.objects import SIZE_UNIT_BYTES, Version
+from p2pstore.objects import SIZE_UNIT_BYTES, ZERO_VERSION, Version
+from p2pstore.transfer.arriving import Announced
 from p2pstore.transfer.messages import Keeps, Ticket
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.transport import RemoteCopy
@@ -37,8 +39,8 @@ HOLDERS_PER_PLAN: Final = 8
 
 
 class OnlyHolder(NamedTuple):
-    """The one peer, of this host or another, that is known to hold an object: how to get there, a hint where it has
-    the object, and about how long that is."""
+    """The one peer, of this host or another, that is known to hold an object, and wrote it: how to get there, a hint
+    where it has the object, and about how long that is."""
 
     copy: RemoteCopy
     slot_hint: int
@@ -80,7 +82,7 @@ class KnownHolders:
             for plan in plans:
                 for holder in () if plan.through_peer else plan.holders:
                     self._named.pop(holder.member, None)
-                    way = remote_copy(replace(holder, tier=DRAM))  # to whatever else it has
+                    way = _way_to(holder)
                     named = _Named(trusted_until, holder, way)
                     self._named[holder.member] = named
             while len(self._named) > MAX_HOLDERS:
@@ -109,7 +111,7 @@ class KnownHolders:
         if found is None:
             return None
         member, record = found
-        _, _, _, slot, size, _ = LOCATION.unpack(record)
+        *_, slot, size, _ = LOCATION.unpack(record)
         named = self._trusted(member, time.monotonic())
         expected_bytes = int.from_bytes(size, "little") * SIZE_UNIT_BYTES
         if named is None or _goes_through_peer(named.holder, max(expected_bytes, most_bytes)):
@@ -145,18 +147,23 @@ class KnownHolders:
         records = elsewhere.holders(digest)
         if not records:
             return None
-        if len(records) > 1:
-            records = self._newest(records)
+        records = self._newest(records)
         holders = self._holders(records)
         return None if holders is None else OwnPlan(holders)
 
     def _newest(self, records: Sequence[KnownRecord]) -> list[KnownRecord]:
-        newest = max(record.version for record in records)
-        some = [record for record in records if record.version == newest]
-        self._rng.shuffle(some)  # readers do not all go to the same one
+        """Those of the newest version, when its writer vouches for it; else nothing: the local peer may know more."""
+        vouched = max((each.version for each in records if each.is_by_member), default=ZERO_VERSION)
+        if any(each.version[:2] > vouched[:2] for each in records):
+            return []
+        some = [record for record in records if record.version == vouched]
+        if len(some) > 1:
+            self._rng.shuffle(some)  # readers do not all go to the same one
         return some[:HOLDERS_PER_PLAN]
 
     def _holders(self, records: Sequence[KnownRecord]) -> list[Holder] | None:
+        if not records:
+            return None
         now, holders = time.monotonic(), []
         for record in records:
             named = self._trusted(record.member, now)
@@ -164,7 +171,7 @@ class KnownHolders:
                 named.holder, record.size_units * SIZE_UNIT_BYTES
             ):
                 return None
-            clock, writer = record.version
+            clock, writer, root = record.version
             holders.append(
                 replace(
                     named.holder,
@@ -172,6 +179,7 @@ class KnownHolders:
                     size_units=record.size_units,
                     clock=clock,
                     writer=writer,
+                    root=root,
                     tier=record.tier,
                 )
             )
@@ -197,8 +205,16 @@ def is_far(copy: RemoteCopy) -> bool:
     return not copy.same_host and bool(copy.data)
 
 
+def _way_to(holder: Holder) -> RemoteCopy:
+    """To whatever a holder has in memory that it wrote itself."""
+    return replace_copy(
+        remote_copy(replace(holder, tier=DRAM)), announced=Announced(holder.member & 0xFFFF)
+    )
+
+
 def remote_copy(holder: Holder) -> RemoteCopy:
     """A planned holder as transports want it."""
+    version = Version(holder.clock, holder.writer, holder.root)
     return RemoteCopy(
         peer_id=holder.peer_id,
         data=tuple(holder.data),
@@ -209,7 +225,8 @@ def remote_copy(holder: Holder) -> RemoteCopy:
         socket=holder.socket,
         same_host=holder.same_host,
         slot=holder.slot,
-        version=Version(holder.clock, holder.writer),
+        version=version,
+        announced=Announced(holder.member & 0xFFFF, version),
         length_bytes=holder.size_units * SIZE_UNIT_BYTES,
         keeps=Keeps.BY_PEER,
         on_ssd=holder.tier == SSD,

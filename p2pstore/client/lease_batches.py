@@ -208,7 +208,7 @@ class _Batch:
         try:
             for (number, holder), grant in zip(left, grants, strict=True):
                 code = grant.error.code
-                if not code and version_of(grant).covers(announced(holder)):
+                if not code and announced(holder).allows(version_of(grant)):
                     view = view_under(link, self._wanted[number], grant)
                     self._settle(number, view)
                     viewed.append(view)

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from p2pstore.objects import Version
+from p2pstore.transfer.arriving import Announced
 from p2pstore.transfer.hazards import HazardPage
 from p2pstore.transfer.reader import Sighting
 
@@ -130,11 +131,13 @@ class LeaseBook:
             lease.sighting = sighting
             return self._share(lease)
 
-    def share_again(self, digest: bytes, announced: Version) -> memoryview | None:
-        """`share`, if what was seen then still stands, and is not older than `announced`."""
+    def share_again(self, digest: bytes, announced: Announced | None) -> memoryview | None:
+        """`share`, if what was seen then still stands, and is what was `announced`, if that matters."""
         with self._lock:
             lease = self._by_digest.get(digest)
-            if lease is None or lease.sighting is None or not lease.version.covers(announced):
+            if lease is None or lease.sighting is None:
+                return None
+            if announced is not None and not announced.allows(lease.version):
                 return None
             return self._share(lease) if lease.sighting.still_stands(lease.memory) else None
 

@@ -14,7 +14,8 @@ from p2pstore.client.neighbours import Neighbours
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.local import messages as local
 from p2pstore.local.messages import Holder, LocalKind
-from p2pstore.objects import ZERO_VERSION, Version
+from p2pstore.objects import Version
+from p2pstore.transfer.arriving import Announced
 from p2pstore.transfer.shm import ShmTransport
 from p2pstore.transfer.transport import HURRIED_ANSWER_SECONDS
 from p2pstore.wire import Code
@@ -105,14 +106,14 @@ def neighbours_in(holders: Sequence[Holder]) -> list[Holder]:
     """Of a plan's holders, those of this host that have the newest version: in memory, or on an SSD when nobody has it
     in memory."""
     only_cold = all(holder.tier == SSD for holder in holders)
-    newest = max(((holder.clock, holder.writer) for holder in holders), default=None)
+    newest = max(((holder.clock, holder.writer, holder.root) for holder in holders), default=None)
     return [
         holder
         for holder in holders
         if holder.same_host
         and holder.socket
         and (only_cold or holder.tier != SSD)
-        and (holder.clock, holder.writer) == newest
+        and (holder.clock, holder.writer, holder.root) == newest
     ]
 
 
@@ -125,7 +126,7 @@ async def _lease_at(holder: Holder, key: str, digest: bytes, link: PeerLink) -> 
         [grant] = await ask(link, key, [digest], fetch=cold, fetch_seconds=0.0)
         if grant.error.code == Code.LEASE_LIMIT_EXCEEDED and link.make_room():
             [grant] = await ask(link, key, [digest])
-        if not grant.error.code and version_of(grant).covers(announced(holder)):
+        if not grant.error.code and announced(holder).allows(version_of(grant)):
             return view_under(link, digest, grant)
     except DeadlineExceeded:
         if not cold:
@@ -134,29 +135,29 @@ async def _lease_at(holder: Holder, key: str, digest: bytes, link: PeerLink) -> 
     except BaseException:
         forsake(link, grant)
         raise
-    forsake(link, grant)  # an older one may be forbidden
+    forsake(link, grant)  # an older one may be forbidden, and another one wrong
     return None
 
 
-def share(link: PeerLink, digest: bytes, at_least: Version = ZERO_VERSION) -> memoryview | None:
+def share(link: PeerLink, digest: bytes, announced: Announced | None = None) -> memoryview | None:
     """A view that needs no request: under a lease that this client has already, or one that it takes by itself. None
-    when there is none, or only one of a version older than `at_least`."""
-    view = shared_view(link, digest, at_least)
+    when there is none, or only one of a version that this neighbour may not give."""
+    view = shared_view(link, digest, announced)
     if view is not None:
         link.note_read(digest, len(view), is_view=True)
     return view
 
 
 def shared_view(
-    link: PeerLink, digest: bytes, at_least: Version = ZERO_VERSION
+    link: PeerLink, digest: bytes, announced: Announced | None = None
 ) -> memoryview | None:
     """`share`, but not counted as a view."""
     view = None
     try:
         if link.leases.covers(digest):
-            view = link.leases.share_again(digest, at_least)
+            view = link.leases.share_again(digest, announced)
         if view is None:  # a view of no bytes is one, too
-            view = _share_seen(link, digest, at_least)
+            view = _share_seen(link, digest, announced)
         if view is not None:
             link.stir()
     except BaseException:  # interrupted: what was taken is to be given back
@@ -165,10 +166,12 @@ def shared_view(
     return view
 
 
-def _share_seen(link: PeerLink, digest: bytes, at_least: Version) -> memoryview | None:
+def _share_seen(link: PeerLink, digest: bytes, announced: Announced | None) -> memoryview | None:
     for number, reader in enumerate(link.readers):
         seen = reader.sight(digest)
-        if seen is None or seen.expired or not seen.slot.version.covers(at_least):
+        if seen is None or seen.expired:
+            continue
+        if announced is not None and not announced.allows(seen.slot.version):
             continue
         view = link.leases.share(digest, seen)
         if view is None and number == 0:  # hazards are numbers of its slots
@@ -229,9 +232,9 @@ def view_under(link: PeerLink, digest: bytes, grant: local.LeaseGrant) -> memory
     return view
 
 
-def announced(holder: Holder) -> Version:
-    """What a plan says that a holder has."""
-    return Version(holder.clock, holder.writer)
+def announced(holder: Holder) -> Announced:
+    """What a plan says that a holder has, and what it may give instead."""
+    return Announced(holder.member & 0xFFFF, Version(holder.clock, holder.writer, holder.root))
 
 
 def version_of(grant: local.LeaseGrant) -> Version:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from p2pstore.core.fetch import FetchOperation
 from p2pstore.errors import NoSuchKey
+from p2pstore.gossip.version_proofs import MAX_PROOF_BYTES, read_proof
 from p2pstore.objects import key_digest, namespace_digest
 from p2pstore.transfer.layout import (
     EXPIRY_BYTES,
@@ -19,6 +22,10 @@ from p2pstore.transfer.trace import ReadWatch
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
+
+
+PROOF_BYTES: Final = MAX_PROOF_BYTES + 8
+"""A trailer grows by up to so many when a proof comes after the copy."""
 
 
 class CopyDestination:
@@ -95,7 +102,8 @@ class CopyDestination:
             digest = key_digest(trailer.key, trailer.namespace)
             # Written anew here, the trailer has fields that an older holder's version did not know.
             trailer_length = max(slot.trailer_length, len(encode_trailer(trailer)))
-            trailer_length = min(trailer_length + EXPIRY_BYTES, MAX_TRAILER_BYTES)
+            trailer_length += EXPIRY_BYTES + (0 if trailer.proof else PROOF_BYTES)
+            trailer_length = min(trailer_length, MAX_TRAILER_BYTES)
         except ValueError as error:
             raise NoSuchKey(f"the holder's object makes no sense: {error}") from error
         if digest != slot.digest:
@@ -126,6 +134,7 @@ class CopyDestination:
         if core.floors.distrusts(self._operation, slot.version):
             core.segment.abort(number, holder=self._holder)
             return None
+        trailer = replace(trailer, proof=self._good_proof(slot, trailer))
         core.gossip.directory.touch(slot.digest)  # a newer version may be known by now
         try:
             entry = core.publish(
@@ -143,6 +152,15 @@ class CopyDestination:
             return None
         entry.verified |= entry.version == slot.version
         return entry
+
+    def _good_proof(self, slot: Slot, trailer: TrailerBody) -> bytes:
+        """The proof that stays beside the copy, of those that came along; empty where none is good."""
+        given = self._operation.proof  # its writer's, or checked
+        if given and read_proof(given, slot.digest, slot.version) is not None:
+            return given
+        if trailer.proof and self._core.proofs.accept(slot.digest, slot.version, trailer.proof):
+            return trailer.proof
+        return b""
 
     def abort(self) -> None:
         """Give the room back."""

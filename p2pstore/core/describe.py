@@ -8,7 +8,6 @@ from p2pstore.gossip.records import (
     LocationRecord,
     Tier,
 )
-from p2pstore.objects import Version
 from p2pstore.transfer.layout import (
     GRANULE_BYTES,
     round_up,
@@ -26,7 +25,7 @@ def location_of(entry: ObjectEntry) -> LocationRecord:
     """What the peer announces of an object it holds."""
     return LocationRecord(
         entry.digest,
-        Version(entry.version.clock, entry.version.writer),
+        entry.version,
         entry.slot,
         round_up(entry.length, GRANULE_BYTES) // GRANULE_BYTES,
         tier=_tier_of(entry),
@@ -40,7 +39,7 @@ def location_on_ssd(entry: ColdEntry) -> LocationRecord:
     """What the peer announces of an object that is on its SSD alone."""
     return LocationRecord(
         entry.digest,
-        Version(entry.version.clock, entry.version.writer),
+        entry.version,
         0,
         min(round_up(entry.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF),
         tier=Tier.SSD,

@@ -12,13 +12,15 @@ from p2pstore.wire import Failure, Message
 
 @dataclass(frozen=True, slots=True)
 class KnownCopy:
-    """One copy of an object as far as this peer knows. `reachable`: its peer is believed alive."""
+    """One copy of an object as far as this peer knows. `reachable`: its peer is believed alive. `proved`: that its
+    version was written is more than hearsay."""
 
     member: Member
     peer_id: PeerId
     record: LocationRecord
     reachable: bool
     local: bool = False
+    proved: bool = True
 
 
 @dataclass(frozen=True, slots=True)

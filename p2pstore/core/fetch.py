@@ -56,6 +56,8 @@ class FetchOperation(Operation):
         self.minimum = minimum
         self.only_here = only_here
         self.shared_by = 1
+        self.proof = b""
+        """Of who wrote it, from whoever wanted it kept here."""
         self.brought: tuple[int, str] = (0, "")
         """From which member the object came, and how; nothing when it was here already."""
         self._progress_seconds = progress_seconds

@@ -43,7 +43,7 @@ def reply_of(behind: list[int], rivals: Iterable[Location]) -> messages.Pushed:
 def rivals_of(reply: messages.Pushed) -> list[Location]:
     """The other versions that a home named."""
     return [
-        Location(rival.member, rival.incarnation, rival.sequence, record)
+        Location(rival.member, rival.incarnation, rival.sequence, record, hearsay=True)
         for rival in reply.rivals
         if (record := holding_record(rival.record)) is not None
     ]

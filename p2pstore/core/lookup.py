@@ -11,6 +11,7 @@ from p2pstore.core.effects import (
     Reply,
 )
 from p2pstore.core.operation import Operation
+from p2pstore.core.proofs import ProveOperation
 from p2pstore.errors import (
     ProtocolError,
 )
@@ -115,6 +116,10 @@ class LookupOperation(Operation):
         self._wait_until = 0.0
         self._missed: dict[bytes, None] = {}
         """Keys not found yet, in order."""
+        self._doubtful: dict[int, list[KnownCopy]] = {}
+        """Copies that would have to be proved, of keys without newer ones: by their places."""
+        self._unproved: set[bytes] = set()
+        """Keys of which there seemed to be copies, until nobody proved them: only copies that count are looked for."""
         self._collected: list[list[KnownCopy]] | None = None
         """The result as far as it is put together; None before."""
 
@@ -201,7 +206,8 @@ class LookupOperation(Operation):
 
     def wake(self, now: float) -> None:
         if self._collected is not None:
-            self._collect(now)
+            if len(self._collected) < len(self.digests):
+                self._collect(now)
         elif self._to_look:
             self._look_on(now)
         elif not self._needs_answers and now >= self._ask_again_at:
@@ -213,9 +219,13 @@ class LookupOperation(Operation):
             self._settle(now)
 
     def _usable(self, digest: bytes, now: float) -> bool:
-        return any(
-            copy.reachable and copy.member not in self._exclude
-            for copy in self.core.known_copies(digest, now, self._namespace, hearsay=True)
+        known, doubtful = self.core.sorted_copies(digest, now, self._namespace, hearsay=True)
+        if any(copy.reachable and copy.member not in self._exclude for copy in known):
+            return True
+        return digest not in self._unproved and any(
+            copy.member not in self._exclude
+            and self.core.proofs.may_ask(copy, now, insist=not known)
+            for copy in doubtful
         )
 
     def _look_on(self, now: float) -> None:
@@ -313,15 +323,56 @@ class LookupOperation(Operation):
         start = len(self._collected)
         some = self.digests[start : start + self.core.keys_per_step]
         for digest in some:
-            known = self.core.known_copies(digest, now, self._namespace, hearsay=True)
-            copies = [copy for copy in known if copy.member not in self._exclude]
-            if copies and not copies[0].local:
-                self.core.gossip.partitions.used(digest, now)
-            self._collected.append(copies)
-        if len(self._collected) == len(self.digests):
-            self.finish(self._collected, now)
-        else:
+            self._collected.append(self._copies_of(digest, len(self._collected), now))
+        if len(self._collected) < len(self.digests):
             self._wake_soon(now)
+        elif self._doubtful:
+            copies = [copy for copies in self._doubtful.values() for copy in copies]
+            self.core.start(ProveOperation(self.core, copies, self._asked_for_proofs), now)
+        else:
+            self.finish(self._collected, now)
+
+    def _copies_of(self, digest: bytes, place: int, now: float) -> list[KnownCopy]:
+        """What is known for sure of the key at a place; what is said to be newer is noted."""
+        known, doubtful = self.core.sorted_copies(digest, now, self._namespace, hearsay=True)
+        copies = [copy for copy in known if copy.member not in self._exclude]
+        if copies and not copies[0].local:
+            self.core.gossip.partitions.used(digest, now)
+        newest = next((copy.record.version[:2] for copy in copies if copy.reachable), (0, 0))
+        alone = newest == (0, 0) and digest not in self._unproved
+        if wanted := [
+            copy
+            for copy in doubtful
+            if copy.record.version[:2] > newest
+            and copy.member not in self._exclude
+            and self.core.proofs.may_ask(copy, now, insist=alone)
+        ]:
+            self._doubtful[place] = wanted
+        return copies
+
+    def _asked_for_proofs(self, result: Any, now: float) -> None:
+        """What was proved counts now; what was not, is left out, and hides nothing: keys that seemed to be found by it
+        alone are looked for once more."""
+        if self.done:
+            return
+        assert self._collected is not None
+        places = list(self._doubtful)
+        for place in places:
+            self._collected[place] = self._copies_of(self.digests[place], place, now)
+        self._doubtful.clear()
+        missing = {
+            self.digests[place]: None
+            for place in places
+            if not any(copy.reachable for copy in self._collected[place])
+        }
+        again = [digest for digest in missing if digest not in self._unproved]
+        if not again:
+            self.finish(self._collected, now)
+            return
+        self._unproved.update(again)
+        self._collected = None
+        self._to_look.extend(again)
+        self._look_on(now)
 
     def _wake_soon(self, now: float) -> None:
         self.wake_at = now

@@ -104,6 +104,6 @@ def other_firm_copies(
         for copy in core.known_copies(held.digest, now, namespace)
         if not copy.local
     ]
-    if any(version > mine and copy.reachable for copy, version in others):
+    if any(version > mine and copy.reachable and copy.proved for copy, version in others):
         return None
     return [copy for copy, version in others if version == mine and not copy.record.soft]

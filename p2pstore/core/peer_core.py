@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from random import Random
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ from p2pstore.core.lookup import check_holding_record
 from p2pstore.core.operation import Operation
 from p2pstore.core.own_copies import is_kept_elsewhere
 from p2pstore.core.prefetching import Prefetching
+from p2pstore.core.proofs import ProveOperation, VersionProofs
 from p2pstore.core.read_reports import UNSEEN_TRANSPORTS, ReadReports
 from p2pstore.core.repair import Repair, RepairTiming
 from p2pstore.core.serving import serve
@@ -56,9 +58,17 @@ from p2pstore.gossip.records import (
     Verifier,
     member_of,
     writer_of,
+    writer_of_member,
 )
 from p2pstore.local.messages import HolderFailure
-from p2pstore.objects import CHUNK_BYTES, HybridClock, Version, chunk_count, namespace_digest
+from p2pstore.objects import (
+    CHUNK_BYTES,
+    ZERO_VERSION,
+    HybridClock,
+    Version,
+    chunk_count,
+    namespace_digest,
+)
 from p2pstore.stepping import Steps
 from p2pstore.transfer.entries import QuickCopy, Reservation, SmallObjectsLent
 from p2pstore.transfer.layout import (
@@ -142,6 +152,7 @@ class PeerCore:
         """Questions of operations that have ended. Each has an outcome, so none stays."""
         self.pushes_coming = PushesComing()
         """Large ones, which are taken in one after the other."""
+        self.proofs = VersionProofs(self)
         self.timekeeping = Timekeeping(self)
         self.floors = Floors(self)
         self.cold = ColdCopies(self)
@@ -272,6 +283,7 @@ class PeerCore:
         for effect in self.gossip.tick(now):
             self._effects.append(effect)
         self.timekeeping.tick(now)
+        self.proofs.tick(now)
         self.flush_pushes(now)
         self.floors.tick(now)
         self.write_back.tick(now)
@@ -312,6 +324,7 @@ class PeerCore:
             self.prefetching.next_tick(),
             self.checkpoints.next_tick(),
             self.timekeeping.next_tick(),
+            self.proofs.next_tick(),
         )
 
     def set_alarm(self, operation: Operation) -> None:
@@ -394,25 +407,49 @@ class PeerCore:
 
         Versions that a floor forbids (the floor of the namespace, too, when its digest is given) are left
         out, those whose holder may have missed a floor, and those from over 10 s in the future: this peer
-        could write none above them that others would take.
+        could write none above them that others would take. And those of which nothing says that they were written:
+        see `proofs`.
         """
-        copies = []
+        return self.sorted_copies(digest, now, namespace, hearsay=hearsay)[0]
+
+    def sorted_copies(
+        self,
+        digest: bytes,
+        now: float,
+        namespace: bytes | None = None,
+        *,
+        hearsay: bool = False,
+    ) -> tuple[list[KnownCopy], list[KnownCopy]]:
+        """`known_copies`, and those that their holders would have to prove. What contradicts a writer is in neither."""
+        copies: list[KnownCopy] = []
+        others: list[KnownCopy] = []
+        vouched: set[Version] = set()
+        """Versions whose writers say themselves that they have this root."""
         mine = self.own_location(digest, now)
         if mine is not None:
             copies.append(KnownCopy(self.member, self.peer_id, mine, reachable=True, local=True))
+            vouched.add(mine.version)
         for holding in self.gossip.holders(digest, now, hearsay=hearsay):
-            version = holding.record.version
+            version, member = holding.record.version, holding.member
             if self.gossip.cluster_records.floors.forbids(digest, namespace, version):
                 continue
-            if self.gossip.doubts(holding.member, version, now):
+            if self.gossip.doubts(member, version, now):
                 continue
             if not self.is_in_time(version.clock, now):
                 continue
-            state = self.gossip.membership.resolve(holding.member)
+            state = self.gossip.membership.resolve(member)
             if state is None:
                 continue
             reachable = state.status in (Status.ALIVE, Status.SUSPECT) and not holding.hidden
-            copies.append(KnownCopy(holding.member, state.peer_id, holding.record, reachable))
+            proved = not holding.hearsay or self.proofs.knows(digest, version)
+            copy = KnownCopy(member, state.peer_id, holding.record, reachable, proved=proved)
+            if version.writer != writer_of_member(member):
+                others.append(copy)
+                continue
+            copies.append(copy)
+            if proved:
+                vouched.add(version)
+        doubtful = self._proved_among(digest, others, vouched, copies) if others else []
         copies.sort(
             key=lambda copy: (
                 -copy.record.version.clock,
@@ -422,7 +459,32 @@ class PeerCore:
                 self.is_avoided(copy.member, now),
             )
         )
-        return copies
+        return copies, doubtful
+
+    def _proved_among(
+        self,
+        digest: bytes,
+        others: Sequence[KnownCopy],
+        vouched: set[Version],
+        copies: list[KnownCopy],
+    ) -> list[KnownCopy]:
+        """Add those copies whose holders did not write them and that are proved; the rest is returned, but for what
+        contradicts a writer."""
+        doubtful = []
+        stamps = {version[:2] for version in vouched}
+        for copy in others:
+            version = copy.record.version
+            if version in vouched or self.proofs.knows(digest, version):
+                copies.append(replace(copy, proved=True))
+            elif version[:2] in stamps:
+                self.proofs.contradicts(copy)
+            else:
+                doubtful.append(copy)
+        return doubtful
+
+    def is_own(self, version: Version) -> bool:
+        """Whether this peer wrote a version of what it holds, unless a proof beside it says otherwise."""
+        return version.writer == writer_of(self.peer_id)
 
     def learn_locations(
         self, home: PeerId, digests: Sequence[bytes], reply: Locations, now: float
@@ -527,9 +589,20 @@ class PeerCore:
     def renew_version(self, entry: ObjectEntry, clock: int, now: float) -> None:
         """Stamp an object anew whose stamp nobody takes, and announce it so: see `Timekeeping`. It goes if that is
         forbidden, or if others have a newer version by now."""
+        self._restamp(entry, Version(clock, entry.version.writer, entry.version.root), now)
+
+    def adopt(self, entry: ObjectEntry, now: float) -> None:
+        """Stand in as the writer of a copy that nobody proves any more: with its old stamp, so that what forbids it, or
+        is newer, still is."""
+        self.counters["copies_adopted"] += 1
+        version = entry.version
+        self._restamp(entry, Version(version.clock, writer_of(self.peer_id), version.root), now)
+        self.proofs.wrote(entry.digest)
+
+    def _restamp(self, entry: ObjectEntry, version: Version, now: float) -> None:
         old = entry.version
         self.gossip.release(entry.digest, old, now)
-        self.segment.renew_version(entry, Version(clock, old.writer, old.root))
+        self.segment.renew_version(entry, version)
         if self.cold.store is not None:
             self.cold.store.discard(entry.digest, old)
         if self.forbids(entry):
@@ -547,7 +620,10 @@ class PeerCore:
         for digest in self.gossip.directory.take_touched(self.keys_per_step):
             self._tell_waiting(digest, now)
             entry = self.segment.find(digest, self.unix(now))
-            newest = next(iter(self.known_copies(digest, now)), None)
+            copies, doubtful = self.sorted_copies(digest, now)
+            if entry is not None or self.cold.find(digest, now) is not None:
+                self._prove_newer(copies, doubtful, now)
+            newest = next((copy for copy in copies if copy.proved), None)
             if newest is None or not newest.reachable or newest.local:
                 continue
             if entry is not None:
@@ -555,6 +631,21 @@ class PeerCore:
             else:  # as new, or newer, than what the SSD may have
                 self.cold.discard(digest, before(newest.record.version), now)
         self.floors.arrived(now)
+
+    def _prove_newer(
+        self, copies: Sequence[KnownCopy], doubtful: Sequence[KnownCopy], now: float
+    ) -> None:
+        """Ask for proofs of what is said to be newer than what is known for sure: what is here goes only then."""
+        sure = max((copy.record.version for copy in copies if copy.proved), default=ZERO_VERSION)
+        newer = [
+            copy
+            for copy in (*copies, *doubtful)
+            if not (copy.proved and copy in copies)
+            and copy.record.version[:2] > sure[:2]
+            and self.proofs.may_ask(copy, now)
+        ]
+        if newer and self.proofs.begin_asking(newer[0].record.digest):
+            self.start(ProveOperation(self, newer), now)
 
     def withdraw(self, entry: ObjectEntry, now: float) -> None:
         """This peer no longer holds the object: it was removed, replaced, or is not to be trusted."""
@@ -715,6 +806,10 @@ class PeerCore:
         self.cold.came_to_memory(entry)
         self.announce_withdrawn(now)
         self.announce(entry, now)
+        if self.is_own(version):
+            self.proofs.wrote(digest)
+        elif not trailer.proof:
+            self.proofs.lacks(digest, now)
         self.counters["objects_published"] += 1
         return entry
 

@@ -10,7 +10,6 @@ from p2pstore.core.effects import (
 )
 from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import PeerId
-from p2pstore.objects import Version
 from p2pstore.transfer.messages import (
     DataKind,
     Replicate,
@@ -67,9 +66,7 @@ class ReplicateOperation(Operation):
         copies = [
             copy
             for copy in self.core.known_copies(entry.digest, now)
-            if copy.reachable
-            and not copy.local
-            and copy.record.version == Version(entry.version.clock, entry.version.writer)
+            if copy.reachable and not copy.local and copy.record.version == entry.version
         ]
         holding = [copy for copy in copies if not copy.record.soft]
         soft = [copy.peer_id for copy in copies if copy.record.soft]
@@ -129,6 +126,8 @@ class ReplicateOperation(Operation):
             record_body=me.body,
             record_signature=me.signature,
             replicas=entry.replicas,
+            root=entry.version.root,
+            proof=self.core.proofs.of(entry, now),
         )
         self._next_tag += 1
         self._pending[self._next_tag] = target

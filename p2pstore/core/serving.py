@@ -28,6 +28,7 @@ from p2pstore.gossip.records import (
     PeerId,
     SignedRecord,
     member_of,
+    writer_of,
 )
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.layout import (
@@ -36,6 +37,7 @@ from p2pstore.transfer.layout import (
 )
 from p2pstore.transfer.messages import (
     MAX_LOOKUP_DIGESTS,
+    MAX_PROVED,
     CheckCopy,
     ClusterRecords,
     CopyChecked,
@@ -46,6 +48,8 @@ from p2pstore.transfer.messages import (
     Lookup,
     Ping,
     Pong,
+    Proofs,
+    Prove,
     Push,
     Pushed,
     Reads,
@@ -113,6 +117,8 @@ def serve(
     if isinstance(request, Reads):
         core.read_reports.heard(request.items, now)
         return ReadsTaken()
+    if isinstance(request, Prove):
+        return core.start(ProofsHereOperation(core, split_digests(request.digests)), now)
     if isinstance(request, Ping):
         return Pong(core.incarnation, core.gossip.log.sequence)
     return Failure(int(Code.UNSUPPORTED), f"this peer does not answer requests of kind {kind}")
@@ -234,7 +240,7 @@ def _serve_replicate(
         raise ProtocolError("a request to replicate that names no object")
     if core.closing:
         return Failure(int(Code.UNAVAILABLE), "this peer is leaving")
-    minimum = Version(request.clock, request.writer)
+    minimum = Version(request.clock, request.writer, request.root)
     if request.record_body:
         me = SignedRecord(request.record_body, request.record_signature)
         _, effects = core.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
@@ -255,6 +261,8 @@ def _serve_replicate(
         return Replicated(cold.version.clock, cold.version.writer)
     if request.length > core.segment.data_bytes or not core.segment.data_bytes:
         return Failure(int(Code.CAPACITY_EXCEEDED), "the object is larger than this peer's memory")
+    if not _is_proved(core, sender, request, minimum):
+        return Failure(int(Code.UNAVAILABLE), "the sender does not prove who wrote the version")
     record = LocationRecord(
         request.digest,
         minimum,
@@ -265,20 +273,66 @@ def _serve_replicate(
     operation = FetchOperation(
         core, request.digest, soft=request.soft, source=source, minimum=minimum
     )
+    operation.proof = request.proof
     return core.start(operation, now)
+
+
+def _is_proved(core: PeerCore, sender: PeerId, request: Replicate, version: Version) -> bool:
+    """Whether what is to be copied was written by whom it says: the sender itself, or with a proof. A writer's
+    signature is not checked here (100 us a put): a wrong one harms nobody's versions but its own."""
+    if writer_of(sender) == version.writer or core.proofs.knows(request.digest, version):
+        return True
+    return core.proofs.accept(request.digest, version, request.proof)
 
 
 def reply_of(operation: Operation) -> Message:
     """The answer to REPLICATE once its fetch has finished, to CLUSTER_RECORDS once what they forbid
     is gone, to PUSH once it was taken in, to LIST, to LOOKUP and to CHECK_COPY."""
     result = operation.result
-    if isinstance(result, RecordsTaken | Pushed | Keys | Locations | CopyChecked):
+    if isinstance(result, RecordsTaken | Pushed | Keys | Locations | CopyChecked | Proofs):
         return result
     if isinstance(result, ObjectEntry):
         return Replicated(result.version.clock, result.version.writer)
-    if isinstance(operation, TakePushOperation | TakeRecordsOperation):
+    if isinstance(operation, TakePushOperation | TakeRecordsOperation | ProofsHereOperation):
         return Failure(int(code_of(result)), str(result))
     return Failure(int(Code.CAPACITY_EXCEEDED), str(result))
+
+
+class ProofsHereOperation(Operation):
+    """What this peer can prove of what it holds. The result is `Proofs`. What is on its SSD alone is brought to memory:
+    whoever asks wants to read it."""
+
+    def __init__(self, core: PeerCore, digests: Sequence[bytes]) -> None:
+        super().__init__(core)
+        self._digests = digests
+        self._coming = 0
+
+    def start(self, now: float) -> None:
+        if len(self._digests) > MAX_PROVED or any(len(d) != DIGEST_BYTES for d in self._digests):
+            self.finish(ProtocolError("a question for proofs of too much, or of nothing"), now)
+            return
+        for digest in dict.fromkeys(self._digests):
+            if self.core.find(digest, now) is None and self.core.cold.find(digest, now) is not None:
+                self._coming += 1
+                fetch = FetchOperation(self.core, digest, only_here=True, on_finish=self._came)
+                self.core.start(fetch, now)
+        self._settle(now)
+
+    def _came(self, result: Any, now: float) -> None:
+        self._coming -= 1
+        self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        if self._coming or self.done:
+            return
+        items = []
+        for digest in self._digests:
+            entry = self.core.find(digest, now)
+            proof = b"" if entry is None else self.core.proofs.of(entry, now)
+            if entry is not None and not proof:
+                self.core.proofs.lacks(digest, now)
+            items.append(proof)
+        self.finish(Proofs(items), now)
 
 
 class ListHereOperation(Operation):

@@ -1,6 +1,6 @@
 """Records that peers gossip: location records, peer records, cluster records. Pure codecs.
 
-A location record is 34 bytes and says "I hold this version of this key". A peer record says who a
+A location record is 42 bytes and says "I hold this version of this key, with this root". A peer record says who a
 peer is and what it offers; a cluster record says something about the whole cluster (a floor, a
 checkpoint's head or switch). Peer and cluster records are signed by the peer that wrote them;
 location logs are vouched for by the set hash in their owner's signed record.
@@ -50,7 +50,12 @@ def member_of(peer_id: PeerId) -> Member:
 
 def writer_of(peer_id: PeerId) -> int:
     """The 16-bit hash that a version carries."""
-    return member_of(peer_id) & 0xFFFF
+    return writer_of_member(member_of(peer_id))
+
+
+def writer_of_member(member: Member) -> int:
+    """`writer_of` the peer with this short name."""
+    return member & 0xFFFF
 
 
 def peer_id_from_public_key(public_key: bytes) -> PeerId:
@@ -112,7 +117,7 @@ class LocationRecord:
     removed: bool = False
 
     def encode(self) -> bytes:
-        """34 bytes."""
+        """42 bytes."""
         flags = (
             int(self.tier)
             | (4 if self.soft else 0)
@@ -122,8 +127,7 @@ class LocationRecord:
         )
         return LOCATION.pack(
             self.digest,
-            self.version.clock,
-            self.version.writer,
+            *self.version,
             self.slot,
             self.size_units.to_bytes(3, "little"),
             flags,
@@ -136,12 +140,12 @@ class LocationRecord:
 
 
 def decode_location(packed: bytes | memoryview, offset: int = 0) -> LocationRecord:
-    """The record at `offset`. Every 34 bytes are a record; unknown tiers read as DRAM."""
-    digest, clock, writer, slot, size, flags = LOCATION.unpack_from(packed, offset)
+    """The record at `offset`. Every 42 bytes are a record; unknown tiers read as DRAM."""
+    digest, clock, writer, root, slot, size, flags = LOCATION.unpack_from(packed, offset)
     tier = flags & 3
     return LocationRecord(
         digest,
-        Version(clock, writer),
+        Version(clock, writer, root),
         slot,
         int.from_bytes(size, "little"),
         Tier(tier) if tier <= Tier.BOTH else Tier.DRAM,
@@ -156,7 +160,7 @@ def iterate_locations(packed: bytes | memoryview) -> Iterator[LocationRecord]:
     """All records of a packed run. Raises `ProtocolError` when it is not a whole number of them."""
     if len(packed) % LOCATION_BYTES:
         raise ProtocolError(
-            f"a run of location records has {len(packed)} bytes, not a multiple of 34"
+            f"a run of location records has {len(packed)} bytes, not a multiple of {LOCATION_BYTES}"
         )
     for offset in range(0, len(packed), LOCATION_BYTES):
         yield decode_location(packed, offset)

@@ -319,6 +319,7 @@ class Holder(Message, frozen=True):
     ticket_secret: bytes
     through_peer_bytes: int = 0
     """From this length on the local peer has a faster way to the holder than clients have; 0 where it has none."""
+    root: int = 0
 
 
 class PlanItem(Message, frozen=True):

@@ -260,6 +260,7 @@ class LocalGets:
             granted.ticket.signature,
             granted.secret,
             THROUGH_PEER_BYTES if by_rdma else 0,
+            copy.record.version.root,
         )
 
     def report(self, client: LocalClient, message: local.Report) -> Answer:

@@ -62,7 +62,14 @@ from p2pstore.gossip.machine import (
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.members.membership import STALL_SECONDS, MemberChange
 from p2pstore.gossip.messages import Ack, ControlKind, Status
-from p2pstore.gossip.records import Member, PeerId, PeerRecord, Tier, format_peer_id
+from p2pstore.gossip.records import (
+    Member,
+    PeerId,
+    PeerRecord,
+    Tier,
+    format_peer_id,
+    writer_of,
+)
 from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_checksum
 from p2pstore.peer.copy_checks import CopyChecks
 from p2pstore.peer.credentials import Credentials
@@ -74,6 +81,7 @@ from p2pstore.peer.status.checkup import Checkup
 from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
 from p2pstore.stepping import Steps, run_through
+from p2pstore.transfer.arriving import Announced
 from p2pstore.transfer.data_places import DataPlaces
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_session import ServerLimits, Traffic
@@ -530,6 +538,7 @@ class Node:
             same_host=by_socket,
             slot=copy.record.slot,
             version=copy.record.version,
+            announced=Announced(writer_of(copy.peer_id), copy.record.version),
             load_permille=record.load_permille if record is not None else 0,
             rdma=record is not None and any(offer.name == RDMA for offer in record.transports),
             length_bytes=copy.record.size_units * SIZE_UNIT_BYTES,

@@ -540,6 +540,7 @@ def _facts_of(entry: ObjectEntry, trailer: TrailerBody) -> ColdFacts:
         soft=entry.soft,
         dtype=entry.dtype,
         shape=entry.shape,
+        proof=trailer.proof,
     )
 
 
@@ -553,6 +554,7 @@ def _trailer_of(facts: ColdFacts, sums: bytes) -> TrailerBody:
         facts.pin,
         facts.dtype,
         facts.shape,
+        facts.proof,
     )
 
 

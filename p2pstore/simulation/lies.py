@@ -75,6 +75,7 @@ FAR: Final = 1 << 40
 INVENTED: Final = 1_000
 INVENTED_A_STEP: Final = 20
 LARGE_SNAPSHOT: Final = 20_000
+FORGED_PROOF_BYTES: Final = 98
 CLAIMS_A_STEP: Final = 3
 """Messages full of claims to each peer: 30 a second."""
 
@@ -212,15 +213,20 @@ class Poison(Behaviour):
             version = entry.version
             if self._how == "newer version":
                 version = Version(max(version.clock + 1, self.clock()), version.writer)
-            if self._publish(entry.digest, trailer.key, entry.length, version):
+            forged = self._publish(entry.digest, trailer.key, entry.length, version)
+            if forged is not None:
                 if self._how == "torn":
                     self._tear(holder, entry)
-                self._press(entry, version)
+                self._press(forged)
 
-    def _publish(self, digest: bytes, key: str, length: int, version: Version) -> bool:
+    def _publish(
+        self, digest: bytes, key: str, length: int, version: Version
+    ) -> ObjectEntry | None:
+        """Hold other bytes, with a proof that is none: without one, its own honest core would become the writer of
+        them after a while, which is an overwrite like any other."""
         core, value = self.core, self.rng.randbytes(max(length, 1))
         sums = chunk_sums(value)
-        trailer = TrailerBody(NAMESPACE, key, sums)
+        trailer = TrailerBody(NAMESPACE, key, sums, proof=self.rng.randbytes(FORGED_PROOF_BYTES))
         version = version._replace(root=root_checksum(len(value), sums))
         try:
             room = core.segment.reserve(
@@ -231,15 +237,17 @@ class Poison(Behaviour):
                 namespace=NAMESPACE,
             )
         except P2PStoreError:
-            return False
+            return None
         core.segment.reservation_view(room.number, holder="liar")[: len(value)] = value
         try:
-            core.publish(room.number, "liar", digest, version, trailer, len(value), False, self.now)
+            entry = core.publish(
+                room.number, "liar", digest, version, trailer, len(value), False, self.now
+            )
         except P2PStoreError:
             core.segment.abort(room.number, holder="liar")
-            return False
+            return None
         self.liar.lies_told += 1
-        return True
+        return entry
 
     def _tear(self, holder: SimulatedPeer, entry: ObjectEntry) -> None:
         """Show the holder's slot and sums over bytes of the liar's own."""
@@ -249,10 +257,18 @@ class Poison(Behaviour):
             moved = encode_slot(msgspec.structs.replace(slot, offset=mine.offset))
             self._torn[entry.digest] = ObjectReply(ObjectStatus.OK, moved, truth.trailer)
 
-    def _press(self, entry: ObjectEntry, version: Version) -> None:
+    def _press(self, forged: ObjectEntry) -> None:
         """Have another peer keep a copy of what was forged."""
         peer = self.rng.choice(self.liar.victims)
-        request = data.Replicate(entry.digest, version.clock, version.writer, entry.length)
+        clock, writer, root = forged.version
+        request = data.Replicate(
+            forged.digest,
+            clock,
+            writer,
+            forged.length,
+            root=root,
+            proof=self.rng.randbytes(FORGED_PROOF_BYTES),
+        )
         self.liar.tell_data(peer, DataKind.REPLICATE, request)
 
     def shown(self, digest: bytes, truth: ObjectReply | None) -> ObjectReply | None:

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from p2pstore.core.effects import PullFailure, PullObject, PullOutcome
 from p2pstore.errors import NoSuchKey, P2PStoreError
+from p2pstore.gossip.records import writer_of
 from p2pstore.simulation.transport import SimulatedTransport
+from p2pstore.transfer.arriving import Announced
 from p2pstore.transfer.messages import Keeps
 from p2pstore.transfer.transport import PullReport, RemoteCopy, pull_with_failover
 from p2pstore.wire import Code
@@ -40,6 +42,7 @@ async def pull_object(peer: SimulatedPeer, effect: PullObject) -> PullOutcome | 
             slot=copy.record.slot,
             version=copy.record.version,
             keeps=Keeps.NO if effect.insist else Keeps.YES,
+            announced=Announced(writer_of(copy.peer_id), copy.record.version),
         )
         for copy in effect.copies
     ]

@@ -74,6 +74,7 @@ class ColdFacts:
     soft: bool = False
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    proof: bytes = b""
 
 
 def round_up_to_page(length: int) -> int:

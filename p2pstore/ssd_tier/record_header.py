@@ -79,6 +79,7 @@ class _Body(Message, frozen=True):
     soft: bool = False
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    proof: bytes = b""
 
 
 def encode_record_header(
@@ -138,6 +139,7 @@ def _encode(
             soft=facts.soft,
             dtype=facts.dtype,
             shape=facts.shape,
+            proof=facts.proof,
         )
     )
     if len(body) > MAX_BODY_BYTES:
@@ -197,6 +199,7 @@ def _header(place: RecordPlace, body: _Body) -> RecordHeader:
             soft=body.soft,
             dtype=body.dtype,
             shape=body.shape,
+            proof=body.proof,
         ),
         body.part,
         body.stored_bytes,

@@ -11,13 +11,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
 from p2pstore.errors import BufferTooSmall, NoSuchKey
-from p2pstore.objects import CHUNK_BYTES, PART_BYTES, chunk_count, chunk_sum, format_bytes
-from p2pstore.transfer.failover import PullFailed
+from p2pstore.objects import (
+    CHUNK_BYTES,
+    PART_BYTES,
+    ZERO_VERSION,
+    Version,
+    chunk_count,
+    chunk_sum,
+    format_bytes,
+)
+from p2pstore.transfer.failover import PullFailed, Unannounced
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.slicing import Slices, Step
 from p2pstore.transfer.trace import ReadWatch
@@ -31,6 +39,20 @@ ONLY_READER: Final = 0
 AHEAD_CHUNKS: Final = 4
 """A reader among several asks for its next slice when so few are left of one: earlier would take it from others,
 later let a path of 100 Gb/s and 0.3 ms run dry."""
+
+
+class Announced(NamedTuple):
+    """What a holder may send of an object: the version that was announced, with the root that its writer vouches for;
+    or a newer one that the holder wrote itself. `writer` is the holder's hash, as versions carry it."""
+
+    writer: int
+    version: Version = ZERO_VERSION
+
+    def allows(self, version: Version) -> bool:
+        """Whether this is one of them."""
+        return version == self.version or (
+            version.writer == self.writer and version.covers(self.version)
+        )
 
 
 class Destination(Protocol):
@@ -58,6 +80,7 @@ class BufferDestination:
 
     def __init__(self, buffer: bytearray | memoryview, watch: ReadWatch | None = None) -> None:
         self.watch = watch
+        self.announced: Announced | None = None
         view = memoryview(buffer)
         if view.readonly or not view.c_contiguous:
             raise ValueError("the buffer must be writable and contiguous")
@@ -89,9 +112,27 @@ def watch_of(destination: Destination) -> ReadWatch | None:
     return watch
 
 
+def announcing(destination: Destination, announced: Announced | None) -> Destination:
+    """The destination, for one read from a holder that may send this. One that can be given nothing is wrapped."""
+    if not isinstance(destination, BufferDestination):
+        destination = resumable(destination)
+    destination.announced = announced
+    return destination
+
+
+def check_announced(destination: Destination, version: Version) -> None:
+    """Raise `Unannounced` for a version that the holder may not send. `destination.announced` says which it may: it is
+    set while a peer is read that is not the reader's own."""
+    announced: Announced | None = getattr(destination, "announced", None)
+    if announced is not None and not announced.allows(version):
+        raise Unannounced()
+
+
 def checked_view(destination: Destination, slot: Slot, trailer: TrailerBody) -> memoryview:
     """The destination's view, for a read that begins anew. Raises what `prepare` raises, but `PullFailed` for a
-    version that is not wanted, and `ValueError` when the destination does not keep to its contract."""
+    version that is not wanted or not `check_announced`, and `ValueError` when the destination does not keep to its
+    contract."""
+    check_announced(destination, slot.version)
     try:
         view = destination.prepare(slot, trailer)
     except NoSuchKey as error:
@@ -260,6 +301,8 @@ class ResumableDestination:
     # Of the class until they change: every small read makes a destination.
     error: BaseException | None = None
     arriving: Arriving | None = None
+    announced: Announced | None = None
+    """What the holder that is asked now may send; None while the reader's own peer is read."""
     when_begun: Callable[[Arriving], None] = staticmethod(lambda arriving: None)
     _sharing = ALONE
 

@@ -22,7 +22,7 @@ from p2pstore.transfer.get_requests import (
     receive_answer,
     receive_chunks,
 )
-from p2pstore.transfer.layout import is_only_chunk
+from p2pstore.transfer.layout import is_only_chunk, slot_version
 from p2pstore.transfer.messages import DataKind, Get, GetItem, Keeps, ObjectReply
 from p2pstore.transfer.transport import (
     BufferDestination,
@@ -97,6 +97,9 @@ def _deliver_small(
         type(destination) is BufferDestination
         and not reply.status
         and is_only_chunk(reply.slot, asked.digest, len(payload), chunk_sum(payload))
+        and (
+            destination.announced is None or destination.announced.allows(slot_version(reply.slot))
+        )
         and destination.take_in(payload)
     ):
         return len(payload)

@@ -16,10 +16,10 @@ from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError, Prot
 from p2pstore.flow import NO_HASTE, Haste
 from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, MIB, chunk_sum
 from p2pstore.streams import ByteStream
-from p2pstore.transfer.arriving import ONLY_READER, PART_CHUNKS, Arriving
+from p2pstore.transfer.arriving import ONLY_READER, PART_CHUNKS, Announced, Arriving
 from p2pstore.transfer.batch_reads import BatchItem, ItemOutcome, pull_batches
 from p2pstore.transfer.data_requests import DataRequests, is_damage
-from p2pstore.transfer.failover import AnotherVersion
+from p2pstore.transfer.failover import AnotherVersion, Unannounced
 from p2pstore.transfer.get_requests import (
     SMALL_BYTES,
     TRANSPORT_NAME,
@@ -33,7 +33,13 @@ from p2pstore.transfer.get_requests import (
     refusal,
 )
 from p2pstore.transfer.inbox import INBOX_BYTES
-from p2pstore.transfer.layout import Slot, TrailerBody, is_longer, is_only_chunk
+from p2pstore.transfer.layout import (
+    Slot,
+    TrailerBody,
+    is_longer,
+    is_only_chunk,
+    slot_version,
+)
 from p2pstore.transfer.messages import (
     REPLIES,
     STORE_VERSION,
@@ -270,6 +276,7 @@ class DataConnection(DataRequests):
         slot_hint: int = 0,
         expected_bytes: int = 0,
         keeps: Keeps = Keeps.NO,
+        announced: Announced | None = None,
     ) -> int:
         """Read an object of at most one chunk into the beginning of `view`, in as few steps as possible: its length.
         -1 when it is longer, or longer than `view`, or empty: then `pull` has to do it. Raises as `pull`."""
@@ -278,7 +285,7 @@ class DataConnection(DataRequests):
         self.begin_flow()
         self.inbox.expect(expected_bytes)
         try:
-            length = await self._pull_chunk(digest, view, slot_hint, keeps)
+            length = await self._pull_chunk(digest, view, slot_hint, keeps, announced)
         except PullFailed as failure:
             if self.in_the_middle or is_damage(failure):
                 self.close()
@@ -291,7 +298,12 @@ class DataConnection(DataRequests):
         return length
 
     async def _pull_chunk(
-        self, digest: bytes, view: memoryview, slot_hint: int, keeps: Keeps
+        self,
+        digest: bytes,
+        view: memoryview,
+        slot_hint: int,
+        keeps: Keeps,
+        announced: Announced | None,
     ) -> int:
         items = [GetItem(digest, 0, 1, slot_hint)]
         number, frame = self.frame(DataKind.GET, Get(items, False, int(keeps)))
@@ -314,6 +326,8 @@ class DataConnection(DataRequests):
         self.bulk_left = 0
         if not is_only_chunk(reply.slot, digest, size, payload_sum):
             raise PullFailed(Code.STALE, "the object arrived damaged; nothing was delivered")
+        if announced is not None and not announced.allows(slot_version(reply.slot)):
+            raise Unannounced()
         if payload is not target:
             target[:] = payload
         return size

@@ -244,7 +244,9 @@ class DataPool:
         try:
             connection.stream.progress_seconds = self._progress_seconds
             connection.start_watching()
-            return await connection.pull_chunk(digest, view, slot_hint, expected_bytes, peer.keeps)
+            return await connection.pull_chunk(
+                digest, view, slot_hint, expected_bytes, peer.keeps, peer.announced
+            )
         except PullFailed:
             raise
         except Exception as error:
@@ -336,7 +338,7 @@ class DataPool:
         haste = self._haste(peer)
 
         def pull(connection: DataConnection) -> Awaitable[None]:
-            pulling = pull_small(connection, parts, lengths, haste, peer.keeps)
+            pulling = pull_small(connection, parts, lengths, haste, peer.keeps, peer.announced)
             return self._measured(peer, connection, pulling)
 
         try:

@@ -15,6 +15,7 @@ from typing import Final, Self, TypeVar
 from p2pstore.errors import AuthenticationFailed, ProtocolError
 from p2pstore.flow import MOST_LEAST_RATE, NO_HASTE, Flow, Haste
 from p2pstore.streams import ByteStream
+from p2pstore.transfer.failover import PullFailed, Unannounced
 from p2pstore.transfer.inbox import Inbox
 from p2pstore.transfer.messages import (
     MAX_DATA_VERSION,
@@ -25,7 +26,6 @@ from p2pstore.transfer.messages import (
     Proof,
 )
 from p2pstore.transfer.tickets import NONCE_BYTES, GrantedTicket, check_proof, prove
-from p2pstore.transfer.transport import PullFailed
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
     ERROR,
@@ -224,6 +224,8 @@ class Operation:
 
 def is_damage(error: BaseException | None) -> bool:
     """Whether what this side received makes no sense, so that it should not go on with the other."""
+    if isinstance(error, Unannounced):  # its bytes are what it says
+        return False
     if isinstance(error, PullFailed):
         return error.code in (Code.STALE, Code.MALFORMED)
     return isinstance(error, (OSError, ProtocolError))

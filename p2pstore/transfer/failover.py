@@ -73,6 +73,15 @@ class AnotherVersion(PullFailed):
         super().__init__(Code.STALE, "the holder replaced the object while it was read")
 
 
+class Unannounced(PullFailed):
+    """The holder has a version that it did not write, and that is not the one which its writer vouches for."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            Code.STALE, "the holder has another version than the one that its writer vouches for"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class HolderReport:
     """What one holder did instead of delivering, for the peer that believed in its copy."""

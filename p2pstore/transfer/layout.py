@@ -13,6 +13,7 @@ give the slot's root. All integers are little-endian.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -270,6 +271,12 @@ def decode_slot(packed: bytes) -> Slot | None:
     )
 
 
+def slot_version(packed: bytes) -> Version:
+    """The version in a slot that was found good."""
+    _, _, writer, _, _, _, clock, _, _, root, _ = _SLOT.unpack(packed)
+    return Version(clock, writer, root)
+
+
 def is_longer(packed: bytes, length: int) -> bool:
     """Whether a slot, in a private copy, is that of an object with more bytes than these."""
     if len(packed) != SLOT_BYTES or _SLOT.unpack(packed)[8] <= length:
@@ -295,9 +302,12 @@ def is_only_chunk(packed: bytes, digest: bytes, payload_bytes: int, payload_sum:
 FREE_SLOT: Final = bytes(SLOT_BYTES)
 _SLOT_COLUMNS: Final = np.dtype(
     {
-        "names": ["format", "state", "first", "second", "length", "root", "checked", "checksum"],
-        "formats": ["u1", "u1", "<u8", "<u8", "<u8", "<u8", "V56", "<u8"],
-        "offsets": [0, 1, 8, 16, 40, 48, 0, 56],
+        "names": [
+            *("format", "state", "writer", "first", "second", "clock"),
+            *("length", "root", "checked", "checksum"),
+        ],
+        "formats": ["u1", "u1", "<u2", "<u8", "<u8", "<u8", "<u8", "<u8", "V56", "<u8"],
+        "offsets": [0, 1, 2, 8, 16, 24, 40, 48, 0, 56],
         "itemsize": SLOT_BYTES,
     }
 )
@@ -319,6 +329,22 @@ class SlotRows:
         """What they say that the values' lengths are, in bytes; nothing is checked yet."""
         listed: list[int] = self._rows["length"].tolist()
         return listed
+
+    def are_announced(self, writer: int, versions: Sequence[Version]) -> NDArray[np.bool_]:
+        """Which of them are versions of this writer, not older than these; or one of these, each at its place. Without
+        versions, any of this writer."""
+        rows = self._rows
+        by_writer: NDArray[np.bool_] = rows["writer"] == writer
+        if not versions:
+            return by_writer
+        clocks, writers, roots = (
+            np.array(column, np.uint64) for column in zip(*versions, strict=True)
+        )
+        allowed: NDArray[np.bool_] = (rows["clock"] == clocks) & (rows["writer"] == writers)
+        allowed &= rows["root"] == roots
+        newer = (rows["clock"] > clocks) | ((rows["clock"] == clocks) & (rows["writer"] >= writers))
+        allowed |= by_writer & newer
+        return allowed
 
     def are_only_chunks(self, digests: bytes, packed_sums: bytes) -> NDArray[np.bool_]:
         """`is_only_chunk` of each, by packed digests, and what `xxh3_64_digest` gives for each payload, one after the
@@ -353,7 +379,8 @@ class TrailerBody(Message, frozen=True):
     """What belongs to an object besides its bytes. `sums` are packed little-endian u64, one per chunk.
 
     `expires_unix_ms` is 0 for an object without a time to live. `replicas` is the number of copies
-    asked for when it was put. `dtype` is empty unless the value is a tensor.
+    asked for when it was put. `dtype` is empty unless the value is a tensor. `proof`, of a copy: who wrote it
+    (`gossip.version_proofs`).
     """
 
     namespace: str
@@ -364,6 +391,7 @@ class TrailerBody(Message, frozen=True):
     pin: int = 0
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    proof: bytes = b""
 
 
 _TRAILER_PREFIX: Final = struct.Struct("<HHIQ")

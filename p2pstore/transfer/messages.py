@@ -69,6 +69,7 @@ class DataKind(IntEnum):
     GET_PIECE = 35
     SWARM_LINK = 36
     PIECE_TAKEN = 37
+    PROVE = 38
 
 
 class Ticket(Message, frozen=True):
@@ -281,7 +282,8 @@ class Replicate(Message, frozen=True):
     """Fetch this object from me and keep a copy of at least this version.
 
     The sender's signed peer record comes along: a fresh peer may ask before gossip has told of it. `replicas`: how
-    many copies are wanted in all, for who holds it already and has heard of fewer; 0 says nothing.
+    many copies are wanted in all, for who holds it already and has heard of fewer; 0 says nothing. `proof`: that the
+    version's writer wrote it with this root (`gossip.version_proofs`), which the copy keeps.
     """
 
     digest: bytes
@@ -292,6 +294,23 @@ class Replicate(Message, frozen=True):
     record_body: bytes = b""
     record_signature: bytes = b""
     replicas: int = 0
+    root: int = 0
+    proof: bytes = b""
+
+
+MAX_PROVED: Final = 64
+
+
+class Prove(Message, frozen=True):
+    """Prove who wrote the versions that you hold of these keys: packed digests, at most 64."""
+
+    digests: bytes
+
+
+class Proofs(Message, frozen=True):
+    """A proof for each key, empty where there is none: see `gossip.version_proofs`."""
+
+    items: Annotated[list[bytes], Meta(max_length=MAX_PROVED)]
 
 
 class Replicated(Message, frozen=True):
@@ -622,6 +641,7 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.GET_PIECE: GetPiece,
     DataKind.SWARM_LINK: SwarmLink,
     DataKind.PIECE_TAKEN: PieceTaken,
+    DataKind.PROVE: Prove,
 }
 REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.HELLO: HelloReply,
@@ -646,6 +666,7 @@ REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.GET_MANIFEST: ManifestReply,
     DataKind.GET_PIECE: PieceReply,
     DataKind.SWARM_LINK: SwarmLinked,
+    DataKind.PROVE: Proofs,
 }
 READ_KINDS: Final = frozenset(
     {

@@ -153,6 +153,18 @@ class ObjectTable:
             entry.trailer_length = len(packed)
             self.write_slot(entry)
 
+    def write_proof(self, entry: ObjectEntry, proof: bytes) -> None:
+        """Add a proof to a trailer that has none, where the extent has room for it."""
+        trailer = decode_trailer(self.trailer_bytes(entry))
+        if trailer is None or trailer.proof:
+            return
+        packed = encode_trailer(msgspec.structs.replace(trailer, proof=proof))
+        if len(packed) > min(entry.extent_bytes - trailer_offset(entry.length), MAX_TRAILER_BYTES):
+            return
+        self._write(entry.offset + trailer_offset(entry.length), packed)
+        entry.trailer_length = len(packed)
+        self.write_slot(entry)
+
     def slot_bytes(self, entry: ObjectEntry) -> bytes:
         """A copy of the entry's slot."""
         start = self._slot_offset(entry.slot)

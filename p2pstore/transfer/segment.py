@@ -621,6 +621,11 @@ class Segment:
         self._table.write_slot(entry)
         self.set_on_ssd(entry, False)
 
+    def set_proof(self, entry: ObjectEntry, proof: bytes) -> None:
+        """Put the proof of who wrote a live entry into its trailer, where the extent has room for it."""
+        if entry.state is SlotState.LIVE:
+            self._table.write_proof(entry, proof)
+
     def set_on_ssd(self, entry: ObjectEntry, on_ssd: bool) -> None:
         """The SSD has a live entry's version as well, or has it no longer."""
         if entry.on_ssd != on_ssd and entry.state is SlotState.LIVE:

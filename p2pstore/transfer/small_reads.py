@@ -15,8 +15,9 @@ from xxhash import xxh3_64_digest
 
 from p2pstore.errors import ProtocolError
 from p2pstore.flow import NO_HASTE, Haste
-from p2pstore.objects import KIB
+from p2pstore.objects import KIB, Version
 from p2pstore.streams import MAX_GATHER
+from p2pstore.transfer.arriving import Announced
 from p2pstore.transfer.batch_reads import MIN_BATCH_ITEMS
 from p2pstore.transfer.data_requests import DataRequests
 from p2pstore.transfer.inbox import INBOX_BYTES
@@ -47,11 +48,13 @@ _HEAD_BYTES: Final = HEADER_BYTES + len(encode_body(SmallObjects(bytes(SLOT_BYTE
 
 
 class Part(NamedTuple):
-    """What one request asks for: digests, and a view for each value, none empty and none of more than `most_bytes`."""
+    """What one request asks for: digests, and a view for each value, none empty and none of more than `most_bytes`.
+    `versions` are those that were announced, one a digest; without them, the holder is known to have written all."""
 
     digests: Sequence[bytes]
     views: Sequence[memoryview]
     most_bytes: int
+    versions: Sequence[Version] = ()
 
 
 Parts = Callable[[], Iterator[Sequence[Part]]]
@@ -59,16 +62,20 @@ Parts = Callable[[], Iterator[Sequence[Part]]]
 step after the first is taken while what was sent is on its way, and may find out meanwhile what else to ask for."""
 
 
-def in_parts(digests: Sequence[bytes], views: Sequence[memoryview], most_bytes: int) -> Parts:
+def in_parts(
+    digests: Sequence[bytes],
+    views: Sequence[memoryview],
+    most_bytes: int,
+    versions: Sequence[Version] = (),
+) -> Parts:
     """All of them, the first parts together: each would wake the other side. No view has more than `most_bytes`."""
-    return partial(_steps, digests, views, most_bytes)
+    return partial(_steps, Part(digests, views, most_bytes, versions))
 
 
-def _steps(
-    digests: Sequence[bytes], views: Sequence[memoryview], most_bytes: int
-) -> Iterator[Sequence[Part]]:
+def _steps(all_of_them: Part) -> Iterator[Sequence[Part]]:
+    digests, views, most_bytes, versions = all_of_them
     slices = part_slices(views, most_bytes, part_items(len(views)))
-    parts = [Part(digests[some], views[some], most_bytes) for some in slices]
+    parts = [Part(digests[some], views[some], most_bytes, versions[some]) for some in slices]
     for at in range(0, len(parts), PARTS_TOGETHER):
         yield parts[at : at + PARTS_TOGETHER]
 
@@ -79,11 +86,12 @@ async def pull_small(
     lengths: list[int],
     haste: Haste = NO_HASTE,
     keeps: Keeps = Keeps.NO,
+    announced: Announced | None = None,
 ) -> None:
     """Read many objects of 1 byte to one chunk into the beginnings of their views: adds the length of each to
     `lengths`, in the order of the parts, and -1 where `pull_many` is to say more, which costs nothing but a request.
-    Nothing is known of a view whose length is not told. `haste` and `keeps` as for `pull_many`. Raises as every
-    operation, for all that is left."""
+    Nothing is known of a view whose length is not told. `haste` and `keeps` as for `pull_many`; what is not `announced`
+    counts as not there. Raises as every operation, for all that is left."""
     steps = parts()
     if connection.version < SMALL_VERSION:
         lengths += [-1 for step in steps for part in step for _ in part.digests]
@@ -107,7 +115,8 @@ async def pull_small(
                 number, request, part = asked.popleft()
                 head_bytes = _HEAD_BYTES + SLOT_BYTES * len(part.views)
                 inbox.expect_head(head_bytes, part.most_bytes)
-                lengths += await _receive(connection, number, request, part.views)
+                writer = None if announced is None else announced.writer
+                lengths += await _receive(connection, number, request, part, writer)
         finally:
             inbox.expect(0)
 
@@ -134,9 +143,11 @@ def part_slices(views: Sequence[memoryview], most_bytes: int, size: int) -> list
 
 
 async def _receive(
-    connection: DataRequests, number: int, asked: GetSmall, views: Sequence[memoryview]
+    connection: DataRequests, number: int, asked: GetSmall, part: Part, writer: int | None
 ) -> list[int]:
-    """One answer: the lengths, as `pull_small` tells them."""
+    """One answer: the lengths, as `pull_small` tells them. `writer`: the holder's hash, when it matters who wrote what
+    it sends."""
+    views = part.views
     most_bytes = max(asked.most_bytes, SMALL_OBJECT_BYTES)  # older peers know no other limit
     answer = await connection.receive(DataKind.GET_SMALL, number, SmallObjects)
     if len(answer.slots) != SLOT_BYTES * len(views):
@@ -151,6 +162,8 @@ async def _receive(
     targets = views if lengths == room else list(map(_room, views, lengths))
     sums = await _receive_values(connection, targets, lengths)
     good = slots.are_only_chunks(asked.digests, b"".join(sums))
+    if writer is not None:
+        good &= slots.are_announced(writer, part.versions)
     if lengths == room and good.all():
         return lengths
     return [

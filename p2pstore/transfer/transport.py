@@ -13,6 +13,7 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.objects import MIB, ZERO_VERSION, Version
 from p2pstore.transfer.arriving import (
     ONLY_READER,
+    Announced,
     Arriving,
     BufferDestination,
     Destination,
@@ -86,6 +87,8 @@ class RemotePeer:
     """Peer ids of those: this one is left when it brings less than half of what the best of them is expected to."""
     keeps: Keeps = field(default=Keeps.NO, kw_only=True)
     """What becomes of an object that it sends."""
+    announced: Announced | None = field(default=None, kw_only=True)
+    """What it may send of an object; None leaves that open, for those who look at whatever a peer has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +273,7 @@ async def pull_with_failover(
             attempt = replace(attempt, copy=replace(attempt.copy, keeps=Keeps.NO))
         if attempt.copy.length_bytes >= SLICED_BYTES:
             helpers = _HelpingHolders(attempts, attempt, transport.name, watch)
+        destination.announced = attempt.copy.announced
         try:
             pulled = await _pull(attempt, transport, helpers, digest, destination)
         except PullFailed as failure:
@@ -277,6 +281,8 @@ async def pull_with_failover(
             if watch is not None:
                 watch.failed(failure.text)
             continue
+        finally:
+            destination.announced = None
         shares = () if helpers is None else helpers.shares()
         if watch is not None:
             brought = _brought_first(destination)

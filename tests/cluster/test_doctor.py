@@ -220,7 +220,7 @@ def test_another_version_is_told_and_does_not_stop_it(
 
 
 def test_no_common_protocol_is_broken(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    patch = "from p2pstore import wire\nwire.MIN_PROTOCOL_VERSION = wire.MAX_PROTOCOL_VERSION = 9"
+    patch = "from p2pstore import wire\nwire.MIN_CONTROL_VERSION = wire.MAX_CONTROL_VERSION = 9"
     newer = patched_peer(monkeypatch, machine, patch)
     result = examine(newer, "--json", keyed=False)
     failed(result, 1)

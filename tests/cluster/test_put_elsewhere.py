@@ -309,7 +309,7 @@ async def test_a_client_that_may_only_read_gets_no_place(tmp_path: Path) -> None
         )
         with pytest.raises(ValueError, match="only to read"):
             await reader.request(LocalKind.PLACE, local.Place(key_digest("k"), 5), local.Placed)
-        news = local.StoredElsewhere(a.node.core.peer_id, 1, 1, bytes(34))
+        news = local.StoredElsewhere(a.node.core.peer_id, 1, 1, bytes(42))
         with pytest.raises(ValueError, match="only to read"):
             await reader.request(LocalKind.STORED, news, local.Placed)
         reader.close()
@@ -331,7 +331,7 @@ async def test_nonsense_of_a_client_is_refused(
     async with peers(tmp_path, NONE) as (a,):
         with pytest.raises(errors.P2PStoreError):
             await a._link.request(kind, message, local.Placed)
-        news = local.StoredElsewhere(b"nobody", 1, 1, bytes(34))
+        news = local.StoredElsewhere(b"nobody", 1, 1, bytes(42))
         await a._link.request(LocalKind.STORED, news, local.Done)
         assert not a.contains_nowait("k")
 

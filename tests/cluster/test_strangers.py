@@ -443,7 +443,7 @@ async def test_tickets_that_open_nothing(tmp_path: Path) -> None:
                 raise AssertionError(f"a ticket {name} was taken")
         reader = await open_data(victim, good)
         for kind, message in (
-            (DataKind.PUSH, data.Push(1, [1], bytes(34))),
+            (DataKind.PUSH, data.Push(1, [1], bytes(42))),
             (DataKind.REPLICATE, data.Replicate(key_digest("k"), 1, 1, 5)),
             (DataKind.CLUSTER_RECORDS, data.ClusterRecords([], [])),
             (DataKind.SNAPSHOT, data.Snapshot(victim.node.core.member)),

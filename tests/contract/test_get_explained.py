@@ -89,7 +89,19 @@ def read(peer: SmallPeer, key: str, wait: float = 0.0) -> tuple[bytes, FetchTrac
 
 def holder(member: int, path: Path) -> local.Holder:
     return local.Holder(
-        *(member, PEER_ID, f"peer {member}", ["127.0.0.1:1"], str(path), True, 0, 1, 1, 7, 0),
+        *(
+            member << 16 | 7,
+            PEER_ID,
+            f"peer {member}",
+            ["127.0.0.1:1"],
+            str(path),
+            True,
+            0,
+            1,
+            1,
+            7,
+            0,
+        ),
         *(b"claims", b"signature", b"secret"),
     )
 

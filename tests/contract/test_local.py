@@ -519,7 +519,7 @@ async def test_damaged_bytes_are_not_delivered(store: Any, peer: SmallPeer) -> N
 
 def holder(member: int, path: Path, peer_id: bytes = PEER_ID) -> local.Holder:
     return local.Holder(
-        *(member, peer_id, "other", ["127.0.0.1:1"], str(path), True, 0, 1, 1, 7, 0),
+        *(member << 16 | 7, peer_id, "other", ["127.0.0.1:1"], str(path), True, 0, 1, 1, 7, 0),
         *(b"claims", b"signature", b"secret"),
     )
 
@@ -547,7 +547,7 @@ async def test_reading_another_peer_of_this_host(
         await store.contains("far")  # sends what is to be reported
         await eventually(peer, lambda: any(each.failures for each in peer.backend.reports))
         failures = [each for report in peer.backend.reports for each in report.failures]
-        assert {each.member for each in failures} == {11, 13}
+        assert {each.member >> 16 for each in failures} == {11, 13}
         assert all(each.code == Code.UNAVAILABLE for each in failures)
     peer.backend.planned[key_digest("far")] = [plan, plan]
     with pytest.raises(Unavailable):  # the other peer is gone
@@ -564,7 +564,7 @@ async def test_when_all_holders_fail(store: Any, peer: SmallPeer, tmp_path: Path
     ]
     with pytest.raises(Unavailable, match="1 known copies"):
         await store.get("k")
-    assert peer.backend.excluded[-2:] == [[], [1, 2]]
+    assert peer.backend.excluded[-2:] == [[], [1 << 16 | 7, 2 << 16 | 7]]
     peer.backend.planned[digest] = [local.PlanItem([holder(1, nobody)]), nothing]
     with pytest.raises(Unavailable):  # not NoSuchKey: a copy may be there, where nobody gets to
         await store.get("k")

@@ -463,7 +463,7 @@ class Street:
         """A key that the own peer says, once, is held there. Its plans hold for one lease."""
         key = f"{house}/{number}"
         holder = {
-            **{"member": 1, "peer_id": PEER_ID, "name": "small", "data": [], "slot": 0},
+            **{"member": 7, "peer_id": PEER_ID, "name": "small", "data": [], "slot": 0},
             **{"socket": str(self.houses[house].path), "same_host": True, "size_units": 1},
             **{"clock": 1, "writer": 7, "tier": 0, "ticket_claims": b"", "ticket_signature": b""},
             **{"ticket_secret": b"", **changes},
@@ -518,7 +518,7 @@ def test_after_one_that_hangs_the_next_is_asked(street: Callable[..., Street]) -
         client.put("0/1", scene.value(1))
     digest = key_digest(scene.name(0, 1))
     (first,) = scene.own.backend.planned[digest][0].holders
-    scene.name(0, 1, member=2, socket=str(scene.houses[1].path))
+    scene.name(0, 1, member=2 << 16 | 7, socket=str(scene.houses[1].path))
     (second,) = scene.own.backend.planned[digest][0].holders
     scene.own.backend.planned[digest] = [local.PlanItem([first, second])]
     with scene.houses[0].standing_still():

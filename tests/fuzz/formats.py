@@ -302,14 +302,14 @@ def tickets(rng: Random, sent: list[bytes]) -> None:
 
 def packed_lists(rng: Random, sent: list[bytes]) -> None:
     with suppress(ProtocolError):
-        for record in iterate_locations(_mutated(rng, sent, rng.randbytes(34 * 3))):
+        for record in iterate_locations(_mutated(rng, sent, rng.randbytes(42 * 3))):
             record.encode()
     with suppress(ProtocolError):
         unpack_digest(_mutated(rng, sent, rng.randbytes(28 * 3)))
     members = digest_from([(member, 1, 1, 1) for member in range(3)]).of
     with suppress(ProtocolError):
         unpack_positions(_mutated(rng, sent, rng.randbytes(9 * 3)), members)
-    operations = rng.randbytes(34 * rng.randrange(4))
+    operations = rng.randbytes(42 * rng.randrange(4))
     with suppress(ProtocolError):
         packed = _mutated(rng, sent, b"\0\0\1\0\1\0\0\0\0" * 3)
         signatures = bytes(SIGNATURE_BYTES * (len(packed) // 9))

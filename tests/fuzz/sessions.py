@@ -103,7 +103,7 @@ def _data_hints(victim: Victim, rng: Random) -> dict[str, Any]:
         "after": "",
         "limit": 10,
         "member": victim.friend.node.core.member,
-        "operations": rng.randbytes(34) * rng.choice((0, 1, 3)),
+        "operations": rng.randbytes(42) * rng.choice((0, 1, 3)),
         "length": len(value),
         "sums": sums,
         "root": root_checksum(len(value), sums),
@@ -321,7 +321,7 @@ def _control_hints(victim: Victim, rng: Random) -> dict[str, Any]:
         "record": record,
         "records": [record],
         "first_sequence": 1,
-        "operations": rng.randbytes(34) * 2,
+        "operations": rng.randbytes(42) * 2,
         "digest": rng.randbytes(32),
         "cluster_buckets": b"",
     }

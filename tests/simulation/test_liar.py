@@ -29,7 +29,6 @@ SEEDS: Final[dict[str, tuple[int, ...]]] = {
 """Each behaviour in its ways. `floors` takes minutes of virtual time: only `scripts/simulate --liar` has those."""
 OPEN: Final = frozenset(
     {
-        *(("poison", seed) for seed in (2, 3)),
         ("tails", 3),
     }
 )

@@ -38,6 +38,7 @@ from p2pstore.gossip.records import (
     writer_of,
 )
 from p2pstore.objects import (
+    DIGEST_BYTES,
     HybridClock,
     Version,
     chunk_sums,
@@ -63,6 +64,7 @@ from p2pstore.transfer.messages import (
     ObjectReply,
     Objects,
     ObjectStatus,
+    Proofs,
     Push,
 )
 from p2pstore.transfer.segment import NO_QUOTAS, ObjectEntry, Segment
@@ -229,8 +231,8 @@ class Harness:
 
     def location(self, thing: RemoteObject, **facts: Any) -> bytes:
         """The packed location record of a remote object."""
-        version = Version(thing.version.clock, thing.version.writer)
-        return LocationRecord(thing.slot.digest, version, 5, 1, **facts).encode()
+        self.core.proofs.believe(thing.slot.digest, thing.version)  # asked for before
+        return LocationRecord(thing.slot.digest, thing.version, 5, 1, **facts).encode()
 
     def push(self, other: Other, thing: RemoteObject, **flags: Any) -> None:
         """The other announces (or with `removed` withdraws) a copy."""
@@ -368,10 +370,20 @@ class Harness:
 
     def effects(self, kind: type[EffectType]) -> list[EffectType]:
         """Take the effects of one type; the others stay for later."""
-        self._effects += self.core.take_effects()
+        self._take_effects()
         taken = [effect for effect in self._effects if isinstance(effect, kind)]
         self._effects = [effect for effect in self._effects if not isinstance(effect, kind)]
         return taken
+
+    def _take_effects(self) -> None:
+        """The others here prove nothing of what they hold."""
+        while effects := self.core.take_effects():
+            for effect in effects:
+                if isinstance(effect, AskPeer) and effect.kind == DataKind.PROVE:
+                    nothing = Proofs([b""] * (len(effect.request.digests) // DIGEST_BYTES))  # type: ignore[attr-defined]
+                    self.core.answered(effect.operation, effect.tag, nothing, self.now)
+                else:
+                    self._effects.append(effect)
 
     def forget_effects(self) -> None:
         self.core.take_effects()
@@ -422,6 +434,7 @@ class Harness:
 
     def check_idle(self) -> None:
         """Nothing is under way, reserved or held."""
+        self._take_effects()
         assert self.core.operations_under_way == 0
         assert self.segment.leased_bytes == 0
         live = sum(entry.extent_bytes for entry in self.segment.entries())

@@ -178,7 +178,7 @@ class Node:
             return False
         snapshot = directory.snapshot(other.gossip.member)
         packed = snapshot[3] if snapshot else b""
-        records = {packed[i : i + 34] for i in range(0, len(packed), 34)}
+        records = {packed[i : i + 42] for i in range(0, len(packed), 42)}
         return records == {record.encode() for record in other.held.values()}
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pstore import wire
 from p2pstore.allowlist import AllowList, parse_peer_id, parse_peer_ids
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
@@ -82,7 +83,7 @@ def test_a_common_key_admits_both(opener_keys: list[bytes], listener_keys: list[
     shake(opener, listener)
     assert opener.admitted
     assert listener.admitted
-    assert (opener.version, listener.version) == (1, 1)
+    assert (opener.version, listener.version) == (2, 2)
     assert (opener.their_software, listener.their_software) == ("p2pstore 2", "p2pstore 1")
 
 
@@ -134,7 +135,7 @@ def test_versions_without_overlap_are_refused() -> None:
 def test_a_newer_opener_is_spoken_to_in_the_common_version() -> None:
     opener, listener = pair()
     hello = msgspec.structs.replace(opener.hello(), max_version=9)
-    assert listener.receive_hello(hello).version == 1
+    assert listener.receive_hello(hello).version == wire.MAX_CONTROL_VERSION
 
 
 def test_a_proof_cannot_be_reflected() -> None:

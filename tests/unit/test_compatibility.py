@@ -33,6 +33,7 @@ from p2pstore.gossip.links.link import LinkError
 from p2pstore.gossip.members.membership import Membership, MembershipConfig
 from p2pstore.gossip.messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.records import (
+    LOCATION_BYTES,
     MAX_RECORD_BYTES,
     ClusterRecord,
     NewerFormat,
@@ -173,8 +174,8 @@ def test_what_an_older_version_lacks_has_its_default(message_type: type[Message]
 
 
 def test_values_that_a_newer_version_made_up() -> None:
-    packed = bytearray(34)
-    packed[33] = 3
+    packed = bytearray(LOCATION_BYTES)
+    packed[-1] = 3
     assert decode_location(bytes(packed)).tier is Tier.DRAM
     assert type(wire.error_of(60_000, "text")) is P2PStoreError
     ids = [Identity(bytes([number]) * 32).peer_id for number in range(2)]
@@ -475,6 +476,8 @@ meetings = pytest.mark.parametrize(("own", "theirs", "spoken"), MEETINGS)
 def speak(monkeypatch: pytest.MonkeyPatch, versions: tuple[int, int]) -> None:
     monkeypatch.setattr(wire, "MIN_PROTOCOL_VERSION", versions[0])
     monkeypatch.setattr(wire, "MAX_PROTOCOL_VERSION", versions[1])
+    monkeypatch.setattr(wire, "MIN_CONTROL_VERSION", versions[0])
+    monkeypatch.setattr(wire, "MAX_CONTROL_VERSION", versions[1])
     monkeypatch.setattr(data_server_module, "MIN_DATA_VERSION", versions[0])
     monkeypatch.setattr(data_server_module, "MAX_DATA_VERSION", versions[1])
 
@@ -550,7 +553,7 @@ def sides() -> tuple[Opener, Listener]:
 
 def test_a_version_that_was_not_offered_is_refused(tmp_path: Path) -> None:
     opener, listener = sides()
-    reply = msgspec.structs.replace(listener.receive_hello(opener.hello()), version=2)
+    reply = msgspec.structs.replace(listener.receive_hello(opener.hello()), version=9)
     with pytest.raises(AdmissionRefused, match="upgrade the older one"):
         opener.receive_reply(reply)
     with small_peer(tmp_path / "s") as peer:

@@ -390,13 +390,13 @@ def test_many_keys_are_gone_through_in_steps(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(peer_core, "WORK_PER_STEP", 2 * (8 + 5))
     assert world.core.keys_per_step == 2
     looked = Counter[float]()
-    known_copies = world.core.known_copies
+    sorted_copies = world.core.sorted_copies
 
     def counted(*arguments: Any, **named: Any) -> Any:
         looked[world.now] += 1
-        return known_copies(*arguments, **named)
+        return sorted_copies(*arguments, **named)
 
-    monkeypatch.setattr(world.core, "known_copies", counted)
+    monkeypatch.setattr(world.core, "sorted_copies", counted)
     world.hold(world.others[0], "k3", b"known")
     keys = [f"k{number}" for number in range(7)]
     operation = look(world, *keys, "k3")

@@ -18,8 +18,9 @@ from p2pstore.core.lookup import (
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.gossip.homes.directory_mode import KeptDirectory
 from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
-from p2pstore.gossip.records import PeerId, member_of
+from p2pstore.gossip.records import LocationRecord, PeerId, member_of
 from p2pstore.local.messages import PutStatus
+from p2pstore.objects import Version
 from p2pstore.transfer.messages import (
     CopyChecked,
     DataKind,
@@ -120,6 +121,42 @@ def test_a_home_that_denies_what_is_there_hides_nothing(lie: str) -> None:
     (honest,) = world.asks(DataKind.LOOKUP)
     world.answer(honest, Locations([[told(holder, remote_object(key, b"1"), world)]]))
     assert operation.result[0][0].peer_id == holder.peer_id
+
+
+@pytest.mark.parametrize("wait_seconds", [0.0, 5.0])
+def test_what_a_home_claims_to_have_itself_and_does_not_prove_hides_nothing(
+    wait_seconds: float,
+) -> None:
+    world = partitioned()
+    key, holder = foreign_key(world), world.others[0]
+    operation = look(world, key, wait_seconds=wait_seconds)
+    (ask,) = world.asks(DataKind.LOOKUP)
+    claimed = LocationRecord(digest_of(key), Version(clock_at(-1.0), 9, 5), 5, 1)
+    liar = Holding(member_of(ask.peer_id), OTHER_INCARNATION, 1, claimed.encode())
+    world.answer(ask, Locations([[liar]]))
+    while asks := world.asks(DataKind.LOOKUP):  # the liar once more, perhaps
+        for ask in asks:
+            honest = member_of(ask.peer_id) != liar.member
+            true = told(holder, remote_object(key, b"1"), world)
+            world.answer(ask, Locations([[true if honest else liar]]))
+    assert [copy.peer_id for copy in operation.result[0]] == [holder.peer_id]
+    world.check_idle()
+
+
+def test_a_key_that_is_claimed_only_is_nowhere() -> None:
+    world = partitioned()
+    key = foreign_key(world)
+    operation = look(world, key)
+    claimed = LocationRecord(digest_of(key), Version(clock_at(-1.0), 9, 5), 5, 1).encode()
+    asked = 0
+    while asks := world.asks(DataKind.LOOKUP):
+        for ask in asks:
+            its_own = Holding(member_of(ask.peer_id), OTHER_INCARNATION, 1, claimed)
+            world.answer(ask, Locations([[its_own]]))
+        asked += len(asks)
+        assert asked <= 4
+    assert operation.result == [[]]
+    world.check_idle()
 
 
 def test_one_home_is_believed_when_the_others_do_not_answer() -> None:

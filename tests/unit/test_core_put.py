@@ -72,7 +72,7 @@ def test_an_unknown_key_is_created_and_announced() -> None:
     assert world.value("k") == b"value"
     record = world.announced("k")
     assert record is not None
-    assert record.version == Version(version.clock, version.writer)
+    assert record.version == version
     assert world.finished() == {operation.number}
     world.core.flush_pushes(world.now)
     assert {ask.peer_id for ask in world.asks(DataKind.PUSH)} == set(
@@ -183,7 +183,7 @@ def test_overwriting_makes_a_new_version_and_a_floor_below_it() -> None:
     assert not records.floors.forbids(digest_of("k"), None, end.version)
     announced = world.announced("k")
     assert announced is not None
-    assert announced.version == Version(end.version.clock, end.version.writer)
+    assert announced.version == end.version
     world.check_idle()
 
 

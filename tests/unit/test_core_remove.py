@@ -288,10 +288,11 @@ def test_a_removed_version_is_refused_by_a_pull_a_replica_and_a_push() -> None:
     thing = world.hold(world.others[0], "k", b"value")
     world.learn_floor(world.others[1], digest_of("k"), thing.version)
     version = thing.version
+    world.core.proofs.believe(digest_of("k"), version)
     operation = world.serve(
         world.others[0],
         DataKind.REPLICATE,
-        Replicate(digest_of("k"), version.clock, version.writer, 5),
+        Replicate(digest_of("k"), version.clock, version.writer, 5, root=version.root),
     )
     pull = world.pull_wanted()
     destination = world.core.copy_destination(pull.operation, world.now)
@@ -395,7 +396,7 @@ def test_a_withdrawal_of_an_old_version_leaves_the_new_one_announced() -> None:
     new = world.put("k", b"new", overwrite=True).result.version
     record = world.announced("k")
     assert record is not None
-    assert record.version == Version(new.clock, new.writer)
+    assert record.version == new
     assert not world.segment.take_withdrawn(), "announced with the put, not some time later"
 
 

@@ -153,7 +153,7 @@ def test_nobody_acts_when_somebody_else_did_meanwhile() -> None:
     world = Harness()
     keys = [f"k{number}" for number in range(20)]
     for key in keys:
-        world.stored(key, b"value", replicas=3)
+        world.stored(key, VALUE, replicas=3)
     with_others(world, 2)
     for key in keys:
         hold_as_well(world, world.others[0], key)

@@ -142,11 +142,13 @@ def test_nonsense_pushes_are_protocol_errors(sequences: list[int], cut: int) -> 
 def asked(world: Harness, thing: RemoteObject, **options: object) -> object:
     """Another peer asks for a copy."""
     version = thing.version
+    world.core.proofs.believe(thing.slot.digest, version)  # asked for before
     request = Replicate(
         thing.slot.digest,
         version.clock,
         version.writer,
         len(thing.value),
+        root=version.root,
         **options,  # type: ignore[arg-type]  # fields by name
     )
     return world.serve(world.others[0], DataKind.REPLICATE, request)

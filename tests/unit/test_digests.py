@@ -110,11 +110,11 @@ def test_runs_name_members_by_place() -> None:
         (b"x", b""),
         (struct.pack("<HHIB", 0, 1, 1, 0), b""),
         (struct.pack("<HHIB", 0, 1, 1, 0), bytes(33)),
-        (struct.pack("<HHIB", 0, 1, 1, 0), bytes(68)),
-        (struct.pack("<HHIB", 0, 0, 1, 0) + struct.pack("<HHIB", 0, 1, 1, 0), bytes(34)),
-        (struct.pack("<HHIB", 0, 1, 0, 0), bytes(34)),
-        (struct.pack("<HHIB", 0, 1, 1, 0) * 16_385, bytes(34) * 16_385),
-        (b"", bytes(34)),
+        (struct.pack("<HHIB", 0, 1, 1, 0), bytes(84)),
+        (struct.pack("<HHIB", 0, 0, 1, 0) + struct.pack("<HHIB", 0, 1, 1, 0), bytes(42)),
+        (struct.pack("<HHIB", 0, 1, 0, 0), bytes(42)),
+        (struct.pack("<HHIB", 0, 1, 1, 0) * 16_385, bytes(42) * 16_385),
+        (b"", bytes(42)),
     ],
 )
 def test_runs_that_make_no_sense(runs: bytes, operations: bytes) -> None:

@@ -154,7 +154,7 @@ def test_a_snapshot_is_all_or_nothing() -> None:
     checked = check_snapshot(packed)
     broken = bytearray(packed)
     broken[5] ^= 1
-    for wrong in (bytes(broken), packed[:-34], packed[:-1], packed + packed[:34]):
+    for wrong in (bytes(broken), packed[:-42], packed[:-1], packed + packed[:42]):
         with pytest.raises(ProtocolError):
             directory.install_snapshot(A, 1, 50, head.set_hash, check_snapshot(wrong))
     with pytest.raises(ProtocolError, match="signed"):  # consistent, but not what was signed

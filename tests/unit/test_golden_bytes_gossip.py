@@ -60,7 +60,7 @@ from tests.unit.digest_rows import digest_from
 PEER = peer_id_from_public_key(bytes(range(32)))
 LOCATION = LocationRecord(
     bytes(range(16)),
-    Version(0x0102030405060708, 0x090A),
+    Version(0x0102030405060708, 0x090A, 0x1112131415161718),
     0x0B0C0D0E,
     0x0F1011,
     Tier.SSD,
@@ -91,15 +91,15 @@ def test_names() -> None:
 def test_location_record() -> None:
     assert (
         LOCATION.encode().hex()
-        == "000102030405060708090a0b0c0d0e0f08070605040302010a090e0d0c0b11100f55"
+        == "000102030405060708090a0b0c0d0e0f08070605040302010a0918171615141312110e0d0c0b11100f55"
     )
     assert decode_location(LOCATION.encode()) == LOCATION
     removed = LocationRecord(bytes(16), Version(1, 2), 3, 4, removed=True)
     assert (
         removed.encode().hex()
-        == "00000000000000000000000000000000010000000000000002000300000004000080"
+        == "000000000000000000000000000000000100000000000000020000000000000000000300000004000080"
     )
-    assert location_hash(LOCATION.encode()) == 0xF0A346027F333712
+    assert location_hash(LOCATION.encode()) == 0xB62047C50D3887AC
 
 
 def test_digest_entry() -> None:
@@ -121,17 +121,17 @@ def test_what_those_say_who_know_the_same_members() -> None:
     assert unpack_positions(packed, digest.of).log_sequences.tolist() == [(1 << 40) - 1] * 2
     runs, operations, signatures = pack_runs(
         [
-            Run(1, SignedRun(0x0908070605, bytes(68), b"\2" * 64)),
-            Run(0, SignedRun(1, b"\1" * 34, b"\3" * 64)),
+            Run(1, SignedRun(0x0908070605, bytes(84), b"\2" * 64)),
+            Run(0, SignedRun(1, b"\1" * 42, b"\3" * 64)),
         ]
     )
     assert runs.hex() == "010002000506070809000001000100000000"
-    assert operations == bytes(68) + b"\1" * 34
+    assert operations == bytes(84) + b"\1" * 42
     assert signatures == b"\2" * 64 + b"\3" * 64
     rows = check_runs(runs, operations, signatures)
     assert list(read_runs(rows, operations, signatures, digest.of)) == [
-        LogChunk(2, 5, 0x0908070605, bytes(68), b"\2" * 64),
-        LogChunk(1, 2, 1, b"\1" * 34, b"\3" * 64),
+        LogChunk(2, 5, 0x0908070605, bytes(84), b"\2" * 64),
+        LogChunk(1, 2, 1, b"\1" * 42, b"\3" * 64),
     ]
 
 

@@ -55,19 +55,19 @@ HEADER = SegmentHeader(
 INDEX_ENTRY_BYTES = DIGEST + bytes.fromhex("04030201 01000000 0000000000000000")
 
 TRAILER_BYTES = bytes.fromhex(
-    "0100 0000 33000000 736b6bedd1056e7f"  # format, reserved, body length, checksum
-    "98 a6676f6c64656e aa676f6c64656e206b6579"  # 8 fields: namespace, key
+    "0100 0000 35000000 da96360f3c0a5018"  # format, reserved, body length, checksum
+    "99 a6676f6c64656e aa676f6c64656e206b6579"  # 9 fields: namespace, key
     "c408fcc9d27a7f55c753"  # sums
     "cf0000018bcfe5687b 02 01"  # expires, replicas, pin
-    "a7666c6f61743136 920203"  # dtype, shape
+    "a7666c6f61743136 920203 c400"  # dtype, shape, proof
 )
 TRAILER = TrailerBody("golden", "golden key", SUMS, 1_700_000_000_123, 2, 1, "float16", (2, 3))
 
 SLOT_BYTES = bytes.fromhex(
-    "01 02 9988 4300 0300"  # format, LIVE, writer, trailer length, flags
+    "01 02 9988 4500 0300"  # format, LIVE, writer, trailer length, flags
     "11c9aa846c7fe8d82fb1371798fe0fd3"  # digest
     "7766554433221100 0030120000000000 0c00000000000000"  # clock, offset, length
-    "464acf28774ccc73 a5823d7b407dc19c"  # root, checksum
+    "464acf28774ccc73 f1957a876a5a3f36"  # root, checksum
 )
 SLOT = Slot(
     SlotState.LIVE,
@@ -105,8 +105,14 @@ def test_trailer() -> None:
 
 def test_a_trailer_of_a_newer_version_is_read() -> None:
     """It has one more field at the end, which this version does not know."""
-    newer = bytes.fromhex("0100 0000 34000000 950f403755f45a71 99") + TRAILER_BYTES[17:] + b"\x07"
+    newer = bytes.fromhex("0100 0000 36000000 44b681e1e21288d3 9a") + TRAILER_BYTES[17:] + b"\x07"
     assert decode_trailer(newer) == TRAILER
+
+
+def test_a_trailer_of_an_older_version_is_read() -> None:
+    """It ends before the proof."""
+    older = bytes.fromhex("0100 0000 33000000 736b6bedd1056e7f 98") + TRAILER_BYTES[17:-2]
+    assert decode_trailer(older) == TRAILER
 
 
 def test_digest_and_sums() -> None:

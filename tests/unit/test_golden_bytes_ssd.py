@@ -71,18 +71,18 @@ SECTOR_CHECKSUMS = [
     )
 ]
 RECORD_BYTES = bytes.fromhex(
-    "5032505352454300 01000000 67000000"  # magic, format, body length
+    "5032505352454300 01000000 69000000"  # magic, format, body length
     "03000000 34120000 0807060504030201"  # segment, page, generation
     f"56000000 00000000 8877665544332211 {STORE}"  # number, 0, sequence, store id
-    "dc0012 c41011c9aa846c7fe8d82fb1371798fe0fd3"  # 18 fields: digest
+    "dc0013 c41011c9aa846c7fe8d82fb1371798fe0fd3"  # 19 fields: digest
     "cf0011223344556677 cd8899 cf73cc4c7728cf4a46"  # clock, writer, root
     "0c 00 07 01 c40407000000"  # length, part, stored bytes, LZ4, sizes of chunks
     "c408fcc9d27a7f55c753"  # sums
     "a6676f6c64656e aa676f6c64656e206b6579"  # namespace, key
     "cf0000018bcfe5687b 02 01 c3"  # expires, replicas, pin, soft
-    "a7666c6f61743136 920203"  # dtype, shape
+    "a7666c6f61743136 920203 c400"  # dtype, shape, proof
 )
-RECORD_CHECKSUM = bytes.fromhex("98d8217ebe5c163f")
+RECORD_CHECKSUM = bytes.fromhex("85c92772a25adf66")
 FOOTER_BODY_BYTES = bytes.fromhex(
     "11c9aa846c7fe8d82fb1371798fe0fd3"  # digest
     "7766554433221100 464acf28774ccc73"  # clock, root

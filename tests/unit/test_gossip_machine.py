@@ -148,7 +148,7 @@ def test_home_peers_know_at_once() -> None:
         told = {p.peer_id for p in pushes if digest_of(key) in p.operations}
         assert told == expected
     assert len(writer.gossip.homes(digest_of(1))) == 3
-    assert all(len(p.operations) == 34 * len(p.sequences) for p in pushes)
+    assert all(len(p.operations) == 42 * len(p.sequences) for p in pushes)
     for push in pushes:
         writer.gossip.push_answered(push.token, [], (), net.now)
     writer.hold(location(99), net.now)
@@ -398,7 +398,7 @@ def test_a_snapshot_with_a_wrong_hash_is_refused_and_fetched_again() -> None:
     assert known is not None
     head, packed = known
     with pytest.raises(ProtocolError):
-        reader.snapshot_fetched(fetch.token, head, packed[:-34], net.now)
+        reader.snapshot_fetched(fetch.token, head, packed[:-42], net.now)
     assert reader.directory.position(record.member)[1] == 0
     assert net.run(10, net.converged)
     assert net.snapshots == 1
@@ -509,9 +509,9 @@ NONSENSE: list[tuple[ControlKind, Message]] = [
     (ControlKind.EXCHANGE, Exchange(b"", 0, b"", [], 0, 0, 1, b"", b"\x40" + bytes(512))),
     (ControlKind.EXCHANGE, Exchange(b"", 0, b"", [], 0, 0, 1, b"", bytes(5 * 513))),
     (ControlKind.DELTA, Delta([GOOD], [], [], [], 1, b"x" * 10, b"")),
-    (ControlKind.DELTA, Delta([GOOD], [], [], [], 1, b"", bytes(34))),
+    (ControlKind.DELTA, Delta([GOOD], [], [], [], 1, b"", bytes(42))),
     (ControlKind.DELTA, Delta([GOOD], [], [], [], 1, RUN_OF_NONE, b"")),
-    (ControlKind.DELTA, Delta([GOOD], [], [], [], 1, RUN_FROM_NOTHING, bytes(34))),
+    (ControlKind.DELTA, Delta([GOOD], [], [], [], 1, RUN_FROM_NOTHING, bytes(42))),
     (ControlKind.EXCHANGE, Exchange(b"", 0, b"", [Claim(peer_id_of(1), -9, 0, 0)])),
     (ControlKind.DELTA, Delta([GOOD, forged(peer_record(1, incarnation=60_000))], [], [], [])),
     (ControlKind.DELTA, Delta([GOOD, own(incarnation=60_000, cluster="other")], [], [], [])),

@@ -349,7 +349,7 @@ def test_what_waits_for_one_home_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         owner.hold(number)
     (push,) = owner.take(10.0)
     partitions = {partition_of(digest_of(number)) for number in range(30)}
-    told = {partition_of(push.operations[at : at + 2]) for at in range(0, len(push.operations), 34)}
+    told = {partition_of(push.operations[at : at + 2]) for at in range(0, len(push.operations), 42)}
     assert told | {each.partition for each in push.sets} == partitions
     assert len(push.sequences) <= 10
 
@@ -530,9 +530,9 @@ def test_a_full_home_says_so_and_keeps_what_it_has() -> None:
     "nonsense",
     [
         update(sequences=[1], operations=b"short", numbers=bytes(4)),
-        update(sequences=[1], operations=bytes(34), numbers=bytes(3)),
-        update(sequences=[1, 2], operations=bytes(34), numbers=bytes(4)),
-        update(sequences=[-1], operations=bytes(34), numbers=bytes(4)),
+        update(sequences=[1], operations=bytes(42), numbers=bytes(3)),
+        update(sequences=[1, 2], operations=bytes(42), numbers=bytes(4)),
+        update(sequences=[-1], operations=bytes(42), numbers=bytes(4)),
         update(incarnation=-1),
         update(incarnation=1 << 62),
         update(sequence=1 << 62),
@@ -545,7 +545,7 @@ def test_a_full_home_says_so_and_keeps_what_it_has() -> None:
         update(sets=[PartitionSet(0, 1 << 32, 0, b"")]),
         update(sets=[PartitionSet(0, -1, 0, b"")]),
         update(sets=[PartitionSet(0, 1, 1, b"")]),
-        update(sets=[PartitionSet(1023, 1, location_hash(bytes(34)), bytes(34))]),
+        update(sets=[PartitionSet(1023, 1, location_hash(bytes(42)), bytes(42))]),
     ],
 )
 def test_nonsense_changes_nothing(nonsense: Push) -> None:

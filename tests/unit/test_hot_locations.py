@@ -53,7 +53,7 @@ def test_the_bytes_of_hot_locations() -> None:
 
 
 @pytest.mark.parametrize(
-    "nonsense", [b"x", bytes(58 * (MAX_HOT + 1)), b"\xff" * 58], ids=["short", "many", "far"]
+    "nonsense", [b"x", bytes(66 * (MAX_HOT + 1)), b"\xff" * 66], ids=["short", "many", "far"]
 )
 def test_nonsense_is_refused(nonsense: bytes) -> None:
     with pytest.raises(ProtocolError):

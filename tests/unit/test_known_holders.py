@@ -23,6 +23,7 @@ from p2pstore.client.known_holders import (
 )
 from p2pstore.local.messages import Holder, PlanItem
 from p2pstore.location_table import LOCATION
+from p2pstore.objects import Version
 
 DIGEST = bytes(16)
 
@@ -49,12 +50,12 @@ class Table(KnownElsewhere):
 
 
 def record(member: int, clock: int = 5, slot: int = 3) -> KnownRecord:
-    return KnownRecord(member, (clock, member), slot, 7, 0)
+    return KnownRecord(member, Version(clock, member, 77), slot, 7, 0)
 
 
 def copy(member: int) -> KnownRecord:
     """Of one version, whoever has it."""
-    return KnownRecord(member, (5, 1), member, 7, 0)
+    return KnownRecord(member, Version(5, 1, 77), member, 7, 0)
 
 
 def holder(member: int, *, same_host: bool = False) -> Holder:

@@ -65,7 +65,7 @@ class Model:
     def load(self, count: int) -> None:
         slot = self.open()
         keys = self.rng.sample(self.keys, min(count, len(self.keys)))
-        records = b"".join(key + self.rng.randbytes(17) + b"\0" for key in keys)
+        records = b"".join(key + self.rng.randbytes(LOCATION_BYTES - 17) + b"\0" for key in keys)
         self.index.load(slot, records)
         self.sets[slot].apply(records)
 
@@ -79,10 +79,12 @@ class Model:
     def operation(self, held: LocationSet, adds: float) -> bytes:
         rng, key = self.rng, self.rng.choice(self.keys)
         if rng.random() < adds:
-            return key + bytes([rng.randrange(2)]) * 17 + bytes([rng.randrange(3)])
+            return (
+                key + bytes([rng.randrange(2)]) * (LOCATION_BYTES - 17) + bytes([rng.randrange(3)])
+            )
         record = held.records.get(key)
         if record is None or rng.random() < 0.2:  # a version that is not held
-            record = key + bytes([rng.randrange(2)]) * 17 + b"\0"
+            record = key + bytes([rng.randrange(2)]) * (LOCATION_BYTES - 17) + b"\0"
         return withdrawn(record)
 
     def check(self) -> None:

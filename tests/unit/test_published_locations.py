@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import subprocess
@@ -86,14 +87,18 @@ class Cluster:
         return member, self.logs[member]
 
     def put(self) -> None:
-        _, log = self.log()
+        member, log = self.log()
         clock = NEWEST + 1 if self.rng.random() < 0.03 else self.rng.randrange(1, 20)
-        log.add(location(self.rng.randrange(60), clock))
+        record = location(self.rng.randrange(60), clock)
+        if self.rng.random() < 0.5:  # the member wrote it
+            record = dataclasses.replace(record, version=Version(clock, member, 77))
+        log.add(record)
 
     def remove(self) -> None:
-        _, log = self.log()
+        member, log = self.log()
         number, clock = self.rng.randrange(60), self.rng.randrange(1, 20)
-        log.remove(digest_of(number), Version(clock, location(number, clock).version.writer))
+        for writer in (member, location(number, clock).version.writer):
+            log.remove(digest_of(number), Version(clock, writer))
 
     def read(self) -> None:
         member, log = self.log()
@@ -163,7 +168,10 @@ class Cluster:
         held, asked = self.client.contains_many(b"".join(KEYS))
         for answer, is_held, is_asked in zip(answers, held.tolist(), asked.tolist(), strict=True):
             assert (is_held, is_asked) == (answer is True, answer is None)
-        only = [each[0].member if len(each) == 1 else 0 for each in map(self._held, KEYS)]
+        only = [
+            each[0].member if len(each) == 1 and each[0].is_by_member else 0
+            for each in map(self._held, KEYS)
+        ]
         assert len(KEYS) > FEW_DIGESTS
         assert self.client.only_members(b"".join(KEYS)) == only
         for start in range(0, len(KEYS), FEW_DIGESTS):
@@ -171,7 +179,7 @@ class Cluster:
             assert self.client.only_members(b"".join(KEYS[few])) == only[few]
         for digest, held_by in zip(KEYS, map(self._held, KEYS), strict=True):
             record = self.client.only_record(digest)
-            if len(held_by) != 1:
+            if len(held_by) != 1 or not held_by[0].is_by_member:
                 assert record is None
             else:
                 assert record is not None

@@ -53,7 +53,7 @@ class HotKeys:
 
 
 def pack_hot(locations: Iterable[Location]) -> bytes:
-    """58 bytes each: `u64 member | u64 incarnation | u64 sequence | location record`."""
+    """66 bytes each: `u64 member | u64 incarnation | u64 sequence | location record`."""
     return b"".join(
         _ROW.pack(each.member, each.incarnation, each.sequence, each.record.encode())
         for each in locations

@@ -17,18 +17,14 @@ import hmac
 import struct
 from typing import Final
 
+from p2pstore import wire
 from p2pstore.allowlist import AllowList
 from p2pstore.errors import P2PStoreError, ProtocolMismatch
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.messages import Hello, HelloReply, Proof, Welcome
 from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.keyring import KEYLESS, MAX_KEYS, KeyRing, Role, key_id_of, signer_seed_of
-from p2pstore.wire import (
-    MAX_PROTOCOL_VERSION,
-    MIN_PROTOCOL_VERSION,
-    Code,
-    negotiate_version,
-)
+from p2pstore.wire import Code, negotiate_version
 
 NONCE_BYTES: Final = 32
 MAX_SOFTWARE_LETTERS: Final = 64
@@ -112,7 +108,8 @@ class _Side:
 
     def _negotiate(self, minimum: int, maximum: int) -> int:
         try:
-            return negotiate_version(minimum, maximum)
+            own = wire.MIN_CONTROL_VERSION, wire.MAX_CONTROL_VERSION
+            return negotiate_version(minimum, maximum, own)
         except ProtocolMismatch as error:
             raise AdmissionRefused(Code.PROTOCOL_MISMATCH, str(error)) from None
 
@@ -167,8 +164,8 @@ class Opener(_Side):
     def hello(self) -> Hello:
         """The first message."""
         return Hello(
-            MIN_PROTOCOL_VERSION,
-            MAX_PROTOCOL_VERSION,
+            wire.MIN_CONTROL_VERSION,
+            wire.MAX_CONTROL_VERSION,
             self.cluster,
             self.nonce,
             self.ring.ids,

@@ -82,7 +82,7 @@ class DirectoryConfig:
 class Location:
     """A member's word that it holds a record, as of (`incarnation`, `sequence`) of its log.
 
-    `hidden`: the member is believed dead. `hearsay`: another one said so, not the member.
+    `hidden`: the member is believed dead. `hearsay`: another one said so, not the member in its log, or as a push.
     """
 
     member: Member

@@ -1,7 +1,7 @@
 """A peer's log of what it holds: operations, numbered from 1, and the set that they add up to.
 Pure.
 
-Every operation is one 34-byte location record; `removed` marks a withdrawal. A peer is the only
+Every operation is one 42-byte location record; `removed` marks a withdrawal. A peer is the only
 writer of its own log, and every reader applies the same operations in the same order, so a reader's
 state is told by one number. A ring keeps the recent operations; a reader that is behind the ring
 takes the whole set instead. So nothing of a removed key has to be remembered, and no removed key
@@ -57,7 +57,7 @@ def check_run(packed: bytes | bytearray | memoryview) -> int:
     count, rest = divmod(len(packed), LOCATION_BYTES)
     if rest:
         raise ProtocolError(
-            f"a run of location records has {len(packed)} bytes, not a multiple of 34"
+            f"a run of location records has {len(packed)} bytes, not a multiple of {LOCATION_BYTES}"
         )
     return count
 
