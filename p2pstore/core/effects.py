@@ -12,13 +12,15 @@ from p2pstore.wire import Failure, Message
 
 @dataclass(frozen=True, slots=True)
 class KnownCopy:
-    """One copy of an object as far as this peer knows. `reachable`: its peer is believed alive."""
+    """One copy of an object as far as this peer knows. `reachable`: its peer is believed alive. `hearsay`: another one
+    said so, not its peer: that shows where to look, and decides nothing about copies that are here."""
 
     member: Member
     peer_id: PeerId
     record: LocationRecord
     reachable: bool
     local: bool = False
+    hearsay: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ from p2pstore.gossip.records import (
     PeerId,
     Signer,
     Verifier,
+    decode_location,
     member_of,
     writer_of,
 )
@@ -412,7 +413,17 @@ class PeerCore:
             if state is None:
                 continue
             reachable = state.status in (Status.ALIVE, Status.SUSPECT) and not holding.hidden
-            copies.append(KnownCopy(holding.member, state.peer_id, holding.record, reachable))
+            copies.append(
+                KnownCopy(
+                    holding.member,
+                    state.peer_id,
+                    holding.record,
+                    reachable,
+                    hearsay=holding.hearsay,
+                )
+            )
+        said = {copy.member for copy in copies if not copy.hearsay}
+        copies = [copy for copy in copies if not copy.hearsay or copy.member not in said]
         copies.sort(
             key=lambda copy: (
                 -copy.record.version.clock,
@@ -434,9 +445,11 @@ class PeerCore:
                     self.gossip.heard_of(holding.record, now)
                     position = (holding.incarnation, holding.sequence)
                     word = Word.OWN if holding.member == member_of(home) else Word.HOME
-                    self.gossip.locations.heard(
-                        holding.member, position, holding.record, now, word=word
-                    )
+                    stamp = decode_location(holding.record).version.clock
+                    if word is Word.OWN or self.is_in_time(stamp, now):
+                        self.gossip.locations.heard(
+                            holding.member, position, holding.record, now, word=word
+                        )
 
     def is_avoided(self, member: Member, now: float) -> bool:
         """Whether a connection to the member failed a moment ago."""
@@ -542,12 +555,14 @@ class PeerCore:
         """Act on what gossip brought since the last call: floors, and newer versions of what is held. Of
         many keys some are left for the next call, which `next_tick` asks for.
 
-        Two concurrent first puts both succeed; the lower version goes when the higher one is heard of.
+        Two concurrent first puts both succeed; the lower version goes when the higher one is heard of from its
+        holder. What others say of a holder gives up nothing.
         """
         for digest in self.gossip.directory.take_touched(self.keys_per_step):
             self._tell_waiting(digest, now)
             entry = self.segment.find(digest, self.unix(now))
-            newest = next(iter(self.known_copies(digest, now)), None)
+            known = self.known_copies(digest, now)
+            newest = next((copy for copy in known if not copy.hearsay), None)
             if newest is None or not newest.reachable or newest.local:
                 continue
             if entry is not None:

@@ -31,7 +31,6 @@ OPEN: Final = frozenset(
     {
         *(("horizons", seed) for seed in (1, 3)),
         *(("poison", seed) for seed in (2, 3)),
-        ("tails", 3),
     }
 )
 """What a liar can still do: see docs/security.md. Whoever mends one of these takes it out."""

@@ -29,8 +29,9 @@ class EarlyOperation:
 
 
 class EarlyOperations:
-    """The newest operation of each key and owner. The oldest go after `kept_seconds`, or when there are over
-    `limit`: the log must have told of them by then. What the log told of goes at once."""
+    """The newest operation of each key and owner. The oldest go after `kept_seconds`: the log must have told of them by
+    then. When there are over `limit`, the oldest of the owner that has most go: one that pushes much pushes out
+    nothing of others. What the log told of goes at once."""
 
     def __init__(self, limit: int, kept_seconds: float, apart: ApartKeys | None = None) -> None:
         self._limit = limit
@@ -39,6 +40,10 @@ class EarlyOperations:
         self._entries: dict[bytes, dict[Member, EarlyOperation]] = {}
         self._order: OrderedDict[tuple[bytes, Member], float] = OrderedDict()
         """When each came, the oldest first."""
+        self._owners: dict[Member, OrderedDict[bytes, None]] = {}
+        """The same, by owner."""
+        self._largest: Member | None = None
+        """Of whom operations went last, as there were too many."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -75,9 +80,20 @@ class EarlyOperations:
         self._entries[digest][member] = EarlyOperation(position, operation, hearsay)
         self._order[digest, member] = now
         self._order.move_to_end((digest, member))
+        own = self._owners.setdefault(member, OrderedDict())
+        own[digest] = None
+        own.move_to_end(digest)
         while len(self._order) > self._limit:
-            self._drop(*next(iter(self._order)))
+            largest = self._who_has_most()
+            self._drop(next(iter(self._owners[largest])), largest)
         return True
+
+    def _who_has_most(self) -> Member:
+        """An owner that has more than an even share. Looking for it costs some, so it stays the same while it has."""
+        share = self._limit // len(self._owners)
+        if self._largest is None or len(self._owners.get(self._largest, ())) <= share:
+            self._largest = max(self._owners, key=lambda member: len(self._owners[member]))
+        return self._largest
 
     def expire(self, now: float) -> None:
         """Drop some of what was pushed so long ago that the log must have told of it."""
@@ -96,6 +112,10 @@ class EarlyOperations:
 
     def _drop(self, digest: bytes, member: Member) -> None:
         del self._order[digest, member]
+        own = self._owners[member]
+        del own[digest]
+        if not own:
+            del self._owners[member]
         entries = self._entries[digest]
         del entries[member]
         if not entries:
