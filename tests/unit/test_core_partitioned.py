@@ -122,6 +122,23 @@ def test_a_home_that_denies_what_is_there_hides_nothing(lie: str) -> None:
     assert operation.result[0][0].peer_id == holder.peer_id
 
 
+def test_a_key_whose_holder_is_not_known_yet_as_a_member_is_not_nowhere() -> None:
+    world = partitioned()
+    key = foreign_key(world)
+    thing = remote_object(key, b"1")
+    operation = look(world, key)
+    stranger = Holding(77, OTHER_INCARNATION, 1, world.location(thing))
+    for _ in range(3):
+        (ask,) = world.asks(DataKind.LOOKUP)
+        world.answer(ask, Locations([[stranger]]))
+    assert not operation.done
+    world.pass_time(0.06)
+    (ask,) = world.asks(DataKind.LOOKUP)
+    holder = world.others[0]
+    world.answer(ask, Locations([[told(holder, thing, world)]]))
+    assert [copy.peer_id for copy in operation.result[0]] == [holder.peer_id]
+
+
 def test_one_home_is_believed_when_the_others_do_not_answer() -> None:
     world = partitioned()
     operation = look(world, foreign_key(world))
