@@ -43,7 +43,8 @@ class EarlyOperations:
         self._owners: dict[Member, OrderedDict[bytes, None]] = {}
         """The same, by owner."""
         self._largest: Member | None = None
-        """Of whom operations went last, as there were too many."""
+        """Who had most when that was looked for."""
+        self._until_look = 0
 
     def __len__(self) -> int:
         return len(self._order)
@@ -84,15 +85,22 @@ class EarlyOperations:
         own[digest] = None
         own.move_to_end(digest)
         while len(self._order) > self._limit:
-            largest = self._who_has_most()
-            self._drop(next(iter(self._owners[largest])), largest)
+            owner = self._who_makes_room(member)
+            self._drop(next(iter(self._owners[owner])), owner)
         return True
 
-    def _who_has_most(self) -> Member:
-        """An owner that has more than an even share. Looking for it costs some, so it stays the same while it has."""
+    def _who_makes_room(self, newest: Member) -> Member:
+        """An owner that has more than an even share. To look through all costs some: that is done once for as many
+        operations as there are owners; in between the owner of the oldest makes room where none is known."""
         share = self._limit // len(self._owners)
-        if self._largest is None or len(self._owners.get(self._largest, ())) <= share:
-            self._largest = max(self._owners, key=lambda member: len(self._owners[member]))
+        for member in (self._largest, newest):
+            if member is not None and len(self._owners.get(member, ())) > share:
+                return member
+        if self._until_look > 0:
+            self._until_look -= 1
+            return next(iter(self._order))[1]
+        self._until_look = len(self._owners)
+        self._largest = max(self._owners, key=lambda member: len(self._owners[member]))
         return self._largest
 
     def expire(self, now: float) -> None:
