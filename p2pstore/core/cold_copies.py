@@ -196,7 +196,7 @@ class ColdCopies:
             return Gone.EXPIRED
         if gone.digest in core.segment.digests():
             return Gone.REPLACED
-        if all(each.hidden for each in core.gossip.holders(gone.digest, now)):
+        if all(each.hidden or each.hearsay for each in core.gossip.holders(gone.digest, now)):
             return Gone.LAST_COPY
         return Gone.SOFT_COPY if gone.soft else Gone.COPY_ELSEWHERE
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from p2pstore.core.cold_return import ColdSorted
-from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord
+from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, writer_of
+from p2pstore.objects import ZERO_VERSION, Version
 from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.wire import Failure, Message
 
@@ -13,7 +14,8 @@ from p2pstore.wire import Failure, Message
 @dataclass(frozen=True, slots=True)
 class KnownCopy:
     """One copy of an object as far as this peer knows. `reachable`: its peer is believed alive. `proved`: that its
-    version was written is more than hearsay."""
+    version was written is more than a claim. `hearsay`: another one said so, not its peer: that shows where to look,
+    and decides nothing about copies that are here."""
 
     member: Member
     peer_id: PeerId
@@ -21,6 +23,15 @@ class KnownCopy:
     reachable: bool
     local: bool = False
     proved: bool = True
+    hearsay: bool = False
+
+    @property
+    def announced(self) -> Version:
+        """The version that its holder has to send, or a newer one of its own: any of its own where another one spoke
+        for it, as that may be wrong."""
+        version = self.record.version
+        unsaid = self.hearsay and version.writer == writer_of(self.peer_id)
+        return ZERO_VERSION if unsaid else version
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from p2pstore.gossip.records import (
 from p2pstore.objects import DIGEST_BYTES
 from p2pstore.transfer.messages import (
     DataKind,
+    Holding,
     Locations,
     Lookup,
 )
@@ -159,6 +160,11 @@ class LookupOperation(Operation):
             self.core.learn_locations(home, digests, reply, now)
             self._told_of.update(self._homes_left.keys() & digests)
             unsure = [place for place in reply.unsure if 0 <= place < len(digests)]
+            unsure += [
+                place
+                for place, holdings in enumerate(reply.items[: len(digests)])
+                if self._names_strangers(holdings)
+            ]
             doubtful = {digests[place] for place in unsure} if self._ask_always else frozenset()
             for digest in digests:
                 if digest in self._missed and digest not in doubtful and self._usable(digest, now):
@@ -168,6 +174,13 @@ class LookupOperation(Operation):
         if self._homes_left:
             self._ask_others(digests, {digests[place] for place in unsure}, now)
         self._settle(now)
+
+    def _names_strangers(self, holdings: Sequence[Holding]) -> bool:
+        """Whether a home names holders, and this peer has heard of none of them yet, as when it has just begun: then
+        the key is not nowhere."""
+        members = [each.member for each in holdings if each.member != self.core.member]
+        resolve = self.core.gossip.membership.resolve
+        return bool(members) and all(resolve(member) is None for member in members)
 
     def _ask_others(self, digests: Sequence[bytes], unsure: set[bytes], now: float) -> None:
         """Ask the next home for what one was asked for and cannot tell, or knows no copy of."""

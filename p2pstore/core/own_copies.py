@@ -83,7 +83,8 @@ def is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
     for holding in core.gossip.holders(entry.digest, now):
         record = holding.record
         same = (record.version.clock, record.version.writer) == mine
-        if not same or record.soft or holding.hidden or record.tier is Tier.SSD:
+        away = holding.hidden or holding.hearsay
+        if not same or record.soft or away or record.tier is Tier.SSD:
             continue
         if my_weight < 0:
             my_weight = weight(core.member, entry.digest)
@@ -96,7 +97,7 @@ def other_firm_copies(
     core: PeerCore, held: ObjectEntry | ColdEntry, now: float
 ) -> list[KnownCopy] | None:
     """Copies of what this peer holds that others mean to keep, those that cannot be reached among them. None when
-    somebody has a newer version: then this one goes."""
+    somebody says to have a newer version: then this one goes."""
     namespace = core.namespace_digest(held.namespace)
     mine = (held.version.clock, held.version.writer)
     others = [
@@ -104,6 +105,7 @@ def other_firm_copies(
         for copy in core.known_copies(held.digest, now, namespace)
         if not copy.local
     ]
-    if any(version > mine and copy.reachable and copy.proved for copy, version in others):
+    newer = (copy for copy, version in others if version > mine and copy.reachable)
+    if any(copy.proved and not copy.hearsay for copy in newer):
         return None
     return [copy for copy, version in others if version == mine and not copy.record.soft]

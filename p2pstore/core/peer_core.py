@@ -56,6 +56,7 @@ from p2pstore.gossip.records import (
     PeerId,
     Signer,
     Verifier,
+    decode_location,
     member_of,
     writer_of,
     writer_of_member,
@@ -442,7 +443,11 @@ class PeerCore:
                 continue
             reachable = state.status in (Status.ALIVE, Status.SUSPECT) and not holding.hidden
             proved = not holding.hearsay or self.proofs.knows(digest, version)
-            copy = KnownCopy(member, state.peer_id, holding.record, reachable, proved=proved)
+            copy = KnownCopy(
+                *(member, state.peer_id, holding.record, reachable),
+                proved=proved,
+                hearsay=holding.hearsay,
+            )
             if version.writer != writer_of_member(member):
                 others.append(copy)
                 continue
@@ -450,6 +455,8 @@ class PeerCore:
             if proved:
                 vouched.add(version)
         doubtful = self._proved_among(digest, others, vouched, copies) if others else []
+        said = {copy.member for copy in copies if not copy.hearsay}
+        copies = [copy for copy in copies if not copy.hearsay or copy.member not in said]
         copies.sort(
             key=lambda copy: (
                 -copy.record.version.clock,
@@ -496,9 +503,11 @@ class PeerCore:
                     self.gossip.heard_of(holding.record, now)
                     position = (holding.incarnation, holding.sequence)
                     word = Word.OWN if holding.member == member_of(home) else Word.HOME
-                    self.gossip.locations.heard(
-                        holding.member, position, holding.record, now, word=word
-                    )
+                    stamp = decode_location(holding.record).version.clock
+                    if word is Word.OWN or self.is_in_time(stamp, now):
+                        self.gossip.locations.heard(
+                            holding.member, position, holding.record, now, word=word
+                        )
 
     def is_avoided(self, member: Member, now: float) -> bool:
         """Whether a connection to the member failed a moment ago."""
@@ -615,7 +624,8 @@ class PeerCore:
         """Act on what gossip brought since the last call: floors, and newer versions of what is held. Of
         many keys some are left for the next call, which `next_tick` asks for.
 
-        Two concurrent first puts both succeed; the lower version goes when the higher one is heard of.
+        Two concurrent first puts both succeed; the lower version goes when the higher one is heard of from its
+        holder. What others say of a holder gives up nothing.
         """
         for digest in self.gossip.directory.take_touched(self.keys_per_step):
             self._tell_waiting(digest, now)
@@ -623,7 +633,7 @@ class PeerCore:
             copies, doubtful = self.sorted_copies(digest, now)
             if entry is not None or self.cold.find(digest, now) is not None:
                 self._prove_newer(copies, doubtful, now)
-            newest = next((copy for copy in copies if copy.proved), None)
+            newest = next((copy for copy in copies if copy.proved and not copy.hearsay), None)
             if newest is None or not newest.reachable or newest.local:
                 continue
             if entry is not None:

@@ -98,7 +98,7 @@ class Timekeeping:
         core = self._core
         limit = newest_accepted_clock(core.unix(now))
         if core.gossip.future.has_floor_of(digest, namespace, limit) or any(
-            holding.record.version.clock > limit and not holding.hidden
+            holding.record.version.clock > limit and not (holding.hidden or holding.hearsay)
             for holding in core.gossip.holders(digest, now)
         ):
             raise Unavailable(self._unsure("it has a version, or was removed,", now))

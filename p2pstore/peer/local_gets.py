@@ -253,14 +253,14 @@ class LocalGets:
             remote.same_host,
             copy.record.slot,
             copy.record.size_units,
-            copy.record.version.clock,
-            copy.record.version.writer,
+            copy.announced.clock,
+            copy.announced.writer,
             int(copy.record.tier),
             granted.ticket.claims,
             granted.ticket.signature,
             granted.secret,
             THROUGH_PEER_BYTES if by_rdma else 0,
-            copy.record.version.root,
+            copy.announced.root,
         )
 
     def report(self, client: LocalClient, message: local.Report) -> Answer:

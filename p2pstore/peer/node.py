@@ -538,7 +538,7 @@ class Node:
             same_host=by_socket,
             slot=copy.record.slot,
             version=copy.record.version,
-            announced=Announced(writer_of(copy.peer_id), copy.record.version),
+            announced=Announced(writer_of(copy.peer_id), copy.announced),
             load_permille=record.load_permille if record is not None else 0,
             rdma=record is not None and any(offer.name == RDMA for offer in record.transports),
             length_bytes=copy.record.size_units * SIZE_UNIT_BYTES,

@@ -482,8 +482,9 @@ class PeerSsd:
         self._node.stir()
 
     def is_last_copy(self, digest: bytes) -> bool:
-        """Whether nobody else that is alive is known to hold the object."""
-        return all(holding.hidden for holding in self._core.gossip.holders(digest, self._node.now))
+        """Whether nobody else that is alive says to hold the object."""
+        known = self._core.gossip.holders(digest, self._node.now)
+        return all(holding.hidden or holding.hearsay for holding in known)
 
     async def _store(self, entry: ObjectEntry, *, durable: bool = False) -> bool:
         segment = self._core.segment

@@ -42,7 +42,7 @@ async def pull_object(peer: SimulatedPeer, effect: PullObject) -> PullOutcome | 
             slot=copy.record.slot,
             version=copy.record.version,
             keeps=Keeps.NO if effect.insist else Keeps.YES,
-            announced=Announced(writer_of(copy.peer_id), copy.record.version),
+            announced=Announced(writer_of(copy.peer_id), copy.announced),
         )
         for copy in effect.copies
     ]

@@ -27,11 +27,7 @@ SEEDS: Final[dict[str, tuple[int, ...]]] = {
     "orders": (1,),
 }
 """Each behaviour in its ways. `floors` takes minutes of virtual time: only `scripts/simulate --liar` has those."""
-OPEN: Final = frozenset(
-    {
-        ("tails", 3),
-    }
-)
+OPEN: Final[frozenset[tuple[str, int]]] = frozenset()
 """What a liar can still do: see docs/security.md. Whoever mends one of these takes it out."""
 
 

@@ -159,6 +159,23 @@ def test_a_key_that_is_claimed_only_is_nowhere() -> None:
     world.check_idle()
 
 
+def test_a_key_whose_holder_is_not_known_yet_as_a_member_is_not_nowhere() -> None:
+    world = partitioned()
+    key = foreign_key(world)
+    thing = remote_object(key, b"1")
+    operation = look(world, key)
+    stranger = Holding(77, OTHER_INCARNATION, 1, world.location(thing))
+    for _ in range(3):
+        (ask,) = world.asks(DataKind.LOOKUP)
+        world.answer(ask, Locations([[stranger]]))
+    assert not operation.done
+    world.pass_time(0.06)
+    (ask,) = world.asks(DataKind.LOOKUP)
+    holder = world.others[0]
+    world.answer(ask, Locations([[told(holder, thing, world)]]))
+    assert [copy.peer_id for copy in operation.result[0]] == [holder.peer_id]
+
+
 def test_one_home_is_believed_when_the_others_do_not_answer() -> None:
     world = partitioned()
     operation = look(world, foreign_key(world))
@@ -351,20 +368,101 @@ def test_of_two_first_puts_the_older_one_hears_of_the_newer_from_the_home() -> N
     assert reply.rivals[0].record == world.location(old)
 
 
-def test_who_is_told_of_a_newer_version_withdraws_its_own() -> None:
-    world = partitioned()
-    key, rival = foreign_key(world), world.others[0]
+FAR = 1 << 40
+"""A place that no log reaches."""
+
+
+def put_here(world: Harness, key: str) -> list[AskPeer]:
+    """A key is put and held here. The pushes to its homes, which are not answered yet."""
     put = world.put(key, b"mine")
     (ask,) = world.asks(DataKind.LOOKUP)
     world.answer(ask, absent(ask))
     assert put.result.status is PutStatus.CREATED
     asks = pushes_of(world)
     assert {ask.peer_id for ask in asks} == set(world.core.homes(digest_of(key)))
+    return asks
+
+
+@pytest.mark.parametrize("is_true", [True, False])
+def test_who_is_told_of_a_newer_version_asks_its_holder_before_it_withdraws_its_own(
+    is_true: bool,
+) -> None:
+    world = partitioned()
+    key = foreign_key(world)
+    rival = next(o for o in world.others if o.peer_id not in world.core.homes(digest_of(key)))
+    asks = put_here(world, key)
     newer = remote_object(key, b"theirs", clock=clock_at(5.0))
     rivals = [Holding(rival.member, OTHER_INCARNATION, 9, world.location(newer))]
-    world.answer(asks[0], Pushed([], rivals))
-    world.pass_time(0.05)
-    assert world.find(key) is None
+    for ask in asks:
+        world.answer(ask, Pushed([], rivals))
+    asked = pushes_of(world)
+    assert [ask.peer_id for ask in asked] == [rival.peer_id]
+    assert world.find(key) is not None, "a home alone says so"
+    world.answer(asked[0], Pushed([], rivals if is_true else []))
+    pushes_of(world)
+    assert (world.find(key) is None) is is_true
+
+
+def test_who_holds_the_newer_version_says_so_to_who_tells_of_an_older_one() -> None:
+    world = partitioned()
+    key, other = foreign_key(world), world.others[0]
+    for ask in put_here(world, key):
+        world.answer(ask, Pushed())
+    older = remote_object(key, b"theirs", clock=clock_at(-100.0))
+    reply = world.serve(other, DataKind.PUSH, numbered(world, older, 0, 7))
+    assert [holding.member for holding in reply.rivals] == [world.core.member]
+    assert world.find(key) is not None
+
+
+@pytest.mark.parametrize("way", ["lookup", "hot"])
+def test_what_others_say_of_a_holder_gives_up_no_copy_and_hides_no_word_of_it(way: str) -> None:
+    world = acquainted(partitioned())
+    key, owner, liar = home_key(world), *world.others[:2]
+    thing = remote_object(key, b"1", clock=clock_at(-50.0))
+    world.serve(owner, DataKind.PUSH, numbered(world, thing, 1, 50))
+    world.start(FetchOperation(world.core, digest_of(key), soft=False))
+    world.deliver(world.pull_wanted(), thing)
+    copy = world.find(key)
+    assert copy is not None
+    newer = world.location(remote_object(key, b"2", clock=clock_at(5.0)))
+    if way == "lookup":
+        forged = Locations([[Holding(owner.member, OTHER_INCARNATION, FAR, newer)]])
+        world.core.learn_locations(liar.peer_id, [digest_of(key)], forged, world.now)
+    else:
+        place = OTHER_INCARNATION, FAR
+        world.gossip.partitions.learn_hot([(owner.member, place, newer)], world.now)
+    world.pass_time(0.1)
+    assert world.find(key) is copy
+    (known,) = (c for c in world.core.known_copies(digest_of(key), world.now) if not c.local)
+    assert (known.member, known.hearsay) == (owner.member, False)
+    assert known.record.version[:2] == thing.version[:2]
+    reply = world.serve(liar, DataKind.LOOKUP, Lookup(digest_of(key)))
+    assert FAR not in [each.sequence for each in reply.items[0]], "it is not passed on"
+
+
+def test_a_lie_about_a_holder_does_not_hide_what_a_home_says_of_it() -> None:
+    world = partitioned()
+    key, holder = foreign_key(world), world.others[0]
+    for clock in (clock_at(-200.0), clock_at(3600.0)):
+        made_up = world.location(remote_object(key, b"2", clock=clock))
+        forged = Locations([[Holding(holder.member, OTHER_INCARNATION, FAR, made_up)]])
+        world.core.learn_locations(world.others[1].peer_id, [digest_of(key)], forged, world.now)
+    thing = remote_object(key, b"1", clock=clock_at(-50.0))
+    truth = Locations([[told(holder, thing, world)]])
+    world.core.learn_locations(world.others[2].peer_id, [digest_of(key)], truth, world.now)
+    (known,) = world.core.known_copies(digest_of(key), world.now)
+    assert known.record.version[:2] == thing.version[:2]
+
+
+def test_the_denial_of_a_member_ends_what_others_say_of_it_whatever_place_that_claims() -> None:
+    world = partitioned()
+    key, owner = foreign_key(world), world.others[0]
+    record = world.location(remote_object(key, b"2"))
+    forged = Locations([[Holding(owner.member, OTHER_INCARNATION, FAR, record)]])
+    world.core.learn_locations(world.others[1].peer_id, [digest_of(key)], forged, world.now)
+    assert look(world, key).done
+    world.gossip.locations.mark_stale(owner.member, digest_of(key), OTHER_INCARNATION, 5)
+    assert world.core.known_copies(digest_of(key), world.now) == []
 
 
 def test_who_has_the_newer_version_tells_the_other_holder() -> None:

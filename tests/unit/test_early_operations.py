@@ -45,6 +45,23 @@ def test_over_the_limit_the_oldest_go() -> None:
     assert early.digests == {digest_of(number) for number in (3, 1, 5)}
 
 
+def test_who_pushes_much_pushes_out_nothing_of_others() -> None:
+    early = EarlyOperations(10, 60.0)
+    for number in range(4):
+        noted(early, number, number + 1, 0.0, member=B)
+    for number in range(100, 200):
+        noted(early, number, number + 1, 1.0)
+    assert len(early) == 10
+    assert early.digests == {digest_of(number) for number in (*range(4), *range(194, 200))}
+    for number in range(
+        4, 40
+    ):  # the other one's turn: it goes on to half of what there is room for
+        noted(early, number, number + 1, 2.0, member=B)
+    assert sum(B in early.of(digest_of(number)) for number in range(40)) == 5
+    early.expire(62.0)
+    assert len(early) == 0
+
+
 def test_each_owner_has_its_own() -> None:
     early = EarlyOperations(10, 60.0)
     noted(early, 1, 5, 0.0)

@@ -217,8 +217,12 @@ class HomePushes:
 
     def home_of(self, token: int) -> PeerId | None:
         """To whom a push that is not answered yet went."""
-        member = self._tokens.get(token)
+        member = self.member_of_token(token)
         return None if member is None else self._peer_of(member)
+
+    def member_of_token(self, token: int) -> Member | None:
+        """As `home_of`."""
+        return self._tokens.get(token)
 
     # --- what to send ------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """What this peer knows of who holds what, from whatever it was heard. Pure.
 
 Three sources: views of whole logs (`directory`), views of the partitions that this peer is a home of
-(`home_views`), and what homes, holders and rumours said (`location_cache`). Of one member and key that counts
-which belongs to the latest place of the member's log.
+(`home_views`), and what homes, holders and rumours said (`location_cache`). Of what a member said itself of a key that
+counts which belongs to the latest place of its log. What others say of it hides none of that: it comes as hearsay,
+which shows where to look and decides nothing.
 """
 
 from __future__ import annotations
@@ -127,17 +128,25 @@ class KnownLocations:
 
     def holders(self, digest: bytes, now: float, *, hearsay: bool = False) -> list[Location]:
         """Who holds the key: owners believed alive first, among them the newest version first. What others say of
-        members whose logs this peer follows is left out without `hearsay`."""
+        members whose logs this peer follows is left out without `hearsay`. A member may come twice: as it says itself,
+        and with something later that others say of it."""
         found = [each for each in self._directory.holders(digest) if hearsay or not each.hearsay]
         if self._mode.phase is Phase.FULL:
             return found
-        best = {location.member: location for location in found}
+        best: dict[tuple[Member, bool], Location] = {}
         with self.lock:
-            for location in [*self.views.holders(digest), *self.cache.holders(digest, now)]:
-                known = best.get(location.member)
+            for location in [*found, *self.views.holders(digest), *self.cache.holders(digest, now)]:
+                source = location.member, location.hearsay
+                known = best.get(source)
                 if known is None or _position(known) < _position(location):
-                    best[location.member] = location
+                    best[source] = location
             chosen = [each for each in best.values() if self._is_latest_word(each, digest)]
+        own = {each.member: _position(each) for each in chosen if not each.hearsay}
+        chosen = [
+            each
+            for each in chosen
+            if not each.hearsay or _position(each) > own.get(each.member, _NEVER)
+        ]
         chosen.sort(
             key=lambda location: (
                 location.hidden,
@@ -166,6 +175,7 @@ class KnownLocations:
     def first_hand(self, digest: bytes, now: float) -> list[Location]:
         """Holders that this peer heard of from themselves or from a home, itself included."""
         sources = [*self.views.holders(digest), *self.cache.holders(digest, now, hearsay=False)]
+        sources.sort(key=lambda each: not each.hearsay)  # what a holder says itself counts
         found = {
             each.member: each
             for each in sources
@@ -187,7 +197,9 @@ class KnownLocations:
     def _is_latest_word(self, location: Location, digest: bytes) -> bool:
         """Whether nothing newer is known of that member and key than that it holds it."""
         position = _position(location)
-        if self._denials and self._denials.covers(location.member, digest, position):
+        if self._denials and self._denials.covers(
+            location.member, digest, position, hearsay=location.hearsay
+        ):
             return False
         if position < self.views.position(location.member, digest):
             return False

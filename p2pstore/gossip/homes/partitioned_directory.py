@@ -30,7 +30,6 @@ from p2pstore.gossip.records import (
     Member,
     PeerId,
     PeerRecord,
-    decode_location,
     member_of,
 )
 from p2pstore.objects import DIGEST_BYTES
@@ -118,16 +117,20 @@ class PartitionedDirectory:
         self, token: int, behind: list[int] | None, rivals: Iterable[Location], now: float
     ) -> None:
         """The outcome of a `Push`: partitions that the home wants whole (None when it did not answer), and other
-        versions, at others, of keys that were pushed."""
+        versions, at others, of keys that were pushed.
+
+        Their holders are told of this peer's own version: who has an older one gives it up, and who has a newer one
+        answers with that. Only its own word gives up a copy here.
+        """
+        home = self.pushes.member_of_token(token)
         self.pushes.answered(token, behind, now)
         for rival in rivals:
             held = self._log.held(rival.record.digest)
             if held is None or rival.member == self._own:
                 continue
-            mine, theirs = decode_location(held).version, rival.record.version
-            if (mine.clock, mine.writer) < (theirs.clock, theirs.writer):
+            if rival.member == home:
                 position = (rival.incarnation, rival.sequence)
-                self.known.heard(rival.member, position, rival.record.encode(), now, word=Word.HOME)
+                self.known.heard(rival.member, position, rival.record.encode(), now, word=Word.OWN)
             else:
                 self.pushes.tell(rival.member, held)
 
@@ -189,7 +192,7 @@ class PartitionedDirectory:
         return found[:limit]
 
     def _other_versions(self, owner: Member, digest: bytes, now: float) -> list[Location]:
-        known = self.known.holders(digest, now)
+        known = [each for each in self.known.holders(digest, now) if not each.hearsay]
         if (own := self.known.own(digest)) is not None:
             known.append(own)
         mine = {location.record.version for location in known if location.member == owner}

@@ -38,15 +38,19 @@ class Denials:
         while len(self._positions) > self._limit:
             self._forget(next(iter(self._positions)))
 
-    def covers(self, member: Member, digest: bytes, position: Position) -> bool:
-        """Whether what the owner said at `position` is denied. A denial that is past is forgotten."""
+    def covers(
+        self, member: Member, digest: bytes, position: Position, *, hearsay: bool = False
+    ) -> bool:
+        """Whether what the owner said at `position` is denied. A denial that is past is forgotten, but not because
+        others claim a place that is."""
         key = (digest, member)
         denied = self._positions.get(key)
         if denied is None:
             return False
         if position <= denied:
             return True
-        self._forget(key)
+        if not hearsay:
+            self._forget(key)
         return False
 
     def _forget(self, key: tuple[bytes, Member]) -> None:

@@ -29,8 +29,9 @@ class EarlyOperation:
 
 
 class EarlyOperations:
-    """The newest operation of each key and owner. The oldest go after `kept_seconds`, or when there are over
-    `limit`: the log must have told of them by then. What the log told of goes at once."""
+    """The newest operation of each key and owner. The oldest go after `kept_seconds`: the log must have told of them by
+    then. When there are over `limit`, the oldest of the owner that has most go: one that pushes much pushes out
+    nothing of others. What the log told of goes at once."""
 
     def __init__(self, limit: int, kept_seconds: float, apart: ApartKeys | None = None) -> None:
         self._limit = limit
@@ -39,6 +40,11 @@ class EarlyOperations:
         self._entries: dict[bytes, dict[Member, EarlyOperation]] = {}
         self._order: OrderedDict[tuple[bytes, Member], float] = OrderedDict()
         """When each came, the oldest first."""
+        self._owners: dict[Member, OrderedDict[bytes, None]] = {}
+        """The same, by owner."""
+        self._largest: Member | None = None
+        """Who had most when that was looked for."""
+        self._until_look = 0
 
     def __len__(self) -> int:
         return len(self._order)
@@ -75,9 +81,27 @@ class EarlyOperations:
         self._entries[digest][member] = EarlyOperation(position, operation, hearsay)
         self._order[digest, member] = now
         self._order.move_to_end((digest, member))
+        own = self._owners.setdefault(member, OrderedDict())
+        own[digest] = None
+        own.move_to_end(digest)
         while len(self._order) > self._limit:
-            self._drop(*next(iter(self._order)))
+            owner = self._who_makes_room(member)
+            self._drop(next(iter(self._owners[owner])), owner)
         return True
+
+    def _who_makes_room(self, newest: Member) -> Member:
+        """An owner that has more than an even share. To look through all costs some: that is done once for as many
+        operations as there are owners; in between the owner of the oldest makes room where none is known."""
+        share = self._limit // len(self._owners)
+        for member in (self._largest, newest):
+            if member is not None and len(self._owners.get(member, ())) > share:
+                return member
+        if self._until_look > 0:
+            self._until_look -= 1
+            return next(iter(self._order))[1]
+        self._until_look = len(self._owners)
+        self._largest = max(self._owners, key=lambda member: len(self._owners[member]))
+        return self._largest
 
     def expire(self, now: float) -> None:
         """Drop some of what was pushed so long ago that the log must have told of it."""
@@ -96,6 +120,10 @@ class EarlyOperations:
 
     def _drop(self, digest: bytes, member: Member) -> None:
         del self._order[digest, member]
+        own = self._owners[member]
+        del own[digest]
+        if not own:
+            del self._owners[member]
         entries = self._entries[digest]
         del entries[member]
         if not entries:
