@@ -19,8 +19,6 @@ from p2pstore.gossip.locations.signed_runs import SignedRun
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.machine import FetchSnapshot, Gossip, SnapshotHead
 from p2pstore.gossip.members import membership as membership_module
-from p2pstore.gossip.members.membership import Membership
-from p2pstore.gossip.messages import Claim
 from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId
 from p2pstore.simulation.gossip_cluster import GossipCluster, packed_hash
 from p2pstore.simulation.gossip_peer import GossipPeer
@@ -166,16 +164,6 @@ def test_verdicts_before_draining_are_caught(monkeypatch: pytest.MonkeyPatch) ->
     outcome = first_caught(STALLS, make_peer=HastyPeer)
     monkeypatch.undo()
     check_caught(outcome, "stood still, and accused", scenario=STALLS)
-
-
-def test_a_suspect_that_does_not_refute_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ignore(self: Membership, claim: Claim) -> None:
-        """Whoever accuses this peer may be right."""
-
-    monkeypatch.setattr(Membership, "_refute", ignore)
-    outcome = first_caught(HARD)
-    monkeypatch.undo()
-    check_caught(outcome, "no agreement", scenario=HARD)
 
 
 # --- the directory ---------------------------------------------------------------------------
