@@ -25,6 +25,8 @@ from p2pstore.gossip.records import PeerId
 
 logger = logging.getLogger("p2pstore.peer")
 
+MAX_REPORTED: Final = 1024
+"""Peers whose failure is told once only; with more, some are told again."""
 CONTACT_TIMEOUT_SECONDS: Final = 10.0
 NAME_SECONDS: Final = 30.0
 """How often a name is looked at again."""
@@ -203,6 +205,8 @@ class Joining:
             self.unreached[addresses[0]] = str(error)
             self._judge_refusals()
         if addresses not in self._reported:
+            if len(self._reported) >= MAX_REPORTED:
+                self._reported.clear()
             self._reported.add(addresses)
             alone = not self._gossip.membership.others()
             logger.warning(

@@ -73,7 +73,7 @@ from p2pstore.gossip.records import (
 from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_checksum
 from p2pstore.peer.copy_checks import CopyChecks
 from p2pstore.peer.credentials import Credentials
-from p2pstore.peer.joining import Joining
+from p2pstore.peer.joining import MAX_REPORTED, Joining
 from p2pstore.peer.later_replies import LaterReplies
 from p2pstore.peer.load import LoadMeter
 from p2pstore.peer.saving import StateSaver
@@ -737,6 +737,8 @@ class Node:
         if named or self.core.gossip.membership.get(peer_id) is not None:
             self.watch.measures.refused_by_members += 1
         if self.failure is None and peer_id not in self._refused_by:
+            if len(self._refused_by) >= MAX_REPORTED:
+                self._refused_by.clear()
             self._refused_by.add(peer_id)
             logger.warning(
                 "refused by the peer at %s%s: %s; going on without it",

@@ -1,4 +1,4 @@
-"""Many sets of location records in one table: some 40 bytes a record. Pure.
+"""Many sets of location records in one table: some 50 bytes a record. Pure.
 
 A set ("slot") holds one packed record per digest: that is the last one that was written. The table is one array
 of rows of 42 bytes; `location_slots` says which rows are whose, and `location_chains` finds the rows of a digest.
