@@ -15,7 +15,7 @@ import trio
 
 from p2pstore import blocking
 from p2pstore.local import messages as local
-from p2pstore.objects import MIB
+from p2pstore.objects import MIB, Version, chunk_sums, root_checksum
 from p2pstore.transfer.arriving import ALONE, resumable
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.trace import ReadWatch
@@ -202,7 +202,9 @@ async def test_a_client_keeps_what_came_when_its_peer_names_other_holders(
         granted = grant()
         ticket = granted.ticket.claims, granted.ticket.signature, granted.secret
         where = bytes([member]), "", [harness.address], "", False
-        return local.PlanItem([local.Holder(member, *where, 0, 1280, 1, 1, 0, *ticket)])
+        version = Version(1, 1, root_checksum(len(value), chunk_sums(value)))
+        said = 0, 1280, version.clock, version.writer, 0
+        return local.PlanItem([local.Holder(member, *where, *said, *ticket, root=version.root)])
 
     def read(path: str) -> bytes:
         with blocking.connect(path) as client:

@@ -62,7 +62,7 @@ class CountingNetwork(Network):
         delta = message.delta if isinstance(message, ExchangeReply) else message
         if isinstance(delta, Delta):
             packed = len(delta.operations) + sum(len(chunk.operations) for chunk in delta.logs)
-            self.operations_received += packed // 34
+            self.operations_received += packed // LOCATION_BYTES
         return message
 
     def rest(self, node: Node) -> None:
@@ -134,7 +134,7 @@ def test_the_cost_of_a_loaded_cluster() -> None:
     net.run(seconds)
     ideal = (PEERS - 1) * CHANGES_PER_SECOND * seconds
     received = sum(net.received_bytes.values()) / PEERS
-    assert ideal * 34 * 0.9 < received < ideal * 34 * 1.3
+    assert 0.9 * ideal * LOCATION_BYTES < received < 1.3 * ideal * LOCATION_BYTES
     assert net.operations_received / PEERS < ideal * 1.07  # hardly anything comes twice
     bound = net.config.messages_per_second * seconds + net.config.message_burst
     assert max(net.messages_of.values()) <= bound
