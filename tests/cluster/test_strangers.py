@@ -76,6 +76,8 @@ from p2pstore.trio_streams import TrioDriver, TrioStream
 from p2pstore.wire import (
     CONTROL_LIMITS,
     HEADER,
+    MAX_CONTROL_VERSION,
+    MIN_CONTROL_VERSION,
     PREFACE_DATA,
     PREFACE_LOCAL,
     Code,
@@ -357,7 +359,9 @@ async def test_a_proof_cannot_be_reflected(tmp_path: Path) -> None:
         cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour),
         stranger_host(6) as thief,
     ):
-        hello = Hello(1, 1, "default", bytes(32), [key_id_of(KEY)])
+        hello = Hello(
+            MIN_CONTROL_VERSION, MAX_CONTROL_VERSION, "default", bytes(32), [key_id_of(KEY)]
+        )
         for source in (victim, neighbour):
             _, asking = await raw_stream(thief, victim)
             await asking.write(encode_frame(ControlKind.HELLO, 1, hello))

@@ -37,6 +37,8 @@ from p2pstore.trio_streams import TrioDriver, TrioStream
 from p2pstore.wire import (
     ERROR,
     HEADER_BYTES,
+    MAX_CONTROL_VERSION,
+    MIN_CONTROL_VERSION,
     PREFACE_DATA,
     PREFACE_LOCAL,
     REPLY,
@@ -363,7 +365,9 @@ async def control_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
     ours, theirs = _pair()
     opener = _side(Opener, victim, victim.mallory.peer_id, me, KeyRing([WRONG_KEY]))
     hello = encode_frame(ControlKind.HELLO, 1, opener.hello())
-    honest = ControlHello(1, 1, "default", rng.randbytes(32), victim.ring.ids)
+    honest = ControlHello(
+        MIN_CONTROL_VERSION, MAX_CONTROL_VERSION, "default", rng.randbytes(32), victim.ring.ids
+    )
     hellos = [hello, encode_frame(ControlKind.HELLO, 1, honest)]
     proof = ControlProof(rng.choice(victim.ring.ids), rng.randbytes(32))
     frames = Mutator(rng).sequence(
