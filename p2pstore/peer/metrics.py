@@ -64,11 +64,6 @@ _CLIENTS: Final = (
     ("transport_fallbacks", "Reads for which a transport gave way to another one."),
     ("last_copies_dropped", "Objects given up that nobody else is known to have."),
     ("holder_failures", "Reads at a holder that did not deliver."),
-    ("version_signatures", "Signatures under what this peer wrote, for copies elsewhere."),
-    (
-        "contradicting_copies",
-        "Copies that members announced with other bytes than their writers did.",
-    ),
     (
         "holders_too_slow",
         "Of these, the holder was silent, or slower than another one is expected to be.",
