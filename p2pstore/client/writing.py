@@ -28,6 +28,7 @@ from p2pstore.objects import (
     key_digest,
     root_checksum,
 )
+from p2pstore.put_facts import PutFacts
 from p2pstore.results import Buffer, ItemResult, OnConflict, PutResult
 from p2pstore.transfer.trace import Progress
 from p2pstore.wire import Code
@@ -42,7 +43,7 @@ _NO_MEMORY: Final = local.ItemError(
 )
 
 PutOptions = dict[str, Any]
-"""Fields of a `CommitItem` that are the caller's choice."""
+"""Fields of a `PutFacts` that are the caller's choice."""
 
 
 def put_options(
@@ -208,7 +209,7 @@ class Writer:
     ) -> None:
         """Fill what was reserved, and commit it as one."""
         keys = {index: results[index].key for index in reservations}
-        commits: dict[int, local.CommitItem] = {}
+        commits: dict[int, PutFacts] = {}
         try:
             for index, reservation in reservations.items():
                 try:
@@ -267,19 +268,19 @@ class Writer:
         options: PutOptions,
         follows: bytes,
         progress: Progress | None = None,
-    ) -> local.CommitItem:
+    ) -> PutFacts:
         segment = self._link.connection.segment(reservation.segment)
         target = segment[reservation.offset : reservation.offset + len(source)]
         # Closed by another task or thread, the peer gives this room to somebody else.
         check = self._link.connection.check_usable
         sums = await fill(self._link.driver, target, source, check, progress)
         root = root_checksum(len(source), sums)
-        return local.CommitItem(
+        return PutFacts(
             reservation.reservation, key, len(source), sums, root, **options, follows=follows
         )
 
     async def _commit(
-        self, items: list[local.CommitItem], again: list[local.ReserveItem]
+        self, items: list[PutFacts], again: list[local.ReserveItem]
     ) -> local.Committed:
         reply = await self._link.request(
             LocalKind.COMMIT,

@@ -10,7 +10,7 @@ import trio
 
 from p2pstore.core.operation import Operation
 from p2pstore.core.placing import place
-from p2pstore.core.put import PutOperation, PutSpec, check_put
+from p2pstore.core.put import PutOperation, check_put
 from p2pstore.errors import (
     CapacityExceeded,
     P2PStoreError,
@@ -29,6 +29,7 @@ from p2pstore.peer.local_answers import (
 )
 from p2pstore.peer.node import Node
 from p2pstore.peer.tickets import TicketOffice
+from p2pstore.put_facts import PutFacts
 from p2pstore.stepping import Steps
 from p2pstore.turns import in_turns, take_turns
 from p2pstore.wire import Code, Empty
@@ -108,9 +109,7 @@ class LocalPuts:
             started.append(self._start_put(client, message, item))
         return started
 
-    def _start_put(
-        self, client: LocalClient, message: local.Commit, item: local.CommitItem
-    ) -> Started:
+    def _start_put(self, client: LocalClient, message: local.Commit, item: PutFacts) -> Started:
         try:
             check_put(length=item.length, replicas=item.replicas, pin=item.pin, ttl_ms=item.ttl_ms)
             if item.durable and self._node.ssd is None:
@@ -118,23 +117,7 @@ class LocalPuts:
                     "durable: this peer has no SSD tier to keep the object on: give it --ssd"
                 )
             operation = PutOperation(
-                self._core,
-                PutSpec(
-                    holder=client.holder,
-                    reservation=item.reservation,
-                    namespace=message.namespace,
-                    key=item.key,
-                    length=item.length,
-                    sums=item.sums,
-                    root=item.root,
-                    replicas=item.replicas,
-                    pin=item.pin,
-                    ttl_seconds=item.ttl_ms / 1000,
-                    overwrite=item.overwrite,
-                    dtype=item.dtype,
-                    shape=item.shape,
-                    follows=item.follows,
-                ),
+                self._core, item, holder=client.holder, namespace=message.namespace
             )
             return self._core.start(operation, self._node.now)
         except (P2PStoreError, ValueError) as error:

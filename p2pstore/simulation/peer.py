@@ -26,7 +26,7 @@ from p2pstore.core.flush import FlushOperation
 from p2pstore.core.hand_over import HandOverOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.core.put import PutOperation, PutSpec
+from p2pstore.core.put import PutOperation
 from p2pstore.core.remove import RemoveOperation
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
@@ -57,6 +57,7 @@ from p2pstore.objects import (
     clock_from_unix_seconds,
     root_checksum,
 )
+from p2pstore.put_facts import PutFacts
 from p2pstore.simulation.disk import Disk
 from p2pstore.simulation.pull import pull_object
 from p2pstore.simulation.signer import SimulatedSigner, SimulatedVerifier
@@ -612,17 +613,13 @@ class SimulatedPeer:
         core.segment.reservation_view(reservation.number, holder="client")[: len(value)] = value
         operation = PutOperation(
             core,
-            PutSpec(
-                holder="client",
-                reservation=reservation.number,
-                namespace=namespace,
-                key=key,
-                length=len(value),
-                sums=sums,
-                root=root_checksum(len(value), sums),
+            PutFacts(
+                *(reservation.number, key, len(value), sums, root_checksum(len(value), sums)),
                 replicas=replicas,
                 overwrite=overwrite,
             ),
+            holder="client",
+            namespace=namespace,
         )
         core.start(operation, now)
         self.settle()

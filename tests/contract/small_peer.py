@@ -27,6 +27,7 @@ from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.local.server import LocalClient, serve_local
 from p2pstore.objects import DIGEST_BYTES, MIB, Version, key_digest
+from p2pstore.put_facts import PutFacts
 from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES
 from p2pstore.transfer.layout import Pin, TrailerBody, plan_geometry
 from p2pstore.transfer.memory import SharedMemory, create_memory, create_page
@@ -136,9 +137,7 @@ class SmallBackend:
         again = [self._reserve_one(client, item) for item in message.again]
         return local.Committed(outcomes, again)
 
-    def _commit_one(
-        self, client: LocalClient, namespace: str, item: local.CommitItem
-    ) -> local.PutOutcome:
+    def _commit_one(self, client: LocalClient, namespace: str, item: PutFacts) -> local.PutOutcome:
         digest = key_digest(item.key, namespace)
         existing = self.segment.find(digest, time.time())
         if existing is not None and not item.overwrite:

@@ -36,6 +36,7 @@ from p2pstore.objects import Version, chunk_sums, root_checksum
 from p2pstore.peer import statistics
 from p2pstore.peer.local_gets import LocalGets
 from p2pstore.peer.local_puts import LocalPuts
+from p2pstore.put_facts import PutFacts
 from p2pstore.simulation.signer import SimulatedSigner
 from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer import segment as segments
@@ -339,7 +340,7 @@ async def test_batches_of_local_clients_let_others_have_their_turn() -> None:
     assert turns >= 300
     sums = chunk_sums(b"v")
     items = [
-        local.CommitItem(each.reservation, f"new {n}", 1, sums, root_checksum(1, sums))
+        PutFacts(each.reservation, f"new {n}", 1, sums, root_checksum(1, sums))
         for n, each in enumerate(reserved.items)
     ]
     turns, committed = await turns_of(peer.puts.commit(CLIENT, local.Commit(NAMESPACE, items)))
