@@ -68,6 +68,7 @@ from p2pstore.objects import (
     HybridClock,
     Version,
     chunk_count,
+    key_hasher,
     namespace_digest,
 )
 from p2pstore.stepping import Steps
@@ -102,6 +103,7 @@ EXPIRE_INTERVAL_SECONDS: Final = 1.0
 TO_HOMES: Final = -1
 """In place of an operation's number: pushes to homes, which gossip asks for."""
 SUM_BYTES: Final = 8
+MAX_HASHERS: Final = 1_000
 USUAL_TRAILER_BYTES: Final = 2_048
 """Of a trailer without its chunk sums."""
 WORK_PER_STEP: Final = 12_000
@@ -148,6 +150,7 @@ class PeerCore:
         self.next_operation = 1
         self._next_expire = 0.0
         self._namespaces: dict[str, bytes] = {}
+        self._hashers: dict[str, Callable[[str], bytes]] = {}
         self._awaited: dict[bytes, set[int]] = {}
         self._late: dict[tuple[int, int], PeerId] = {}
         """Questions of operations that have ended. Each has an outcome, so none stays."""
@@ -225,11 +228,15 @@ class PeerCore:
             if not numbers:
                 self._awaited.pop(digest, None)
 
-    def _tell_waiting(self, digest: bytes, now: float) -> None:
-        for number in sorted(self._awaited.get(digest, ())):
-            operation = self._operations.get(number)
-            if operation is not None:
-                operation.heard_of(digest, now)
+    def tell_waiting(self, digests: Sequence[bytes], now: float) -> None:
+        """There is news of these keys."""
+        if not self._awaited:
+            return
+        for digest in digests:
+            for number in sorted(self._awaited.get(digest, ())):
+                operation = self._operations.get(number)
+                if operation is not None:
+                    operation.heard_of(digest, now)
 
     def cancel(self, operation: Operation, now: float) -> None:
         """Whoever waited for the operation does not any more. A shared fetch goes on for the others."""
@@ -606,7 +613,7 @@ class PeerCore:
         self.counters["copies_adopted"] += 1
         version = entry.version
         self._restamp(entry, Version(version.clock, writer_of(self.peer_id), version.root), now)
-        self.proofs.wrote(entry.digest)
+        self.proofs.wrote([entry.digest])
 
     def _restamp(self, entry: ObjectEntry, version: Version, now: float) -> None:
         old = entry.version
@@ -628,7 +635,7 @@ class PeerCore:
         holder. What others say of a holder gives up nothing.
         """
         for digest in self.gossip.directory.take_touched(self.keys_per_step):
-            self._tell_waiting(digest, now)
+            self.tell_waiting([digest], now)
             entry = self.segment.find(digest, self.unix(now))
             copies, doubtful = self.sorted_copies(digest, now)
             if entry is not None or self.cold.find(digest, now) is not None:
@@ -740,6 +747,15 @@ class PeerCore:
             digest = self._namespaces[namespace] = namespace_digest(namespace)
         return digest
 
+    def digests_of(self, namespace: str, keys: Sequence[str]) -> list[bytes]:
+        """The digests of keys. Raises `ValueError` for what is no key."""
+        hasher = self._hashers.get(namespace)
+        if hasher is None:
+            if len(self._hashers) > MAX_HASHERS:
+                self._hashers.clear()
+            hasher = self._hashers[namespace] = key_hasher(namespace)
+        return list(map(hasher, keys))
+
     def namespaces(self) -> Iterable[tuple[str, bytes]]:
         """Namespaces that were met here lately, with their digests."""
         return self._namespaces.items()
@@ -817,7 +833,7 @@ class PeerCore:
         self.announce_withdrawn(now)
         self.announce(entry, now)
         if self.is_own(version):
-            self.proofs.wrote(digest)
+            self.proofs.wrote([digest])
         elif not trailer.proof:
             self.proofs.lacks(digest, now)
         self.counters["objects_published"] += 1
@@ -832,7 +848,7 @@ class PeerCore:
     def announce(self, entry: ObjectEntry, now: float) -> None:
         """Tell the others what this peer now says of an object it holds."""
         self.gossip.hold(location_of(entry), now)
-        self._tell_waiting(entry.digest, now)
+        self.tell_waiting([entry.digest], now)
 
     def strengthen(self, entry: ObjectEntry, pin: int, replicas: int, now: float) -> None:
         """A second put of the same bytes may pin more firmly and ask for more copies, never less."""

@@ -10,6 +10,7 @@ import trio
 
 from p2pstore.core.operation import Operation
 from p2pstore.core.placing import place
+from p2pstore.core.publishing import PUBLISHED_PER_STEP, publish_new
 from p2pstore.core.put import PutOperation, check_put
 from p2pstore.errors import (
     CapacityExceeded,
@@ -103,10 +104,24 @@ class LocalPuts:
 
     def _start_puts(self, client: LocalClient, message: local.Commit) -> Steps[list[Started]]:
         started: list[Started] = []
-        for item in message.items:
-            if started:
+        items = message.items
+        for begin in range(0, len(items), PUBLISHED_PER_STEP):
+            if begin:
                 yield
-            started.append(self._start_put(client, message, item))
+            some = items[begin : begin + PUBLISHED_PER_STEP]
+            ends = publish_new(
+                *(self._core, some),
+                holder=client.holder,
+                namespace=message.namespace,
+                now=self._node.now,
+            )
+            for item, end in zip(some, ends, strict=True):
+                if end is not None:
+                    started.append(put_outcome(end))
+                    continue
+                if started:
+                    yield
+                started.append(self._start_put(client, message, item))
         return started
 
     def _start_put(self, client: LocalClient, message: local.Commit, item: PutFacts) -> Started:

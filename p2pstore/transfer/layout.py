@@ -197,6 +197,8 @@ def decode_index_entry(data: bytes | memoryview, offset: int = 0) -> tuple[bytes
 # format, state, writer hash, trailer length, flags, digest, clock, offset, length, root, checksum
 _SLOT: Final = struct.Struct("<BBHHH16sQQQQQ")
 assert _SLOT.size == SLOT_BYTES
+_CHECKED_PART: Final = struct.Struct("<BBHHH16sQQQQ")
+_SLOT_SUM: Final = struct.Struct("<Q")
 
 
 class SlotState(IntEnum):
@@ -231,20 +233,24 @@ class Slot(msgspec.Struct, frozen=True, gc=False):
 
 def encode_slot(slot: Slot) -> bytes:
     """64 bytes, with their own checksum at the end."""
-    packed = _SLOT.pack(
-        SLOT_FORMAT,
-        int(slot.state),
-        slot.version.writer,
-        slot.trailer_length,
-        slot.flags,
-        slot.digest,
-        slot.version.clock,
-        slot.offset,
-        slot.length,
-        slot.version.root,
-        0,
-    )[:-8]
-    return packed + xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
+    return pack_slot(*msgspec.structs.astuple(slot))
+
+
+def pack_slot(
+    state: SlotState,
+    digest: bytes,
+    version: Version,
+    offset: int,
+    length: int,
+    trailer_length: int,
+    flags: int,
+) -> bytes:
+    """`encode_slot` of these fields."""
+    clock, writer, root = version
+    packed = _CHECKED_PART.pack(
+        *(SLOT_FORMAT, state, writer, trailer_length, flags, digest, clock, offset, length, root)
+    )
+    return packed + _SLOT_SUM.pack(xxhash.xxh3_64_intdigest(packed))
 
 
 def decode_slot(packed: bytes) -> Slot | None:
@@ -373,6 +379,10 @@ class Pin(IntEnum):
     NONE = 0
     SOFT = 1
     HARD = 2
+
+
+PINS: Final = tuple(Pin)
+"""By their numbers."""
 
 
 class TrailerBody(Message, frozen=True):

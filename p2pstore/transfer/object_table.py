@@ -36,6 +36,7 @@ from p2pstore.transfer.layout import (
     encode_segment_header,
     encode_slot,
     encode_trailer,
+    pack_slot,
     trailer_offset,
 )
 
@@ -132,7 +133,17 @@ class ObjectTable:
 
     def write_slot(self, entry: ObjectEntry) -> None:
         """Bring the slot up to date with the entry."""
-        self._write(self._slot_offset(entry.slot), encode_slot(slot_of(entry)))
+        flags = SLOT_FLAG_SOFT * entry.soft | SLOT_FLAG_TENSOR * bool(entry.dtype)
+        packed = pack_slot(
+            entry.state,
+            entry.digest,
+            entry.version,
+            entry.offset,
+            entry.length,
+            entry.trailer_length,
+            flags,
+        )
+        self._write(self._slot_offset(entry.slot), packed)
 
     def write_care(self, entry: ObjectEntry) -> None:
         """Bring the trailer's pin, replica count and end up to date with the entry. The first two are one byte in

@@ -8,7 +8,16 @@ cooperation (`p2pstore.transfer.reader`). All `now` are Unix seconds.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from contextlib import closing, suppress
 from functools import partial
 from itertools import islice
@@ -18,7 +27,7 @@ from typing import Final
 import numpy as np
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
-from p2pstore.objects import DIGEST_BYTES, Version, format_bytes
+from p2pstore.objects import DIGEST_BYTES, Version, format_bytes, root_checksum
 from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer.areas import Areas, Places, QuotaUse
 from p2pstore.transfer.entries import (
@@ -26,6 +35,7 @@ from p2pstore.transfer.entries import (
     QuickCopy,
     Reservation,
     SmallObjectsLent,
+    Written,
     small_entries,
 )
 from p2pstore.transfer.eviction import EvictionOrder, WhoKeeps, rank_of
@@ -39,6 +49,7 @@ from p2pstore.transfer.layout import (
     EXPIRY_BYTES,
     GRANULE_BYTES,
     MAX_TRAILER_BYTES,
+    PINS,
     SLOT_BYTES,
     SLOT_FLAG_SOFT,
     Geometry,
@@ -357,22 +368,11 @@ class Segment:
         the chunk sums do not give the version's root, or when length or trailer exceed what was
         reserved. Whether `digest` is that of the trailer's key is for the caller to know.
         """
+        if root_checksum(length, trailer.sums) != version.root:
+            raise ValueError("the chunk sums do not give the version's root checksum")
         self._check_open()
         reservation = self._reservations.get(number, holder)
-        packed = encode_trailer(trailer)
-        entry = _new_entry(
-            *(reservation.slot, reservation.offset, digest, version, trailer),
-            *(length, len(packed), soft, now),
-        )
-        if not 0 <= length <= reservation.length or entry.extent_bytes > reservation.capacity:
-            raise ValueError(
-                f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {number}"
-            )
-        # Room for a time to live that a later put may give the object.
-        roomy = extent_bytes(length, len(packed) + EXPIRY_BYTES)
-        entry.extent_bytes = min(roomy, reservation.capacity)
-        if not trailer_matches(trailer, slot_of(entry)):
-            raise ValueError("the chunk sums do not give the version's root checksum")
+        entry, packed = _filled(reservation, digest, version, trailer, length, soft, now)
         existing = self._entries.get(digest)
         if existing is not None and existing.version >= version and not existing.expired(now):
             self.abort(number, holder=holder)
@@ -381,13 +381,43 @@ class Segment:
                 self._table.write_slot(existing)
                 self._order.update(existing)
             return existing
+        self._publish(reservation, entry, packed, follows, now)
+        return entry
+
+    def commit_new(
+        self, written: Iterable[Written], *, holder: Hashable, now: float
+    ) -> list[ObjectEntry | None]:
+        """`commit` of many objects whose sums give their roots, each of a key of which nothing is here. None in place
+        of one that does not fit its reservation, which stays: `commit` says why."""
+        self._check_open()
+        published: list[ObjectEntry | None] = []
+        for number, digest, version, trailer, length, follows in written:
+            entry = None
+            with suppress(ValueError):
+                reservation = self._reservations.get(number, holder)
+                entry, packed = _filled(reservation, digest, version, trailer, length, False, now)
+                self._publish(reservation, entry, packed, follows, now)
+            published.append(entry)
+        return published
+
+    def _publish(
+        self,
+        reservation: Reservation,
+        entry: ObjectEntry,
+        packed: bytes,
+        follows: bytes,
+        now: float,
+    ) -> None:
+        """Make a filled reservation the object of its key, in place of an older one."""
+        existing = self._entries.get(entry.digest)
         self._reservations.end(reservation)
         extent = reservation.offset - self.geometry.data_offset
-        self._areas.shrink(extent, entry.extent_bytes)
+        if entry.extent_bytes < reservation.capacity:
+            self._areas.shrink(extent, entry.extent_bytes)
         entry.group = self._areas.at(extent).group_of(entry.namespace)
         self._table.publish(entry, packed)
         self._held[entry.slot] = entry
-        self._entries[digest] = entry
+        self._entries[entry.digest] = entry
         if existing is not None:
             self._listing.remove(existing)
             self._doom(existing)
@@ -397,7 +427,6 @@ class Segment:
         self._order.admit(entry, now, None if before is entry else before)
         self._areas.count(entry, 1)
         self._timers.set(entry)
-        return entry
 
     def abort(self, number: int, *, holder: Hashable) -> None:
         """Give a reservation back, after the last write into it has ended."""
@@ -1143,6 +1172,38 @@ def _groups_of(places: Places) -> tuple[int, ...]:
     return tuple(group for place in places for group in place.groups)
 
 
+def _filled(
+    reservation: Reservation,
+    digest: bytes,
+    version: Version,
+    trailer: TrailerBody,
+    length: int,
+    soft: bool,
+    now: float,
+) -> tuple[ObjectEntry, bytes]:
+    """The object in a reservation, and its packed trailer. Raises `ValueError` when they exceed what was reserved."""
+    packed = encode_trailer(trailer)
+    entry = _new_entry(
+        reservation.slot,
+        reservation.offset,
+        digest,
+        version,
+        trailer,
+        length,
+        len(packed),
+        soft,
+        now,
+    )
+    if not 0 <= length <= reservation.length or entry.extent_bytes > reservation.capacity:
+        raise ValueError(
+            f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {reservation.number}"
+        )
+    # Room for a time to live that a later put may give the object.
+    roomy = extent_bytes(length, len(packed) + EXPIRY_BYTES)
+    entry.extent_bytes = min(roomy, reservation.capacity)
+    return entry, packed
+
+
 def _new_entry(
     slot: int,
     offset: int,
@@ -1154,23 +1215,23 @@ def _new_entry(
     soft: bool,
     now: float,
 ) -> ObjectEntry:
-    pin = Pin(max(Pin.NONE, min(trailer.pin, Pin.HARD)))  # a newer version's counts as hard
+    pin = PINS[max(Pin.NONE, min(trailer.pin, Pin.HARD))]  # a newer version's counts as hard
     return ObjectEntry(
-        digest=digest,
-        version=version,
-        slot=slot,
-        offset=offset,
-        length=length,
-        trailer_length=trailer_length,
-        extent_bytes=extent_bytes(length, trailer_length),
-        namespace=trailer.namespace,
-        key=trailer.key,
-        expires_unix_ms=trailer.expires_unix_ms,
-        replicas=trailer.replicas,
-        pin=pin,
-        pin_until=now + SOFT_PIN_SECONDS if pin is Pin.SOFT else 0.0,
-        soft=soft,
-        dtype=trailer.dtype,
-        shape=trailer.shape,
-        last_access=now,
+        digest,
+        version,
+        slot,
+        offset,
+        length,
+        trailer_length,
+        extent_bytes(length, trailer_length),
+        trailer.namespace,
+        trailer.key,
+        trailer.expires_unix_ms,
+        trailer.replicas,
+        pin,
+        now + SOFT_PIN_SECONDS if pin is Pin.SOFT else 0.0,
+        soft,
+        trailer.dtype,
+        trailer.shape,
+        now,
     )

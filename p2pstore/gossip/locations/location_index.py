@@ -25,6 +25,7 @@ from p2pstore.gossip.locations.location_slots import RowSlots
 from p2pstore.gossip.locations.reserved_memory import reserve
 from p2pstore.location_table import (
     BLOCK_ROWS,
+    FEW_DIGESTS,
     HALF_WORDS,
     LOCATION_BYTES,
     RECORD,
@@ -135,6 +136,12 @@ class LocationIndex:
     def find_many(self, digests: bytes) -> Matches:
         """`find` of many digests, packed one after the other."""
         return self._table.find_many(digests)
+
+    def known(self, digests: bytes) -> set[int]:
+        """The numbers of those packed digests that any slot has a record of."""
+        if len(digests) <= FEW_DIGESTS * DIGEST_BYTES:
+            return {number for number, _, _ in self._table.find_few(digests)}
+        return set(self._table.find_many(digests).queries.tolist())
 
     def clocks(self, rows: Rows) -> Words:
         """The clocks of the versions in these rows."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -210,6 +210,15 @@ class OwnLog:
             copy.note(record.digest)
         self._ring.extend(operation)
         return operation
+
+    def add_many(self, operations: Sequence[bytes]) -> None:
+        """`add` of many packed records of digests that are not held."""
+        packed = b"".join(operations)
+        self._records.apply(self._slot, packed)
+        for copy in self._copies:
+            for operation in operations:
+                copy.note(operation[:DIGEST_BYTES])
+        self._ring.extend(packed)
 
     def remove(self, digest: bytes, version: Version) -> bytes | None:
         """Note that this peer no longer holds the version. None when it did not (any more)."""
