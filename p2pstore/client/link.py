@@ -155,11 +155,21 @@ class PeerLink:
         )
 
     def ask_ahead(
-        self, kind: LocalKind, message: Message, reply_type: type[M]
+        self,
+        kind: LocalKind,
+        message: Message,
+        reply_type: type[M],
+        *,
+        extra_seconds: float = 0.0,
+        on_late_reply: Callable[[M], None] | None = None,
     ) -> Awaitable[RequestAhead[M]]:
-        """`ask`, but the reply is received later: `receive` or `abandon` must follow."""
+        """`request`, but the reply is received later: `receive` or `abandon` must follow."""
         return self.connection.request_ahead(
-            kind, message, reply_type, progress_seconds=self.timeout_seconds
+            kind,
+            message,
+            reply_type,
+            progress_seconds=self.timeout_seconds + extra_seconds,
+            on_late_reply=on_late_reply,
         )
 
     async def request(

@@ -153,13 +153,14 @@ class Reserved(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """`again` are reservations to make in the same step for puts to come: with them a put costs one
-    round trip."""
+    """`again` are reservations to make in the same step for puts to come: with them a put costs one round trip. They
+    are made where room can be spared; for values that are `at_hand`, as by RESERVE."""
 
     namespace: str
     items: Annotated[list[PutFacts], MANY]
     deadline_ms: int = 5000
     again: Annotated[list[ReserveItem], MANY] = []
+    at_hand: bool = False
 
 
 class PutStatus(IntEnum):

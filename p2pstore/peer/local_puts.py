@@ -187,7 +187,8 @@ class LocalPuts:
             for item in message.again:
                 if again:
                     yield
-                again.append((yield from self._reserve_ahead(client, item, message.namespace)))
+                reserve = self._reserve_one if message.at_hand else self._reserve_ahead
+                again.append((yield from reserve(client, item, message.namespace)))
         except BaseException:  # nobody will hear of them
             self._abort_all(client, [each.reservation for each in again])
             raise
