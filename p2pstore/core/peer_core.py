@@ -766,11 +766,22 @@ class PeerCore:
     # --- memory ------------------------------------------------------------------------------
 
     def reserve(
-        self, length: int, trailer_length: int, *, holder: Hashable, namespace: str, now: float
+        self,
+        length: int,
+        trailer_length: int,
+        *,
+        holder: Hashable,
+        namespace: str,
+        now: float,
+        alike: int = 1,
     ) -> Steps[Reservation]:
         """`Segment.reserve_in_steps`, which announces with each step what went for it."""
         steps = self.segment.reserve_in_steps(
-            length, trailer_length, holder=holder, now=self.unix(now), namespace=namespace
+            *(length, trailer_length),
+            holder=holder,
+            now=self.unix(now),
+            namespace=namespace,
+            alike=alike,
         )
         with closing(steps):
             try:

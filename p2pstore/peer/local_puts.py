@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Final, TypeAlias
 
 import trio
@@ -32,6 +33,7 @@ from p2pstore.peer.node import Node
 from p2pstore.peer.tickets import TicketOffice
 from p2pstore.put_facts import PutFacts
 from p2pstore.stepping import Steps
+from p2pstore.transfer.entries import Reservation
 from p2pstore.turns import in_turns, take_turns
 from p2pstore.wire import Code, Empty
 
@@ -64,20 +66,34 @@ class LocalPuts:
         return in_turns(self._reserve_all(client, message))
 
     def _reserve_all(self, client: LocalClient, message: local.Reserve) -> Steps[local.Reserved]:
+        rooms = yield from self._rooms_for(client, message.items, message.namespace)
+        return local.Reserved(rooms)
+
+    def _rooms_for(
+        self, client: LocalClient, items: Sequence[local.ReserveItem], namespace: str
+    ) -> Steps[list[local.Reservation]]:
         made: list[local.Reservation] = []
         try:
-            for item in message.items:
+            while len(made) < len(items):
                 if made:
                     yield
-                made.append((yield from self._reserve_one(client, item, message.namespace)))
+                some = items[len(made) : len(made) + PUBLISHED_PER_STEP]
+                sizes = [(item.length, item.trailer_length) for item in some]
+                free = self._segment.reserve_free(sizes, holder=client.holder, namespace=namespace)
+                made += map(_granted, free)
+                if len(free) < len(some):
+                    left = items[len(made) :]
+                    made.append((yield from self._reserve_one(client, left, namespace)))
         except BaseException:  # nobody will hear of them
             self._abort_all(client, [each.reservation for each in made])
             raise
-        return local.Reserved(made)
+        return made
 
     def _reserve_one(
-        self, client: LocalClient, item: local.ReserveItem, namespace: str
+        self, client: LocalClient, items: Sequence[local.ReserveItem], namespace: str
     ) -> Steps[local.Reservation]:
+        """Room for the first of these."""
+        item = items[0]
         try:
             check_object_length(item.length)
             reservation = yield from self._core.reserve(
@@ -86,10 +102,11 @@ class LocalPuts:
                 holder=client.holder,
                 namespace=namespace,
                 now=self._node.now,
+                alike=1 + sum(1 for _ in takewhile(item.__eq__, items[1:])),
             )
         except (P2PStoreError, ValueError) as error:
             return local.Reservation(0, 0, 0, 0, item_error(error))
-        return local.Reservation(reservation.number, 0, reservation.offset, reservation.length)
+        return _granted(reservation)
 
     def commit(self, client: LocalClient, message: local.Commit) -> Answer:
         """Publish what was written; with more replicas than one, once they exist."""
@@ -182,13 +199,15 @@ class LocalPuts:
             if outcomes:
                 yield
             outcomes.append(put_outcome(each.result) if isinstance(each, Operation) else each)
+        if message.at_hand:
+            rooms = yield from self._rooms_for(client, message.again, message.namespace)
+            return local.Committed(outcomes, rooms)
         again: list[local.Reservation] = []
         try:
             for item in message.again:
                 if again:
                     yield
-                reserve = self._reserve_one if message.at_hand else self._reserve_ahead
-                again.append((yield from reserve(client, item, message.namespace)))
+                again.append((yield from self._reserve_ahead(client, item, message.namespace)))
         except BaseException:  # nobody will hear of them
             self._abort_all(client, [each.reservation for each in again])
             raise
@@ -200,7 +219,7 @@ class LocalPuts:
         """Room for a put that may never come, where some can be spared."""
         if not self._segment.can_spare(item.length, item.trailer_length, namespace=namespace):
             return _NO_ROOM_AHEAD
-        reservation = yield from self._reserve_one(client, item, namespace)
+        reservation = yield from self._reserve_one(client, [item], namespace)
         if not reservation.error.code:
             self._next_put = item, namespace
         return reservation
@@ -286,3 +305,7 @@ class LocalPuts:
             )  # later puts are above it
         self._core.counters["puts_elsewhere"] += 1
         return Empty()
+
+
+def _granted(reservation: Reservation) -> local.Reservation:
+    return local.Reservation(reservation.number, 0, reservation.offset, reservation.length)

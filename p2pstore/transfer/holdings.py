@@ -21,8 +21,9 @@ class Reservations:
         return iter(self._by_number.values())
 
     def add(
-        self, holder: Hashable, *, offset: int, length: int, capacity: int, slot: int
+        self, holder: Hashable, offset: int, length: int, capacity: int, slot: int
     ) -> Reservation:
+        """A new one, with a number that no other has had."""
         reservation = Reservation(next(self._numbers), offset, length, capacity, slot, holder)
         self._by_number[reservation.number] = reservation
         self._of.setdefault(holder, set()).add(reservation.number)

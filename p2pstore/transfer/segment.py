@@ -248,9 +248,10 @@ class Segment:
         holder: Hashable,
         now: float,
         namespace: str = "",
+        alike: int = 1,
     ) -> Steps[Reservation]:
-        """Room for a value of at most `length` bytes and its trailer; evicts what may be evicted. Between two steps
-        anything may be done to the segment.
+        """Room for a value of at most `length` bytes and its trailer; evicts what may be evicted, for `alike` values of
+        which this is the first where that is easy. Between two steps anything may be done to the segment.
 
         `namespace` is the value's: where it has a quota, that room is for it, and no room of other quotas. Raises
         `ObjectTooLarge` when it could never fit, and `CapacityExceeded` when what is leased, pinned, kept for other
@@ -270,12 +271,12 @@ class Segment:
                 f"the value has {length:,} bytes, takes {capacity:,} with its trailer, and this peer's "
                 f"{largest}: give it more --memory, or split the value over several keys"
             )
-        if self._reservations.count_of(holder) >= MAX_RESERVATIONS_PER_HOLDER:
+        if self._reservations_left(holder) <= 0:
             raise CapacityExceeded(
                 f"{MAX_RESERVATIONS_PER_HOLDER:,} puts are in progress on one connection: let some "
                 "of them finish first"
             )
-        extent = yield from self._take_extent(capacity, namespace, now)
+        extent = yield from self._take_extent(capacity, namespace, now, alike)
         self._in_making.add(extent)
         try:
             slot = yield from self._take_slot(extent, namespace, now)
@@ -284,10 +285,38 @@ class Segment:
             raise
         finally:
             self._in_making.discard(extent)
+        return self._reserved(holder, extent, length, capacity, slot)
+
+    def reserve_free(
+        self, sizes: Sequence[tuple[int, int]], *, holder: Hashable, namespace: str = ""
+    ) -> list[Reservation]:
+        """Room for the first ones of these values, by length and trailer length: for as many as find some where it is
+        looked for first, without anything that has to go."""
+        self._check_open()
+        places = self._areas.searches(namespace)[0]
+        made: list[Reservation] = []
+        for length, trailer_length in sizes[: self._reservations_left(holder)]:
+            if length < 0 or not 0 <= trailer_length <= MAX_TRAILER_BYTES:
+                break
+            capacity = extent_bytes(length, max(1, trailer_length))
+            extent = self._areas.take(capacity, places)
+            if extent is None:
+                break
+            slot = self._table.take_slot()
+            if slot is None:
+                self._areas.free(extent)
+                break
+            made.append(self._reserved(holder, extent, length, capacity, slot))
+        return made
+
+    def _reservations_left(self, holder: Hashable) -> int:
+        return MAX_RESERVATIONS_PER_HOLDER - self._reservations.count_of(holder)
+
+    def _reserved(
+        self, holder: Hashable, extent: int, length: int, capacity: int, slot: int
+    ) -> Reservation:
         offset = self.geometry.data_offset + extent
-        reservation = self._reservations.add(
-            holder, offset=offset, length=length, capacity=capacity, slot=slot
-        )
+        reservation = self._reservations.add(holder, offset, length, capacity, slot)
         self._held[slot] = reservation
         if self._marks is not None:
             self._table.write_reservation(reservation)
@@ -860,11 +889,7 @@ class Segment:
         self._areas.take_at(sorted(extents))
         for room in kept.rooms:
             reservation = self._reservations.add(
-                EARLIER_CLIENTS,
-                offset=room.offset,
-                length=room.size_bytes,
-                capacity=room.size_bytes,
-                slot=room.number,
+                EARLIER_CLIENTS, room.offset, room.size_bytes, room.size_bytes, room.number
             )
             self._held[room.number] = reservation
             self._table.write_reservation(reservation)
@@ -907,7 +932,7 @@ class Segment:
             raise self._no_room(what, namespace)
         return slot
 
-    def _take_extent(self, size: int, namespace: str, now: float) -> Steps[int]:
+    def _take_extent(self, size: int, namespace: str, now: float, alike: int) -> Steps[int]:
         searches = self._areas.searches(namespace)
         for places in searches:
             extent = self._areas.take(size, places)
@@ -916,7 +941,7 @@ class Segment:
                 extent = yield from self._when_expired(take, now)
             last = places is searches[-1]
             if extent is None:
-                extent = yield from self._take_made_room(size, places, now, thoroughly=last)
+                extent = yield from self._take_made_room(size, places, now, alike, thoroughly=last)
             if extent is not None:
                 return extent
         raise self._no_room(f"{format_bytes(size)} do not fit", namespace)
@@ -930,13 +955,15 @@ class Segment:
         return taken
 
     def _take_made_room(
-        self, size: int, places: Places, now: float, *, thoroughly: bool
+        self, size: int, places: Places, now: float, alike: int, *, thoroughly: bool
     ) -> Steps[int | None]:
         """Room that is made by evicting. Just then a thread may begin to send from what is chosen, or a client look at
         it, or others, between two steps, may do anything to it: others go too."""
         for _ in range(MOST_TRIES):
             self._settle()
-            victims = yield from self._victims.for_room(size, places, now, thoroughly=thoroughly)
+            victims = yield from self._victims.for_room(
+                size, places, now, alike, thoroughly=thoroughly
+            )
             if not victims:
                 return None
             if len(victims) > EVICTED_PER_STEP:

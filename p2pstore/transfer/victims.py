@@ -30,19 +30,21 @@ class Victims:
         """By the groups of a place, which name it."""
 
     def for_room(
-        self, size: int, places: Places, now: float, *, thoroughly: bool
+        self, size: int, places: Places, now: float, alike: int = 1, *, thoroughly: bool
     ) -> Steps[list[int]]:
         """What lies in the cheapest window of `size` bytes in any of these places; nothing when there is none as far
-        as candidates tell, or if need be (`thoroughly`) anywhere. For small values some more windows go with it: they
-        would be next, and looking for them takes longer than all the rest of a put."""
-        count = min(MOST_WINDOWS, 1 + self._data_bytes // AHEAD_SHARE // size)
+        as candidates tell, or if need be (`thoroughly`) anywhere. For small values some more windows go with it, and
+        for `alike` ones as many as that: they would be next, and looking for them takes longer than all the rest of a
+        put."""
+        most = max(MOST_WINDOWS, min(alike, EVICTED_PER_STEP))
+        count = min(most, 1 + self._data_bytes // AHEAD_SHARE // size)
         found: list[Window] = []
         hemmed_in = []
         for place in places:
             evictable = self._order.evictable_bytes(place.groups)
             if not evictable or evictable + place.area.allocator.free_bytes < size:
                 continue
-            offsets = self._order.candidates(size, place.groups, len(places))
+            offsets = self._order.candidates(size, place.groups, len(places), count)
             least_used = (offset - self._base for offset in offsets)
             windows = yield from self._windows(place, least_used, size, count, now)
             found += windows
