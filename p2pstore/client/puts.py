@@ -22,7 +22,7 @@ AHEAD_SHARE: Final = 256
 """A reservation made ahead takes at most this fraction of the peer's memory."""
 MAX_AHEAD: Final = 4
 WINDOW_ITEMS: Final = 64
-WINDOW_BYTES: Final = 4 * MIB
+WINDOW_BYTES: Final = 16 * MIB
 
 _TRAILER_FIXED_BYTES: Final = 96
 """Prefix, msgpack headers and numbers of a trailer, generously."""
@@ -88,7 +88,7 @@ def _copy_part(target: memoryview, source: Source, start: int) -> bytes:
 
 
 def windows(sizes: Sequence[int]) -> list[range]:
-    """Cut a batch into runs of at most 64 items and 4 MiB (or one item): what is reserved at one time cannot be
+    """Cut a batch into runs of at most 64 items and 16 MiB (or one item): what is reserved at one time cannot be
     evicted, and while the peer publishes one run the next is written."""
     cuts: list[range] = []
     start = total = 0

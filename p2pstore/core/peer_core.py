@@ -737,7 +737,7 @@ class PeerCore:
         self.counters["objects_spoilt"] += 1
         if self.segment.find(entry.digest, self.unix(now)) is entry:
             self.segment.remove(entry.digest)
-            self.cold.left_memory(entry, now)
+            self.cold.left_memory([entry], now)
 
     def namespace_digest(self, namespace: str) -> bytes:
         digest = self._namespaces.get(namespace)
@@ -852,8 +852,7 @@ class PeerCore:
 
     def announce_withdrawn(self, now: float) -> None:
         """Say where that is now which the segment evicted, expired or replaced."""
-        for entry in self.segment.take_withdrawn():
-            self.cold.left_memory(entry, now)
+        self.cold.left_memory(self.segment.take_withdrawn(), now)
         self.write_back.memory_taken(now)
 
     def announce(self, entry: ObjectEntry, now: float) -> None:

@@ -90,8 +90,9 @@ def _may_publish(core: PeerCore, now: float) -> bool:
 
 def _new_keys(core: PeerCore, digests: Sequence[bytes], now: float) -> set[bytes]:
     """Those that neither this peer nor any other is known to hold, or to have held."""
-    wanted = set(digests)
-    new = wanted - core.segment.digests() - core.gossip.locations.mentioned(wanted)
+    here = core.segment.digests()
+    new = {digest for digest in digests if digest not in here}
+    new -= core.gossip.locations.mentioned(new)
     if core.cold.store is not None:
         new = {digest for digest in new if core.cold.store.find(digest) is None}
     return new

@@ -104,7 +104,12 @@ from p2pstore.gossip.records import (
     format_peer_id,
 )
 from p2pstore.location_table import LocationTable
-from p2pstore.objects import Version, newest_accepted_clock, unix_seconds_from_clock
+from p2pstore.objects import (
+    DIGEST_BYTES,
+    Version,
+    newest_accepted_clock,
+    unix_seconds_from_clock,
+)
 from p2pstore.wire import Code, Empty, Failure, Message
 
 __all__ = [
@@ -261,10 +266,14 @@ class Gossip:
 
     def release(self, digest: bytes, version: Version, now: float) -> None:
         """This peer no longer holds that version."""
-        operation = self.log.remove(digest, version)
-        self._note_operation(operation, now)
-        if operation is not None:
-            self.directory.hide_own(digest)
+        self.release_many([(digest, version)], now)
+
+    def release_many(self, gone: Sequence[tuple[bytes, Version]], now: float) -> None:
+        """`release` of many, each of another key."""
+        operations = self.log.remove_many(gone)
+        self._note_operations(operations, now)
+        for operation in operations:
+            self.directory.hide_own(operation[:DIGEST_BYTES])
 
     def record(self, now: float) -> SignedRecord:
         """This peer's own record, signed anew when something changed; its head's operations are signed with it."""

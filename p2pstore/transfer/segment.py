@@ -279,7 +279,7 @@ class Segment:
         extent = yield from self._take_extent(capacity, namespace, now, alike)
         self._in_making.add(extent)
         try:
-            slot = yield from self._take_slot(extent, namespace, now)
+            slot = yield from self._take_slot(extent, namespace, now, alike)
         except BaseException:
             self._areas.free(extent)
             raise
@@ -908,8 +908,9 @@ class Segment:
 
     # --- making room -------------------------------------------------------------------------
 
-    def _take_slot(self, extent: int, namespace: str, now: float) -> Steps[int]:
-        """A slot for what goes to that extent. What a namespace has of its quota makes place for more of it last."""
+    def _take_slot(self, extent: int, namespace: str, now: float, alike: int) -> Steps[int]:
+        """A slot for what goes to that extent, and place for others `alike`. What a namespace has of its quota makes
+        place for more of it last."""
         slot = self._table.take_slot()
         if slot is None:
             slot = yield from self._when_expired(self._table.take_slot, now)
@@ -920,7 +921,9 @@ class Segment:
             others = tuple(group for group in groups if group != kept)
             self._settle()
             for _ in range(MOST_TRIES):  # as for room
-                victims = self._victims.for_slot(others, now) or self._victims.for_slot(groups, now)
+                victims = self._victims.for_slots(others, now, alike) or self._victims.for_slots(
+                    groups, now, alike
+                )
                 if not victims:
                     break
                 self._evict(self._chosen(victims))

@@ -312,13 +312,15 @@ class Harness:
         facts = PutFacts(self.reserve(key, value), key, len(value), sums, root)
         return msgspec.structs.replace(facts, **options)
 
-    def operation(self, facts: PutFacts) -> PutOperation:
+    def operation(self, facts: PutFacts, namespace: str = NAMESPACE) -> PutOperation:
         """A put that has not begun."""
-        return PutOperation(self.core, facts, holder=HOLDER, namespace=NAMESPACE)
+        return PutOperation(self.core, facts, holder=HOLDER, namespace=namespace)
 
-    def put(self, key: str, value: bytes, **options: Any) -> PutOperation:
+    def put(
+        self, key: str, value: bytes, namespace: str = NAMESPACE, **options: Any
+    ) -> PutOperation:
         """Start a put."""
-        operation = self.operation(self.facts(key, value, **options))
+        operation = self.operation(self.facts(key, value, **options), namespace)
         self.start(operation)
         return operation
 

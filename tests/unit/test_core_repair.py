@@ -3,7 +3,7 @@ clusters: `tests/simulation/test_repair.py` and `test_hand_over.py`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 from functools import partialmethod
 from typing import TypeVar
 

@@ -10,7 +10,7 @@ One thread at a time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import xor
 from typing import Final
@@ -128,6 +128,21 @@ class LocationIndex:
         """The slot's packed record of a digest."""
         row, _ = self._locate(slot, digest)
         return self._table.record(row) if row else None
+
+    def get_many(self, slot: int, digests: Sequence[bytes]) -> list[bytes | None]:
+        """`get` of each."""
+        found: list[bytes | None] = [None] * len(digests)
+        if len(digests) <= FEW_DIGESTS:
+            for number, owner, record in self._table.find_few(b"".join(digests)):
+                if owner == slot:
+                    found[number] = record
+            return found
+        matches = self._table.find_many(b"".join(digests))
+        own = matches.slots == slot
+        rows = matches.rows[own].tolist()
+        for number, row in zip(matches.queries[own].tolist(), rows, strict=True):
+            found[number] = self._table.record(row)
+        return found
 
     def find(self, digest: bytes) -> list[tuple[int, bytes]]:
         """Which slots hold a record of the digest, and the packed records."""
