@@ -13,7 +13,7 @@ from p2pstore.core.describe import location_of
 from p2pstore.core.put import PutEnd, check_put, trailer_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.local.messages import PutStatus
-from p2pstore.objects import Version, root_checksum
+from p2pstore.objects import MAX_OBJECT_BYTES, Version, root_checksum
 from p2pstore.put_facts import PutFacts
 from p2pstore.transfer.entries import ObjectEntry, Written
 
@@ -71,9 +71,12 @@ def _is_plain(facts: PutFacts) -> bool:
     """Whether the value is to be one copy of a new object, and is what its sums say."""
     if facts.overwrite or facts.replicas != 1 or facts.durable:
         return False
-    try:
-        check_put(length=facts.length, replicas=1, pin=facts.pin, ttl_ms=facts.ttl_ms)
-    except (P2PStoreError, ValueError):
+    if facts.pin or facts.ttl_ms:
+        try:
+            check_put(length=facts.length, replicas=1, pin=facts.pin, ttl_ms=facts.ttl_ms)
+        except (P2PStoreError, ValueError):
+            return False
+    if not 0 <= facts.length <= MAX_OBJECT_BYTES:
         return False
     return root_checksum(facts.length, facts.sums) == facts.root
 

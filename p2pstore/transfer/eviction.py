@@ -95,7 +95,8 @@ class EvictionOrder:
 
     def update(self, entry: ObjectEntry) -> None:
         """Take in that the entry's references, pin or state changed; it counts as just used."""
-        self.discard(entry)
+        if entry.rank is not None:
+            self.discard(entry)
         rank = rank_of(entry)
         if rank is not None:
             entry.rank = rank

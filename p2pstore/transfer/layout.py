@@ -445,12 +445,12 @@ def decode_trailer(packed: bytes | memoryview) -> TrailerBody | None:
 
 def trailer_offset(length: int) -> int:
     """Where the trailer begins, from the start of its extent."""
-    return round_up(length, 8)
+    return (length + 7) & ~7
 
 
 def extent_bytes(length: int, trailer_length: int) -> int:
     """What an object occupies: payload, padding and trailer in whole granules."""
-    return round_up(trailer_offset(length) + trailer_length, GRANULE_BYTES)
+    return (((length + 7) & ~7) + trailer_length + GRANULE_BYTES - 1) & -GRANULE_BYTES
 
 
 def slot_matches(slot: Slot, digest: bytes, geometry: Geometry) -> bool:

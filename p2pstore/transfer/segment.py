@@ -62,6 +62,7 @@ from p2pstore.transfer.layout import (
     extent_bytes,
     round_up,
     trailer_matches,
+    trailer_offset,
 )
 from p2pstore.transfer.loans import Loan, Loans
 from p2pstore.transfer.most_read import MostRead
@@ -440,7 +441,7 @@ class Segment:
         """Make a filled reservation the object of its key, in place of an older one."""
         existing = self._entries.get(entry.digest)
         self._reservations.end(reservation)
-        extent = reservation.offset - self.geometry.data_offset
+        extent = entry.offset - self.geometry.data_offset
         if entry.extent_bytes < reservation.capacity:
             self._areas.shrink(extent, entry.extent_bytes)
         entry.group = self._areas.at(extent).group_of(entry.namespace)
@@ -454,8 +455,10 @@ class Segment:
         self._listing.add(entry)
         before = self._entries.get(follows) if follows else None
         self._order.admit(entry, now, None if before is entry else before)
-        self._areas.count(entry, 1)
-        self._timers.set(entry)
+        if self._areas.uses:
+            self._areas.count(entry, 1)
+        if entry.expires_unix_ms or entry.pin_until:
+            self._timers.set(entry)
 
     def abort(self, number: int, *, holder: Hashable) -> None:
         """Give a reservation back, after the last write into it has ended."""
@@ -880,6 +883,7 @@ class Segment:
             _new_entry(
                 *(each.number, each.slot.offset, each.slot.digest, each.slot.version, each.trailer),
                 *(each.slot.length, each.slot.trailer_length),
+                extent_bytes(each.slot.length, each.slot.trailer_length),
                 *(bool(each.slot.flags & SLOT_FLAG_SOFT), now),
             )
             for each in kept.objects
@@ -1213,6 +1217,13 @@ def _filled(
 ) -> tuple[ObjectEntry, bytes]:
     """The object in a reservation, and its packed trailer. Raises `ValueError` when they exceed what was reserved."""
     packed = encode_trailer(trailer)
+    end = trailer_offset(length) + len(packed)
+    if not 0 <= length <= reservation.length or end > reservation.capacity:
+        raise ValueError(
+            f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {reservation.number}"
+        )
+    # Room for a time to live that a later put may give the object.
+    size = min(round_up(end + EXPIRY_BYTES, GRANULE_BYTES), reservation.capacity)
     entry = _new_entry(
         reservation.slot,
         reservation.offset,
@@ -1221,16 +1232,10 @@ def _filled(
         trailer,
         length,
         len(packed),
+        size,
         soft,
         now,
     )
-    if not 0 <= length <= reservation.length or entry.extent_bytes > reservation.capacity:
-        raise ValueError(
-            f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {reservation.number}"
-        )
-    # Room for a time to live that a later put may give the object.
-    roomy = extent_bytes(length, len(packed) + EXPIRY_BYTES)
-    entry.extent_bytes = min(roomy, reservation.capacity)
     return entry, packed
 
 
@@ -1242,6 +1247,7 @@ def _new_entry(
     trailer: TrailerBody,
     length: int,
     trailer_length: int,
+    size: int,
     soft: bool,
     now: float,
 ) -> ObjectEntry:
@@ -1253,7 +1259,7 @@ def _new_entry(
         offset,
         length,
         trailer_length,
-        extent_bytes(length, trailer_length),
+        size,
         trailer.namespace,
         trailer.key,
         trailer.expires_unix_ms,

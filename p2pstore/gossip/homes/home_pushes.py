@@ -118,7 +118,7 @@ class HomePushes:
         for operation in operations:
             sequence += 1
             partition = partition_of(operation)
-            number = self.sets.note(operation)
+            number = self.sets.note(partition, operation)
             homes = self.table.homes[partition]
             if partition in self._former:
                 homes += self._former[partition]
