@@ -95,18 +95,18 @@ class PutBatch:
             await self._put_alone(row)
 
     async def _put_windows(self) -> None:
-        """Two windows have room at a time, and the one before them is being published."""
+        """Two windows are being published at most while a third one is written."""
         first = [row for window in self._windows[:2] for row in window]
         self._grant(first, await self._writer.reserve(first))
         for number, window in enumerate(self._windows):
+            while any(sent.next_rows is window for sent in self._sent):
+                await self._take_answer()
             rows, items = await self._fill(window)
             after = self._windows[number + 2 : number + 3]
             next_rows = after[0] if after else ()
             if items or next_rows:
                 request = await self._writer.commit_ahead(items, next_rows)
                 self._sent.append(_Sent(rows, next_rows, request))
-            if len(self._sent) > 1:
-                await self._take_answer()
         while self._sent:
             await self._take_answer()
 

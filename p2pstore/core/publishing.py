@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Final
 from p2pstore.core.describe import location_of
 from p2pstore.core.put import PutEnd, check_put, trailer_of
 from p2pstore.errors import P2PStoreError
+from p2pstore.gossip.records import writer_of
 from p2pstore.local.messages import PutStatus
-from p2pstore.objects import MAX_OBJECT_BYTES, Version, root_checksum
+from p2pstore.objects import MAX_OBJECT_BYTES, Version, are_sums_of
 from p2pstore.put_facts import PutFacts
 from p2pstore.transfer.entries import ObjectEntry, Written
 
@@ -42,10 +43,10 @@ def publish_new(
     except ValueError:  # one of them is no key
         return ends
     new = _new_keys(core, digests, now)
-    version = core.new_version(0, now)
-    clock, writer, _ = version
     floors, name = core.gossip.cluster_records.floors, core.namespace_digest(namespace)
     unix = core.unix(now)
+    clock, writer = core.clock.tick(unix), writer_of(core.peer_id)
+    version = Version(clock, writer)
     rows: list[Written] = []
     taken: list[int] = []
     for place, digest in zip(places, digests, strict=True):
@@ -78,7 +79,7 @@ def _is_plain(facts: PutFacts) -> bool:
             return False
     if not 0 <= facts.length <= MAX_OBJECT_BYTES:
         return False
-    return root_checksum(facts.length, facts.sums) == facts.root
+    return are_sums_of(facts.sums, facts.length, facts.root)
 
 
 def _may_publish(core: PeerCore, now: float) -> bool:

@@ -336,7 +336,7 @@ class Tails(Behaviour):
         for each in holdings:
             record = decode_location(each.record)
             version = Version(self.clock(), record.version.writer)
-            packed = msgspec_replace(record, version=version).encode()
+            packed = msgspec.structs.replace(record, version=version).encode()
             forged.append(data.Holding(each.member, each.incarnation, FAR, packed))
         return forged
 
@@ -347,13 +347,6 @@ class Tails(Behaviour):
             version = Version(self.clock(), entry.version.writer)
             locations.append(Location(member, incarnation, FAR, location_of(entry, version)))
         return pack_hot(locations)
-
-
-def msgspec_replace(record: LocationRecord, *, version: Version) -> LocationRecord:
-    """The record of another version."""
-    return LocationRecord(
-        record.digest, version, record.slot, record.size_units, record.tier, record.soft
-    )
 
 
 class Snapshots(Behaviour):

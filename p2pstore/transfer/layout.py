@@ -24,7 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from p2pstore.errors import ProtocolError
-from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_count, root_checksum
+from p2pstore.objects import CHUNK_BYTES, MIB, Version, are_sums_of
 from p2pstore.wire import Message, decode_body
 
 SEGMENT_MAGIC: Final = b"P2PSSEG\0"
@@ -465,7 +465,4 @@ def slot_matches(slot: Slot, digest: bytes, geometry: Geometry) -> bool:
 
 def trailer_matches(trailer: TrailerBody, slot: Slot) -> bool:
     """Whether the chunk sums are those that the slot's root was made from."""
-    return (
-        len(trailer.sums) == 8 * chunk_count(slot.length)
-        and root_checksum(slot.length, trailer.sums) == slot.version.root
-    )
+    return are_sums_of(trailer.sums, slot.length, slot.version.root)

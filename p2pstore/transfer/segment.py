@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
-from p2pstore.objects import DIGEST_BYTES, Version, format_bytes, root_checksum
+from p2pstore.objects import DIGEST_BYTES, Version, are_sums_of, format_bytes
 from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer.areas import Areas, Places, QuotaUse
 from p2pstore.transfer.entries import (
@@ -398,7 +398,7 @@ class Segment:
         the chunk sums do not give the version's root, or when length or trailer exceed what was
         reserved. Whether `digest` is that of the trailer's key is for the caller to know.
         """
-        if root_checksum(length, trailer.sums) != version.root:
+        if not are_sums_of(trailer.sums, length, version.root):
             raise ValueError("the chunk sums do not give the version's root checksum")
         self._check_open()
         reservation = self._reservations.get(number, holder)
