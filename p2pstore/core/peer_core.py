@@ -72,12 +72,11 @@ from p2pstore.objects import (
     namespace_digest,
 )
 from p2pstore.stepping import Steps
-from p2pstore.transfer.entries import QuickCopy, Reservation, SmallObjectsLent
+from p2pstore.transfer.entries import QuickCopy, Reservation, SmallObjectsLent, Written
 from p2pstore.transfer.layout import (
     MAX_TRAILER_BYTES,
     Pin,
     SlotState,
-    TrailerBody,
 )
 from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.messages import (
@@ -810,36 +809,16 @@ class PeerCore:
             )
             self.segment.abort(room.number, holder=holder)
 
-    def publish(
-        self,
-        reservation: int,
-        holder: Hashable,
-        digest: bytes,
-        version: Version,
-        trailer: TrailerBody,
-        length: int,
-        soft: bool,
-        now: float,
-        follows: bytes = b"",
-    ) -> ObjectEntry:
+    def publish(self, written: Written, *, holder: Hashable, soft: bool, now: float) -> ObjectEntry:
         """Make a filled reservation an object, and announce it.
 
         Raises `NoSuchKey` when a floor forbids the version (the key was removed meanwhile).
         """
+        digest, version, trailer = written.digest, written.version, written.trailer
         namespace = self.namespace_digest(trailer.namespace)
         if self.gossip.cluster_records.floors.forbids(digest, namespace, version):
             raise NoSuchKey("the object was removed, or replaced by a newer version, meanwhile")
-        entry = self.segment.commit(
-            reservation,
-            holder=holder,
-            digest=digest,
-            version=version,
-            trailer=trailer,
-            length=length,
-            soft=soft,
-            now=self.unix(now),
-            follows=follows,
-        )
+        entry = self.segment.commit(written, holder=holder, soft=soft, now=self.unix(now))
         self.cold.came_to_memory(entry)
         self.announce_withdrawn(now)
         self.announce(entry, now)

@@ -35,7 +35,7 @@ from p2pstore.objects import (
     root_checksum,
 )
 from p2pstore.put_facts import PutFacts
-from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.transfer.entries import ObjectEntry, Written
 from p2pstore.transfer.layout import SlotState, TrailerBody, decode_slot, decode_trailer
 from p2pstore.transfer.messages import (
     CheckCopy,
@@ -390,15 +390,13 @@ class PutOperation(Operation):
             trailer = msgspec.structs.replace(trailer, expires_unix_ms=expires_unix_ms)
         try:
             entry = self.core.publish(
-                facts.reservation,
-                self._holder,
-                self.digest,
-                version,
-                trailer,
-                facts.length,
-                soft,
-                now,
-                facts.follows,
+                Written(
+                    *(facts.reservation, self.digest, version, trailer),
+                    *(facts.length, facts.follows),
+                ),
+                holder=self._holder,
+                soft=soft,
+                now=now,
             )
         except (P2PStoreError, ValueError) as error:
             self._give_up(error, now)

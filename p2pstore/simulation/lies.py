@@ -55,6 +55,7 @@ from p2pstore.simulation.peer import NAMESPACE, SimulatedPeer
 from p2pstore.simulation.signer import SimulatedSigner
 from p2pstore.simulation.transport import SMALL_BYTES
 from p2pstore.transfer import messages as data
+from p2pstore.transfer.entries import Written
 from p2pstore.transfer.layout import (
     TrailerBody,
     decode_slot,
@@ -241,7 +242,10 @@ class Poison(Behaviour):
         core.segment.reservation_view(room.number, holder="liar")[: len(value)] = value
         try:
             entry = core.publish(
-                room.number, "liar", digest, version, trailer, len(value), False, self.now
+                Written(room.number, digest, version, trailer, len(value)),
+                holder="liar",
+                soft=False,
+                now=self.now,
             )
         except P2PStoreError:
             core.segment.abort(room.number, holder="liar")

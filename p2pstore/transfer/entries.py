@@ -136,7 +136,7 @@ class Written(NamedTuple):
     version: Version
     trailer: TrailerBody
     length: int
-    follows: bytes
+    follows: bytes = b""
 
 
 class Reservation(msgspec.Struct, frozen=True):

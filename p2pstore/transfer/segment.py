@@ -376,33 +376,21 @@ class Segment:
         end = reservation.offset + round_up(reservation.length, GRANULE_BYTES)
         return self._buffer[reservation.offset : end]
 
-    def commit(
-        self,
-        number: int,
-        *,
-        holder: Hashable,
-        digest: bytes,
-        version: Version,
-        trailer: TrailerBody,
-        length: int,
-        soft: bool,
-        now: float,
-        follows: bytes = b"",
-    ) -> ObjectEntry:
-        """Publish what was written into a reservation; what `length` leaves over is given back.
-        `follows` is the digest of the block before it in a chain of prefix blocks, where one is known.
+    def commit(self, written: Written, *, holder: Hashable, soft: bool, now: float) -> ObjectEntry:
+        """Publish what was written into a reservation; what its length leaves over is given back.
 
         An older version of the same digest is withdrawn. Against a version that is not older the
         commit loses: the reservation ends and the existing entry is returned (which stops being a
         soft replica if the loser was none). Raises `ValueError`, and the reservation stays, when
         the chunk sums do not give the version's root, or when length or trailer exceed what was
-        reserved. Whether `digest` is that of the trailer's key is for the caller to know.
+        reserved. Whether the digest is that of the trailer's key is for the caller to know.
         """
+        number, digest, version, trailer, length, follows = written
         if not are_sums_of(trailer.sums, length, version.root):
             raise ValueError("the chunk sums do not give the version's root checksum")
         self._check_open()
         reservation = self._reservations.get(number, holder)
-        entry, packed = _filled(reservation, digest, version, trailer, length, soft, now)
+        entry, packed = _filled(reservation, written, soft, now)
         existing = self._entries.get(digest)
         if existing is not None and existing.version >= version and not existing.expired(now):
             self.abort(number, holder=holder)
@@ -421,12 +409,12 @@ class Segment:
         of one that does not fit its reservation, which stays: `commit` says why."""
         self._check_open()
         published: list[ObjectEntry | None] = []
-        for number, digest, version, trailer, length, follows in written:
+        for each in written:
             entry = None
             with suppress(ValueError):
-                reservation = self._reservations.get(number, holder)
-                entry, packed = _filled(reservation, digest, version, trailer, length, False, now)
-                self._publish(reservation, entry, packed, follows, now)
+                reservation = self._reservations.get(each.reservation, holder)
+                entry, packed = _filled(reservation, each, False, now)
+                self._publish(reservation, entry, packed, each.follows, now)
             published.append(entry)
         return published
 
@@ -1207,35 +1195,20 @@ def _groups_of(places: Places) -> tuple[int, ...]:
 
 
 def _filled(
-    reservation: Reservation,
-    digest: bytes,
-    version: Version,
-    trailer: TrailerBody,
-    length: int,
-    soft: bool,
-    now: float,
+    reservation: Reservation, written: Written, soft: bool, now: float
 ) -> tuple[ObjectEntry, bytes]:
     """The object in a reservation, and its packed trailer. Raises `ValueError` when they exceed what was reserved."""
+    number, digest, version, trailer, length, _ = written
     packed = encode_trailer(trailer)
     end = trailer_offset(length) + len(packed)
     if not 0 <= length <= reservation.length or end > reservation.capacity:
         raise ValueError(
-            f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {reservation.number}"
+            f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {number}"
         )
     # Room for a time to live that a later put may give the object.
     size = min(round_up(end + EXPIRY_BYTES, GRANULE_BYTES), reservation.capacity)
-    entry = _new_entry(
-        reservation.slot,
-        reservation.offset,
-        digest,
-        version,
-        trailer,
-        length,
-        len(packed),
-        size,
-        soft,
-        now,
-    )
+    place = reservation.slot, reservation.offset
+    entry = _new_entry(*place, digest, version, trailer, length, len(packed), size, soft, now)
     return entry, packed
 
 

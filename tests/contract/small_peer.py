@@ -28,6 +28,7 @@ from p2pstore.local.messages import LocalKind
 from p2pstore.local.server import LocalClient, serve_local
 from p2pstore.objects import DIGEST_BYTES, MIB, Version, key_digest
 from p2pstore.put_facts import PutFacts
+from p2pstore.transfer.entries import Written
 from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES
 from p2pstore.transfer.layout import Pin, TrailerBody, plan_geometry
 from p2pstore.transfer.memory import SharedMemory, create_memory, create_page
@@ -158,12 +159,10 @@ class SmallBackend:
             item.shape,
         )
         self.segment.commit(
-            item.reservation,
+            Written(
+                item.reservation, digest, Version(self._clock, 7, item.root), trailer, item.length
+            ),
             holder=client.holder,
-            digest=digest,
-            version=Version(self._clock, 7, item.root),
-            trailer=trailer,
-            length=item.length,
             soft=False,
             now=time.time(),
         )
