@@ -261,6 +261,11 @@ def root_checksum(length: int, sums: bytes) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<Q", length) + sums)
 
 
+def are_sums_of(sums: bytes, length: int, root: int) -> bool:
+    """Whether these are the sums of all chunks of a value of that length, and give its root."""
+    return len(sums) == 8 * chunk_count(length) and root_checksum(length, sums) == root
+
+
 def check_object_length(length: int) -> None:
     """Raise `ObjectTooLarge` for what no peer can store."""
     if length > MAX_OBJECT_BYTES:

@@ -22,24 +22,17 @@ AHEAD_MAX_BYTES: Final = MIB
 AHEAD_SHARE: Final = 256
 """A reservation made ahead takes at most this fraction of the peer's memory."""
 MAX_AHEAD: Final = 4
-GROUP_ITEMS: Final = MOST_ITEMS[LocalKind.COMMIT]
-GROUP_BYTES: Final = 64 * MIB
+WINDOW_ITEMS: Final = MOST_ITEMS[LocalKind.COMMIT]
+WINDOW_BYTES: Final = 16 * MIB
 
 _TRAILER_FIXED_BYTES: Final = 96
 """Prefix, msgpack headers and numbers of a trailer, generously."""
 
 
-def trailer_bound(key: bytes, namespace: bytes, length: int, dtype: str, rank: int) -> int:
-    """Enough room for the trailer of such an object; a multiple of 64, so that puts of values of
-    one size ask for the same whatever their keys."""
-    needed = (
-        _TRAILER_FIXED_BYTES
-        + len(key)
-        + len(namespace)
-        + 8 * chunk_count(length)
-        + len(dtype)
-        + 9 * rank
-    )
+def trailer_bound(named_bytes: int, length: int, dtype: str, rank: int) -> int:
+    """Enough room for the trailer of such an object, whose key and namespace have so many bytes together; a multiple
+    of 64, so that puts of values of one size ask for the same whatever their keys."""
+    needed = _TRAILER_FIXED_BYTES + named_bytes + 8 * chunk_count(length) + len(dtype) + 9 * rank
     return -(-needed // 64) * 64
 
 
@@ -95,14 +88,13 @@ def _copy_part(target: memoryview, source: Source, start: int) -> bytes:
     return source.copy_and_sum(target, start)
 
 
-def groups(sizes: Sequence[int]) -> list[range]:
-    """Cut a batch into runs of at most 1,024 items and 64 MiB (or one item): what is reserved at
-    one time cannot be evicted, so a batch larger than the memory must not be reserved as a
-    whole."""
+def windows(sizes: Sequence[int]) -> list[range]:
+    """Cut a batch into runs of at most 64 items and 16 MiB (or one item): what is reserved at one time cannot be
+    evicted, and while the peer publishes one run the next is written."""
     cuts: list[range] = []
     start = total = 0
     for index, size in enumerate(sizes):
-        if index > start and (total + size > GROUP_BYTES or index - start >= GROUP_ITEMS):
+        if index > start and (total + size > WINDOW_BYTES or index - start >= WINDOW_ITEMS):
             cuts.append(range(start, index))
             start, total = index, 0
         total += size

@@ -6,28 +6,28 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from p2pstore.client import answers, arguments
-from p2pstore.client.device_memory import GpuCopyFailed
 from p2pstore.client.elsewhere import ElsewhereWriter
 from p2pstore.client.fetch import deadline_ms
 from p2pstore.client.gathered import Source, value_of
 from p2pstore.client.link import PeerLink
 from p2pstore.client.prefix_chains import PrefixChains
-from p2pstore.client.puts import fill, groups, trailer_bound
+from p2pstore.client.put_batches import PutBatch, PutRow
+from p2pstore.client.puts import fill, trailer_bound
 from p2pstore.errors import (
     CapacityExceeded,
     ObjectTooLarge,
     P2PStoreError,
-    StoreClosed,
 )
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
+from p2pstore.local.requests import RequestAhead
 from p2pstore.objects import (
     check_object_length,
-    encode_key,
     encode_namespace,
-    key_digest,
+    key_hasher,
     root_checksum,
 )
+from p2pstore.put_facts import PutFacts
 from p2pstore.results import Buffer, ItemResult, OnConflict, PutResult
 from p2pstore.transfer.trace import Progress
 from p2pstore.wire import Code
@@ -42,7 +42,7 @@ _NO_MEMORY: Final = local.ItemError(
 )
 
 PutOptions = dict[str, Any]
-"""Fields of a `CommitItem` that are the caller's choice."""
+"""Fields of a `PutFacts` that are the caller's choice."""
 
 
 def put_options(
@@ -58,6 +58,31 @@ def put_options(
     }
 
 
+class _RowWriter:
+    """Writes the values of one batch, which all have the same options."""
+
+    def __init__(self, writer: Writer, options: PutOptions) -> None:
+        self._writer = writer
+        self._options = options
+
+    async def reserve(self, rows: Sequence[PutRow]) -> list[local.Reservation]:
+        return await self._writer.reserve(self._rooms_for(rows))
+
+    async def fill(self, row: PutRow, reservation: local.Reservation) -> PutFacts:
+        return await self._writer.fill(row, reservation, self._options)
+
+    async def commit_ahead(
+        self, items: list[PutFacts], next_rows: Sequence[PutRow]
+    ) -> RequestAhead[local.Committed]:
+        return await self._writer.commit_ahead(items, self._rooms_for(next_rows))
+
+    async def put_alone(self, row: PutRow) -> PutResult:
+        return await self._writer.put(row.key, row.source, self._options, follows=row.follows)
+
+    def _rooms_for(self, rows: Sequence[PutRow]) -> list[local.ReserveItem]:
+        return [self._writer.room_for(row, self._options) for row in rows]
+
+
 class Writer:
     """Puts into one namespace over one link. A put that ends early, by an error or by cancellation,
     gives its room back."""
@@ -66,6 +91,8 @@ class Writer:
         self._link = link
         self._namespace = namespace
         self._chains = chains
+        self._digest = key_hasher(namespace)
+        self._namespace_bytes = len(encode_namespace(namespace))
         self._elsewhere = ElsewhereWriter(link, namespace)
         self._peer_has_memory = any(reader.geometry.data_bytes for reader in link.readers)
 
@@ -85,7 +112,10 @@ class Writer:
         when the local one has no room. `follows` is the digest of the block before it (empty: none); None for what
         `match_prefix` was asked about."""
         link = self._link
-        item = self._reserve_item(key, source, options)
+        if follows is None:
+            follows = self._chains.before(self._digest(key))
+        row = PutRow(0, key, source, follows)
+        item = self.room_for(row, options)
         try:
             reservation = await self._room_for(key, item)
         except (CapacityExceeded, ObjectTooLarge) as refusal:
@@ -95,9 +125,7 @@ class Writer:
                 whole = await link.driver.run_in_thread(whole.joined)
             return await self._elsewhere.put(key, whole, options, refusal, seconds, progress)
         try:
-            if follows is None:
-                follows = self._chains.before(key_digest(key, self._namespace))
-            commit = await self._fill(key, source, reservation, options, follows, progress)
+            commit = await self.fill(row, reservation, options, progress)
             again = link.ahead.wanted(item)
             reply = await self._commit([commit], again)
             self._keep(again, reply)
@@ -114,9 +142,9 @@ class Writer:
             return reservation
         if link.ahead.held:
             link.abort(link.ahead.drop_others(item))
-        reservation = (await self._reserve([item]))[0]
+        reservation = (await self.reserve([item]))[0]
         if reservation.error.code == Code.CAPACITY_EXCEEDED and link.make_room():
-            reservation = (await self._reserve([item]))[0]
+            reservation = (await self.reserve([item]))[0]
         answers.raise_for(key, reservation.error)
         return reservation
 
@@ -126,127 +154,39 @@ class Writer:
         """Store many values; one result per item. Each follows the one before it, as far as eviction is concerned:
         a batch is a chain of prefix blocks, or it does not matter which of it goes first."""
         results: list[ItemResult] = [ItemResult(key) for key, _ in items]
-        sources: dict[int, Source] = {}
-        for index, (key, value) in enumerate(items):
+        rows: list[PutRow] = []
+        before: bytes | None = None
+        for place, (key, value) in enumerate(items):
             try:
-                encode_key(key)
+                digest = self._digest(key)
                 source = value_of(value)
                 check_object_length(len(source))
             except (P2PStoreError, ValueError, TypeError) as error:
-                results[index] = ItemResult(key, error=answers.plain_error(error))
-            else:
-                sources[index] = source
-        good = list(sources)
-        follows = self._chain([items[index][0] for index in good])
-        if len(items) == 1 and good:  # one round trip, where room was reserved by the put before
-            await self._put_alone(0, sources[0], follows[0], options, results)
-            return results
-        for group in groups([len(source) for source in sources.values()]):
-            some = {good[position]: sources[good[position]] for position in group}
-            before = {good[position]: follows[position] for position in group}
-            await self._put_group(some, before, options, results)
+                results[place] = ItemResult(key, error=answers.plain_error(error))
+                continue
+            if before is None:  # the first one follows what it was missing behind
+                before = self._chains.before(digest)
+            rows.append(PutRow(place, key, source, before))
+            before = digest
+        batch = PutBatch(self._link, _RowWriter(self, options), rows, results)
+        await (batch.put() if len(rows) > 1 else batch.put_alone())
         return results
 
-    def _chain(self, keys: Sequence[str]) -> list[bytes]:
-        """What each block of a batch follows: the one before it, and the first what it was missing behind."""
-        digests = [key_digest(key, self._namespace) for key in keys]
-        return [self._chains.before(digest) for digest in digests[:1]] + digests[:-1]
-
-    async def _put_group(
-        self,
-        sources: dict[int, Source],
-        follows: dict[int, bytes],
-        options: PutOptions,
-        results: list[ItemResult],
-    ) -> None:
-        """Put what one pair of requests can, then the others one by one: what the group reserved may have
-        been in their way. `results` has the keys and gets the results."""
-        keys = {index: results[index].key for index in sources}
-        reserved = await self._reserve(
-            [self._reserve_item(keys[index], sources[index], options) for index in sources]
-        )
-        reservations: dict[int, local.Reservation] = {}
-        alone: list[int] = []
-        for index, reservation in zip(sources, reserved, strict=True):
-            if reservation.error.code in (Code.CAPACITY_EXCEEDED, Code.OBJECT_TOO_LARGE):
-                alone.append(index)
-            elif reservation.error.code:
-                error = answers.error_in(keys[index], reservation.error)
-                results[index] = ItemResult(keys[index], error=error)
-            else:
-                reservations[index] = reservation
-        if reservations:
-            await self._put_reserved(sources, follows, reservations, options, results)
-        for index in alone:
-            await self._put_alone(index, sources[index], follows[index], options, results)
-
-    async def _put_alone(
-        self,
-        index: int,
-        source: Source,
-        follows: bytes,
-        options: PutOptions,
-        results: list[ItemResult],
-    ) -> None:
-        key = results[index].key
-        try:
-            result = await self.put(key, source, options, follows=follows)
-        except StoreClosed:  # the local peer is gone: not this value's fault
-            raise
-        except (P2PStoreError, ValueError) as problem:
-            results[index] = ItemResult(key, error=answers.plain_error(problem))
-        else:
-            results[index] = ItemResult(key, result)
-
-    async def _put_reserved(
-        self,
-        sources: dict[int, Source],
-        follows: dict[int, bytes],
-        reservations: dict[int, local.Reservation],
-        options: PutOptions,
-        results: list[ItemResult],
-    ) -> None:
-        """Fill what was reserved, and commit it as one."""
-        keys = {index: results[index].key for index in reservations}
-        commits: dict[int, local.CommitItem] = {}
-        try:
-            for index, reservation in reservations.items():
-                try:
-                    commits[index] = await self._fill(
-                        keys[index], sources[index], reservation, options, follows[index]
-                    )
-                except GpuCopyFailed as error:
-                    self._link.abort([reservation.reservation])
-                    results[index] = ItemResult(keys[index], error=answers.plain_error(error))
-            if not commits:
-                return
-            reply = await self._commit(list(commits.values()), [])
-        except BaseException:
-            self._link.abort(_numbers(reservations.values()))
-            raise
-        for index, outcome in zip(commits, reply.items, strict=True):
-            try:
-                result = answers.put_result(keys[index], outcome, self._link.connection.hello.name)
-            except (P2PStoreError, ValueError) as error:
-                self._link.abort([reservations[index].reservation])
-                results[index] = ItemResult(keys[index], error=answers.plain_error(error))
-            else:
-                results[index] = ItemResult(keys[index], result)
-
-    def _reserve_item(self, key: str, source: Source, options: PutOptions) -> local.ReserveItem:
-        check_object_length(len(source))
+    def room_for(self, row: PutRow, options: PutOptions) -> local.ReserveItem:
+        """The room that a value needs."""
+        check_object_length(len(row.source))
         return local.ReserveItem(
-            len(source),
+            len(row.source),
             trailer_bound(
-                encode_key(key),
-                encode_namespace(self._namespace),
-                len(source),
+                len(row.key.encode()) + self._namespace_bytes,
+                len(row.source),
                 options.get("dtype", ""),
                 len(options.get("shape", ())),
             ),
         )
 
-    async def _reserve(self, items: list[local.ReserveItem]) -> list[local.Reservation]:
+    async def reserve(self, items: list[local.ReserveItem]) -> list[local.Reservation]:
+        """Room for each, or why there is none."""
         if not self._peer_has_memory:  # its mapping tells, so it need not be asked
             return [local.Reservation(0, 0, 0, 0, _NO_MEMORY)] * len(items)
         reply = await self._link.request(
@@ -259,33 +199,49 @@ class Writer:
             raise P2PStoreError("the local peer reserved room for another number of values")
         return reply.items
 
-    async def _fill(
+    async def fill(
         self,
-        key: str,
-        source: Source,
+        row: PutRow,
         reservation: local.Reservation,
         options: PutOptions,
-        follows: bytes,
         progress: Progress | None = None,
-    ) -> local.CommitItem:
+    ) -> PutFacts:
+        """Copy a value there, and sum it. Raises `GpuCopyFailed`."""
+        length = len(row.source)
         segment = self._link.connection.segment(reservation.segment)
-        target = segment[reservation.offset : reservation.offset + len(source)]
+        target = segment[reservation.offset : reservation.offset + length]
         # Closed by another task or thread, the peer gives this room to somebody else.
         check = self._link.connection.check_usable
-        sums = await fill(self._link.driver, target, source, check, progress)
-        root = root_checksum(len(source), sums)
-        return local.CommitItem(
-            reservation.reservation, key, len(source), sums, root, **options, follows=follows
+        sums = await fill(self._link.driver, target, row.source, check, progress)
+        root = root_checksum(length, sums)
+        return PutFacts(
+            reservation.reservation, row.key, length, sums, root, **options, follows=row.follows
+        )
+
+    async def commit_ahead(
+        self, items: list[PutFacts], rooms: list[local.ReserveItem]
+    ) -> RequestAhead[local.Committed]:
+        """Have these published, and reserve rooms for values at hand. The answer is received later."""
+        link = self._link
+        commit = local.Commit(
+            *(self._namespace, items, deadline_ms(link.timeout_seconds), rooms), at_hand=True
+        )
+        return await link.ask_ahead(
+            LocalKind.COMMIT,
+            commit,
+            local.Committed,
+            extra_seconds=_commit_seconds(items),
+            on_late_reply=lambda late: link.abort(_numbers(late.again)),
         )
 
     async def _commit(
-        self, items: list[local.CommitItem], again: list[local.ReserveItem]
+        self, items: list[PutFacts], again: list[local.ReserveItem]
     ) -> local.Committed:
         reply = await self._link.request(
             LocalKind.COMMIT,
             local.Commit(self._namespace, items, deadline_ms(self._link.timeout_seconds), again),
             local.Committed,
-            extra_seconds=sum(_replication_seconds(item.length, item.replicas) for item in items),
+            extra_seconds=_commit_seconds(items),
             on_late_reply=lambda late: self._link.abort(_numbers(late.again)),
         )
         if len(reply.items) != len(items):
@@ -295,6 +251,11 @@ class Writer:
     def _keep(self, again: list[local.ReserveItem], reply: local.Committed) -> None:
         if again:
             self._link.abort(self._link.ahead.granted(again[0], reply.again))
+
+
+def _commit_seconds(items: Iterable[PutFacts]) -> float:
+    """What publishing these may take, on top of the usual."""
+    return sum(_replication_seconds(item.length, item.replicas) for item in items)
 
 
 def _replication_seconds(length: int, replicas: int) -> float:

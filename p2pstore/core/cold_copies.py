@@ -172,31 +172,44 @@ class ColdCopies:
 
     # --- what memory does --------------------------------------------------------------------
 
-    def left_memory(self, entry: ObjectEntry, now: float) -> None:
-        """Memory gave an object up: it was evicted, expired or replaced. Say where it is now, if anywhere."""
+    def left_memory(self, entries: Iterable[ObjectEntry], now: float) -> None:
+        """Memory gave objects up: they were evicted, expired or replaced. Say where they are now, if anywhere."""
         core = self._core
-        cold = self.find_only_here(entry.digest, now) if entry.on_ssd else None
-        if cold is not None and cold.version == entry.version:
-            self._set_care(cold, entry.pin, entry.replicas, entry.soft, now)
-            core.counters["objects_left_to_ssd"] += 1
-        else:
-            core.gossip.release(entry.digest, entry.version, now)
+        gone: dict[bytes, ObjectEntry] = {}
+        for entry in entries:
+            cold = self.find_only_here(entry.digest, now) if entry.on_ssd else None
+            if cold is not None and cold.version == entry.version:
+                self._set_care(cold, entry.pin, entry.replicas, entry.soft, now)
+                core.counters["objects_left_to_ssd"] += 1
+                continue
             core.counters["objects_withdrawn"] += 1
-            self._count_gone(entry, now)
+            if entry.digest in gone:  # an older version of the same key
+                self._gone(list(gone.values()), now)
+                gone.clear()
+            gone[entry.digest] = entry
+        self._gone(list(gone.values()), now)
 
-    def _count_gone(self, gone: ObjectEntry | ColdEntry, now: float) -> None:
-        """Count what this peer just gave up by what that costs."""
-        why = self._why_gone(gone, now)
-        self._core.counters[f"gone_{why}"] += 1
-        self._core.counters["last_copies_dropped"] += why is Gone.LAST_COPY
+    def _gone(self, entries: Sequence[ObjectEntry | ColdEntry], now: float) -> None:
+        """This peer has these no longer. Count them by what that costs."""
+        if not entries:
+            return
+        core, counters = self._core, self._core.counters
+        core.gossip.release_many([(entry.digest, entry.version) for entry in entries], now)
+        mentioned = core.gossip.locations.mentioned({entry.digest for entry in entries})
+        for entry in entries:
+            why = self._why_gone(entry, entry.digest in mentioned, now)
+            counters[f"gone_{why}"] += 1
+            counters["last_copies_dropped"] += why is Gone.LAST_COPY
 
-    def _why_gone(self, gone: ObjectEntry | ColdEntry, now: float) -> Gone:
+    def _why_gone(self, gone: ObjectEntry | ColdEntry, mentioned: bool, now: float) -> Gone:
         core = self._core
         if 0 < gone.expires_unix_ms <= core.unix(now) * 1000:
             return Gone.EXPIRED
         if gone.digest in core.segment.digests():
             return Gone.REPLACED
-        if all(each.hidden or each.hearsay for each in core.gossip.holders(gone.digest, now)):
+        if not mentioned or all(
+            each.hidden or each.hearsay for each in core.gossip.holders(gone.digest, now)
+        ):
             return Gone.LAST_COPY
         return Gone.SOFT_COPY if gone.soft else Gone.COPY_ELSEWHERE
 
@@ -268,8 +281,7 @@ class ColdCopies:
         for cold in entries:
             entry = core.segment.find(cold.digest, core.unix(now))
             if entry is None:
-                core.gossip.release(cold.digest, cold.version, now)
-                self._count_gone(cold, now)
+                self._gone([cold], now)
             elif entry.version == cold.version:
                 core.segment.set_on_ssd(entry, False)
 

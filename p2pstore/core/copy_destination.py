@@ -10,6 +10,7 @@ from p2pstore.core.fetch import FetchOperation
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.version_proofs import MAX_PROOF_BYTES, read_proof
 from p2pstore.objects import key_digest, namespace_digest
+from p2pstore.transfer.entries import Written
 from p2pstore.transfer.layout import (
     EXPIRY_BYTES,
     MAX_TRAILER_BYTES,
@@ -138,14 +139,10 @@ class CopyDestination:
         core.gossip.directory.touch(slot.digest)  # a newer version may be known by now
         try:
             entry = core.publish(
-                number,
-                self._holder,
-                slot.digest,
-                slot.version,
-                trailer,
-                slot.length,
-                self._operation.soft,
-                now,
+                Written(number, slot.digest, slot.version, trailer, slot.length),
+                holder=self._holder,
+                soft=self._operation.soft,
+                now=now,
             )
         except NoSuchKey:
             core.segment.abort(number, holder=self._holder)

@@ -68,15 +68,15 @@ from p2pstore.objects import (
     HybridClock,
     Version,
     chunk_count,
+    key_hasher,
     namespace_digest,
 )
 from p2pstore.stepping import Steps
-from p2pstore.transfer.entries import QuickCopy, Reservation, SmallObjectsLent
+from p2pstore.transfer.entries import QuickCopy, Reservation, SmallObjectsLent, Written
 from p2pstore.transfer.layout import (
     MAX_TRAILER_BYTES,
     Pin,
     SlotState,
-    TrailerBody,
 )
 from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.messages import (
@@ -102,6 +102,7 @@ EXPIRE_INTERVAL_SECONDS: Final = 1.0
 TO_HOMES: Final = -1
 """In place of an operation's number: pushes to homes, which gossip asks for."""
 SUM_BYTES: Final = 8
+MAX_HASHERS: Final = 1_000
 USUAL_TRAILER_BYTES: Final = 2_048
 """Of a trailer without its chunk sums."""
 WORK_PER_STEP: Final = 12_000
@@ -148,6 +149,7 @@ class PeerCore:
         self.next_operation = 1
         self._next_expire = 0.0
         self._namespaces: dict[str, bytes] = {}
+        self._hashers: dict[str, Callable[[str], bytes]] = {}
         self._awaited: dict[bytes, set[int]] = {}
         self._late: dict[tuple[int, int], PeerId] = {}
         """Questions of operations that have ended. Each has an outcome, so none stays."""
@@ -225,11 +227,15 @@ class PeerCore:
             if not numbers:
                 self._awaited.pop(digest, None)
 
-    def _tell_waiting(self, digest: bytes, now: float) -> None:
-        for number in sorted(self._awaited.get(digest, ())):
-            operation = self._operations.get(number)
-            if operation is not None:
-                operation.heard_of(digest, now)
+    def tell_waiting(self, digests: Sequence[bytes], now: float) -> None:
+        """There is news of these keys."""
+        if not self._awaited:
+            return
+        for digest in digests:
+            for number in sorted(self._awaited.get(digest, ())):
+                operation = self._operations.get(number)
+                if operation is not None:
+                    operation.heard_of(digest, now)
 
     def cancel(self, operation: Operation, now: float) -> None:
         """Whoever waited for the operation does not any more. A shared fetch goes on for the others."""
@@ -606,7 +612,7 @@ class PeerCore:
         self.counters["copies_adopted"] += 1
         version = entry.version
         self._restamp(entry, Version(version.clock, writer_of(self.peer_id), version.root), now)
-        self.proofs.wrote(entry.digest)
+        self.proofs.wrote([entry.digest])
 
     def _restamp(self, entry: ObjectEntry, version: Version, now: float) -> None:
         old = entry.version
@@ -628,7 +634,7 @@ class PeerCore:
         holder. What others say of a holder gives up nothing.
         """
         for digest in self.gossip.directory.take_touched(self.keys_per_step):
-            self._tell_waiting(digest, now)
+            self.tell_waiting([digest], now)
             entry = self.segment.find(digest, self.unix(now))
             copies, doubtful = self.sorted_copies(digest, now)
             if entry is not None or self.cold.find(digest, now) is not None:
@@ -730,7 +736,7 @@ class PeerCore:
         self.counters["objects_spoilt"] += 1
         if self.segment.find(entry.digest, self.unix(now)) is entry:
             self.segment.remove(entry.digest)
-            self.cold.left_memory(entry, now)
+            self.cold.left_memory([entry], now)
 
     def namespace_digest(self, namespace: str) -> bytes:
         digest = self._namespaces.get(namespace)
@@ -739,6 +745,15 @@ class PeerCore:
                 self._namespaces.clear()
             digest = self._namespaces[namespace] = namespace_digest(namespace)
         return digest
+
+    def digests_of(self, namespace: str, keys: Sequence[str]) -> list[bytes]:
+        """The digests of keys. Raises `ValueError` for what is no key."""
+        hasher = self._hashers.get(namespace)
+        if hasher is None:
+            if len(self._hashers) > MAX_HASHERS:
+                self._hashers.clear()
+            hasher = self._hashers[namespace] = key_hasher(namespace)
+        return list(map(hasher, keys))
 
     def namespaces(self) -> Iterable[tuple[str, bytes]]:
         """Namespaces that were met here lately, with their digests."""
@@ -750,11 +765,22 @@ class PeerCore:
     # --- memory ------------------------------------------------------------------------------
 
     def reserve(
-        self, length: int, trailer_length: int, *, holder: Hashable, namespace: str, now: float
+        self,
+        length: int,
+        trailer_length: int,
+        *,
+        holder: Hashable,
+        namespace: str,
+        now: float,
+        alike: int = 1,
     ) -> Steps[Reservation]:
         """`Segment.reserve_in_steps`, which announces with each step what went for it."""
         steps = self.segment.reserve_in_steps(
-            length, trailer_length, holder=holder, now=self.unix(now), namespace=namespace
+            *(length, trailer_length),
+            holder=holder,
+            now=self.unix(now),
+            namespace=namespace,
+            alike=alike,
         )
         with closing(steps):
             try:
@@ -783,41 +809,21 @@ class PeerCore:
             )
             self.segment.abort(room.number, holder=holder)
 
-    def publish(
-        self,
-        reservation: int,
-        holder: Hashable,
-        digest: bytes,
-        version: Version,
-        trailer: TrailerBody,
-        length: int,
-        soft: bool,
-        now: float,
-        follows: bytes = b"",
-    ) -> ObjectEntry:
+    def publish(self, written: Written, *, holder: Hashable, soft: bool, now: float) -> ObjectEntry:
         """Make a filled reservation an object, and announce it.
 
         Raises `NoSuchKey` when a floor forbids the version (the key was removed meanwhile).
         """
+        digest, version, trailer = written.digest, written.version, written.trailer
         namespace = self.namespace_digest(trailer.namespace)
         if self.gossip.cluster_records.floors.forbids(digest, namespace, version):
             raise NoSuchKey("the object was removed, or replaced by a newer version, meanwhile")
-        entry = self.segment.commit(
-            reservation,
-            holder=holder,
-            digest=digest,
-            version=version,
-            trailer=trailer,
-            length=length,
-            soft=soft,
-            now=self.unix(now),
-            follows=follows,
-        )
+        entry = self.segment.commit(written, holder=holder, soft=soft, now=self.unix(now))
         self.cold.came_to_memory(entry)
         self.announce_withdrawn(now)
         self.announce(entry, now)
         if self.is_own(version):
-            self.proofs.wrote(digest)
+            self.proofs.wrote([digest])
         elif not trailer.proof:
             self.proofs.lacks(digest, now)
         self.counters["objects_published"] += 1
@@ -825,14 +831,13 @@ class PeerCore:
 
     def announce_withdrawn(self, now: float) -> None:
         """Say where that is now which the segment evicted, expired or replaced."""
-        for entry in self.segment.take_withdrawn():
-            self.cold.left_memory(entry, now)
+        self.cold.left_memory(self.segment.take_withdrawn(), now)
         self.write_back.memory_taken(now)
 
     def announce(self, entry: ObjectEntry, now: float) -> None:
         """Tell the others what this peer now says of an object it holds."""
         self.gossip.hold(location_of(entry), now)
-        self._tell_waiting(entry.digest, now)
+        self.tell_waiting([entry.digest], now)
 
     def strengthen(self, entry: ObjectEntry, pin: int, replicas: int, now: float) -> None:
         """A second put of the same bytes may pin more firmly and ask for more copies, never less."""

@@ -78,12 +78,14 @@ class VersionProofs:
 
     # --- this peer's own versions ------------------------------------------------------------
 
-    def wrote(self, digest: bytes) -> None:
-        """This peer wrote a version of a key: it is signed when the first copy of it, or of one near it, leaves."""
-        self._unsigned[digest] = None
-        self._unsigned.move_to_end(digest)
-        if len(self._unsigned) > MAX_UNSIGNED:
-            self._unsigned.popitem(last=False)
+    def wrote(self, digests: Iterable[bytes]) -> None:
+        """This peer wrote versions of keys: each is signed when the first copy of it, or of one near it, leaves."""
+        unsigned = self._unsigned
+        for digest in digests:
+            unsigned[digest] = None
+            unsigned.move_to_end(digest)
+            if len(unsigned) > MAX_UNSIGNED:
+                unsigned.popitem(last=False)
 
     def of(self, entry: ObjectEntry, now: float) -> bytes:
         """The proof of what is here in memory; empty where there is none."""

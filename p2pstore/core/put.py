@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -31,10 +32,10 @@ from p2pstore.objects import (
     Version,
     check_object_length,
     key_digest,
-    namespace_digest,
     root_checksum,
 )
-from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.put_facts import PutFacts
+from p2pstore.transfer.entries import ObjectEntry, Written
 from p2pstore.transfer.layout import SlotState, TrailerBody, decode_slot, decode_trailer
 from p2pstore.transfer.messages import (
     CheckCopy,
@@ -54,39 +55,16 @@ CHECK_TIMEOUT_SECONDS: Final = 3.0
 MAX_REPLICAS: Final = 64
 
 
-class PutSpec(msgspec.Struct, frozen=True):
-    """A put whose bytes are in a reservation; without one (None), only what can be decided without them
-    is done. (A dataclass would take nine times as long to make.)"""
-
-    holder: Any
-    reservation: int | None
-    namespace: str
-    key: str
-    length: int
-    sums: bytes
-    root: int
-    replicas: int = 1
-    pin: int = 0
-    ttl_seconds: float = 0.0
-    overwrite: bool = False
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    follows: bytes = b""
-    verified: bool = False
-    """Whether this peer itself has compared the bytes with the sums."""
-
-    def trailer(self, unix: float) -> TrailerBody:
-        """The object's trailer when it is put at this wall-clock time."""
-        return TrailerBody(
-            self.namespace,
-            self.key,
-            self.sums,
-            expires_unix_ms=int((unix + self.ttl_seconds) * 1000) if self.ttl_seconds else 0,
-            replicas=self.replicas,
-            pin=self.pin,
-            dtype=self.dtype,
-            shape=self.shape,
-        )
+def trailer_of(facts: PutFacts, namespace: str, unix: float) -> TrailerBody:
+    """The object's trailer when it is put at this wall-clock time."""
+    return TrailerBody(
+        *(namespace, facts.key, facts.sums),
+        expires_unix_ms=int((unix + facts.ttl_ms / 1000) * 1000) if facts.ttl_ms else 0,
+        replicas=facts.replicas,
+        pin=facts.pin,
+        dtype=facts.dtype,
+        shape=facts.shape,
+    )
 
 
 def check_put(*, length: int, replicas: int, pin: int, ttl_ms: int) -> None:
@@ -118,11 +96,24 @@ class PutOperation(Operation):
     additional one of the existing version, other bytes keep what exists.
     """
 
-    def __init__(self, core: PeerCore, spec: PutSpec) -> None:
+    def __init__(
+        self,
+        core: PeerCore,
+        facts: PutFacts,
+        *,
+        holder: Hashable,
+        namespace: str,
+        verified: bool = False,
+    ) -> None:
         super().__init__(core)
-        self.spec = spec
-        self.digest = key_digest(spec.key, spec.namespace)
-        self._namespace = namespace_digest(spec.namespace)
+        self.facts = facts
+        self.digest = key_digest(facts.key, namespace)
+        self._holder = holder
+        """The reservation's."""
+        self._named = namespace
+        self._namespace = core.namespace_digest(namespace)
+        self._verified = verified
+        """Whether this peer itself has compared the bytes with the sums."""
         self._comparing: list[KnownCopy] = []
         self._nobody_known = False
         """Whether no copy is known anywhere: true for the step in which that was looked up."""
@@ -131,13 +122,13 @@ class PutOperation(Operation):
         self._lookup: LookupOperation | None = None
         self._fetch: FetchOperation | None = None
         self._end: PutEnd | None = None
-        self._has_room = not spec.overwrite
+        self._has_room = not facts.overwrite
         """Whether a floor may be written, for which an overwrite waits as a removal does."""
         self._give_up_at = math.inf
 
     def start(self, now: float) -> None:
-        spec = self.spec
-        if root_checksum(spec.length, spec.sums) != spec.root:
+        facts = self.facts
+        if root_checksum(facts.length, facts.sums) != facts.root:
             self._give_up(
                 ProtocolError("the chunk sums of a put do not give its root checksum"), now
             )
@@ -157,21 +148,21 @@ class PutOperation(Operation):
         4. Without the value's bytes nothing else can be done: the result is None.
         5. To be above all there is, the put asks what there is elsewhere; or looks at what it knows.
         """
-        spec = self.spec
+        facts = self.facts
         if not self._may_write(now) or self._waits_for_room(now):
             return
         existing = self.core.find(self.digest, now)
         cold = self.core.cold.find(self.digest, now) if existing is None else None
-        if existing is not None and (self._is_same(existing) or not spec.overwrite):
+        if existing is not None and (self._is_same(existing) or not facts.overwrite):
             if existing.verified:
                 self._keep(existing, now)
             else:
                 self.core.start(CheckOperation(self.core, self.digest, self._checked), now)
-        elif cold is not None and (self._is_same(cold) or not spec.overwrite):
+        elif cold is not None and (self._is_same(cold) or not facts.overwrite):
             self._keep_cold(cold, now)
-        elif spec.reservation is None:
+        elif not facts.reservation:
             self.finish(None, now)
-        elif spec.overwrite or not self.core.gossip.partitions.knows_all:
+        elif facts.overwrite or not self.core.gossip.partitions.knows_all:
             # Above what there is, also where clocks differ; and where this peer does not know what there is. A home
             # that denies it makes the put a newer version, which the holders hear of.
             self._lookup = LookupOperation(
@@ -220,7 +211,7 @@ class PutOperation(Operation):
     def _compare_known(self, now: float) -> None:
         """Ask up to three holders what they have; to overwrite, one that has the newest version."""
         known = self.core.known_copies(self.digest, now, self._namespace)
-        asked = known[:1] if self.spec.overwrite else known
+        asked = known[:1] if self.facts.overwrite else known
         self._comparing = [copy for copy in asked if copy.reachable and not copy.local][:3]
         self._nobody_known = not known
         self._compare(now)
@@ -254,12 +245,12 @@ class PutOperation(Operation):
         else:
             assert isinstance(reply, Objects)
             original = decode_trailer(reply.items[0].trailer)
-            same_bytes = slot.version.root == self.spec.root and slot.length == self.spec.length
-            if same_bytes and (original is None or (original.dtype and not self.spec.dtype)):
+            same_bytes = slot.version.root == self.facts.root and slot.length == self.facts.length
+            if same_bytes and (original is None or (original.dtype and not self.facts.dtype)):
                 self._bring(copy, now)
                 return
             if not same_bytes or (original is not None and not self._is_described(original)):
-                if self.spec.overwrite:
+                if self.facts.overwrite:
                     self._create(now)
                     return
                 self._rival = copy, slot.version
@@ -268,7 +259,7 @@ class PutOperation(Operation):
                 return
             assert original is not None
             expires = original.expires_unix_ms  # the same object ends at the same time everywhere
-            soft = not self.spec.pin  # what is pinned here is kept here
+            soft = not self.facts.pin  # what is pinned here is kept here
             self._commit(
                 slot.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
             )
@@ -293,7 +284,7 @@ class PutOperation(Operation):
         self._fetch = FetchOperation(
             self.core,
             self.digest,
-            soft=not self.spec.pin,
+            soft=not self.facts.pin,
             progress_seconds=CHECK_TIMEOUT_SECONDS,
             source=source,
             only_here=source is None,
@@ -307,7 +298,7 @@ class PutOperation(Operation):
             return
         if not isinstance(result, Exception) and self.core.find(self.digest, now) is not None:
             self._decide(now)
-        elif self.spec.reservation is None:
+        elif not self.facts.reservation:
             self.finish(None, now)
         else:
             self._create(now)
@@ -321,32 +312,28 @@ class PutOperation(Operation):
 
     def _is_same(self, existing: ObjectEntry | ColdEntry) -> bool:
         """Whether it is the put's value. A tensor has its dtype and shape, too; the SSD's index does not know those."""
-        spec = self.spec
+        facts = self.facts
         if isinstance(existing, ObjectEntry) and not self._is_described(existing):
             return False
-        return existing.version.root == spec.root and existing.length == spec.length
+        return existing.version.root == facts.root and existing.length == facts.length
 
     def _is_described(self, known: ObjectEntry | TrailerBody) -> bool:
         """Whether an object has the dtype and shape of the put's tensor, if it is one."""
-        spec = self.spec
-        described = (known.dtype, tuple(known.shape)) == (spec.dtype, tuple(spec.shape))
-        return described or not spec.dtype
+        facts = self.facts
+        described = (known.dtype, tuple(known.shape)) == (facts.dtype, tuple(facts.shape))
+        return described or not facts.dtype
 
     def _keep_cold(self, cold: ColdEntry, now: float) -> None:
         """The object is on the SSD alone. The same bytes bring it back to memory."""
-        same, spec = self._is_same(cold), self.spec
-        if same and (spec.dtype or (cold.described and spec.reservation is not None)):
+        same, facts = self._is_same(cold), self.facts
+        if same and (facts.dtype or (cold.described and facts.reservation)):
             self._bring(None, now)
             return
-        if (
-            same
-            and spec.reservation is None
-            and (spec.pin or spec.ttl_seconds or spec.replicas > 1)
-        ):
+        if same and not facts.reservation and (facts.pin or facts.ttl_ms or facts.replicas > 1):
             self.finish(None, now)  # that is for an object in memory: the bytes are needed
             return
-        if same and spec.reservation is not None:
-            expires, soft = cold.expires_unix_ms, cold.soft and not spec.pin
+        if same and facts.reservation:
+            expires, soft = cold.expires_unix_ms, cold.soft and not facts.pin
             self._commit(
                 cold.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
             )
@@ -361,7 +348,7 @@ class PutOperation(Operation):
         status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
         self._end = self._found(status, existing.version, now)
         if same:
-            self.core.strengthen(existing, self.spec.pin, self.spec.replicas, now)
+            self.core.strengthen(existing, self.facts.pin, self.facts.replicas, now)
             self._expire_anew(existing, now)
         else:
             self.finish(self._end, now)
@@ -373,18 +360,18 @@ class PutOperation(Operation):
             copy.reachable and (copy.record.version.clock, copy.record.version.writer) == wanted
             for copy in self.core.known_copies(self.digest, now, self._namespace)
         )
-        return PutEnd(status, max(1, copies), self.spec.replicas, version)
+        return PutEnd(status, max(1, copies), self.facts.replicas, version)
 
     def _create(self, now: float) -> None:
         if not self._may_write(now):  # by now more may be known of the key, and of the clock
             return
-        if not self.spec.overwrite and self.core.find(self.digest, now) is not None:
+        if not self.facts.overwrite and self.core.find(self.digest, now) is not None:
             self._decide(now)  # another put of the key was here first
             return
-        if self.spec.overwrite:
+        if self.facts.overwrite:
             for copy in self.core.known_copies(self.digest, now, self._namespace):
                 self.core.clock.observe(copy.record.version.clock, self.core.believed_unix(now))
-        version = self.core.new_version(self.spec.root, now)
+        version = self.core.new_version(self.facts.root, now)
         self._commit(version, PutStatus.CREATED, soft=False, now=now)
 
     def _commit(
@@ -397,46 +384,43 @@ class PutOperation(Operation):
         expires_unix_ms: int | None = None,
     ) -> None:
         """Publish what was written, as that version; it expires as the put said, or else as given."""
-        spec = self.spec
-        trailer = spec.trailer(self.core.unix(now))
-        if expires_unix_ms is not None and not spec.ttl_seconds:
+        facts = self.facts
+        trailer = trailer_of(facts, self._named, self.core.unix(now))
+        if expires_unix_ms is not None and not facts.ttl_ms:
             trailer = msgspec.structs.replace(trailer, expires_unix_ms=expires_unix_ms)
-        assert spec.reservation is not None
         try:
             entry = self.core.publish(
-                spec.reservation,
-                spec.holder,
-                self.digest,
-                version,
-                trailer,
-                spec.length,
-                soft,
-                now,
-                spec.follows,
+                Written(
+                    *(facts.reservation, self.digest, version, trailer),
+                    *(facts.length, facts.follows),
+                ),
+                holder=self._holder,
+                soft=soft,
+                now=now,
             )
         except (P2PStoreError, ValueError) as error:
             self._give_up(error, now)
             return
-        if spec.overwrite:
+        if facts.overwrite:
             below = Version(version.clock - 1, 0xFFFF)
             self.core.floors.write(self.digest, below, now, namespace=self._namespace)
         if not self._nobody_known:  # a newer version may be known by now
             self.core.gossip.directory.touch(self.digest)
-        entry.verified |= spec.verified and entry.version == version
+        entry.verified |= self._verified and entry.version == version
         if status is PutStatus.UNCHANGED:
             self._end = self._found(status, version, now)
             self._expire_anew(entry, now)
         else:
-            self._end = PutEnd(status, 1, spec.replicas, version)
+            self._end = PutEnd(status, 1, facts.replicas, version)
             self._replicate(entry, now)
 
     def _expire_anew(self, entry: ObjectEntry, now: float) -> None:
         """The object was there before: the put's time to live, where it has one, replaces that of all its copies."""
-        spec = self.spec
-        if not spec.ttl_seconds:
+        facts = self.facts
+        if not facts.ttl_ms:
             self._replicate(entry, now)
             return
-        expires_unix_ms = spec.trailer(self.core.unix(now)).expires_unix_ms
+        expires_unix_ms = trailer_of(facts, self._named, self.core.unix(now)).expires_unix_ms
         self.core.expiries.change(
             *(self.digest, entry.version, expires_unix_ms, now),
             lambda later: self._replicate(entry, later),
@@ -445,26 +429,26 @@ class PutOperation(Operation):
     def _replicate(self, entry: ObjectEntry, now: float) -> None:
         if self.done:
             return
-        if self.spec.replicas <= 1 or entry.state is not SlotState.LIVE:
+        if self.facts.replicas <= 1 or entry.state is not SlotState.LIVE:
             self.finish(self._end, now)
             return
         self.core.start(
-            ReplicateOperation(self.core, entry, self.spec.replicas, on_finish=self._replicated),
+            ReplicateOperation(self.core, entry, self.facts.replicas, on_finish=self._replicated),
             now,
         )
 
     def _replicated(self, copies: Any, now: float) -> None:
         assert self._end is not None
         count = copies if isinstance(copies, int) else 1
-        if count < self.spec.replicas:
+        if count < self.facts.replicas:
             self.core.repair.fell_short(count, now)
         self.finish(PutEnd(self._end.status, count, self._end.wanted, self._end.version), now)
 
     def _give_room_back(self) -> None:
-        if self.spec.reservation is None:
+        if not self.facts.reservation:
             return
         with suppress(ValueError):  # its holder may have gone meanwhile, and taken it along
-            self.core.segment.abort(self.spec.reservation, holder=self.spec.holder)
+            self.core.segment.abort(self.facts.reservation, holder=self._holder)
 
     def _give_up(self, error: Exception, now: float) -> None:
         self._give_room_back()

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from msgspec.structs import replace
-
 from p2pstore.core.describe import location_of
 from p2pstore.core.operation import Operation
-from p2pstore.core.put import PutEnd, PutOperation, PutSpec, check_put
+from p2pstore.core.put import PutEnd, PutOperation, check_put, trailer_of
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, ProtocolError, Unavailable
 from p2pstore.objects import format_bytes, key_digest, root_checksum
+from p2pstore.put_facts import PutFacts
 from p2pstore.stepping import Steps
 from p2pstore.transfer.layout import EXPIRY_BYTES, MAX_TRAILER_BYTES, encode_trailer
 from p2pstore.transfer.messages import Store, Stored
@@ -32,7 +31,9 @@ not finish them."""
 class Incoming:
     """A value on its way here. It is what holds its reservation."""
 
-    spec: PutSpec
+    facts: PutFacts
+    namespace: str
+    holder: object
     length: int
 
 
@@ -68,7 +69,8 @@ class IncomingStores:
             raise Unavailable(
                 "this peer's clock is over 10 s behind the putting peer's: check the hosts' clocks"
             )
-        return core.start(PutOperation(core, _spec(request, None, None)), now)
+        operation = PutOperation(core, _facts(request, 0), holder=None, namespace=request.namespace)
+        return core.start(operation, now)
 
     def open(self, request: Store, member: bytes, now: float) -> Steps[Incoming]:
         """Reserve room for a value of this member's, in steps. Raises `CapacityExceeded` and `ObjectTooLarge`."""
@@ -81,38 +83,44 @@ class IncomingStores:
             *(own, request.length, MAX_INCOMING // MEMBER_PART, share // MEMBER_PART),
             "from one member to this peer",
         )
-        spec = _spec(request, object(), 0)
-        room = len(encode_trailer(spec.trailer(core.unix(now)))) + EXPIRY_BYTES
-        self._open[spec.holder] = member, request.length
+        holder = object()
+        trailer = trailer_of(_facts(request, 0), request.namespace, core.unix(now))
+        room = len(encode_trailer(trailer)) + EXPIRY_BYTES
+        self._open[holder] = member, request.length
         try:
             reservation = yield from core.reserve(
                 request.length,
                 min(room, MAX_TRAILER_BYTES),
-                holder=spec.holder,
-                namespace=spec.namespace,
+                holder=holder,
+                namespace=request.namespace,
                 now=now,
             )
         except BaseException:
-            del self._open[spec.holder]
+            del self._open[holder]
             raise
-        return Incoming(replace(spec, reservation=reservation.number), request.length)
+        facts = _facts(request, reservation.number)
+        return Incoming(facts, request.namespace, holder, request.length)
 
     def payload(self, incoming: Incoming) -> memoryview:
         """Where the value goes. Nothing may write there after `put` or `close`."""
-        assert incoming.spec.reservation is not None
         return self._core.segment.reservation_view(
-            incoming.spec.reservation, holder=incoming.spec.holder
+            incoming.facts.reservation, holder=incoming.holder
         )
 
     def put(self, incoming: Incoming, now: float) -> Operation:
         """The value has arrived, verified: decide as for a put of this peer's own clients."""
-        spec = replace(incoming.spec, verified=True)
-        return self._core.start(PutOperation(self._core, spec), now)
+        operation = PutOperation(
+            *(self._core, incoming.facts),
+            holder=incoming.holder,
+            namespace=incoming.namespace,
+            verified=True,
+        )
+        return self._core.start(operation, now)
 
     def close(self, incoming: Incoming) -> None:
         """The end of `open`: what was not put is gone."""
-        self._open.pop(incoming.spec.holder, None)
-        self._core.segment.drop_holder(incoming.spec.holder)
+        self._open.pop(incoming.holder, None)
+        self._core.segment.drop_holder(incoming.holder)
 
 
 def _check_room(
@@ -125,19 +133,10 @@ def _check_room(
         )
 
 
-def _spec(request: Store, holder: object, reservation: int | None) -> PutSpec:
-    return PutSpec(
-        holder=holder,
-        reservation=reservation,
-        namespace=request.namespace,
-        key=request.key,
-        length=request.length,
-        sums=request.sums,
-        root=request.root,
-        replicas=request.replicas,
-        pin=request.pin,
-        ttl_seconds=request.ttl_ms / 1000,
-        overwrite=request.overwrite,
+def _facts(request: Store, reservation: int) -> PutFacts:
+    return PutFacts(
+        *(reservation, request.key, request.length, request.sums, request.root, request.replicas),
+        *(request.pin, request.ttl_ms, request.overwrite),
         dtype=request.dtype,
         shape=request.shape,
     )

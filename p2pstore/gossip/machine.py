@@ -104,7 +104,12 @@ from p2pstore.gossip.records import (
     format_peer_id,
 )
 from p2pstore.location_table import LocationTable
-from p2pstore.objects import Version, newest_accepted_clock, unix_seconds_from_clock
+from p2pstore.objects import (
+    DIGEST_BYTES,
+    Version,
+    newest_accepted_clock,
+    unix_seconds_from_clock,
+)
 from p2pstore.wire import Code, Empty, Failure, Message
 
 __all__ = [
@@ -253,12 +258,22 @@ class Gossip:
         elif operation is not None:
             self.directory.hide_own(record.digest)
 
+    def hold_new(self, records: Iterable[LocationRecord], now: float) -> None:
+        """`hold` of many keys of which this peer held nothing."""
+        operations = [record.encode() for record in records]
+        self.log.add_many(operations)
+        self._note_operations(operations, now)
+
     def release(self, digest: bytes, version: Version, now: float) -> None:
         """This peer no longer holds that version."""
-        operation = self.log.remove(digest, version)
-        self._note_operation(operation, now)
-        if operation is not None:
-            self.directory.hide_own(digest)
+        self.release_many([(digest, version)], now)
+
+    def release_many(self, gone: Sequence[tuple[bytes, Version]], now: float) -> None:
+        """`release` of many, each of another key."""
+        operations = self.log.remove_many(gone)
+        self._note_operations(operations, now)
+        for operation in operations:
+            self.directory.hide_own(operation[:DIGEST_BYTES])
 
     def record(self, now: float) -> SignedRecord:
         """This peer's own record, signed anew when something changed; its head's operations are signed with it."""
@@ -851,12 +866,15 @@ class Gossip:
         return [] if duplicate is None else [Duplicate(duplicate)]
 
     def _note_operation(self, operation: bytes | None, now: float) -> None:
-        if operation is None:
-            return
-        sequence = self.log.sequence
-        self.partitions.note(operation, now)
-        if self.partitions.logs_are_read:
-            self._fresh.add_own(sequence)
+        if operation is not None:
+            self._note_operations([operation], now)
+
+    def _note_operations(self, operations: Sequence[bytes], now: float) -> None:
+        """The last ones of this peer's log."""
+        self.partitions.note(operations, now)
+        if self.partitions.logs_are_read and operations:
+            first = self.log.sequence + 1 - len(operations)
+            self._fresh.add_own(first, len(operations))
             self._exchanges.hurry()
 
     def _claims_for(self, peer_id: PeerId) -> list[Claim]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from typing import Final, Protocol
 
+import msgspec
 import xxhash
 
 from p2pstore.errors import ProtocolError
@@ -98,8 +98,7 @@ class Tier(IntEnum):
     BOTH = 2
 
 
-@dataclass(frozen=True, slots=True)
-class LocationRecord:
+class LocationRecord(msgspec.Struct, frozen=True, gc=False):
     """One peer's word that it holds (or, `removed`, no longer holds) a version of a key.
 
     flags byte: bits 0-1 tier, bit 2 soft, bits 3-4 replicas wanted (1, 2, 3, 4 or more),
@@ -119,19 +118,14 @@ class LocationRecord:
     def encode(self) -> bytes:
         """42 bytes."""
         flags = (
-            int(self.tier)
+            self.tier
             | (4 if self.soft else 0)
             | (min(max(self.replicas, 1), 4) - 1) << 3
             | (self.pin & 3) << 5
             | (_REMOVED if self.removed else 0)
         )
-        return LOCATION.pack(
-            self.digest,
-            *self.version,
-            self.slot,
-            self.size_units.to_bytes(3, "little"),
-            flags,
-        )
+        size = self.size_units.to_bytes(3, "little")
+        return LOCATION.pack(self.digest, *self.version, self.slot, size, flags)
 
     @property
     def identity(self) -> tuple[bytes, int, int]:

@@ -18,7 +18,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from itertools import islice
 from typing import Final, TypeVar
 
@@ -32,7 +31,7 @@ from p2pstore.errors import (
 )
 from p2pstore.local.messages import Access, Hello, HelloReply, LocalKind, SegmentInfo
 from p2pstore.local.paths import CHOICES, not_a_socket
-from p2pstore.local.requests import Frame, LateFrame, RequestAhead, Waiter, reply_in
+from p2pstore.local.requests import Frame, LateFrame, RequestAhead, Waiter, late_frame, reply_in
 from p2pstore.shortage import is_shortage, shortage
 from p2pstore.signal_errors import is_from_signal_handler
 from p2pstore.streams import (
@@ -284,9 +283,7 @@ class LocalConnection:
         """
         deadline = time.monotonic() + progress_seconds
 
-        on_late_frame = None
-        if on_late_reply is not None:
-            on_late_frame = partial(_take_late_reply, on_late_reply, kind, reply_type)
+        on_late_frame = late_frame(on_late_reply, kind, reply_type)
         while True:
             frame = await self._exchange(kind, message, deadline, progress_seconds, on_late_frame)
             if not frame[0].flags & ERROR:
@@ -329,24 +326,30 @@ class LocalConnection:
         reply_type: type[M],
         *,
         progress_seconds: float = DEFAULT_PROGRESS_SECONDS,
+        on_late_reply: Callable[[M], None] | None = None,
     ) -> RequestAhead[M]:
         """Send a request whose reply is received later, so that this process and the peer work at the same
         time. `receive` or `abandon` must follow. Raises as `request`."""
         waiter, frame = self._register(kind, message)
+        ahead = RequestAhead(
+            *(self, waiter, kind, message, reply_type, progress_seconds, on_late_reply)
+        )
         try:
             await self._send(frame)
         except BaseException:
-            self.give_up(waiter)
+            ahead.abandon()
             raise
-        return RequestAhead(self, waiter, kind, message, reply_type, progress_seconds)
+        return ahead
 
-    async def reply_to(self, waiter: Waiter, progress_seconds: float) -> Frame:
+    async def reply_to(
+        self, waiter: Waiter, progress_seconds: float, on_late_frame: LateFrame | None
+    ) -> Frame:
         """The reply to a request that was sent ahead. For `RequestAhead`."""
         deadline = time.monotonic() + progress_seconds
         try:
             await self._receive_until(waiter, deadline, progress_seconds)
         except BaseException:
-            self.give_up(waiter)
+            self.give_up(waiter, on_late_frame)
             raise
         return self._taken(waiter)
 
@@ -580,16 +583,6 @@ def _hangs(path: str) -> DeadlineExceeded:
         f"the peer at {path} does not answer: its process hangs or was stopped; look at its log, or end "
         "it and start it again"
     )
-
-
-def _take_late_reply(
-    on_late_reply: Callable[[M], None],
-    kind: LocalKind,
-    reply_type: type[M],
-    frame: Frame,
-) -> None:
-    if not frame[0].flags & ERROR:
-        on_late_reply(reply_in(frame, kind, reply_type))
 
 
 def _let_go_of_inherited_sockets() -> None:

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from p2pstore.local import checkpoint_messages as checkpoints
 from p2pstore.local import group_messages as groups
+from p2pstore.put_facts import PutFacts
 from p2pstore.wire import Empty, Message
 
 MAX_BATCH: Final = 16_384
@@ -151,33 +152,15 @@ class Reserved(Message, frozen=True):
     items: list[Reservation]
 
 
-class CommitItem(Message, frozen=True):
-    """Publish a reservation. `ttl_ms` 0 means none. `sums` are packed u64, `root` is made of them. `follows` is the
-    digest of the block before it, where the client knows of a chain of prefix blocks."""
-
-    reservation: int
-    key: str
-    length: int
-    sums: bytes
-    root: int
-    replicas: int = 1
-    pin: int = 0
-    ttl_ms: int = 0
-    overwrite: bool = False
-    durable: bool = False
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    follows: bytes = b""
-
-
 class Commit(Message, frozen=True):
-    """`again` are reservations to make in the same step for puts to come: with them a put costs one
-    round trip."""
+    """`again` are reservations to make in the same step for puts to come: with them a put costs one round trip. They
+    are made where room can be spared; for values that are `at_hand`, as by RESERVE."""
 
     namespace: str
-    items: Annotated[list[CommitItem], MANY]
+    items: Annotated[list[PutFacts], MANY]
     deadline_ms: int = 5000
     again: Annotated[list[ReserveItem], MANY] = []
+    at_hand: bool = False
 
 
 class PutStatus(IntEnum):

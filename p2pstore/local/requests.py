@@ -62,7 +62,9 @@ class Asking(Protocol):
         on_late_reply: Callable[[M], None] | None = None,
     ) -> M: ...
 
-    async def reply_to(self, waiter: Waiter, progress_seconds: float) -> Frame: ...
+    async def reply_to(
+        self, waiter: Waiter, progress_seconds: float, on_late_frame: LateFrame | None
+    ) -> Frame: ...
 
     def give_up(self, waiter: Waiter, on_late_frame: LateFrame | None = None) -> None: ...
 
@@ -78,6 +80,7 @@ class RequestAhead(Generic[M]):
         message: Message,
         reply_type: type[M],
         progress_seconds: float,
+        on_late_reply: Callable[[M], None] | None,
     ) -> None:
         self._connection = connection
         self._waiter = waiter
@@ -85,19 +88,24 @@ class RequestAhead(Generic[M]):
         self._message = message
         self._reply_type = reply_type
         self._progress_seconds = progress_seconds
+        self._on_late_reply = on_late_reply
+        self._on_late_frame = late_frame(on_late_reply, kind, reply_type)
         self._is_open = True
 
     async def receive(self) -> M:
         """Wait for the reply, once. Raises as `LocalConnection.request`, which asks again where the peer was
         too busy."""
         self._is_open = False
-        frame = await self._connection.reply_to(self._waiter, self._progress_seconds)
+        frame = await self._connection.reply_to(
+            self._waiter, self._progress_seconds, self._on_late_frame
+        )
         if frame[0].flags & ERROR and decode_body(Failure, frame[1]).code == Code.BUSY:
             return await self._connection.request(
                 self._kind,
                 self._message,
                 self._reply_type,
                 progress_seconds=self._progress_seconds,
+                on_late_reply=self._on_late_reply,
             )
         return reply_in(frame, self._kind, self._reply_type)
 
@@ -105,7 +113,21 @@ class RequestAhead(Generic[M]):
         """Nobody wants the reply. Does nothing after `receive`."""
         if self._is_open:
             self._is_open = False
-            self._connection.give_up(self._waiter)
+            self._connection.give_up(self._waiter, self._on_late_frame)
+
+
+def late_frame(
+    on_late_reply: Callable[[M], None] | None, kind: LocalKind, reply_type: type[M]
+) -> LateFrame | None:
+    """What takes a frame that comes after its request was given up."""
+    if on_late_reply is None:
+        return None
+
+    def take(frame: Frame) -> None:
+        if not frame[0].flags & ERROR:
+            on_late_reply(reply_in(frame, kind, reply_type))
+
+    return take
 
 
 def reply_in(frame: Frame, kind: LocalKind, reply_type: type[M]) -> M:

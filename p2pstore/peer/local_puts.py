@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Final, TypeAlias
 
 import trio
 
 from p2pstore.core.operation import Operation
 from p2pstore.core.placing import place
-from p2pstore.core.put import PutOperation, PutSpec, check_put
+from p2pstore.core.publishing import PUBLISHED_PER_STEP, publish_new
+from p2pstore.core.put import PutOperation, check_put
 from p2pstore.errors import (
     CapacityExceeded,
     P2PStoreError,
@@ -29,7 +31,9 @@ from p2pstore.peer.local_answers import (
 )
 from p2pstore.peer.node import Node
 from p2pstore.peer.tickets import TicketOffice
+from p2pstore.put_facts import PutFacts
 from p2pstore.stepping import Steps
+from p2pstore.transfer.entries import Reservation
 from p2pstore.turns import in_turns, take_turns
 from p2pstore.wire import Code, Empty
 
@@ -62,20 +66,34 @@ class LocalPuts:
         return in_turns(self._reserve_all(client, message))
 
     def _reserve_all(self, client: LocalClient, message: local.Reserve) -> Steps[local.Reserved]:
+        rooms = yield from self._rooms_for(client, message.items, message.namespace)
+        return local.Reserved(rooms)
+
+    def _rooms_for(
+        self, client: LocalClient, items: Sequence[local.ReserveItem], namespace: str
+    ) -> Steps[list[local.Reservation]]:
         made: list[local.Reservation] = []
         try:
-            for item in message.items:
+            while len(made) < len(items):
                 if made:
                     yield
-                made.append((yield from self._reserve_one(client, item, message.namespace)))
+                some = items[len(made) : len(made) + PUBLISHED_PER_STEP]
+                sizes = [(item.length, item.trailer_length) for item in some]
+                free = self._segment.reserve_free(sizes, holder=client.holder, namespace=namespace)
+                made += map(_granted, free)
+                if len(free) < len(some):
+                    left = items[len(made) :]
+                    made.append((yield from self._reserve_one(client, left, namespace)))
         except BaseException:  # nobody will hear of them
             self._abort_all(client, [each.reservation for each in made])
             raise
-        return local.Reserved(made)
+        return made
 
     def _reserve_one(
-        self, client: LocalClient, item: local.ReserveItem, namespace: str
+        self, client: LocalClient, items: Sequence[local.ReserveItem], namespace: str
     ) -> Steps[local.Reservation]:
+        """Room for the first of these."""
+        item = items[0]
         try:
             check_object_length(item.length)
             reservation = yield from self._core.reserve(
@@ -84,10 +102,11 @@ class LocalPuts:
                 holder=client.holder,
                 namespace=namespace,
                 now=self._node.now,
+                alike=1 + sum(1 for _ in takewhile(item.__eq__, items[1:])),
             )
         except (P2PStoreError, ValueError) as error:
             return local.Reservation(0, 0, 0, 0, item_error(error))
-        return local.Reservation(reservation.number, 0, reservation.offset, reservation.length)
+        return _granted(reservation)
 
     def commit(self, client: LocalClient, message: local.Commit) -> Answer:
         """Publish what was written; with more replicas than one, once they exist."""
@@ -102,15 +121,27 @@ class LocalPuts:
 
     def _start_puts(self, client: LocalClient, message: local.Commit) -> Steps[list[Started]]:
         started: list[Started] = []
-        for item in message.items:
-            if started:
+        items = message.items
+        for begin in range(0, len(items), PUBLISHED_PER_STEP):
+            if begin:
                 yield
-            started.append(self._start_put(client, message, item))
+            some = items[begin : begin + PUBLISHED_PER_STEP]
+            ends = publish_new(
+                *(self._core, some),
+                holder=client.holder,
+                namespace=message.namespace,
+                now=self._node.now,
+            )
+            for item, end in zip(some, ends, strict=True):
+                if end is not None:
+                    started.append(put_outcome(end))
+                    continue
+                if started:
+                    yield
+                started.append(self._start_put(client, message, item))
         return started
 
-    def _start_put(
-        self, client: LocalClient, message: local.Commit, item: local.CommitItem
-    ) -> Started:
+    def _start_put(self, client: LocalClient, message: local.Commit, item: PutFacts) -> Started:
         try:
             check_put(length=item.length, replicas=item.replicas, pin=item.pin, ttl_ms=item.ttl_ms)
             if item.durable and self._node.ssd is None:
@@ -118,23 +149,7 @@ class LocalPuts:
                     "durable: this peer has no SSD tier to keep the object on: give it --ssd"
                 )
             operation = PutOperation(
-                self._core,
-                PutSpec(
-                    holder=client.holder,
-                    reservation=item.reservation,
-                    namespace=message.namespace,
-                    key=item.key,
-                    length=item.length,
-                    sums=item.sums,
-                    root=item.root,
-                    replicas=item.replicas,
-                    pin=item.pin,
-                    ttl_seconds=item.ttl_ms / 1000,
-                    overwrite=item.overwrite,
-                    dtype=item.dtype,
-                    shape=item.shape,
-                    follows=item.follows,
-                ),
+                self._core, item, holder=client.holder, namespace=message.namespace
             )
             return self._core.start(operation, self._node.now)
         except (P2PStoreError, ValueError) as error:
@@ -184,6 +199,9 @@ class LocalPuts:
             if outcomes:
                 yield
             outcomes.append(put_outcome(each.result) if isinstance(each, Operation) else each)
+        if message.at_hand:
+            rooms = yield from self._rooms_for(client, message.again, message.namespace)
+            return local.Committed(outcomes, rooms)
         again: list[local.Reservation] = []
         try:
             for item in message.again:
@@ -201,7 +219,7 @@ class LocalPuts:
         """Room for a put that may never come, where some can be spared."""
         if not self._segment.can_spare(item.length, item.trailer_length, namespace=namespace):
             return _NO_ROOM_AHEAD
-        reservation = yield from self._reserve_one(client, item, namespace)
+        reservation = yield from self._reserve_one(client, [item], namespace)
         if not reservation.error.code:
             self._next_put = item, namespace
         return reservation
@@ -287,3 +305,7 @@ class LocalPuts:
             )  # later puts are above it
         self._core.counters["puts_elsewhere"] += 1
         return Empty()
+
+
+def _granted(reservation: Reservation) -> local.Reservation:
+    return local.Reservation(reservation.number, 0, reservation.offset, reservation.length)

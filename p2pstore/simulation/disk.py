@@ -10,6 +10,7 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.objects import Version, namespace_digest
+from p2pstore.transfer.entries import Written
 from p2pstore.transfer.layout import TrailerBody, decode_trailer, encode_trailer
 
 if TYPE_CHECKING:
@@ -115,14 +116,10 @@ class Disk:
         view[: len(cold.value)] = cold.value
         try:
             core.publish(
-                reservation.number,
-                "ssd",
-                digest,
-                cold.version,
-                cold.trailer,
-                len(cold.value),
-                False,
-                now,
+                Written(reservation.number, digest, cold.version, cold.trailer, len(cold.value)),
+                holder="ssd",
+                soft=False,
+                now=now,
             )
         except P2PStoreError:  # a floor that came in this very moment
             core.segment.abort(reservation.number, holder="ssd")

@@ -55,6 +55,7 @@ from p2pstore.simulation.peer import NAMESPACE, SimulatedPeer
 from p2pstore.simulation.signer import SimulatedSigner
 from p2pstore.simulation.transport import SMALL_BYTES
 from p2pstore.transfer import messages as data
+from p2pstore.transfer.entries import Written
 from p2pstore.transfer.layout import (
     TrailerBody,
     decode_slot,
@@ -241,7 +242,10 @@ class Poison(Behaviour):
         core.segment.reservation_view(room.number, holder="liar")[: len(value)] = value
         try:
             entry = core.publish(
-                room.number, "liar", digest, version, trailer, len(value), False, self.now
+                Written(room.number, digest, version, trailer, len(value)),
+                holder="liar",
+                soft=False,
+                now=self.now,
             )
         except P2PStoreError:
             core.segment.abort(room.number, holder="liar")
@@ -336,7 +340,7 @@ class Tails(Behaviour):
         for each in holdings:
             record = decode_location(each.record)
             version = Version(self.clock(), record.version.writer)
-            packed = msgspec_replace(record, version=version).encode()
+            packed = msgspec.structs.replace(record, version=version).encode()
             forged.append(data.Holding(each.member, each.incarnation, FAR, packed))
         return forged
 
@@ -347,13 +351,6 @@ class Tails(Behaviour):
             version = Version(self.clock(), entry.version.writer)
             locations.append(Location(member, incarnation, FAR, location_of(entry, version)))
         return pack_hot(locations)
-
-
-def msgspec_replace(record: LocationRecord, *, version: Version) -> LocationRecord:
-    """The record of another version."""
-    return LocationRecord(
-        record.digest, version, record.slot, record.size_units, record.tier, record.soft
-    )
 
 
 class Snapshots(Behaviour):

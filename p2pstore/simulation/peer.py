@@ -26,7 +26,8 @@ from p2pstore.core.flush import FlushOperation
 from p2pstore.core.hand_over import HandOverOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.core.put import PutOperation, PutSpec
+from p2pstore.core.publishing import publish_new
+from p2pstore.core.put import PutOperation
 from p2pstore.core.remove import RemoveOperation
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
@@ -57,6 +58,7 @@ from p2pstore.objects import (
     clock_from_unix_seconds,
     root_checksum,
 )
+from p2pstore.put_facts import PutFacts
 from p2pstore.simulation.disk import Disk
 from p2pstore.simulation.pull import pull_object
 from p2pstore.simulation.signer import SimulatedSigner, SimulatedVerifier
@@ -610,21 +612,17 @@ class SimulatedPeer:
             return None
         core.announce_withdrawn(now)
         core.segment.reservation_view(reservation.number, holder="client")[: len(value)] = value
-        operation = PutOperation(
-            core,
-            PutSpec(
-                holder="client",
-                reservation=reservation.number,
-                namespace=namespace,
-                key=key,
-                length=len(value),
-                sums=sums,
-                root=root_checksum(len(value), sums),
-                replicas=replicas,
-                overwrite=overwrite,
-            ),
+        facts = PutFacts(
+            *(reservation.number, key, len(value), sums, root_checksum(len(value), sums)),
+            replicas=replicas,
+            overwrite=overwrite,
         )
-        core.start(operation, now)
+        operation = PutOperation(core, facts, holder="client", namespace=namespace)
+        [end] = publish_new(core, [facts], holder="client", namespace=namespace, now=now)
+        if end is None:
+            core.start(operation, now)
+        else:
+            operation.finish(end, now)
         self.settle()
         return operation
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import msgspec
 
 from p2pstore.objects import Version
-from p2pstore.transfer.layout import Pin, SlotState
+from p2pstore.transfer.layout import Pin, SlotState, TrailerBody
 
 if TYPE_CHECKING:
     from p2pstore.transfer.entry_list import EntryList
@@ -126,6 +126,17 @@ def small_entries(
         places.append(place)
         entries.append(entry)
     return places, entries
+
+
+class Written(NamedTuple):
+    """An object that lies in a reservation, and the digest of the block that it follows, if any."""
+
+    reservation: int
+    digest: bytes
+    version: Version
+    trailer: TrailerBody
+    length: int
+    follows: bytes = b""
 
 
 class Reservation(msgspec.Struct, frozen=True):

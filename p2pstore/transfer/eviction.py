@@ -95,7 +95,8 @@ class EvictionOrder:
 
     def update(self, entry: ObjectEntry) -> None:
         """Take in that the entry's references, pin or state changed; it counts as just used."""
-        self.discard(entry)
+        if entry.rank is not None:
+            self.discard(entry)
         rank = rank_of(entry)
         if rank is not None:
             entry.rank = rank
@@ -217,10 +218,13 @@ class EvictionOrder:
         entry = self._at.get(offset)
         return entry is not None and entry.group in groups and offset not in self._held
 
-    def candidates(self, needed_bytes: int, groups: Sequence[int], share: int = 1) -> Iterator[int]:
+    def candidates(
+        self, needed_bytes: int, groups: Sequence[int], share: int = 1, windows: int = 1
+    ) -> Iterator[int]:
         """Offsets of the entries of each rank that would go first, the lowest rank first: more of them where much is
-        needed, and fewer of each group where so many groups `share` the work."""
+        needed, or so many windows are, and fewer of each group where so many groups `share` the work."""
         count = CANDIDATES_PER_RANK if needed_bytes < LARGE_BYTES else CANDIDATES_FOR_LARGE
+        count = max(count, windows)
         for rank in range(3):
             for group in groups:
                 for entry in islice(self._groups[group][rank].coldest(), -(-count // share)):

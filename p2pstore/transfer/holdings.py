@@ -21,8 +21,9 @@ class Reservations:
         return iter(self._by_number.values())
 
     def add(
-        self, holder: Hashable, *, offset: int, length: int, capacity: int, slot: int
+        self, holder: Hashable, offset: int, length: int, capacity: int, slot: int
     ) -> Reservation:
+        """A new one, with a number that no other has had."""
         reservation = Reservation(next(self._numbers), offset, length, capacity, slot, holder)
         self._by_number[reservation.number] = reservation
         self._of.setdefault(holder, set()).add(reservation.number)
@@ -37,8 +38,12 @@ class Reservations:
         return reservation
 
     def end(self, reservation: Reservation) -> None:
-        del self._by_number[reservation.number]
-        _drop(self._of, reservation.holder, reservation.number)
+        number, holder = reservation.number, reservation.holder
+        del self._by_number[number]
+        numbers = self._of[holder]
+        numbers.remove(number)
+        if not numbers:
+            del self._of[holder]
         self.reserved_bytes -= reservation.capacity
 
     def of(self, holder: Hashable) -> tuple[int, ...]:
@@ -76,8 +81,10 @@ class Leases:
             raise ValueError(f"lease {number} has ended, or was taken by somebody else")
         del self._by_number[number]
         self._bytes_of[holder] -= entry.length
-        if _drop(self._of, holder, number):
-            del self._bytes_of[holder]
+        numbers = self._of[holder]
+        numbers.remove(number)
+        if not numbers:
+            del self._of[holder], self._bytes_of[holder]
         return entry
 
     def of(self, holder: Hashable) -> tuple[int, ...]:
@@ -87,12 +94,3 @@ class Leases:
     def bytes_of(self, holder: Hashable) -> int:
         """Payload bytes of the holder's leases, each lease counted."""
         return self._bytes_of.get(holder, 0)
-
-
-def _drop(numbers_of: dict[Hashable, set[int]], holder: Hashable, number: int) -> bool:
-    """Remove a number, and the holder with its last one; whether it was the last."""
-    numbers = numbers_of[holder]
-    numbers.remove(number)
-    if not numbers:
-        del numbers_of[holder]
-    return not numbers

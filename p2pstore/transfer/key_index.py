@@ -24,9 +24,10 @@ class KeyIndex:
 
     def set(self, digest: bytes, slot: int) -> None:
         """Publish that `digest` is in `slot`, in place of an earlier slot of the same digest."""
+        digests, mask = self._digests, self._entries - 1
         position = index_home(digest, self._entries)
-        while (there := self._digests[position]) is not None and there != digest:
-            position = (position + 1) & (self._entries - 1)
+        while (there := digests[position]) is not None and there != digest:
+            position = (position + 1) & mask
         self._write(position, digest, slot)
 
     def get(self, digest: bytes) -> int | None:

@@ -24,7 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from p2pstore.errors import ProtocolError
-from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_count, root_checksum
+from p2pstore.objects import CHUNK_BYTES, MIB, Version, are_sums_of
 from p2pstore.wire import Message, decode_body
 
 SEGMENT_MAGIC: Final = b"P2PSSEG\0"
@@ -197,6 +197,8 @@ def decode_index_entry(data: bytes | memoryview, offset: int = 0) -> tuple[bytes
 # format, state, writer hash, trailer length, flags, digest, clock, offset, length, root, checksum
 _SLOT: Final = struct.Struct("<BBHHH16sQQQQQ")
 assert _SLOT.size == SLOT_BYTES
+_CHECKED_PART: Final = struct.Struct("<BBHHH16sQQQQ")
+_SLOT_SUM: Final = struct.Struct("<Q")
 
 
 class SlotState(IntEnum):
@@ -231,20 +233,24 @@ class Slot(msgspec.Struct, frozen=True, gc=False):
 
 def encode_slot(slot: Slot) -> bytes:
     """64 bytes, with their own checksum at the end."""
-    packed = _SLOT.pack(
-        SLOT_FORMAT,
-        int(slot.state),
-        slot.version.writer,
-        slot.trailer_length,
-        slot.flags,
-        slot.digest,
-        slot.version.clock,
-        slot.offset,
-        slot.length,
-        slot.version.root,
-        0,
-    )[:-8]
-    return packed + xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
+    return pack_slot(*msgspec.structs.astuple(slot))
+
+
+def pack_slot(
+    state: SlotState,
+    digest: bytes,
+    version: Version,
+    offset: int,
+    length: int,
+    trailer_length: int,
+    flags: int,
+) -> bytes:
+    """`encode_slot` of these fields."""
+    clock, writer, root = version
+    packed = _CHECKED_PART.pack(
+        *(SLOT_FORMAT, state, writer, trailer_length, flags, digest, clock, offset, length, root)
+    )
+    return packed + _SLOT_SUM.pack(xxhash.xxh3_64_intdigest(packed))
 
 
 def decode_slot(packed: bytes) -> Slot | None:
@@ -375,6 +381,10 @@ class Pin(IntEnum):
     HARD = 2
 
 
+PINS: Final = tuple(Pin)
+"""By their numbers."""
+
+
 class TrailerBody(Message, frozen=True):
     """What belongs to an object besides its bytes. `sums` are packed little-endian u64, one per chunk.
 
@@ -435,12 +445,12 @@ def decode_trailer(packed: bytes | memoryview) -> TrailerBody | None:
 
 def trailer_offset(length: int) -> int:
     """Where the trailer begins, from the start of its extent."""
-    return round_up(length, 8)
+    return (length + 7) & ~7
 
 
 def extent_bytes(length: int, trailer_length: int) -> int:
     """What an object occupies: payload, padding and trailer in whole granules."""
-    return round_up(trailer_offset(length) + trailer_length, GRANULE_BYTES)
+    return (((length + 7) & ~7) + trailer_length + GRANULE_BYTES - 1) & -GRANULE_BYTES
 
 
 def slot_matches(slot: Slot, digest: bytes, geometry: Geometry) -> bool:
@@ -455,7 +465,4 @@ def slot_matches(slot: Slot, digest: bytes, geometry: Geometry) -> bool:
 
 def trailer_matches(trailer: TrailerBody, slot: Slot) -> bool:
     """Whether the chunk sums are those that the slot's root was made from."""
-    return (
-        len(trailer.sums) == 8 * chunk_count(slot.length)
-        and root_checksum(slot.length, trailer.sums) == slot.version.root
-    )
+    return are_sums_of(trailer.sums, slot.length, slot.version.root)

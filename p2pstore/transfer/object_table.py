@@ -36,6 +36,7 @@ from p2pstore.transfer.layout import (
     encode_segment_header,
     encode_slot,
     encode_trailer,
+    pack_slot,
     trailer_offset,
 )
 
@@ -71,6 +72,7 @@ class ObjectTable:
             )
         self.geometry = geometry
         self._buffer = buffer
+        self._slots_offset = geometry.slots_offset
         self._free_slots: list[int] = []
         self._unused_slots = (each for each in range(geometry.slots) if each not in kept)
         memory = np.frombuffer(buffer, np.uint8)
@@ -110,7 +112,8 @@ class ObjectTable:
 
     def publish(self, entry: ObjectEntry, trailer: bytes) -> None:
         """Make a filled extent an object that readers find, in place of one of the same digest."""
-        self._write(entry.offset + trailer_offset(entry.length), trailer)
+        start = entry.offset + trailer_offset(entry.length)
+        self._buffer[start : start + len(trailer)] = trailer
         self.write_slot(entry)
         self._index.set(entry.digest, entry.slot)
 
@@ -132,7 +135,18 @@ class ObjectTable:
 
     def write_slot(self, entry: ObjectEntry) -> None:
         """Bring the slot up to date with the entry."""
-        self._write(self._slot_offset(entry.slot), encode_slot(slot_of(entry)))
+        flags = SLOT_FLAG_SOFT * entry.soft | SLOT_FLAG_TENSOR * bool(entry.dtype)
+        packed = pack_slot(
+            entry.state,
+            entry.digest,
+            entry.version,
+            entry.offset,
+            entry.length,
+            entry.trailer_length,
+            flags,
+        )
+        start = self._slots_offset + entry.slot * SLOT_BYTES
+        self._buffer[start : start + SLOT_BYTES] = packed
 
     def write_care(self, entry: ObjectEntry) -> None:
         """Bring the trailer's pin, replica count and end up to date with the entry. The first two are one byte in

@@ -8,7 +8,16 @@ cooperation (`p2pstore.transfer.reader`). All `now` are Unix seconds.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from contextlib import closing, suppress
 from functools import partial
 from itertools import islice
@@ -18,7 +27,7 @@ from typing import Final
 import numpy as np
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
-from p2pstore.objects import DIGEST_BYTES, Version, format_bytes
+from p2pstore.objects import DIGEST_BYTES, Version, are_sums_of, format_bytes
 from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer.areas import Areas, Places, QuotaUse
 from p2pstore.transfer.entries import (
@@ -26,6 +35,7 @@ from p2pstore.transfer.entries import (
     QuickCopy,
     Reservation,
     SmallObjectsLent,
+    Written,
     small_entries,
 )
 from p2pstore.transfer.eviction import EvictionOrder, WhoKeeps, rank_of
@@ -39,6 +49,7 @@ from p2pstore.transfer.layout import (
     EXPIRY_BYTES,
     GRANULE_BYTES,
     MAX_TRAILER_BYTES,
+    PINS,
     SLOT_BYTES,
     SLOT_FLAG_SOFT,
     Geometry,
@@ -51,6 +62,7 @@ from p2pstore.transfer.layout import (
     extent_bytes,
     round_up,
     trailer_matches,
+    trailer_offset,
 )
 from p2pstore.transfer.loans import Loan, Loans
 from p2pstore.transfer.most_read import MostRead
@@ -237,9 +249,10 @@ class Segment:
         holder: Hashable,
         now: float,
         namespace: str = "",
+        alike: int = 1,
     ) -> Steps[Reservation]:
-        """Room for a value of at most `length` bytes and its trailer; evicts what may be evicted. Between two steps
-        anything may be done to the segment.
+        """Room for a value of at most `length` bytes and its trailer; evicts what may be evicted, for `alike` values of
+        which this is the first where that is easy. Between two steps anything may be done to the segment.
 
         `namespace` is the value's: where it has a quota, that room is for it, and no room of other quotas. Raises
         `ObjectTooLarge` when it could never fit, and `CapacityExceeded` when what is leased, pinned, kept for other
@@ -259,24 +272,52 @@ class Segment:
                 f"the value has {length:,} bytes, takes {capacity:,} with its trailer, and this peer's "
                 f"{largest}: give it more --memory, or split the value over several keys"
             )
-        if self._reservations.count_of(holder) >= MAX_RESERVATIONS_PER_HOLDER:
+        if self._reservations_left(holder) <= 0:
             raise CapacityExceeded(
                 f"{MAX_RESERVATIONS_PER_HOLDER:,} puts are in progress on one connection: let some "
                 "of them finish first"
             )
-        extent = yield from self._take_extent(capacity, namespace, now)
+        extent = yield from self._take_extent(capacity, namespace, now, alike)
         self._in_making.add(extent)
         try:
-            slot = yield from self._take_slot(extent, namespace, now)
+            slot = yield from self._take_slot(extent, namespace, now, alike)
         except BaseException:
             self._areas.free(extent)
             raise
         finally:
             self._in_making.discard(extent)
+        return self._reserved(holder, extent, length, capacity, slot)
+
+    def reserve_free(
+        self, sizes: Sequence[tuple[int, int]], *, holder: Hashable, namespace: str = ""
+    ) -> list[Reservation]:
+        """Room for the first ones of these values, by length and trailer length: for as many as find some where it is
+        looked for first, without anything that has to go."""
+        self._check_open()
+        places = self._areas.searches(namespace)[0]
+        made: list[Reservation] = []
+        for length, trailer_length in sizes[: self._reservations_left(holder)]:
+            if length < 0 or not 0 <= trailer_length <= MAX_TRAILER_BYTES:
+                break
+            capacity = extent_bytes(length, max(1, trailer_length))
+            extent = self._areas.take(capacity, places)
+            if extent is None:
+                break
+            slot = self._table.take_slot()
+            if slot is None:
+                self._areas.free(extent)
+                break
+            made.append(self._reserved(holder, extent, length, capacity, slot))
+        return made
+
+    def _reservations_left(self, holder: Hashable) -> int:
+        return MAX_RESERVATIONS_PER_HOLDER - self._reservations.count_of(holder)
+
+    def _reserved(
+        self, holder: Hashable, extent: int, length: int, capacity: int, slot: int
+    ) -> Reservation:
         offset = self.geometry.data_offset + extent
-        reservation = self._reservations.add(
-            holder, offset=offset, length=length, capacity=capacity, slot=slot
-        )
+        reservation = self._reservations.add(holder, offset, length, capacity, slot)
         self._held[slot] = reservation
         if self._marks is not None:
             self._table.write_reservation(reservation)
@@ -335,44 +376,21 @@ class Segment:
         end = reservation.offset + round_up(reservation.length, GRANULE_BYTES)
         return self._buffer[reservation.offset : end]
 
-    def commit(
-        self,
-        number: int,
-        *,
-        holder: Hashable,
-        digest: bytes,
-        version: Version,
-        trailer: TrailerBody,
-        length: int,
-        soft: bool,
-        now: float,
-        follows: bytes = b"",
-    ) -> ObjectEntry:
-        """Publish what was written into a reservation; what `length` leaves over is given back.
-        `follows` is the digest of the block before it in a chain of prefix blocks, where one is known.
+    def commit(self, written: Written, *, holder: Hashable, soft: bool, now: float) -> ObjectEntry:
+        """Publish what was written into a reservation; what its length leaves over is given back.
 
         An older version of the same digest is withdrawn. Against a version that is not older the
         commit loses: the reservation ends and the existing entry is returned (which stops being a
         soft replica if the loser was none). Raises `ValueError`, and the reservation stays, when
         the chunk sums do not give the version's root, or when length or trailer exceed what was
-        reserved. Whether `digest` is that of the trailer's key is for the caller to know.
+        reserved. Whether the digest is that of the trailer's key is for the caller to know.
         """
+        number, digest, version, trailer, length, follows = written
+        if not are_sums_of(trailer.sums, length, version.root):
+            raise ValueError("the chunk sums do not give the version's root checksum")
         self._check_open()
         reservation = self._reservations.get(number, holder)
-        packed = encode_trailer(trailer)
-        entry = _new_entry(
-            *(reservation.slot, reservation.offset, digest, version, trailer),
-            *(length, len(packed), soft, now),
-        )
-        if not 0 <= length <= reservation.length or entry.extent_bytes > reservation.capacity:
-            raise ValueError(
-                f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {number}"
-            )
-        # Room for a time to live that a later put may give the object.
-        roomy = extent_bytes(length, len(packed) + EXPIRY_BYTES)
-        entry.extent_bytes = min(roomy, reservation.capacity)
-        if not trailer_matches(trailer, slot_of(entry)):
-            raise ValueError("the chunk sums do not give the version's root checksum")
+        entry, packed = _filled(reservation, written, soft, now)
         existing = self._entries.get(digest)
         if existing is not None and existing.version >= version and not existing.expired(now):
             self.abort(number, holder=holder)
@@ -381,13 +399,43 @@ class Segment:
                 self._table.write_slot(existing)
                 self._order.update(existing)
             return existing
+        self._publish(reservation, entry, packed, follows, now)
+        return entry
+
+    def commit_new(
+        self, written: Iterable[Written], *, holder: Hashable, now: float
+    ) -> list[ObjectEntry | None]:
+        """`commit` of many objects whose sums give their roots, each of a key of which nothing is here. None in place
+        of one that does not fit its reservation, which stays: `commit` says why."""
+        self._check_open()
+        published: list[ObjectEntry | None] = []
+        for each in written:
+            entry = None
+            with suppress(ValueError):
+                reservation = self._reservations.get(each.reservation, holder)
+                entry, packed = _filled(reservation, each, False, now)
+                self._publish(reservation, entry, packed, each.follows, now)
+            published.append(entry)
+        return published
+
+    def _publish(
+        self,
+        reservation: Reservation,
+        entry: ObjectEntry,
+        packed: bytes,
+        follows: bytes,
+        now: float,
+    ) -> None:
+        """Make a filled reservation the object of its key, in place of an older one."""
+        existing = self._entries.get(entry.digest)
         self._reservations.end(reservation)
-        extent = reservation.offset - self.geometry.data_offset
-        self._areas.shrink(extent, entry.extent_bytes)
+        extent = entry.offset - self.geometry.data_offset
+        if entry.extent_bytes < reservation.capacity:
+            self._areas.shrink(extent, entry.extent_bytes)
         entry.group = self._areas.at(extent).group_of(entry.namespace)
         self._table.publish(entry, packed)
         self._held[entry.slot] = entry
-        self._entries[digest] = entry
+        self._entries[entry.digest] = entry
         if existing is not None:
             self._listing.remove(existing)
             self._doom(existing)
@@ -395,9 +443,10 @@ class Segment:
         self._listing.add(entry)
         before = self._entries.get(follows) if follows else None
         self._order.admit(entry, now, None if before is entry else before)
-        self._areas.count(entry, 1)
-        self._timers.set(entry)
-        return entry
+        if self._areas.uses:
+            self._areas.count(entry, 1)
+        if entry.expires_unix_ms or entry.pin_until:
+            self._timers.set(entry)
 
     def abort(self, number: int, *, holder: Hashable) -> None:
         """Give a reservation back, after the last write into it has ended."""
@@ -822,6 +871,7 @@ class Segment:
             _new_entry(
                 *(each.number, each.slot.offset, each.slot.digest, each.slot.version, each.trailer),
                 *(each.slot.length, each.slot.trailer_length),
+                extent_bytes(each.slot.length, each.slot.trailer_length),
                 *(bool(each.slot.flags & SLOT_FLAG_SOFT), now),
             )
             for each in kept.objects
@@ -831,11 +881,7 @@ class Segment:
         self._areas.take_at(sorted(extents))
         for room in kept.rooms:
             reservation = self._reservations.add(
-                EARLIER_CLIENTS,
-                offset=room.offset,
-                length=room.size_bytes,
-                capacity=room.size_bytes,
-                slot=room.number,
+                EARLIER_CLIENTS, room.offset, room.size_bytes, room.size_bytes, room.number
             )
             self._held[room.number] = reservation
             self._table.write_reservation(reservation)
@@ -854,8 +900,9 @@ class Segment:
 
     # --- making room -------------------------------------------------------------------------
 
-    def _take_slot(self, extent: int, namespace: str, now: float) -> Steps[int]:
-        """A slot for what goes to that extent. What a namespace has of its quota makes place for more of it last."""
+    def _take_slot(self, extent: int, namespace: str, now: float, alike: int) -> Steps[int]:
+        """A slot for what goes to that extent, and place for others `alike`. What a namespace has of its quota makes
+        place for more of it last."""
         slot = self._table.take_slot()
         if slot is None:
             slot = yield from self._when_expired(self._table.take_slot, now)
@@ -866,7 +913,9 @@ class Segment:
             others = tuple(group for group in groups if group != kept)
             self._settle()
             for _ in range(MOST_TRIES):  # as for room
-                victims = self._victims.for_slot(others, now) or self._victims.for_slot(groups, now)
+                victims = self._victims.for_slots(others, now, alike) or self._victims.for_slots(
+                    groups, now, alike
+                )
                 if not victims:
                     break
                 self._evict(self._chosen(victims))
@@ -878,7 +927,7 @@ class Segment:
             raise self._no_room(what, namespace)
         return slot
 
-    def _take_extent(self, size: int, namespace: str, now: float) -> Steps[int]:
+    def _take_extent(self, size: int, namespace: str, now: float, alike: int) -> Steps[int]:
         searches = self._areas.searches(namespace)
         for places in searches:
             extent = self._areas.take(size, places)
@@ -887,7 +936,7 @@ class Segment:
                 extent = yield from self._when_expired(take, now)
             last = places is searches[-1]
             if extent is None:
-                extent = yield from self._take_made_room(size, places, now, thoroughly=last)
+                extent = yield from self._take_made_room(size, places, now, alike, thoroughly=last)
             if extent is not None:
                 return extent
         raise self._no_room(f"{format_bytes(size)} do not fit", namespace)
@@ -901,13 +950,15 @@ class Segment:
         return taken
 
     def _take_made_room(
-        self, size: int, places: Places, now: float, *, thoroughly: bool
+        self, size: int, places: Places, now: float, alike: int, *, thoroughly: bool
     ) -> Steps[int | None]:
         """Room that is made by evicting. Just then a thread may begin to send from what is chosen, or a client look at
         it, or others, between two steps, may do anything to it: others go too."""
         for _ in range(MOST_TRIES):
             self._settle()
-            victims = yield from self._victims.for_room(size, places, now, thoroughly=thoroughly)
+            victims = yield from self._victims.for_room(
+                size, places, now, alike, thoroughly=thoroughly
+            )
             if not victims:
                 return None
             if len(victims) > EVICTED_PER_STEP:
@@ -1143,6 +1194,24 @@ def _groups_of(places: Places) -> tuple[int, ...]:
     return tuple(group for place in places for group in place.groups)
 
 
+def _filled(
+    reservation: Reservation, written: Written, soft: bool, now: float
+) -> tuple[ObjectEntry, bytes]:
+    """The object in a reservation, and its packed trailer. Raises `ValueError` when they exceed what was reserved."""
+    number, digest, version, trailer, length, _ = written
+    packed = encode_trailer(trailer)
+    end = trailer_offset(length) + len(packed)
+    if not 0 <= length <= reservation.length or end > reservation.capacity:
+        raise ValueError(
+            f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {number}"
+        )
+    # Room for a time to live that a later put may give the object.
+    size = min(round_up(end + EXPIRY_BYTES, GRANULE_BYTES), reservation.capacity)
+    place = reservation.slot, reservation.offset
+    entry = _new_entry(*place, digest, version, trailer, length, len(packed), size, soft, now)
+    return entry, packed
+
+
 def _new_entry(
     slot: int,
     offset: int,
@@ -1151,26 +1220,27 @@ def _new_entry(
     trailer: TrailerBody,
     length: int,
     trailer_length: int,
+    size: int,
     soft: bool,
     now: float,
 ) -> ObjectEntry:
-    pin = Pin(max(Pin.NONE, min(trailer.pin, Pin.HARD)))  # a newer version's counts as hard
+    pin = PINS[max(Pin.NONE, min(trailer.pin, Pin.HARD))]  # a newer version's counts as hard
     return ObjectEntry(
-        digest=digest,
-        version=version,
-        slot=slot,
-        offset=offset,
-        length=length,
-        trailer_length=trailer_length,
-        extent_bytes=extent_bytes(length, trailer_length),
-        namespace=trailer.namespace,
-        key=trailer.key,
-        expires_unix_ms=trailer.expires_unix_ms,
-        replicas=trailer.replicas,
-        pin=pin,
-        pin_until=now + SOFT_PIN_SECONDS if pin is Pin.SOFT else 0.0,
-        soft=soft,
-        dtype=trailer.dtype,
-        shape=trailer.shape,
-        last_access=now,
+        digest,
+        version,
+        slot,
+        offset,
+        length,
+        trailer_length,
+        size,
+        trailer.namespace,
+        trailer.key,
+        trailer.expires_unix_ms,
+        trailer.replicas,
+        pin,
+        now + SOFT_PIN_SECONDS if pin is Pin.SOFT else 0.0,
+        soft,
+        trailer.dtype,
+        trailer.shape,
+        now,
     )

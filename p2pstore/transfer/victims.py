@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import nsmallest
 from typing import Final
 
 from p2pstore.stepping import Steps
@@ -30,19 +31,21 @@ class Victims:
         """By the groups of a place, which name it."""
 
     def for_room(
-        self, size: int, places: Places, now: float, *, thoroughly: bool
+        self, size: int, places: Places, now: float, alike: int = 1, *, thoroughly: bool
     ) -> Steps[list[int]]:
         """What lies in the cheapest window of `size` bytes in any of these places; nothing when there is none as far
-        as candidates tell, or if need be (`thoroughly`) anywhere. For small values some more windows go with it: they
-        would be next, and looking for them takes longer than all the rest of a put."""
-        count = min(MOST_WINDOWS, 1 + self._data_bytes // AHEAD_SHARE // size)
+        as candidates tell, or if need be (`thoroughly`) anywhere. For small values some more windows go with it, and
+        for `alike` ones as many as that: they would be next, and looking for them takes longer than all the rest of a
+        put."""
+        ahead = min(MOST_WINDOWS, 1 + self._data_bytes // AHEAD_SHARE // size)
+        count = max(ahead, min(alike, EVICTED_PER_STEP))
         found: list[Window] = []
         hemmed_in = []
         for place in places:
             evictable = self._order.evictable_bytes(place.groups)
             if not evictable or evictable + place.area.allocator.free_bytes < size:
                 continue
-            offsets = self._order.candidates(size, place.groups, len(places))
+            offsets = self._order.candidates(size, place.groups, len(places), count)
             least_used = (offset - self._base for offset in offsets)
             windows = yield from self._windows(place, least_used, size, count, now)
             found += windows
@@ -61,12 +64,14 @@ class Victims:
         chosen = cheapest if len(cheapest) > EVICTED_PER_STEP else choose_windows(found, count)
         return [self._base + extent for extent in chosen]
 
-    def for_slot(self, groups: tuple[int, ...], now: float) -> list[int]:
-        """The cheapest object of these groups, if there is one: what it lies in does not matter."""
-        candidates = self._order.candidates(1, groups, len(groups))
+    def for_slots(self, groups: tuple[int, ...], now: float, alike: int = 1) -> list[int]:
+        """The cheapest objects of these groups, if there are any, one for each of so many values: what they lie in does
+        not matter."""
+        count = min(alike, EVICTED_PER_STEP)
+        candidates = self._order.candidates(1, groups, len(groups), count)
         costs = ((self._order.cost_at(at, now, groups), at) for at in candidates)
-        cheapest = min(((cost, at) for cost, at in costs if cost is not None), default=None)
-        return [] if cheapest is None else [cheapest[1]]
+        cheapest = nsmallest(count, ((cost, at) for cost, at in costs if cost is not None))
+        return [at for _, at in cheapest]
 
     def _windows(
         self, place: Place, candidates: Iterable[int], size: int, count: int, now: float

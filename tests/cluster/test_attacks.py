@@ -31,6 +31,7 @@ from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
 from p2pstore.peer.tickets import TicketOffice
+from p2pstore.put_facts import PutFacts
 from p2pstore.statedir import StateDirectory
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.messages import (
@@ -91,11 +92,9 @@ async def reserve(client: Client, length: int, count: int = 1) -> list[local.Res
     return reply.items
 
 
-def commit_item(reservation: int, key: str, value: bytes, **fields: Any) -> local.CommitItem:
+def commit_item(reservation: int, key: str, value: bytes, **fields: Any) -> PutFacts:
     sums = chunk_sums(value)
-    return local.CommitItem(
-        reservation, key, len(value), sums, root_checksum(len(value), sums), **fields
-    )
+    return PutFacts(reservation, key, len(value), sums, root_checksum(len(value), sums), **fields)
 
 
 # --- broken clients --------------------------------------------------------------------------
@@ -129,9 +128,9 @@ async def test_a_commit_of_nonsense_leaves_no_operation(
         [room] = await reserve(peer, 5)
         fields = {
             name: getattr(commit_item(room.reservation, "k", b"value"), name)
-            for name in local.CommitItem.__struct_fields__
+            for name in PutFacts.__struct_fields__
         }
-        item = local.CommitItem(**{**fields, **change})
+        item = PutFacts(**{**fields, **change})
         commit = local.Commit("default", [item, item])
         try:
             reply = await request(peer, LocalKind.COMMIT, commit, local.Committed)

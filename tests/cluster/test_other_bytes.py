@@ -13,6 +13,7 @@ from p2pstore import errors
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
+from p2pstore.transfer.entries import Written
 from p2pstore.transfer.layout import TrailerBody, encode_trailer
 from tests.cluster.test_open_peer import cluster, config, until
 
@@ -43,7 +44,8 @@ def announce(liar: Peer, key: str, value: bytes, version: Version) -> None:
     core.segment.reservation_view(room.number, holder="liar")[:] = value
     named = Version(version.clock, version.writer, root_checksum(len(value), sums))
     digest = key_digest(key)
-    core.publish(room.number, "liar", digest, named, trailer, len(value), False, now)
+    written = Written(room.number, digest, named, trailer, len(value))
+    core.publish(written, holder="liar", soft=False, now=now)
     liar.node.process()
 
 

@@ -27,6 +27,8 @@ from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.local.server import LocalClient, serve_local
 from p2pstore.objects import DIGEST_BYTES, MIB, Version, key_digest
+from p2pstore.put_facts import PutFacts
+from p2pstore.transfer.entries import Written
 from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES
 from p2pstore.transfer.layout import Pin, TrailerBody, plan_geometry
 from p2pstore.transfer.memory import SharedMemory, create_memory, create_page
@@ -136,9 +138,7 @@ class SmallBackend:
         again = [self._reserve_one(client, item) for item in message.again]
         return local.Committed(outcomes, again)
 
-    def _commit_one(
-        self, client: LocalClient, namespace: str, item: local.CommitItem
-    ) -> local.PutOutcome:
+    def _commit_one(self, client: LocalClient, namespace: str, item: PutFacts) -> local.PutOutcome:
         digest = key_digest(item.key, namespace)
         existing = self.segment.find(digest, time.time())
         if existing is not None and not item.overwrite:
@@ -159,12 +159,10 @@ class SmallBackend:
             item.shape,
         )
         self.segment.commit(
-            item.reservation,
+            Written(
+                item.reservation, digest, Version(self._clock, 7, item.root), trailer, item.length
+            ),
             holder=client.holder,
-            digest=digest,
-            version=Version(self._clock, 7, item.root),
-            trailer=trailer,
-            length=item.length,
             soft=False,
             now=time.time(),
         )
@@ -175,7 +173,8 @@ class SmallBackend:
 
     def _abort(self, client: LocalClient, message: local.Abort) -> None:
         for number in message.reservations:
-            self.segment.abort(number, holder=client.holder)
+            with contextlib.suppress(ValueError):  # it has ended already
+                self.segment.abort(number, holder=client.holder)
 
     def _lease(self, client: LocalClient, message: local.Lease) -> Message:
         return local.Leased([self._lease_one(client, each) for each in split(message.digests)])

@@ -23,6 +23,7 @@ from p2pstore.local.batching import (
     text_bytes,
 )
 from p2pstore.local.messages import MAX_BATCH, LocalKind
+from p2pstore.put_facts import PutFacts
 from p2pstore.wire import LOCAL_LIMITS, encode_body
 from tests.contract.worlds import peer_process, until
 
@@ -104,9 +105,10 @@ LARGEST: dict[LocalKind, tuple[int, Any]] = {
         0,
         lambda n: local.Commit(
             "n" * 255,
-            [local.CommitItem(BIG, "k" * 1024, BIG, bytes(512), BIG, follows=DIGEST)] * n,
+            [PutFacts(BIG, "k" * 1024, BIG, bytes(512), BIG, follows=DIGEST)] * n,
         ),
     ),
+    LocalKind.ABORT: (0, lambda n: local.Abort([BIG] * n)),
     LocalKind.LEASE: (0, lambda n: local.Lease(DIGEST * n, key="k" * 1024)),
     LocalKind.RELEASE: (0, lambda n: local.Release([BIG] * n)),
     LocalKind.PLAN: (0, lambda n: local.Plan(DIGEST * n, exclude=[BIG] * 64, key="k" * 1024)),

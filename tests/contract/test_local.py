@@ -791,7 +791,7 @@ from p2pstore.streams import run_blocking
 client = blocking.connect(sys.argv[1])
 client.put("k", b"x" * 5000)
 view = client.take_lease("k")
-run_blocking(client._session._live.writer._reserve([ReserveItem(3_000_000, 1000)] * 2))
+run_blocking(client._session._live.writer.reserve([ReserveItem(3_000_000, 1000)] * 2))
 for number in range(4):
     client.put(f"s{number}", b"y" * 5000)
 child = os.fork() if sys.argv[2] == "fork" else 0

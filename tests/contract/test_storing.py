@@ -24,6 +24,7 @@ from p2pstore.errors import (
 from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer import data_requests, data_server
 from p2pstore.transfer.data_server import ServerLimits
+from p2pstore.transfer.entries import Written
 from p2pstore.transfer.layout import TrailerBody, encode_trailer
 from p2pstore.transfer.messages import (
     DataKind,
@@ -89,12 +90,14 @@ class Stores:
         await trio.sleep(self.finish_seconds)
         request, trailer, number, holder = opened.handle
         self.segment.commit(
-            number,
+            Written(
+                number,
+                key_digest(request.key, request.namespace),
+                Version(5, 6, request.root),
+                trailer,
+                request.length,
+            ),
             holder=holder,
-            digest=key_digest(request.key, request.namespace),
-            version=Version(5, 6, request.root),
-            trailer=trailer,
-            length=request.length,
             soft=False,
             now=time.time(),
         )

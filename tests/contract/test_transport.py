@@ -56,7 +56,7 @@ from p2pstore.transfer.data_server import (
     listener_address,
     open_data_listeners,
 )
-from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
+from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent, Written
 from p2pstore.transfer.layout import (
     Slot,
     SlotState,
@@ -174,12 +174,14 @@ def put(segment: Segment, key: str, value: bytes, clock: int = 1) -> bytes:
     segment.reservation_view(reservation.number, "test")[: len(value)] = value
     digest = key_digest(key)
     segment.commit(
-        reservation.number,
+        Written(
+            reservation.number,
+            digest,
+            Version(clock, 1, root_checksum(len(value), sums)),
+            trailer,
+            len(value),
+        ),
         holder="test",
-        digest=digest,
-        version=Version(clock, 1, root_checksum(len(value), sums)),
-        trailer=trailer,
-        length=len(value),
         soft=False,
         now=time.time(),
     )

@@ -52,6 +52,7 @@ from p2pstore.invite import Invite, format_invite, parse_invite
 from p2pstore.keyring import KeyRing, add_key, parse_cluster_keys, promote_key, retire_keys
 from p2pstore.objects import Version, chunk_sums, key_digest, parse_bytes, root_checksum
 from p2pstore.statedir import StateDirectory
+from p2pstore.transfer.entries import Written
 from p2pstore.transfer.layout import (
     Pin,
     TrailerBody,
@@ -129,12 +130,14 @@ def _memory() -> tuple[bytes, dict[str, bytes]]:
         room = segment.reserve(len(value), len(encode_trailer(trailer)), holder=1, now=UNIX)
         segment.reservation_view(room.number, holder=1)[:] = value
         entry = segment.commit(
-            room.number,
+            Written(
+                room.number,
+                key_digest(f"k{number}"),
+                Version(1 << 20, 1, root_checksum(len(value), sums)),
+                trailer,
+                len(value),
+            ),
             holder=1,
-            digest=key_digest(f"k{number}"),
-            version=Version(1 << 20, 1, root_checksum(len(value), sums)),
-            length=len(value),
-            trailer=trailer,
             soft=False,
             now=UNIX,
         )

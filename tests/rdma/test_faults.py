@@ -21,6 +21,7 @@ from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer import rdma_lines, rdma_reads, rdma_serving
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import ServerLimits
+from p2pstore.transfer.entries import Written
 from p2pstore.transfer.layout import Slot, TrailerBody, decode_slot, encode_slot, encode_trailer
 from p2pstore.transfer.mapping import address_of
 from p2pstore.transfer.messages import DataKind, RdmaConnect, RdmaConnected
@@ -155,12 +156,10 @@ async def test_an_expired_object_is_not_delivered(rdma: RdmaHarness) -> None:
     segment.reservation_view(made.number, "test")[: len(value)] = value
     digest = key_digest("key")
     segment.commit(
-        made.number,
+        Written(
+            made.number, digest, Version(1, 1, root_checksum(len(value), sums)), trailer, len(value)
+        ),
         holder="test",
-        digest=digest,
-        version=Version(1, 1, root_checksum(len(value), sums)),
-        trailer=trailer,
-        length=len(value),
         soft=False,
         now=0.0,
     )

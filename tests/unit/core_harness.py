@@ -14,7 +14,7 @@ from p2pstore.core.effects import AskPeer, OperationFinished, PullFailure, PullO
 from p2pstore.core.lookup import split_digests
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.core.put import PutOperation, PutSpec
+from p2pstore.core.put import PutOperation
 from p2pstore.gossip.floors.floor_stamps import hash_stamps
 from p2pstore.gossip.floors.floor_sync import FloorAnswer
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
@@ -46,6 +46,7 @@ from p2pstore.objects import (
     key_digest,
     root_checksum,
 )
+from p2pstore.put_facts import PutFacts
 from p2pstore.simulation.signer import SimulatedSigner, SimulatedVerifier
 from p2pstore.transfer.kept import Kept
 from p2pstore.transfer.layout import (
@@ -303,22 +304,23 @@ class Harness:
         self.segment.reservation_view(reservation.number, holder=HOLDER)[:] = value
         return reservation.number
 
-    def spec(self, key: str, value: bytes, **options: Any) -> PutSpec:
+    def facts(self, key: str, value: bytes, **options: Any) -> PutFacts:
+        """Of a value that was written into a reservation."""
         sums = chunk_sums(value)
-        spec = PutSpec(
-            holder=HOLDER,
-            reservation=self.reserve(key, value),
-            namespace=NAMESPACE,
-            key=key,
-            length=len(value),
-            sums=sums,
-            root=root_checksum(len(value), sums),
-        )
-        return msgspec.structs.replace(spec, **options)
+        root = root_checksum(len(value), sums)
+        options["ttl_ms"] = round(1000 * options.pop("ttl_seconds", 0.0))
+        facts = PutFacts(self.reserve(key, value), key, len(value), sums, root)
+        return msgspec.structs.replace(facts, **options)
 
-    def put(self, key: str, value: bytes, **options: Any) -> PutOperation:
+    def operation(self, facts: PutFacts, namespace: str = NAMESPACE) -> PutOperation:
+        """A put that has not begun."""
+        return PutOperation(self.core, facts, holder=HOLDER, namespace=namespace)
+
+    def put(
+        self, key: str, value: bytes, namespace: str = NAMESPACE, **options: Any
+    ) -> PutOperation:
         """Start a put."""
-        operation = PutOperation(self.core, self.spec(key, value, **options))
+        operation = self.operation(self.facts(key, value, **options), namespace)
         self.start(operation)
         return operation
 

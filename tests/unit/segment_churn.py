@@ -10,6 +10,7 @@ from random import Random
 from typing import Final, TypeVar
 
 from p2pstore.objects import KIB, MIB, Version, chunk_count, key_digest, root_checksum
+from p2pstore.transfer.entries import Written
 from p2pstore.transfer.layout import TrailerBody, encode_trailer, plan_geometry
 from p2pstore.transfer.segment import NO_QUOTAS, Segment
 
@@ -99,12 +100,14 @@ def _put(segment: Segment, namespace: str, key: str, length: int, clock: int, no
     room = len(encode_trailer(trailer))
     reservation = segment.reserve(length, room, holder=0, now=now, namespace=namespace)
     entry = segment.commit(
-        reservation.number,
+        Written(
+            reservation.number,
+            key_digest(key, namespace),
+            Version(clock, 1, root_checksum(length, trailer.sums)),
+            trailer,
+            length,
+        ),
         holder=0,
-        digest=key_digest(key, namespace),
-        version=Version(clock, 1, root_checksum(length, trailer.sums)),
-        trailer=trailer,
-        length=length,
         soft=False,
         now=now,
     )

@@ -55,6 +55,7 @@ from p2pstore.streams import BlockingDriver, run_blocking
 from p2pstore.transfer import data_server as data_server_module
 from p2pstore.transfer import messages as data
 from p2pstore.transfer.data_connection import DataConnection
+from p2pstore.transfer.entries import Written
 from p2pstore.transfer.layout import (
     Pin,
     TrailerBody,
@@ -203,12 +204,14 @@ def test_an_object_with_a_newer_pin_and_newer_fields_can_be_kept() -> None:
     room = segment.reserve(len(value), len(encode_trailer(trailer)), holder="h", now=0.0)
     segment.reservation_view(room.number, "h")[:] = value
     entry = segment.commit(
-        room.number,
+        Written(
+            room.number,
+            key_digest("k"),
+            Version(1, 1, root_checksum(len(value), sums)),
+            trailer,
+            len(value),
+        ),
         holder="h",
-        digest=key_digest("k"),
-        version=Version(1, 1, root_checksum(len(value), sums)),
-        trailer=trailer,
-        length=len(value),
         soft=False,
         now=0.0,
     )

@@ -19,7 +19,6 @@ from p2pstore.core.effects import (
 from p2pstore.core.listing import ListOperation
 from p2pstore.core.prefetching import AT_ONCE, BEGUN_PER_STEP, MAX_QUEUED
 from p2pstore.core.presence import is_known, known_keys
-from p2pstore.core.put import PutOperation
 from p2pstore.core.serving import ListHereOperation, reply_of
 from p2pstore.core.write_back import LOOKED_AT
 from p2pstore.errors import CapacityExceeded, NoSuchKey, Unavailable
@@ -469,10 +468,10 @@ def test_without_its_bytes_the_same_value_takes_over_no_pin() -> None:
     """Asked for more than it is, what is on the SSD alone needs its bytes in memory."""
     world = ColdWorld()
     world.cool("k", VALUE)
-    same = world.put("k", VALUE).spec
-    for options in ({"pin": 1}, {"ttl_seconds": 5.0}, {"replicas": 2}):
+    same = world.put("k", VALUE).facts
+    for options in ({"pin": 1}, {"ttl_ms": 5000}, {"replicas": 2}):
         world.cool_again("k")
-        put = PutOperation(world.core, replace(same, reservation=None, **options))
+        put = world.operation(replace(same, reservation=0, **options))
         world.start(put)
         assert put.done
         assert put.result is None

@@ -59,7 +59,7 @@ def end_of(operation: PutOperation) -> PutEnd:
 def test_an_unknown_key_is_created_and_announced() -> None:
     world = Harness(others=4)
     operation = world.put("k", b"value", dtype="float32", shape=(5,))
-    version = Version(clock_at(0.0), world.writer, operation.spec.root)
+    version = Version(clock_at(0.0), world.writer, operation.facts.root)
     assert end_of(operation) == PutEnd(PutStatus.CREATED, 1, 1, version)
     entry = world.find("k")
     assert entry is not None
@@ -123,12 +123,11 @@ def test_a_trailer_that_outgrew_its_reservation_is_an_error_and_frees_it() -> No
 
 def test_a_reservation_that_is_not_there_is_an_error_and_leaves_nothing() -> None:
     world = Harness()
-    spec = world.spec("k", b"value")
-    assert spec.reservation is not None
-    operation = PutOperation(world.core, replace(spec, reservation=spec.reservation + 1))
+    facts = world.facts("k", b"value")
+    operation = world.operation(replace(facts, reservation=facts.reservation + 1))
     world.start(operation)
     assert isinstance(operation.result, ValueError)
-    world.segment.abort(spec.reservation, holder=HOLDER)
+    world.segment.abort(facts.reservation, holder=HOLDER)
     world.check_idle()
 
 
@@ -797,7 +796,7 @@ def test_a_put_that_is_cancelled_while_it_replicates_stays() -> None:
     (ask,) = world.asks(DataKind.REPLICATE)
     world.core.cancel(operation, world.now)
     assert world.value("k") == b"value"
-    world.answer(ask, Replicated(operation.spec.root, 0))
+    world.answer(ask, Replicated(operation.facts.root, 0))
     world.check_idle()
 
 

@@ -3,11 +3,11 @@ clusters: `tests/simulation/test_repair.py` and `test_hand_over.py`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partialmethod
 from typing import TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 import p2pstore.core.hand_over as hand_over_module
 from p2pstore.core.effects import AskPeer, LoadObject

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.effects import FetchSnapshot, Push, SnapshotHead

@@ -9,15 +9,14 @@ from p2pstore.local import checkpoint_messages as checkpoints
 from p2pstore.local import group_messages as groups
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
+from p2pstore.put_facts import PutFacts
 from p2pstore.wire import ONE_WAY, PREFACE_LOCAL, REPLY, Message, decode_body, encode_frame
 
 DIGEST = bytes(range(16))
 HOLDER = local.Holder(
     *(1, b"\x01\x02", "n", ["h:1"], "/s", True, 2, 3, 4, 5, 0, b"c", b"s", b"k", 0, 6)
 )
-ITEM = local.CommitItem(
-    7, "k", 3, b"\x01" * 8, 9, 2, 1, 60_000, True, False, "float32", (3,), DIGEST
-)
+ITEM = PutFacts(7, "k", 3, b"\x01" * 8, 9, 2, 1, 60_000, True, False, "float32", (3,), DIGEST)
 COMMIT_BEFORE_CHAINS = (
     "94a764656661756c74919c07a16b03c4080101010101010101090201cdea60c3c2a7666c6f617433329103"
     "cd11949192cd1000cc80"
@@ -61,9 +60,9 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
         0,
         local.Commit("default", [ITEM], 4500, [local.ReserveItem(4096, 128)]),
         (
-            "1100000004030201470000000000000094a764656661756c74919d07a16b03c40801010101010101"
+            "1100000004030201480000000000000095a764656661756c74919d07a16b03c40801010101010101"
             "01090201cdea60c3c2a7666c6f617433329103c410000102030405060708090a0b0c0d0e0fcd1194"
-            "9192cd1000cc80"
+            "9192cd1000cc80c2"
         ),
     ),
     "committed": (

@@ -6,6 +6,7 @@ When one of these fails, the format has changed: it needs a new format number an
 from __future__ import annotations
 
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.transfer.entries import Written
 from p2pstore.transfer.layout import (
     SLOT_FLAG_SOFT,
     SLOT_FLAG_TENSOR,
@@ -134,12 +135,8 @@ def test_a_whole_segment() -> None:
     reservation = segment.reserve(len(VALUE), len(TRAILER_BYTES), holder=0, now=1.0)
     segment.reservation_view(reservation.number, 0)[:] = VALUE
     segment.commit(
-        reservation.number,
+        Written(reservation.number, DIGEST, SLOT.version, TRAILER, len(VALUE)),
         holder=0,
-        digest=DIGEST,
-        version=SLOT.version,
-        trailer=TRAILER,
-        length=len(VALUE),
         soft=True,
         now=1.0,
     )

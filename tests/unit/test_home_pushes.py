@@ -57,14 +57,14 @@ class Owner:
     def hold(self, number: int, clock: int = 1) -> None:
         operation = self.log.add(location(number, clock))
         assert operation is not None
-        self.pushes.note(operation)
+        self.pushes.note([operation])
 
     def release(self, number: int) -> None:
         held = self.log.held(digest_of(number))
         if held is not None:
             operation = self.log.remove(digest_of(number), decode_location(held).version)
             assert operation is not None
-            self.pushes.note(operation)
+            self.pushes.note([operation])
 
     def take(self, now: float) -> list[Push]:
         return self.pushes.take(now)

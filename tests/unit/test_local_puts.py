@@ -12,6 +12,7 @@ from p2pstore.local.messages import Access
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import chunk_sums, root_checksum
 from p2pstore.peer.local_puts import LocalPuts
+from p2pstore.put_facts import PutFacts
 from p2pstore.wire import Code
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness
 
@@ -32,7 +33,7 @@ class Loop:
 
     def put(self, key: str, again: local.ReserveItem | None = ROOM) -> local.Committed:
         sums = chunk_sums(VALUE)
-        item = local.CommitItem(
+        item = PutFacts(
             self._room.reservation, key, len(VALUE), sums, root_checksum(len(VALUE), sums)
         )
         room = self._room

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.log import OperationRing, OwnLog, newest_clock

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import mmap
 import os
 import subprocess
@@ -91,7 +90,7 @@ class Cluster:
         clock = NEWEST + 1 if self.rng.random() < 0.03 else self.rng.randrange(1, 20)
         record = location(self.rng.randrange(60), clock)
         if self.rng.random() < 0.5:  # the member wrote it
-            record = dataclasses.replace(record, version=Version(clock, member, 77))
+            record = replace(record, version=Version(clock, member, 77))
         log.add(record)
 
     def remove(self) -> None:

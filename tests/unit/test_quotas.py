@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.areas import MAX_QUOTAS, Areas, Place
-from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.transfer.entries import ObjectEntry, Written
 from p2pstore.transfer.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.transfer.layout import (
     GRANULE_BYTES,
@@ -69,12 +69,14 @@ def put(
     )
     segment.reservation_view(made.number, ME)[:] = value
     return segment.commit(
-        made.number,
+        Written(
+            made.number,
+            key_digest(key, namespace),
+            Version(number + 1, 1, root_checksum(length, trailer.sums)),
+            trailer,
+            length,
+        ),
         holder=ME,
-        digest=key_digest(key, namespace),
-        version=Version(number + 1, 1, root_checksum(length, trailer.sums)),
-        trailer=trailer,
-        length=length,
         soft=soft,
         now=now,
     )

@@ -16,7 +16,7 @@ from p2pstore.errors import BufferTooSmall, ProtocolError
 from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.side_by_side import PIECE_BYTES
 from p2pstore.transfer import reader as reader_module
-from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.transfer.entries import ObjectEntry, Written
 from p2pstore.transfer.layout import (
     SLOT_BYTES,
     Slot,
@@ -49,12 +49,14 @@ def put(segment: Segment, key: str, clock: int, value: bytes) -> ObjectEntry:
     view = segment.reservation_view(reservation.number, "owner")
     np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(value, np.uint8))
     return segment.commit(
-        reservation.number,
+        Written(
+            reservation.number,
+            key_digest(key),
+            Version(clock, 1, root_checksum(len(value), trailer.sums)),
+            trailer,
+            len(value),
+        ),
         holder="owner",
-        digest=key_digest(key),
-        version=Version(clock, 1, root_checksum(len(value), trailer.sums)),
-        trailer=trailer,
-        length=len(value),
         soft=False,
         now=float(clock),
     )
@@ -126,12 +128,14 @@ def test_colliding_digests_are_all_found_while_others_go() -> None:
         reservation = segment.reserve(1, 100, holder=0, now=1.0)
         segment.reservation_view(reservation.number, 0)[:] = b"v"
         segment.commit(
-            reservation.number,
+            Written(
+                reservation.number,
+                digest,
+                Version(1, 1, root_checksum(1, sums)),
+                TrailerBody("default", digest.hex(), sums),
+                1,
+            ),
             holder=0,
-            digest=digest,
-            version=Version(1, 1, root_checksum(1, sums)),
-            trailer=TrailerBody("default", digest.hex(), sums),
-            length=1,
             soft=False,
             now=1.0,
         )

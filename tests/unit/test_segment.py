@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from p2pstore.client.leases import LeaseBook
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.entries import ObjectEntry, Reservation, SmallObjectsLent
+from p2pstore.transfer.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
 from p2pstore.transfer.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES, HazardPage
 from p2pstore.transfer.key_listing import KeyListing
@@ -94,15 +94,17 @@ def put(
     reservation = fill(segment, value, key, ME, now)
     trailer = trailer_for(value, key, pin, expires_unix_ms)
     return segment.commit(
-        reservation.number,
+        Written(
+            reservation.number,
+            key_digest(key, NAMESPACE),
+            Version(clock, 1, root_checksum(len(value), trailer.sums)),
+            trailer,
+            len(value),
+            key_digest(follows, NAMESPACE) if follows else b"",
+        ),
         holder=ME,
-        digest=key_digest(key, NAMESPACE),
-        version=Version(clock, 1, root_checksum(len(value), trailer.sums)),
-        trailer=trailer,
-        length=len(value),
         soft=soft,
         now=now,
-        follows=key_digest(follows, NAMESPACE) if follows else b"",
     )
 
 
@@ -266,15 +268,17 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         before = self.model.get(key)
         try:
             entry = self.segment.commit(
-                number,
+                Written(
+                    number,
+                    key_digest(key, NAMESPACE),
+                    version,
+                    trailer,
+                    len(value),
+                    key_digest(follows, NAMESPACE) if follows else b"",
+                ),
                 holder=holder,
-                digest=key_digest(key, NAMESPACE),
-                version=version,
-                trailer=trailer,
-                length=len(value),
                 soft=soft,
                 now=self.now,
-                follows=key_digest(follows, NAMESPACE) if follows else b"",
             )
         except ValueError:  # the expiry made the trailer longer than what was reserved
             assert expires
@@ -781,12 +785,14 @@ def test_a_wrong_key_text_from_elsewhere_does_not_confuse_the_listing() -> None:
         reservation = fill(segment, value, "same", ME, 100)
         trailer = trailer_for(value, "same")
         segment.commit(
-            reservation.number,
+            Written(
+                reservation.number,
+                bytes([number]) * 16,
+                Version(1, 1, root_checksum(len(value), trailer.sums)),
+                trailer,
+                len(value),
+            ),
             holder=ME,
-            digest=bytes([number]) * 16,
-            version=Version(1, 1, root_checksum(len(value), trailer.sums)),
-            trailer=trailer,
-            length=len(value),
             soft=False,
             now=100,
         )
@@ -819,12 +825,14 @@ def test_a_newer_version_under_another_key_text_replaces_the_listing() -> None:
     reservation = fill(segment, b"other", "renamed", ME, 100)
     trailer = trailer_for(b"other", "renamed")
     new = segment.commit(
-        reservation.number,
+        Written(
+            reservation.number,
+            old.digest,
+            Version(2, 1, root_checksum(5, trailer.sums)),
+            trailer,
+            5,
+        ),
         holder=ME,
-        digest=old.digest,
-        version=Version(2, 1, root_checksum(5, trailer.sums)),
-        trailer=trailer,
-        length=5,
         soft=False,
         now=100,
     )
@@ -892,12 +900,8 @@ def test_sums_that_do_not_match_the_root_are_refused_and_nothing_is_published() 
 
     def commit(root: int, length: int, trailer: TrailerBody = trailer) -> ObjectEntry:
         return segment.commit(
-            reservation.number,
+            Written(reservation.number, digest, Version(1, 1, root), trailer, length),
             holder=ME,
-            digest=digest,
-            version=Version(1, 1, root),
-            trailer=trailer,
-            length=length,
             soft=False,
             now=100,
         )

@@ -17,6 +17,7 @@ from p2pstore.core import peer_core, serving
 from p2pstore.core.cold_return import ColdObject, ColdSorted
 from p2pstore.core.floors import COLD_PER_STEP
 from p2pstore.core.operation import Operation
+from p2pstore.core.publishing import PUBLISHED_PER_STEP
 from p2pstore.core.put import PutOperation
 from p2pstore.core.sweeping import WITHDRAWN_PER_STEP
 from p2pstore.errors import CapacityExceeded, ProtocolError
@@ -36,6 +37,7 @@ from p2pstore.objects import Version, chunk_sums, root_checksum
 from p2pstore.peer import statistics
 from p2pstore.peer.local_gets import LocalGets
 from p2pstore.peer.local_puts import LocalPuts
+from p2pstore.put_facts import PutFacts
 from p2pstore.simulation.signer import SimulatedSigner
 from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer import segment as segments
@@ -336,14 +338,14 @@ async def test_batches_of_local_clients_let_others_have_their_turn() -> None:
     peer = Peer(world)
     reserve = local.Reserve([local.ReserveItem(1, 200)] * 300, NAMESPACE)
     turns, reserved = await turns_of(peer.puts.reserve(CLIENT, reserve))
-    assert turns >= 300
+    assert turns >= 300 // PUBLISHED_PER_STEP
     sums = chunk_sums(b"v")
     items = [
-        local.CommitItem(each.reservation, f"new {n}", 1, sums, root_checksum(1, sums))
+        PutFacts(each.reservation, f"new {n}", 1, sums, root_checksum(1, sums))
         for n, each in enumerate(reserved.items)
     ]
     turns, committed = await turns_of(peer.puts.commit(CLIENT, local.Commit(NAMESPACE, items)))
-    assert turns >= 300
+    assert turns >= 300 // PUBLISHED_PER_STEP
     assert not any(each.error.code for each in committed.items)
     packed = b"".join(digest_of(f"new {n}") for n in range(300))
     turns, leased = await turns_of(peer.gets.lease(CLIENT, local.Lease(packed, fetch=False)))
@@ -360,7 +362,7 @@ async def test_batches_of_local_clients_let_others_have_their_turn() -> None:
 async def test_a_batch_of_reservations_that_is_called_off_leaves_none() -> None:
     world = new_world(1_024)
     peer = Peer(world)
-    reserve = local.Reserve([local.ReserveItem(1, 200)] * 300, NAMESPACE)
+    reserve = local.Reserve([local.ReserveItem(1, 200)] * 1_000, NAMESPACE)
     answer = peer.puts.reserve(CLIENT, reserve)
     assert isinstance(answer, Awaitable)
     work: Awaitable[Any] = answer
@@ -370,7 +372,7 @@ async def test_a_batch_of_reservations_that_is_called_off_leaves_none() -> None:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait)
-        for _ in range(100):
+        for _ in range(10):
             await trio.lowlevel.checkpoint()
         assert world.segment.used_bytes
         nursery.cancel_scope.cancel()

@@ -14,7 +14,7 @@ from p2pstore.objects import Version, key_digest, root_checksum
 from p2pstore.trace.block_cache import BlockCache, replay_one_cache
 from p2pstore.trace.prefix_hits import LLAMA3_70B, HitCounts, leading_hits
 from p2pstore.trace.requests import Request, read_requests
-from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.transfer.entries import ObjectEntry, Written
 from p2pstore.transfer.eviction_policies import PolicyName, make_policy
 from p2pstore.transfer.layout import GRANULE_BYTES, TrailerBody, encode_trailer
 from p2pstore.transfer.segment import Segment
@@ -113,15 +113,17 @@ def put_block(segment: Segment, block: int, now: float, before: bytes) -> None:
     room = len(encode_trailer(trailer))
     reservation = segment.reserve(length, room, holder=1, now=now)
     segment.commit(
-        reservation.number,
+        Written(
+            reservation.number,
+            key_digest(str(block)),
+            Version(1, 1, root_checksum(length, trailer.sums)),
+            trailer,
+            length,
+            before,
+        ),
         holder=1,
-        digest=key_digest(str(block)),
-        version=Version(1, 1, root_checksum(length, trailer.sums)),
-        trailer=trailer,
-        length=length,
         soft=False,
         now=now,
-        follows=before,
     )
 
 

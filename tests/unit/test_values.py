@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from p2pstore.client import arguments
 from p2pstore.client.gathered import Gathered, value_of
 from p2pstore.client.puts import (
-    GROUP_BYTES,
-    GROUP_ITEMS,
+    WINDOW_BYTES,
+    WINDOW_ITEMS,
     GrantedAhead,
     copy_and_sum,
     fill,
-    groups,
     trailer_bound,
+    windows,
 )
 from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.values import (
@@ -331,19 +331,19 @@ def test_the_trailer_fits_its_bound(key: str, length: int, dtype: str, shape: li
     trailer = TrailerBody(
         "n" * 255, key, bytes(8 * chunk_count(length)), 2**53, 2**31, 2, dtype, tuple(shape)
     )
-    bound = trailer_bound(key.encode(), b"n" * 255, length, dtype, len(shape))
+    bound = trailer_bound(len(key.encode()) + 255, length, dtype, len(shape))
     assert len(encode_trailer(trailer)) <= bound
     assert bound % 64 == 0
 
 
-@given(st.lists(st.integers(0, 3 * GROUP_BYTES), max_size=40), st.integers(1, 3000))
-def test_groups_cover_a_batch_within_their_limits(sizes: list[int], small: int) -> None:
+@given(st.lists(st.integers(0, 3 * WINDOW_BYTES), max_size=40), st.integers(1, 3000))
+def test_windows_cover_a_batch_within_their_limits(sizes: list[int], small: int) -> None:
     sizes = sizes + [1] * small
-    cut = groups(sizes)
+    cut = windows(sizes)
     assert [index for group in cut for index in group] == list(range(len(sizes)))
     for group in cut:
-        assert 1 <= len(group) <= GROUP_ITEMS
-        assert len(group) == 1 or sum(sizes[index] for index in group) <= GROUP_BYTES
+        assert 1 <= len(group) <= WINDOW_ITEMS
+        assert len(group) == 1 or sum(sizes[index] for index in group) <= WINDOW_BYTES
 
 
 def reservation(number: int, code: int = 0) -> Reservation:

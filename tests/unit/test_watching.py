@@ -15,6 +15,7 @@ from p2pstore.local.server import LocalClient
 from p2pstore.objects import Version, key_digest
 from p2pstore.peer.measures import NamespaceUse
 from p2pstore.peer.watching import PeerWatch
+from p2pstore.put_facts import PutFacts
 from p2pstore.transfer.layout import Slot, SlotState, TrailerBody
 from p2pstore.transfer.messages import DataKind
 from p2pstore.transfer.transport import Pulled, PullReport, RemoteCopy
@@ -94,7 +95,7 @@ def test_leases_are_counted_by_where_the_object_was(watch: PeerWatch) -> None:
 
 
 def test_what_was_kept_was_not_put(watch: PeerWatch) -> None:
-    item = local.CommitItem(1, "k", 100, b"", 0)
+    item = PutFacts(1, "k", 100, b"", 0)
     outcomes = [
         local.PutOutcome(0, 1, 1, 1, 1),
         local.PutOutcome(2, 2, 1, 1, 1),
@@ -127,7 +128,7 @@ def test_what_its_holders_gave_is_measured(watch: PeerWatch) -> None:
 
 def test_what_clients_do_is_measured_by_namespace(watch: PeerWatch) -> None:
     client = LocalClient(1, "tenant", Access.WRITE, 7, "")
-    item = local.CommitItem(1, "k", 100, b"", 0)
+    item = PutFacts(1, "k", 100, b"", 0)
     commit = local.Commit("another", [item])
     committed = local.Committed([local.PutOutcome(0, 1, 2, 1, 1)])
     watch.answered(client, LocalKind.COMMIT, commit, committed, 0.002, None)

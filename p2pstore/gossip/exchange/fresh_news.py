@@ -57,9 +57,9 @@ class FreshNews:
     def __bool__(self) -> bool:
         return bool(self._logs or self._records or self._knowledge.cluster_records.has_rumors)
 
-    def add_own(self, sequence: int) -> None:
-        """This peer's own log has a new operation."""
-        self._rate.add(1)
+    def add_own(self, sequence: int, count: int) -> None:
+        """This peer's own log has so many new operations, the first one with that number."""
+        self._rate.add(count)
         if not self._rate.is_high:
             own = self._knowledge.membership.own
             self._logs.setdefault(own.member, (sequence, {own.peer_id}))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
@@ -112,18 +112,21 @@ class HomePushes:
 
     # --- what happens ------------------------------------------------------------------------
 
-    def note(self, operation: bytes) -> None:
-        """This peer's log has a new operation, its last one."""
-        partition = partition_of(operation)
-        run = (partition, self.sets.note(operation), self._log.sequence, operation)
-        homes = self.table.homes[partition]
-        if partition in self._former:
-            homes += self._former[partition]
-        for member in homes:
-            if member == self._own:
-                continue
-            if member in self._synced[partition] or not self._keeps(member):
-                self._add(member, run)
+    def note(self, operations: Sequence[bytes]) -> None:
+        """This peer's log has new operations, its last ones."""
+        sequence = self._log.sequence - len(operations)
+        for operation in operations:
+            sequence += 1
+            partition = partition_of(operation)
+            number = self.sets.note(partition, operation)
+            homes = self.table.homes[partition]
+            if partition in self._former:
+                homes += self._former[partition]
+            for member in homes:
+                if member == self._own:
+                    continue
+                if member in self._synced[partition] or not self._keeps(member):
+                    self._add(member, (partition, number, sequence, operation))
 
     def tell(self, member: Member, operation: bytes) -> None:
         """Tell a member of one operation that it need not keep."""

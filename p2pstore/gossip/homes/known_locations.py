@@ -172,6 +172,14 @@ class KnownLocations:
                     break
         return found
 
+    def mentioned(self, digests: Set[bytes]) -> set[bytes]:
+        """Which of the keys anybody said anything of."""
+        found = self._directory.mentioned(digests)
+        if self._mode.phase is not Phase.FULL:
+            with self.lock:
+                found |= self.views.known(digests) | self.cache.known(digests)
+        return found
+
     def first_hand(self, digest: bytes, now: float) -> list[Location]:
         """Holders that this peer heard of from themselves or from a home, itself included."""
         sources = [*self.views.holders(digest), *self.cache.holders(digest, now, hearsay=False)]

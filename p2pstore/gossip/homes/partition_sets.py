@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy
 
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
+from p2pstore.gossip.homes.partitions import PARTITION_COUNT
 from p2pstore.gossip.locations.location_index import LocationIndex
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog
 from p2pstore.gossip.records import LOCATION_BYTES
@@ -33,9 +33,8 @@ class PartitionSets:
         self._begins: list[int] = []
         """Where each partition begins there, in records; and the end."""
 
-    def note(self, operation: bytes) -> int:
-        """The log's last operation. Its number in its partition."""
-        partition = partition_of(operation)
+    def note(self, partition: int, operation: bytes) -> int:
+        """The log's next operation, of a key of that partition. Its number there."""
         if self._index is not None and partition in self._slots:
             self._index.apply(self._slots[partition], operation)
         elif self._index is not None:

@@ -8,7 +8,7 @@ and moves from one way of keeping the directory to the other (`directory_mode`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 from typing import Final
 
@@ -103,10 +103,10 @@ class PartitionedDirectory:
 
     # --- this peer's own log -----------------------------------------------------------------
 
-    def note(self, operation: bytes, now: float) -> None:
-        """This peer's log has a new operation, its last one."""
+    def note(self, operations: Sequence[bytes], now: float) -> None:
+        """This peer's log has new operations, its last ones."""
         self._follow_members(now)
-        self.pushes.note(operation)
+        self.pushes.note(operations)
 
     def take_pushes(self, now: float) -> list[Push]:
         """What is to be told to homes now."""

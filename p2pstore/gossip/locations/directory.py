@@ -601,6 +601,13 @@ class Directory:
                 found.add(digest)
         return found
 
+    @_exclusive
+    def mentioned(self, digests: Set[bytes]) -> set[bytes]:
+        """Which of the keys are in a log, or were pushed ahead of it."""
+        keys = list(digests)
+        found = {keys[place] for place in self._index.known(b"".join(keys))}
+        return found | (self._early.digests & digests)
+
     def _believed(
         self, matches: Matches, believed: Callable[[Member], range]
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

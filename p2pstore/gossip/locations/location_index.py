@@ -10,7 +10,7 @@ One thread at a time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import xor
 from typing import Final
@@ -25,6 +25,7 @@ from p2pstore.gossip.locations.location_slots import RowSlots
 from p2pstore.gossip.locations.reserved_memory import reserve
 from p2pstore.location_table import (
     BLOCK_ROWS,
+    FEW_DIGESTS,
     HALF_WORDS,
     LOCATION_BYTES,
     RECORD,
@@ -128,6 +129,21 @@ class LocationIndex:
         row, _ = self._locate(slot, digest)
         return self._table.record(row) if row else None
 
+    def get_many(self, slot: int, digests: Sequence[bytes]) -> list[bytes | None]:
+        """`get` of each."""
+        found: list[bytes | None] = [None] * len(digests)
+        if len(digests) <= FEW_DIGESTS:
+            for number, owner, record in self._table.find_few(b"".join(digests)):
+                if owner == slot:
+                    found[number] = record
+            return found
+        matches = self._table.find_many(b"".join(digests))
+        own = matches.slots == slot
+        rows = matches.rows[own].tolist()
+        for number, row in zip(matches.queries[own].tolist(), rows, strict=True):
+            found[number] = self._table.record(row)
+        return found
+
     def find(self, digest: bytes) -> list[tuple[int, bytes]]:
         """Which slots hold a record of the digest, and the packed records."""
         return self._table.find(digest)
@@ -135,6 +151,12 @@ class LocationIndex:
     def find_many(self, digests: bytes) -> Matches:
         """`find` of many digests, packed one after the other."""
         return self._table.find_many(digests)
+
+    def known(self, digests: bytes) -> set[int]:
+        """The numbers of those packed digests that any slot has a record of."""
+        if len(digests) <= FEW_DIGESTS * DIGEST_BYTES:
+            return {number for number, _, _ in self._table.find_few(digests)}
+        return set(self._table.find_many(digests).queries.tolist())
 
     def clocks(self, rows: Rows) -> Words:
         """The clocks of the versions in these rows."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -33,7 +33,6 @@ from p2pstore.gossip.records import (
     LocationRecord,
     LogHead,
     Signer,
-    decode_location,
 )
 from p2pstore.location_table import RECORD
 from p2pstore.objects import DIGEST_BYTES, Version
@@ -49,6 +48,9 @@ REMOVED: Final = 0x80
 """In the flags of a withdrawal, which are the record's last byte."""
 _FLAGS: Final = LOCATION_BYTES - 1
 _FEW: Final = 64
+_STAMP: Final = slice(DIGEST_BYTES, DIGEST_BYTES + 10)
+_STAMPED: Final = struct.Struct("<QH")
+"""Clock and writer of a record's version."""
 _CLOCK_ONLY: Final = struct.Struct(f"<{DIGEST_BYTES}xQ{LOCATION_BYTES - DIGEST_BYTES - 8}x")
 
 
@@ -211,20 +213,36 @@ class OwnLog:
         self._ring.extend(operation)
         return operation
 
+    def add_many(self, operations: Sequence[bytes]) -> None:
+        """`add` of many packed records of digests that are not held."""
+        packed = b"".join(operations)
+        self._records.apply(self._slot, packed)
+        for copy in self._copies:
+            for operation in operations:
+                copy.note(operation[:DIGEST_BYTES])
+        self._ring.extend(packed)
+
     def remove(self, digest: bytes, version: Version) -> bytes | None:
         """Note that this peer no longer holds the version. None when it did not (any more)."""
-        held = self.held(digest)
-        if held is None:
-            return None
-        record = decode_location(held)
-        if (record.version.clock, record.version.writer) != (version.clock, version.writer):
-            return None
-        operation = held[:_FLAGS] + bytes((held[_FLAGS] | REMOVED,))
-        if self._copies:
-            self._tell_copies(digest)
-        self._records.apply(self._slot, operation)
-        self._ring.extend(operation)
-        return operation
+        operations = self.remove_many([(digest, version)])
+        return operations[0] if operations else None
+
+    def remove_many(self, gone: Sequence[tuple[bytes, Version]]) -> list[bytes]:
+        """`remove` of many, each of another digest: the packed operations."""
+        records = self._records.get_many(self._slot, [digest for digest, _ in gone])
+        operations = [
+            held[:_FLAGS] + bytes((held[_FLAGS] | REMOVED,))
+            for held, (_, (clock, writer, _)) in zip(records, gone, strict=True)
+            if held is not None and held[_STAMP] == _STAMPED.pack(clock, writer)
+        ]
+        if self._copies:  # the last record fills the gap of each that goes
+            for operation in operations:
+                self._tell_copies(operation[:DIGEST_BYTES])
+                self._records.apply(self._slot, operation)
+        elif operations:
+            self._records.apply(self._slot, b"".join(operations))
+        self._ring.extend(b"".join(operations))
+        return operations
 
     def sign(self, signer: Signer) -> None:
         """Sign the next operations that are not signed yet, some thousands of them."""

@@ -19,7 +19,7 @@ from typing import Final
 from p2pstore.gossip.config import GossipConfig
 from p2pstore.gossip.effects import PartitionSet, Push
 from p2pstore.gossip.homes.partition_homes import table_of
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, PartitionConfig
+from p2pstore.gossip.homes.partitions import PARTITION_COUNT, PartitionConfig, partition_of
 from p2pstore.gossip.records import LocationRecord, Member
 from p2pstore.objects import Version
 from p2pstore.simulation.gossip_cluster import GossipCluster
@@ -117,7 +117,7 @@ class _Work:
                 peer.held[record.digest] = record
                 operation = peer.gossip.log.add(record)
                 assert operation is not None
-                peer.gossip.partitions.pushes.sets.note(operation)
+                peer.gossip.partitions.pushes.sets.note(partition_of(operation), operation)
 
     def tell_homes(self) -> None:
         """Have homes know what owners hold, and owners know that they do."""

@@ -1,0 +1,28 @@
+"""What is known of a value that is put: the one record of it, from the client to the peer's memory. Pure."""
+
+from __future__ import annotations
+
+from p2pstore.wire import Message
+
+
+class PutFacts(Message, frozen=True):
+    """A value that lies in a reservation, and what its caller wants of it.
+
+    `reservation` 0: its bytes are not here, and what can be decided without them is. `sums` are packed u64, one per
+    chunk; `root` is made of them. `ttl_ms` 0 means no end. `follows` is the digest of the block before it, where the
+    client knows of a chain of prefix blocks.
+    """
+
+    reservation: int
+    key: str
+    length: int
+    sums: bytes
+    root: int
+    replicas: int = 1
+    pin: int = 0
+    ttl_ms: int = 0
+    overwrite: bool = False
+    durable: bool = False
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    follows: bytes = b""

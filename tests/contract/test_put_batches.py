@@ -1,0 +1,143 @@
+"""A batch of puts in windows, of which the peer publishes one while the client writes the next."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+import p2pstore
+from p2pstore import blocking
+from p2pstore.client.puts import WINDOW_BYTES, WINDOW_ITEMS
+from p2pstore.errors import CapacityExceeded, StoreClosed
+from p2pstore.local.messages import LocalKind
+from tests.contract.small_peer import SmallPeer, small_peer
+
+SIZES = [0, 1, 4096, 70_000]
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[SmallPeer]:
+    with small_peer(tmp_path / "peer.sock") as running:
+        yield running
+
+
+def values(count: int, name: str = "k") -> list[tuple[str, bytes]]:
+    return [
+        (f"{name}{number}", bytes([number % 251]) * SIZES[number % 4]) for number in range(count)
+    ]
+
+
+def reserved_bytes(peer: SmallPeer) -> int:
+    """Bytes in rooms that are no objects (yet)."""
+    return peer.call(lambda: reserved_now(peer))
+
+
+def reserved_now(peer: SmallPeer) -> int:
+    """`reserved_bytes`, for the peer's own thread."""
+    segment = peer.backend.segment
+    return segment.used_bytes - sum(entry.extent_bytes for entry in segment.entries())
+
+
+@pytest.mark.parametrize(
+    "count", [1, 2, WINDOW_ITEMS, WINDOW_ITEMS + 1, 3 * WINDOW_ITEMS, 5 * WINDOW_ITEMS + 7]
+)
+def test_every_value_is_stored_under_its_key(peer: SmallPeer, count: int) -> None:
+    items = values(count)
+    with blocking.connect(str(peer.path)) as client:
+        results = client.put_many(items)
+        assert [each.key for each in results] == [key for key, _ in items]
+        assert all(each.unwrap().status == "created" for each in results)
+        assert [each.unwrap() for each in client.get_many([key for key, _ in items])] == [
+            value for _, value in items
+        ]
+        assert all(each.unwrap().status == "unchanged" for each in client.put_many(items))
+    peer.wait_until(lambda: reserved_now(peer) == 0)  # room may be reserved ahead for a single put
+
+
+def test_a_window_is_reserved_with_the_commit_of_an_earlier_one(peer: SmallPeer) -> None:
+    with blocking.connect(str(peer.path)) as client:
+        client.put_many(values(6 * WINDOW_ITEMS))
+    requests = [
+        each for each in peer.backend.requests if each in (LocalKind.RESERVE, LocalKind.COMMIT)
+    ]
+    assert requests == [LocalKind.RESERVE] + [LocalKind.COMMIT] * 6
+
+
+def test_a_batch_larger_than_the_memory_keeps_what_came_last(tmp_path: Path) -> None:
+    with (
+        small_peer(tmp_path / "small.sock", memory_bytes=4 * WINDOW_BYTES) as peer,
+        blocking.connect(str(peer.path)) as client,
+    ):
+        value = bytes(WINDOW_BYTES // 4)
+        results = client.put_many([(f"k{number}", value) for number in range(40)])
+        assert all(each.ok for each in results)
+        assert client.contains("k39")
+        assert reserved_bytes(peer) == 0
+        huge = bytes(5 * WINDOW_BYTES)
+        results = client.put_many([("a", b"a"), ("huge", huge), ("b", b"b"), ("c", b"c")])
+        assert [each.ok for each in results] == [True, False, True, True]
+        assert isinstance(results[1].error, CapacityExceeded)
+        assert reserved_bytes(peer) == 0
+
+
+async def test_a_batch_that_is_cancelled_anywhere_leaves_no_room_behind(peer: SmallPeer) -> None:
+    async with p2pstore.connect(str(peer.path)) as client:
+        for turns in range(40):
+            items = values(3 * WINDOW_ITEMS, f"{turns}-")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.put_many, items)
+                for _ in range(turns):
+                    await trio.lowlevel.checkpoint()
+                nursery.cancel_scope.cancel()
+            found = await client.contains_many([key for key, _ in items])
+            held = dict(zip([key for key, _ in items], found, strict=True))
+            for key, value in items:
+                if held[key]:
+                    assert await client.get(key) == value
+            await trio.to_thread.run_sync(peer.wait_until, lambda: reserved_now(peer) == 0)
+
+
+PUTS_FOR_EVER = """
+import sys
+from p2pstore import blocking
+client = blocking.connect(sys.argv[1])
+print("begun", flush=True)
+for turn in range(1_000_000):
+    client.put_many([(f"{turn}-{number}", b"v" * 5000) for number in range(300)])
+"""
+
+
+@pytest.mark.parametrize("after", [0, 3, 17, 40])
+def test_a_client_killed_in_a_batch_leaves_whole_values_alone(peer: SmallPeer, after: int) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", PUTS_FOR_EVER, str(peer.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        requests = peer.backend.requests
+        peer.wait_until(lambda: requests.count(LocalKind.COMMIT) > after, 20.0)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    peer.wait_until(lambda: reserved_now(peer) == 0, 20.0)
+
+    def look() -> None:
+        segment = peer.backend.segment
+        segment.check()
+        for entry in segment.entries():
+            assert bytes(segment.payload(entry)) == b"v" * 5000
+
+    peer.call(look)
+
+
+def test_a_peer_that_goes_in_the_middle_is_said(peer: SmallPeer) -> None:
+    with blocking.connect(str(peer.path)) as client:
+        client.put_many(values(3))
+        peer.stop()
+        with pytest.raises(StoreClosed):
+            client.put_many(values(4 * WINDOW_ITEMS, "late"))
