@@ -400,12 +400,12 @@ class Gossip:
         return [*known, *self.membership.newcomers.addresses_of(peer_id)]
 
     def snapshot(self, member: Member) -> tuple[SnapshotHead, bytes] | None:
-        """A member's whole location set as known here, packed; None when nothing is known."""
-        if member == self.member:
-            head = self.log.head
-            return SnapshotHead(self.incarnation, head.sequence, head.set_hash), self.log.snapshot()
-        known = self.directory.snapshot(member)
-        return None if known is None else (SnapshotHead(*known[:3]), known[3])
+        """This peer's whole location set, packed, in one step (`OwnLog.copying` takes several); None of another member:
+        only an owner is asked for its set."""
+        if member != self.member:
+            return None
+        head = self.log.head
+        return SnapshotHead(self.incarnation, head.sequence, head.set_hash), self.log.snapshot()
 
     def address_book(self) -> list[tuple[PeerId, tuple[str, ...]]]:
         """Where the members (dead ones too, after the living) were last, for the state directory."""
