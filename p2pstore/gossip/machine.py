@@ -728,6 +728,7 @@ class Gossip:
         for before, (record, _) in zip(records, checked.records, strict=True):
             self.partitions.observe_record(before, record, now)
             self.losses += before is not None and record.incarnation > before.incarnation
+        self.partitions.keep_up()
         self.membership.heard(sender, now)
         for chunk in checked.logs:
             self.heard_of(chunk.operations, now)
@@ -767,7 +768,7 @@ class Gossip:
         if overdue:  # a dictionary that was large once stays so: a smaller one takes its place
             self._forget_at = {m: due for m, due in self._forget_at.items() if due > now}
         for member in overdue:
-            self.partitions.forget(member)
+            self.partitions.drop(member)
         self.floors.housekeep(
             now, alone=self.alone_by_configuration, members=self.membership.others()
         )
