@@ -250,7 +250,8 @@ class RecordRows:
         if namespace is not None:
             chosen &= self._namespace_of[first:end] == namespace
         rows = np.flatnonzero(chosen) + first
-        return rows[self._rows["part"][rows] == 0].tolist()
+        first_parts: list[int] = rows[self._rows["part"][rows] == 0].tolist()
+        return first_parts
 
     @property
     def end(self) -> int:

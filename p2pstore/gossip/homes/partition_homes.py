@@ -56,7 +56,7 @@ def weights_of(members: Words, partitions: NDArray[numpy.intp]) -> Words:
 
 def _members_of(weights: Words) -> Words:
     """Whose weights these are: a row for each partition. 0 where the weight is 0."""
-    mixed = weights ^ (weights >> numpy.uint64(31)) ^ (weights >> numpy.uint64(62))
+    mixed: Words = weights ^ (weights >> numpy.uint64(31)) ^ (weights >> numpy.uint64(62))
     mixed *= numpy.uint64(_UNDO_SECOND)
     mixed ^= (mixed >> numpy.uint64(27)) ^ (mixed >> numpy.uint64(54))
     mixed *= numpy.uint64(_UNDO_FIRST)
