@@ -10,7 +10,6 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from p2pstore.core.describe import location_on_ssd
@@ -67,9 +66,9 @@ class ColdStore(Protocol):
         lies there."""
         ...
 
-    def digests(self, namespace: bytes | None) -> Iterator[bytes]:
-        """Those of all objects, or of a namespace by its digest, that are there now. Others may come and go while
-        they are gone through."""
+    def digests(self, namespace: bytes | None) -> Iterator[Sequence[bytes]]:
+        """Those of all objects, or of a namespace by its digest, that are there now: at most 64 a step, or none. Others
+        may come and go while they are gone through."""
         ...
 
     def prepare_entries(self, namespace: str) -> bool:
@@ -96,7 +95,7 @@ class _Sweep(NamedTuple):
 
     namespace: bytes | None
     up_to: Version
-    left: Iterator[bytes]
+    left: Iterator[Sequence[bytes]]
 
 
 class ColdCopies:
@@ -336,15 +335,16 @@ class ColdCopies:
         if not self._to_sweep:
             return
         sweep = self._to_sweep[0]
-        some = list(islice(sweep.left, FORGOTTEN_PER_STEP))
+        some = next(sweep.left, None)
+        if some is None:
+            self._to_sweep.popleft()
+            return
         for digest in some:
             if self.store is None:
                 self._withdraw(digest, now)
             else:
                 discarded = self.discard(digest, sweep.up_to, now)
                 self._core.counters["objects_distrusted"] += discarded and sweep.namespace is None
-        if len(some) < FORGOTTEN_PER_STEP:
-            self._to_sweep.popleft()
 
     def _withdraw(self, digest: bytes, now: float) -> None:
         """The SSD has it no more."""

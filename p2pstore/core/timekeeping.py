@@ -363,13 +363,14 @@ class Timekeeping:
         store = core.cold.store
         if store is None:
             return
-        for number, digest in enumerate(store.digests(None)):
-            if number % COLD_PER_UNIT == 0:
-                yield 0.0
-            cold = store.find(digest)
-            if cold is not None and cold.version.clock > limit:
-                core.cold.discard(digest, cold.version, self._now)
-                core.counters["stamps_dropped"] += 1
+        for some in store.digests(None):
+            for number, digest in enumerate(some):
+                if number % COLD_PER_UNIT == 0:
+                    yield 0.0
+                cold = store.find(digest)
+                if cold is not None and cold.version.clock > limit:
+                    core.cold.discard(digest, cold.version, self._now)
+                    core.counters["stamps_dropped"] += 1
 
 
 def span(seconds: float) -> str:

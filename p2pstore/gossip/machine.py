@@ -415,12 +415,12 @@ class Gossip:
         return [*known, *self.membership.newcomers.addresses_of(peer_id)]
 
     def snapshot(self, member: Member) -> tuple[SnapshotHead, bytes] | None:
-        """A member's whole location set as known here, packed; None when nothing is known."""
-        if member == self.member:
-            head = self.log.head
-            return SnapshotHead(self.incarnation, head.sequence, head.set_hash), self.log.snapshot()
-        known = self.directory.snapshot(member)
-        return None if known is None else (SnapshotHead(*known[:3]), known[3])
+        """This peer's whole location set, packed, in one step (`OwnLog.copying` takes several); None of another member:
+        only an owner is asked for its set."""
+        if member != self.member:
+            return None
+        head = self.log.head
+        return SnapshotHead(self.incarnation, head.sequence, head.set_hash), self.log.snapshot()
 
     def address_book(self) -> list[tuple[PeerId, tuple[str, ...]]]:
         """Where the members (dead ones too, after the living) were last, for the state directory."""
@@ -743,6 +743,7 @@ class Gossip:
         for before, (record, _) in zip(records, checked.records, strict=True):
             self.partitions.observe_record(before, record, now)
             self.losses += before is not None and record.incarnation > before.incarnation
+        self.partitions.keep_up()
         self.membership.heard(sender, now)
         for chunk in checked.logs:
             self.heard_of(chunk.operations, now)
@@ -782,7 +783,7 @@ class Gossip:
         if overdue:  # a dictionary that was large once stays so: a smaller one takes its place
             self._forget_at = {m: due for m, due in self._forget_at.items() if due > now}
         for member in overdue:
-            self.partitions.forget(member)
+            self.partitions.drop(member)
         self.floors.housekeep(
             now, alone=self.alone_by_configuration, members=self.membership.others()
         )

@@ -230,15 +230,10 @@ class PeerDataBackend:
             return StatisticsReply(json.dumps(document).encode()), ()
         if isinstance(message, GetManifest):
             return self._swarms.manifest(message)
-        if isinstance(message, Snapshot) and message.member == self._core.member:
-            return await self._own_snapshot()
         if isinstance(message, Snapshot):
-            known = self._core.gossip.snapshot(message.member)
-            if known is None:
-                raise P2PStoreError("this peer knows nothing of that member's log")
-            head, packed = known
-            reply = SnapshotReply(message.member, head.incarnation, head.sequence, head.set_hash)
-            return reply, (packed,)
+            if message.member != self._core.member:
+                raise P2PStoreError("a peer gives a snapshot of its own log only")
+            return await self._own_snapshot()
         # Also while this peer leaves: it is the home of keys as long as the others believe so.
         answer = self._core.serve(claims.issuer, kind, message, self._node.now)
         self._node.process()

@@ -159,45 +159,44 @@ class LocalPuts:
         self,
         client: LocalClient,
         message: local.Commit,
-        started: Sequence[Started] | Awaitable[Sequence[Started]],
+        started: list[Started] | Awaitable[list[Started]],
     ) -> local.Committed:
         operations = await started if isinstance(started, Awaitable) else started
         for operation in operations:
             if isinstance(operation, Operation) and not operation.done:
                 await self._node.settle(operation)
-        ends = await self._make_durable(message, operations)
-        return await take_turns(self._committed(client, message, ends))
+        await self._make_durable(message, operations)
+        return await take_turns(self._committed(client, message, operations))
 
-    async def _make_durable(
-        self, message: local.Commit, operations: Sequence[Started]
-    ) -> list[Started]:
+    async def _make_durable(self, message: local.Commit, operations: list[Started]) -> None:
         """Have the SSD keep what it is to keep, all at once: they share their syncs. What fails is in memory all the
         same."""
-        ends = list(operations)
 
         async def keep(number: int, digest: bytes) -> None:
             assert self._node.ssd is not None
             try:
                 await self._node.ssd.make_durable(digest)
             except P2PStoreError as error:
-                ends[number] = failed_put(error)
+                operations[number] = failed_put(error)
 
         async with trio.open_nursery() as nursery:
             for number, (item, operation) in enumerate(zip(message.items, operations, strict=True)):
                 if item.durable and isinstance(operation, PutOperation) and operation.kept:
                     nursery.start_soon(keep, number, operation.digest)
-        return ends
 
     def _committed(
         self,
         client: LocalClient,
         message: local.Commit,
-        operations: Sequence[Started],
+        operations: list[Started],
     ) -> Steps[local.Committed]:
+        """The answer. `operations` is empty after it: letting go of thousands at once would be a long step."""
         outcomes: list[local.PutOutcome] = []
-        for each in operations:
+        operations.reverse()
+        while operations:
             if outcomes:
                 yield
+            each = operations.pop()
             outcomes.append(put_outcome(each.result) if isinstance(each, Operation) else each)
         if message.at_hand:
             rooms = yield from self._rooms_for(client, message.again, message.namespace)

@@ -9,6 +9,7 @@ import shutil
 import struct
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -247,7 +248,7 @@ class PeerSsd:
         core.floors.return_with(self._of_an_earlier_life(), tier.newest_clock, self._node.now)
 
     def _of_an_earlier_life(self) -> Iterator[ColdObject]:
-        for digest in self.tier.digests(None):
+        for digest in chain.from_iterable(self.tier.digests(None)):
             entry = self.tier.find(digest)
             if entry is not None:
                 yield ColdObject(digest, namespace_digest(entry.namespace), entry.version)

@@ -235,16 +235,18 @@ class ColdIndex:
 
     @property
     def newest_clock(self) -> int:
-        """The highest clock of all versions; 0 when there are none."""
+        """The highest clock of all versions that were ever here; 0 when there were none."""
         return self._rows.newest_clock
 
-    def digests(self, namespace_digest: bytes | None) -> bytes:
-        """The digests of all objects whose first part is there, or of those of a namespace, 16 bytes each: some 20 ms
-        for a million."""
-        if namespace_digest is None:
-            return self._rows.digests(None)
-        number = self._rows.names.number_of_digest(namespace_digest)
-        return b"" if number is None else self._rows.digests(number)
+    def digests(self, namespace_digest: bytes | None) -> Iterator[list[bytes]]:
+        """The digests of all objects whose first part is there now, or of those of a namespace: `WALKED_DIGESTS` at a
+        time, or none where there are few. The index may change meanwhile."""
+        number = None
+        if namespace_digest is not None:
+            number = self._rows.names.number_of_digest(namespace_digest)
+            if number is None:
+                return iter(())
+        return self._rows.walk(number)
 
     def prepare_page(self, namespace: str) -> bool:
         """A step of a few milliseconds towards `page`: whether there is no further one. (`page` takes those that are

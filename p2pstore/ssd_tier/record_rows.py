@@ -9,12 +9,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
 from p2pstore.errors import CapacityExceeded
-from p2pstore.objects import Version
+from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.ssd_tier.digest_walk import DigestWalk
 from p2pstore.ssd_tier.footer import Footer
 from p2pstore.ssd_tier.key_texts import KeyTexts, Namespaces
 from p2pstore.ssd_tier.layout import ColdFacts, RecordPlace, record_bytes
@@ -64,6 +66,8 @@ class RecordRows:
         self.records = 0
         self.live_bytes = 0
         """What all records occupy on the disk."""
+        self.newest_clock = 0
+        """The highest clock of all versions that were ever here."""
         self.segment_live_bytes = np.zeros(segments, np.int64)
         self.segment_records = np.zeros(segments, np.int64)
         self.names = Namespaces()
@@ -80,6 +84,7 @@ class RecordRows:
         self._free = array("I")
         self._texts = KeyTexts()
         self._generations = np.zeros(segments, np.uint64)
+        self._walks: WeakSet[DigestWalk] = WeakSet()
 
     # --- one row -------------------------------------------------------------------------------
 
@@ -100,6 +105,7 @@ class RecordRows:
             row = self._free.pop()
         else:
             row, self._used = self._used, self._used + 1
+        self._about_to_change(row)
         segment, key, version = place.segment, facts.key.encode(), facts.version
         ROW_STRUCT.pack_into(
             self.memory,
@@ -125,6 +131,7 @@ class RecordRows:
         self._namespaces[row] = self.names.use(facts.namespace)
         self._nexts[row] = 0
         self._generations[segment] = place.generation
+        self.newest_clock = max(self.newest_clock, version.clock)
         self._count(segment, record_bytes(stored_bytes), 1)
         return row
 
@@ -140,6 +147,7 @@ class RecordRows:
 
     def release(self, row: int) -> None:
         """The record is not in the index any more."""
+        self._about_to_change(row)
         fields = self.fields(row)
         segment = self._segments[row] - 1
         self._segments[row] = 0
@@ -151,6 +159,10 @@ class RecordRows:
         elif self._texts.discard(segment, fields[KEY_BYTES]):
             self._gather_text(segment)
 
+    def _about_to_change(self, row: int) -> None:
+        for walk in self._walks:
+            walk.about_to_change(row)
+
     def _count(self, segment: int, size: int, records: int) -> None:
         self.segment_live_bytes[segment] += size
         self.segment_records[segment] += records
@@ -160,6 +172,10 @@ class RecordRows:
     def fields(self, row: int) -> tuple[Any, ...]:
         """All fields of a row, in the order of the constants above."""
         return ROW_STRUCT.unpack_from(self.memory, row * ROW_BYTES)
+
+    def digest(self, row: int) -> bytes:
+        """The digest of the record's object."""
+        return bytes(self.memory[row * ROW_BYTES : row * ROW_BYTES + DIGEST_BYTES])
 
     def version(self, row: int) -> Version:
         """The version of the record's object."""
@@ -221,32 +237,21 @@ class RecordRows:
         rows = np.flatnonzero(self._segment_of[: self._used] == segment + 1)
         return rows[np.argsort(self._rows["number"][rows])]
 
-    @property
-    def newest_clock(self) -> int:
-        """The highest clock of all versions; 0 when there are none."""
-        used = self._segment_of[: self._used] > 0
-        return int(self._rows["clock"][: self._used][used].max(initial=0))
+    def walk(self, namespace: int | None) -> DigestWalk:
+        """The digests of the first parts that there are now, of all objects or of those of a namespace."""
+        walk = DigestWalk(self, namespace)
+        self._walks.add(walk)
+        return walk
 
-    def digests(self, namespace: int | None) -> bytes:
-        """The digests of all first parts, or of those of a namespace, 16 bytes each."""
-        chosen = self._segment_of[: self._used] != 0
-        chosen &= self._rows["part"][: self._used] == 0
+    def first_parts(self, namespace: int | None, first: int, end: int) -> list[int]:
+        """The rows of the first parts of all objects, or of those of a namespace, of the rows from `first` to before
+        `end`."""
+        chosen = self._segment_of[first:end] > 0
         if namespace is not None:
-            chosen &= self._namespace_of[: self._used] == namespace
-        return bytes(self._rows["digest"][: self._used][chosen].tobytes())
-
-    def first_parts(self, namespace: int, first: int, end: int) -> list[int]:
-        """The rows of the first parts of a namespace's objects, of the rows from `first` to before `end`."""
-        fields = self.fields
-        rows = self.of_namespace(namespace, first, end)
-        return [row for row in rows if fields(row)[PART] == 0]
-
-    def of_namespace(self, namespace: int, first: int, end: int) -> list[int]:
-        """The rows of a namespace's records, of the rows from `first` to before `end`."""
-        used = self._segment_of[first:end] > 0
-        return (
-            np.flatnonzero(used & (self._namespace_of[first:end] == namespace)) + first
-        ).tolist()
+            chosen &= self._namespace_of[first:end] == namespace
+        rows = np.flatnonzero(chosen) + first
+        first_parts: list[int] = rows[self._rows["part"][rows] == 0].tolist()
+        return first_parts
 
     @property
     def end(self) -> int:
@@ -306,4 +311,5 @@ class RecordRows:
         for segment, generation in generations.items():
             self._generations[segment] = generation
         self._used = self.records = count
+        self.newest_clock = int(rows["clock"].max(initial=0))
         self.live_bytes = int(sizes.sum())

@@ -22,7 +22,7 @@ from typing import Any, Final
 import trio
 
 from p2pstore.nursery import open_background_nursery
-from p2pstore.objects import DIGEST_BYTES, KIB, Version
+from p2pstore.objects import KIB, Version
 from p2pstore.ssd_tier.admission import Admission, AdmissionPolicy, Refusal
 from p2pstore.ssd_tier.cold_log import ColdLog, StateChanged, Withdraw
 from p2pstore.ssd_tier.dead_mark_writer import DeadMarkWriter
@@ -114,12 +114,10 @@ class SsdTier:
         it was the last one."""
         return self._log.index.prepare_page(namespace)
 
-    def digests(self, namespace_digest: bytes | None) -> Iterator[bytes]:
-        """Those of all objects, or of a namespace by its digest, that are there now; `find` tells more of each. Others
-        may come and go while they are gone through."""
-        packed = self._log.index.digests(namespace_digest)
-        starts = range(0, len(packed), DIGEST_BYTES)
-        return (packed[start : start + DIGEST_BYTES] for start in starts)
+    def digests(self, namespace_digest: bytes | None) -> Iterator[list[bytes]]:
+        """Those of all objects, or of a namespace by its digest, that are there now; `find` tells more of each. A few
+        at a time, or none: others may come and go while they are gone through."""
+        return self._log.index.digests(namespace_digest)
 
     # Reading and writing.
 

@@ -381,7 +381,7 @@ class CopyChecked(Message, frozen=True):
 
 
 class Snapshot(Message, frozen=True):
-    """The whole current set of a member's location records, as the receiver knows it."""
+    """The whole current set of location records of the receiver, which `member` names."""
 
     member: int
 

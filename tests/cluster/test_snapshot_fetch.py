@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
 from p2pstore.objects import Version
 from p2pstore.peer import Peer, node
 from p2pstore.peer.data_backend import PeerDataBackend
+from p2pstore.transfer.messages import DataKind, Snapshot
 from tests.cluster.test_open_peer import cluster, until
 from tests.unit.gossip_network import (
     digest_of,
@@ -117,3 +119,15 @@ async def test_a_snapshot_of_more_than_its_owner_signed_is_not_even_received(
         assert served >= 2
         assert checked == [COUNT * LOCATION_BYTES] * len(checked)
         assert "at most" in caplog.text
+
+
+async def test_a_peer_gives_a_snapshot_of_its_own_log_only(tmp_path: Path) -> None:
+    """Nobody asks it for another's: that would be a second way, which holds the event loop."""
+    async with cluster(tmp_path, 2) as (a, b):
+        hold(a)
+        await until(lambda: knows_all(b, a))
+        asked = Snapshot(a.node.core.gossip.member)
+        with pytest.raises(P2PStoreError, match="its own log only"):
+            await a.node.pool.request_bulk(
+                a.node.remote_peer(b.node.core.peer_id), DataKind.SNAPSHOT, asked, 1 << 20
+            )

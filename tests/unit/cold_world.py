@@ -67,14 +67,13 @@ class DictionaryStore:
         self.objects[digest] = Stored(entry, trailer, stored.value)
         return True
 
-    def digests(self, namespace: bytes | None) -> Iterator[bytes]:
-        return iter(
-            [
-                digest
-                for digest, stored in self.objects.items()
-                if namespace in (None, namespace_digest(stored.entry.namespace))
-            ]
-        )
+    def digests(self, namespace: bytes | None) -> Iterator[list[bytes]]:
+        found = [
+            digest
+            for digest, stored in self.objects.items()
+            if namespace in (None, namespace_digest(stored.entry.namespace))
+        ]
+        return iter([found[start : start + 64] for start in range(0, len(found), 64)])
 
     def prepare_entries(self, namespace: str) -> bool:
         self.steps_to_prepare -= 1

@@ -10,12 +10,16 @@ from collections.abc import Callable
 from types import FrameType
 
 import msgspec
+import pytest
 
 from p2pstore.gossip.effects import Ask, Effect
+from p2pstore.gossip.homes.partition_homes import HomeTable
+from p2pstore.gossip.homes.partitioned_directory import FOLLOWED_AT_ONCE
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.members.membership import PARSED_RECORDS, Membership
-from p2pstore.gossip.messages import REQUESTS, Claim, ControlKind, Delta, Status
+from p2pstore.gossip.messages import REQUESTS, Claim, ControlKind, Delta, Ping, Status
 from p2pstore.gossip.records import (
+    LogHead,
     PeerRecord,
     SegmentOffer,
     SignedRecord,
@@ -34,8 +38,8 @@ from tests.unit.gossip_network import (
 
 MEMBERS = 1000
 LIVING_BYTES = 2000
-GONE_BYTES = 1950
-"""Two thirds of it are the signed record, and what the directory keeps of a log."""
+GONE_BYTES = 1600
+"""Half of it is the signed record."""
 
 
 def full_record(number: int) -> PeerRecord:
@@ -67,6 +71,7 @@ class Observer:
             MEMBERS  # others' word for those that it has not met is enough
         )
         self.gossip.tick(self.now)
+        self.turn_after_each = True
 
     def answer(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -86,7 +91,8 @@ class Observer:
             body = encode_body(Delta(signed, [], [], []))
             delta = decode_body(REQUESTS[ControlKind.DELTA], body)
             self.gossip.serve(peer_id_of(1), ControlKind.DELTA, delta, self.now)
-            self.turn(0.05)
+            if self.turn_after_each:
+                self.turn(0.05)
 
     def bury(self, kept: int) -> None:
         """Hear that all but so many are dead."""
@@ -200,3 +206,40 @@ def test_the_dead_are_forgotten_in_time_whatever_became_of_them_meanwhile() -> N
         assert membership.get(peer_id) is None
     assert membership.dead_count == 0
     assert len(membership.live()) == 3
+
+
+def test_the_log_of_one_that_was_forgotten_counts_again_when_it_is_back() -> None:
+    """Though it signs nothing new."""
+    observer = Observer()
+    observer.hear_of(1, 3)
+    gossip, (back, _) = observer.gossip, observer.gossip.membership.others()
+    record = msgspec.structs.replace(full_record(1), sequence=6, head=LogHead(70, 7, 20))
+    signed = sign_peer_record(record, FakeSigner(record.peer_id))
+    gossip.serve(peer_id_of(1), ControlKind.DELTA, Delta([signed], [], [], []), observer.now)
+    assert gossip.directory.head(back.member) == record.head
+    inform_of_death(gossip.membership, back.peer_id, observer.now)
+    for _ in range(8):
+        observer.turn()
+    assert not gossip.directory.has_view(back.member)
+    alive = Claim(back.peer_id, back.incarnation + 1, int(Status.ALIVE), back.member)
+    gossip.serve(peer_id_of(1), ControlKind.PING, Ping(1, [alive]), observer.now)
+    assert gossip.directory.head(back.member) == record.head
+    assert back.member in gossip.directory.unsettled
+
+
+def test_the_table_of_homes_follows_before_many_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nothing else is due meanwhile: 10,000 at once would hold the event loop."""
+    joined: list[int] = []
+    made_for = HomeTable._made_for
+
+    def noting(table: HomeTable, members: frozenset[int]) -> HomeTable:
+        joined.append(len(members - table.members))
+        return made_for(table, members)
+
+    monkeypatch.setattr(HomeTable, "_made_for", noting)
+    observer = Observer()
+    observer.turn_after_each = False
+    observer.hear_of(1, 1000)
+    observer.turn()
+    assert sum(joined) == 1000
+    assert max(joined) < FOLLOWED_AT_ONCE + 40

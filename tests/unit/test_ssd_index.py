@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from p2pstore.errors import CapacityExceeded
 from p2pstore.objects import PART_BYTES, Version, key_digest, namespace_digest
-from p2pstore.ssd_tier import key_order
+from p2pstore.ssd_tier import digest_walk, key_order
 from p2pstore.ssd_tier.digest_slots import NOT_FOUND, DigestSlots
 from p2pstore.ssd_tier.index import MAX_HITS, ColdIndex
 from p2pstore.ssd_tier.layout import (
@@ -51,6 +52,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.generations = [1] * SEGMENTS
         self.numbers = [0] * SEGMENTS
         self.sequences = count(1)
+        self.walks: list[tuple[Iterator[list[bytes]], set[bytes], list[bytes]]] = []
+        """Walks over digests: what each has still to give, what it is to give in all, and what it gave."""
 
     def places(self) -> dict[RecordPlace, tuple[ColdFacts, int]]:
         return {
@@ -156,6 +159,29 @@ class IndexMachine(RuleBasedStateMachine):
     def prepare_page(self, namespace: str) -> None:
         self.index.prepare_page(namespace)
 
+    @rule(namespace=st.sampled_from((*NAMESPACES, "none", None)))
+    def begin_walk(self, namespace: str | None) -> None:
+        wanted = {
+            digest
+            for digest, (facts, parts) in self.alive.items()
+            if 0 in parts and namespace in (None, facts.namespace)
+        }
+        of = None if namespace is None else namespace_digest(namespace)
+        self.walks.append((self.index.digests(of), wanted, []))
+
+    @precondition(lambda self: self.walks)
+    @rule(steps=st.integers(1, 4), which=st.integers(0, 9))
+    def walk(self, steps: int, which: int) -> None:
+        walk, wanted, found = self.walks[which % len(self.walks)]
+        for _ in range(steps):
+            some = next(walk, None)
+            if some is None:
+                assert sorted(found) == sorted(wanted)
+                self.walks.remove((walk, wanted, found))
+                return
+            assert len(some) <= 2
+            found += some
+
     @rule(segment=st.integers(0, 3))
     def footer(self, segment: int) -> None:
         footer = self.index.footer_of(segment)
@@ -207,6 +233,12 @@ class IndexMachine(RuleBasedStateMachine):
     @staticmethod
     def size(facts: ColdFacts, parts: list[int]) -> int:
         return sum(record_bytes(part_bytes(facts.length, part)) for part in parts)
+
+
+@pytest.fixture(autouse=True)
+def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest_walk, "WALKED_ROWS", 4)
+    monkeypatch.setattr(digest_walk, "WALKED_DIGESTS", 2)
 
 
 TestIndex = IndexMachine.TestCase
@@ -312,10 +344,10 @@ def test_namespaces_without_records_are_forgotten() -> None:
     for number in range(100):
         facts = facts_of("k", 1, namespace=f"{number}")
         index.add(place(number), facts, 0, 1)
-        assert index.digests(namespace_digest(f"{number}")) == facts.digest
+        assert [*index.digests(namespace_digest(f"{number}"))] == [[facts.digest]]
         assert index.page(f"{number}", "", "", 5)[0] != []
         index.drop(facts.digest)
-        assert index.digests(namespace_digest(f"{number}")) == b""
+        assert not any(index.digests(namespace_digest(f"{number}")))
     assert len(index._rows.names._names) == 1
     assert not index._orders
 

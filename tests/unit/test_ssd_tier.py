@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -232,9 +233,10 @@ async def test_digests_of_all_and_of_a_namespace(autojump_clock: object) -> None
         everything = {key_digest(key, NAMESPACE) for key in "123"}
         going = harness.tier.digests(namespace_digest(NAMESPACE))
         assert harness.discard("2", 1)
-        assert set(going) == everything, "as it was when it was asked for"
-        assert set(harness.tier.digests(None)) == everything - {key_digest("2", NAMESPACE)}
-        assert not set(harness.tier.digests(namespace_digest("other")))
+        assert set(chain.from_iterable(going)) == everything, "as it was when it was asked for"
+        left = chain.from_iterable(harness.tier.digests(None))
+        assert set(left) == everything - {key_digest("2", NAMESPACE)}
+        assert not any(harness.tier.digests(namespace_digest("other")))
 
 
 async def test_what_is_discarded_while_it_is_stored_never_comes_back(

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
+import xxhash
+
 from p2pstore.gossip.floors.floor_stamps import (
     Stamps,
     hash_stamps,
@@ -26,6 +28,7 @@ from p2pstore.gossip.floors.floor_stamps import (
     raise_stamps,
     without_older,
 )
+from p2pstore.gossip.floors.key_versions import KeyVersions
 from p2pstore.gossip.locations.published_locations import PublishedLocations
 from p2pstore.gossip.records import (
     SCOPE_NAMESPACE,
@@ -39,12 +42,12 @@ from p2pstore.gossip.records import (
 from p2pstore.objects import ZERO_VERSION, Version, clock_from_unix_seconds
 
 DEFAULT_LIMIT: Final = 500_000
-"""Keys of floors: what 64 MiB hold when they come in batches."""
+"""Keys of floors. They take 30 MiB when they come in batches."""
 DEFAULT_LIMIT_BYTES: Final = 64 * 1024 * 1024
 DEFAULT_KEPT_SECONDS: Final = 600.0
-RECORD_BYTES: Final = 520
+RECORD_BYTES: Final = 400
 """Memory of a record beside its body, and of a key beside its record: measured, CPython 3.11, x86-64."""
-KEY_BYTES: Final = 115
+KEY_BYTES: Final = 35
 
 COMPACT_ABOVE: Final = 0.5
 """Shares of the limit. Above this one, floors go that are older than ten minutes, down to ..."""
@@ -64,18 +67,29 @@ MINUTE_BITS: Final = 32
 
 @dataclass(slots=True, eq=False)
 class Floor:
-    """One record. `hash` is the xxh3-64 of its body, `keys` how many it forbids (1 for a namespace)."""
+    """One record. `keys` is how many it forbids (1 for a namespace). There may be very many: what its body says or
+    sums up to is not kept besides."""
 
-    signed: SignedRecord
-    hash: int
-    version: Version
+    body: bytes
+    signature: bytes
+    clock: int
     signer: Member
     keys: int
 
     @property
+    def signed(self) -> SignedRecord:
+        """As it travels."""
+        return SignedRecord(self.body, self.signature)
+
+    @property
+    def hash(self) -> int:
+        """The xxh3-64 of its body."""
+        return xxhash.xxh3_64_intdigest(self.body)
+
+    @property
     def cost_bytes(self) -> int:
         """Estimate of the memory it takes."""
-        return RECORD_BYTES + len(self.signed.body) + KEY_BYTES * self.keys
+        return RECORD_BYTES + len(self.body) + KEY_BYTES * self.keys
 
 
 @dataclass(slots=True)
@@ -90,9 +104,8 @@ class _Slice:
         if self.known_oldest is None:
             self.known_oldest = {}
             for floor in self.floors:
-                clock = floor.version.clock
                 self.known_oldest[floor.signer] = min(
-                    clock, self.known_oldest.get(floor.signer, clock)
+                    floor.clock, self.known_oldest.get(floor.signer, floor.clock)
                 )
         return self.known_oldest
 
@@ -123,9 +136,9 @@ class FloorSet:
         self._hash = 0
         self._published = published
         self._doubting = False
-        self._keys: dict[bytes, Floor] = {}
-        """The highest floor of each key ..."""
-        self._namespaces: dict[bytes, Floor] = {}
+        self._keys = KeyVersions()
+        """The version of the highest floor of each key ..."""
+        self._namespaces = KeyVersions()
         """... and of each namespace."""
         self._slices: dict[int, _Slice] = {}
         self._newest = -1
@@ -133,6 +146,8 @@ class FloorSet:
         self._minutes: Counter[int] = Counter()
         """Keys in each minute."""
         self._records_of: Counter[Member] = Counter()
+        self._names: dict[Member, Member] = {}
+        """The writers: one number for all floors of each, which takes no memory again."""
         self._to_purge: list[int] = []
         """Minutes that the horizon has reached since they were looked at last, the oldest last ..."""
         self._in_minute: list[int] = []
@@ -145,10 +160,9 @@ class FloorSet:
     def floor_for(self, key_digest: bytes, namespace_digest: bytes | None = None) -> Version:
         """The highest version that is forbidden for the key; `ZERO_VERSION` when none is."""
         of_key = self._keys.get(key_digest)
-        of_all = None if namespace_digest is None else self._namespaces.get(namespace_digest)
-        if of_key is None:
-            return ZERO_VERSION if of_all is None else of_all.version
-        return of_key.version if of_all is None else max(of_key.version, of_all.version)
+        if namespace_digest is None:
+            return of_key
+        return max(of_key, self._namespaces.get(namespace_digest))
 
     def forbids(self, digest: bytes, namespace_digest: bytes | None, version: Version) -> bool:
         """Whether copies of this version may not exist. Without a namespace, by the key's floor."""
@@ -193,17 +207,14 @@ class FloorSet:
 
     # --- changing ----------------------------------------------------------------------------
 
-    def add(self, record: ClusterRecord, signed: SignedRecord, record_hash: int) -> Floor:
+    def add(self, record: ClusterRecord, signed: SignedRecord) -> Floor:
         """Keep a floor that is not here yet and that `is_dropped` does not refuse."""
         digests = keys_of_floor(record)
-        floor = Floor(
-            signed, record_hash, record.version, member_of(record.signer), max(1, len(digests))
-        )
+        signer = member_of(record.signer)
+        signer = self._names.setdefault(signer, signer)
+        floor = Floor(signed.body, signed.signature, record.clock, signer, max(1, len(digests)))
         index = self._namespaces if record.scope == SCOPE_NAMESPACE else self._keys
-        for digest in digests:
-            known = index.get(digest)
-            if known is None or floor.version > known.version:
-                index[digest] = floor
+        index.raise_all(digests, record.version)
         self._publish(record, digests)
         number = record.clock >> SLICE_BITS
         part = self._slices.get(number)
@@ -217,17 +228,20 @@ class FloorSet:
 
     def _tally(self, floor: Floor, part: _Slice, sign: int) -> None:
         """Count a floor in (1) or out (-1)."""
-        part.hash ^= floor.hash
-        self._hash ^= floor.hash
+        record_hash = floor.hash
+        part.hash ^= record_hash
+        self._hash ^= record_hash
         self.count += sign * floor.keys
         self._cost_bytes += sign * floor.cost_bytes
         for counter, key in (
-            (self._minutes, floor.version.clock >> MINUTE_BITS),
+            (self._minutes, floor.clock >> MINUTE_BITS),
             (self._records_of, floor.signer),
         ):
             counter[key] += sign * (floor.keys if counter is self._minutes else 1)
             if not counter[key]:
                 del counter[key]
+        if floor.signer not in self._records_of:
+            del self._names[floor.signer]
 
     def _publish(self, record: ClusterRecord, digests: tuple[bytes, ...]) -> None:
         if self._published is None:
@@ -291,7 +305,7 @@ class FloorSet:
             while self._looked_at < len(part.floors) and limit_keys > 0:
                 floor = part.floors[self._looked_at]
                 limit_keys -= floor.keys
-                if floor.version.clock > self.horizon.get(floor.signer, 0):
+                if floor.clock > self.horizon.get(floor.signer, 0):
                     self._looked_at += 1
                     continue
                 part.floors[self._looked_at] = part.floors[-1]
@@ -309,15 +323,13 @@ class FloorSet:
     def _drop(self, floor: Floor, part: _Slice) -> ClusterRecord:
         record = read_cluster_record(floor.signed)
         index = self._namespaces if record.scope == SCOPE_NAMESPACE else self._keys
-        for digest in keys_of_floor(record):
-            if index.get(digest) is floor:
-                del index[digest]
+        index.drop_all(keys_of_floor(record), record.version)
         self._tally(floor, part, -1)
         return record
 
     def take_out(self, floor: Floor) -> None:
         """Forget one floor."""
-        number = floor.version.clock >> SLICE_BITS
+        number = floor.clock >> SLICE_BITS
         part = self._slices[number]
         part.floors.remove(floor)
         part.known_oldest = None

@@ -29,42 +29,55 @@ CANDIDATES: Final = 32
 SPARE: Final = 24
 """Members of each partition that are known to come after the candidates: they follow those that leave, and all members
 are compared for a partition only when it has none left."""
-CELLS_AT_ONCE: Final = 1 << 19
-"""Weights in one go: some MiB of memory while a table is made."""
+CELLS_AT_ONCE: Final = 1 << 16
+"""Weights in one go: they stay in a processor's cache."""
 
 Words = NDArray[numpy.uint64]
 
 _OFFSETS: Final[Words] = numpy.arange(1, PARTITION_COUNT + 1, dtype=numpy.uint64) * numpy.uint64(
     0x9E3779B97F4A7C15
 )
-_FIRST: Final = numpy.uint64(0xBF58476D1CE4E5B9)
-_SECOND: Final = numpy.uint64(0x94D049BB133111EB)
+_FIRST: Final = 0xBF58476D1CE4E5B9
+_SECOND: Final = 0x94D049BB133111EB
+_UNDO_FIRST: Final = pow(_FIRST, -1, 1 << 64)
+_UNDO_SECOND: Final = pow(_SECOND, -1, 1 << 64)
 
 
-def weights_of(members: Words, partitions: NDArray[numpy.intp] | None = None) -> Words:
-    """A row for each member, a column for each partition (all of them unless some are named)."""
-    offsets = _OFFSETS if partitions is None else _OFFSETS[partitions]
-    mixed: Words = members[:, None] ^ offsets[None, :]
+def weights_of(members: Words, partitions: NDArray[numpy.intp]) -> Words:
+    """A row for each of these partitions, a column for each member."""
+    mixed: Words = members[None, :] ^ _OFFSETS[partitions, None]
     mixed ^= mixed >> numpy.uint64(30)
-    mixed *= _FIRST
+    mixed *= numpy.uint64(_FIRST)
     mixed ^= mixed >> numpy.uint64(27)
-    mixed *= _SECOND
+    mixed *= numpy.uint64(_SECOND)
     mixed ^= mixed >> numpy.uint64(31)
+    return mixed
+
+
+def _members_of(weights: Words) -> Words:
+    """Whose weights these are: a row for each partition. 0 where the weight is 0."""
+    mixed: Words = weights ^ (weights >> numpy.uint64(31)) ^ (weights >> numpy.uint64(62))
+    mixed *= numpy.uint64(_UNDO_SECOND)
+    mixed ^= (mixed >> numpy.uint64(27)) ^ (mixed >> numpy.uint64(54))
+    mixed *= numpy.uint64(_UNDO_FIRST)
+    mixed ^= (mixed >> numpy.uint64(30)) ^ (mixed >> numpy.uint64(60))
+    mixed ^= _OFFSETS[:, None]
+    mixed[weights == 0] = 0
     return mixed
 
 
 class HomeTable:
     """The homes of all partitions for one set of live members. Made by `table_of` and `changed`."""
 
-    def __init__(self, members: frozenset[Member], names: Words, weights: Words) -> None:
+    def __init__(self, members: frozenset[Member], weights: Words) -> None:
         self.members = members
-        self._names = names
         self._weights = weights
+        """A row for each partition with the highest weights in it, the highest last; 0 where there are fewer."""
 
     @cached_property
     def _chosen(self) -> Words:
-        names, weights = self._names[:CANDIDATES], self._weights[:CANDIDATES]
-        return choose_homes(names, weights, HOME_COUNT, len(self.members))
+        best = self._weights[:, : -CANDIDATES - 1 : -1]
+        return choose_homes(_members_of(best).T, best.T, HOME_COUNT, len(self.members))
 
     @cached_property
     def homes(self) -> list[tuple[Member, ...]]:
@@ -101,44 +114,30 @@ class HomeTable:
 
     def _made_for(self, members: frozenset[Member]) -> HomeTable:
         joined, left = members - self.members, self.members - members
-        rows = max(len(self._names), min(CANDIDATES + SPARE, len(members)))
-        names, weights = _with_rows(self._names, rows), _with_rows(self._weights, rows)
+        width = min(CANDIDATES + SPARE, len(members))
+        weights = self._weights.copy()
         if left:
-            _take_out(names, weights, _words(left))
-        if joined:
-            stayed = len(members) - len(joined)
-            _insert(names, weights, _words(joined), _EVERY, _lowest(weights, stayed))
-        lacking = numpy.nonzero(_counts(weights) < min(CANDIDATES, len(members)))[0]
+            weights[numpy.isin(_members_of(weights), _words(left))] = 0
+            weights.sort(axis=1)
+        stayed = len(members) - len(joined)
+        weights = _with(weights, _words(joined), _EVERY, _lowest(weights, stayed), width)
+        counts = numpy.count_nonzero(weights, axis=1)
+        lacking = numpy.nonzero(counts < min(CANDIDATES, len(members)))[0]
         if lacking.size:
-            names[:, lacking] = weights[:, lacking] = 0
-            _insert(names, weights, _words(members), lacking, _lowest(weights[:, lacking], 0))
-        rows = min(CANDIDATES + SPARE, len(members))
-        return HomeTable(members, names[:rows], weights[:rows])
-
-
-def _counts(weights: Words) -> NDArray[numpy.intp]:
-    """How many members each partition's column has."""
-    counts: NDArray[numpy.intp] = numpy.count_nonzero(weights, axis=0)
-    return counts
+            nobody = numpy.zeros((lacking.size, 0), numpy.uint64)
+            weights[lacking] = _with(nobody, _words(members), lacking, _lowest(nobody, 0), width)
+        return HomeTable(members, weights)
 
 
 def _lowest(weights: Words, member_count: int) -> Words:
-    """The weight above which a member belongs in each partition's column: that of its last one, or none where the
-    column has all of the members."""
-    counts = _counts(weights)
-    last = weights[counts - 1, numpy.arange(counts.size)]  # of none: the last row, which is empty
+    """The weight above which a member belongs in each partition's row: that of its last one, or none where the row has
+    all of the members."""
+    counts = numpy.count_nonzero(weights, axis=1)
+    if not member_count:
+        return numpy.zeros(len(weights), numpy.uint64)
+    width = weights.shape[1]
+    last = weights[numpy.arange(len(weights)), numpy.minimum(width - counts, width - 1)]
     return numpy.where(counts == member_count, numpy.uint64(0), last)
-
-
-def _take_out(names: Words, weights: Words, members: Words) -> None:
-    """Members have left: those that come after them move up."""
-    gone = numpy.isin(names, members)
-    columns = numpy.nonzero(gone.any(axis=0))[0]
-    kept = numpy.where(gone[:, columns], numpy.uint64(0), weights[:, columns])
-    order = numpy.argsort(kept, axis=0)[::-1]
-    weights[:, columns] = numpy.take_along_axis(kept, order, axis=0)
-    names[:, columns] = numpy.take_along_axis(names[:, columns], order, axis=0)
-    names[weights == 0] = 0
 
 
 def _with_rows(table: Words, rows: int) -> Words:
@@ -151,35 +150,27 @@ def _words(members: Iterable[Member]) -> Words:
     return numpy.fromiter(members, dtype=numpy.uint64)
 
 
-def _insert(
-    names: Words, weights: Words, members: Words, columns: NDArray[numpy.intp], above: Words
-) -> None:
-    """Have these members compete for these partitions with those that are in the table, where their weight is above
-    the partition's."""
-    if not len(columns):
-        return
-    at_once = max(1, CELLS_AT_ONCE // len(columns))
+def _with(
+    weights: Words, members: Words, partitions: NDArray[numpy.intp], above: Words, width: int
+) -> Words:
+    """The rows of these partitions, `width` weights wide, when these members compete for them as well, each where its
+    weight is above the partition's."""
+    at_once = max(width, CELLS_AT_ONCE // len(partitions))
     for start in range(0, len(members), at_once):
-        some = members[start : start + at_once]
-        offered = weights_of(some, columns)
-        offered[offered <= above] = 0
-        both = numpy.concatenate([weights[:, columns], offered])
-        who = numpy.concatenate(
-            [names[:, columns], numpy.broadcast_to(some[:, None], (len(some), len(columns)))]
-        )
-        best = numpy.argpartition(both, len(both) - len(weights), axis=0)[-len(weights) :]
-        chosen = numpy.take_along_axis(both, best, axis=0)
-        order = numpy.argsort(chosen, axis=0)[::-1]
-        weights[:, columns] = numpy.take_along_axis(chosen, order, axis=0)
-        names[:, columns] = numpy.take_along_axis(
-            numpy.take_along_axis(who, best, axis=0), order, axis=0
-        )
-    names[weights == 0] = 0
+        offered = weights_of(members[start : start + at_once], partitions)
+        offered[offered <= above[:, None]] = 0
+        weights = numpy.concatenate([weights, offered], axis=1)
+        if weights.shape[1] > width:
+            weights.partition(weights.shape[1] - width, axis=1)
+            weights = weights[:, -width:]
+    missing = numpy.zeros((len(weights), max(0, width - weights.shape[1])), numpy.uint64)
+    weights = numpy.concatenate([missing, weights], axis=1)
+    weights.sort(axis=1)
+    return weights[:, -width:]
 
 
 _EVERY: Final = numpy.arange(PARTITION_COUNT)
-_NOBODY: Final[Words] = numpy.zeros((0, PARTITION_COUNT), numpy.uint64)
-NO_HOMES: Final = HomeTable(frozenset(), _NOBODY, _NOBODY)
+NO_HOMES: Final = HomeTable(frozenset(), numpy.zeros((PARTITION_COUNT, 0), numpy.uint64))
 """The table of a cluster without members, from which others are made."""
 
 _tables: WeakValueDictionary[frozenset[Member], HomeTable] = WeakValueDictionary()

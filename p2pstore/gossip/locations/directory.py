@@ -118,8 +118,8 @@ class _View:
     member: Member
     incarnation: int
     slot: int
-    ring: OperationRing
-    """What can be passed on."""
+    ring: OperationRing | None = None
+    """What can be passed on, once there was something."""
     sequence: int = 0
     head: LogHead = field(default_factory=LogHead)
     hidden: bool = False
@@ -257,10 +257,23 @@ class Directory:
         self._note_moved(view)
         return agrees
 
+    def has_view(self, member: Member) -> bool:
+        """Whether there is a view of the member's log, if only an empty one."""
+        return member in self._views
+
     def position(self, member: Member) -> Position:
         """Where the view stands; (0, 0) without one."""
         view = self._views.get(member)
         return (0, 0) if view is None else view.position
+
+    def wanted_after(self, member: Member, incarnation: int, log_sequence: int) -> int:
+        """Up to where no operations are wanted of a member's log of this incarnation, which stood at `log_sequence`
+        when its record was signed. A view that diverged waits for its owner's snapshot."""
+        view = self._views.get(member)
+        if view is None:
+            return 0
+        sequence = view.sequence if view.incarnation == incarnation else 0
+        return max(sequence, log_sequence) if view.diverged else sequence
 
     def head(self, member: Member) -> LogHead:
         """The latest signed head that was observed."""
@@ -305,6 +318,8 @@ class Directory:
             self._reset(view)
             self._note_moved(view)
             return Applied(Outcome.FULL)
+        if view.ring is None:
+            view.ring = OperationRing(self._relay_limit)
         view.ring.append(run)
         agrees = self._apply_news(view, run.operations[known * LOCATION_BYTES :])
         self._note_moved(view)
@@ -325,7 +340,8 @@ class Directory:
     def since(self, member: Member, sequence: int, limit_bytes: int) -> list[SignedRun]:
         """The runs with a member's operations after `sequence`, to pass on; none when they are not here."""
         view = self._views.get(member)
-        return [] if view is None else view.ring.since(sequence, limit_bytes)
+        ring = None if view is None else view.ring
+        return [] if ring is None else ring.since(sequence, limit_bytes)
 
     def snapshot(self, member: Member) -> tuple[int, int, int, bytes] | None:
         """(incarnation, sequence, set hash, packed records) of a view; None of an empty one."""
@@ -483,7 +499,7 @@ class Directory:
         self._discard(view.slot)
         view.slot = self._staging.take(staged)
         self._claim_slot(view)
-        view.ring = OperationRing(self._relay_limit, staged.sequence)
+        view.ring = None
         view.sequence = staged.sequence
         view.diverged = False
         if self._agrees(view):  # the head may have come to stand there
@@ -669,8 +685,7 @@ class Directory:
     # --- inside ------------------------------------------------------------------------------
 
     def _open(self, member: Member, incarnation: int) -> _View:
-        ring = OperationRing(self._relay_limit)
-        view = self._views[member] = _View(member, incarnation, self._index.open(), ring)
+        view = self._views[member] = _View(member, incarnation, self._index.open())
         self._claim_slot(view)
         self._share_relay()
         return view
@@ -699,7 +714,7 @@ class Directory:
         self._discard(view.slot)
         view.slot = self._index.open()
         self._claim_slot(view)
-        view.ring = OperationRing(self._relay_limit)
+        view.ring = None
         view.sequence = 0
         view.diverged = False
 
@@ -734,4 +749,5 @@ class Directory:
         if limit != self._relay_limit:
             self._relay_limit = limit
             for view in self._views.values():
-                view.ring.resize(limit)
+                if view.ring is not None:
+                    view.ring.resize(limit)
