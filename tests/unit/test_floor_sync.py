@@ -258,7 +258,8 @@ def test_a_question_is_asked_now_and_then() -> None:
     side.sync.synchronised = True
     assert len(asked(30, 60)) == 6
     assert side.sync.question(9, 60.0, at_once=True)[0]
-    assert not side.sync.question(9, 60.1)[0]
+    assert side.sync.question(9, 60.0)[0]
+    assert not side.sync.question(9, 60.1)[0], "one that is asked at once takes no turn of others"
     assert len(asked(61, 91, soon=True)) > 40, "another horizon is followed quickly"
     assert len(asked(91, 121)) == 6
 

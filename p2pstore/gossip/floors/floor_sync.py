@@ -78,7 +78,7 @@ APART_BIT: Final = 1
 CROWDED: Final = COMPACT_ABOVE / 2
 """Above this share of the limit a peer announces its floors although nothing else of its record has changed."""
 HURRY_ABOVE: Final = 0.9
-"""Above this share every peer compacts, not only the first of the living."""
+"""Above this share every peer compacts, not only the first of the living that are waited for."""
 PATIENCE_SECONDS: Final = 300.0
 """Shortest time for which a living member that confirms nothing is waited for."""
 SAVED_SLACK: Final = clock_from_unix_seconds(30.0)
@@ -199,6 +199,8 @@ class FloorSync:
         """Those of them that are not waited for any longer ..."""
         self.disputed: list[Member] = []
         """... as they answer, and never agree."""
+        self._late: list[Member] = []
+        """Members that are not known to have lately agreed with all."""
 
     def load(self, seen: Mapping[Member, int], alive_clock: int = 0) -> None:
         """What was seen in an earlier life, which was over after `alive_clock`, from the state directory; the records
@@ -467,11 +469,15 @@ class FloorSync:
         patience = max(self._floors.kept_seconds, PATIENCE_SECONDS)
         mine, everybody = self._announced_end, self._announced_end
         agreements = self.agreements
-        self.waits_for, self.passed_over, self.disputed = [], [], []
+        late = self._announced_end - clock_from_unix_seconds(patience / 20)
+        self.waits_for, self.passed_over, self.disputed, self._late = [], [], [], []
         for shown in members:
             member = shown.member
-            agreed = agreements.with_all(member, shown.floors_seen)
+            agreed = agreements.with_me(member)
+            with_all = agreements.with_all(member, shown.floors_seen)
             waited = agreements.waited(member, agreed, self._announced_end, now)
+            if with_all < late:
+                self._late.append(member)
             other_horizon = shown.floors_horizon != self._floors.horizon_hash
             slack = HORIZON_SECONDS if other_horizon else 0.0
             disputed = agreements.in_dispute(member, len(self.records), slack)
@@ -482,8 +488,8 @@ class FloorSync:
                 continue
             if waited > patience / 20:
                 self.waits_for.append(member)
-            mine = min(mine, agreements.with_me(member))
-            everybody = min(everybody, agreed)
+            mine = min(mine, agreed)
+            everybody = min(everybody, with_all)
         for member in self.quorum.waited_for(now):
             agreed = agreements.with_me(member)
             if agreements.waited(member, agreed, self._announced_end, now) <= patience:
@@ -502,17 +508,16 @@ class FloorSync:
         return up_to - SAVED_SLACK
 
     def take_to_ask(self, now: float) -> list[Member]:
-        """Members that are waited for, or in dispute, and that are to be asked now."""
-        return self.agreements.take_to_ask(
-            [*self.waits_for, *self.disputed], self.quorum.living, now
-        )
+        """Members for which compaction has to wait, or would have to, and that are to be asked now."""
+        return self.agreements.take_to_ask(self._late, self.quorum.living, now)
 
     def _compact(self, members: Sequence[ShownFloors], now: float) -> None:
         up_to = self._settle_agreement(members, now)
         if now < self._started_at + START_SECONDS or up_to <= 0:
             return
         living = self._living
-        if self._me != min(living) and self._floors.crowding <= HURRY_ABOVE:
+        first = min(living.difference(self.passed_over))
+        if self._me != first and self._floors.crowding <= HURRY_ABOVE:
             return
         clock_now = self._wall_clock(now)
         confirmed = {
@@ -540,7 +545,7 @@ class FloorSync:
         self._track(members, clock_now, now, alone=alone)
         if not self.crowded:
             self.agreements.end_waiting()
-            self.waits_for, self.passed_over, self.disputed = [], [], []
+            self.waits_for, self.passed_over, self.disputed, self._late = [], [], [], []
         else:
             self._living = {shown.member for shown in members} | {self._me}
             self._compare(members, now)
