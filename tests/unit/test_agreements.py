@@ -58,9 +58,10 @@ def test_it_takes_longer_where_much_has_to_travel(records: int, slack: float) ->
     agreements = refused(*range(0, 30, 5))
     assert not agreements.in_dispute(ONE, records, slack)
     agreements.refuses(ONE, 100, 30.0)
-    assert agreements.in_dispute(ONE, records, slack)
     assert not agreements.in_dispute(ONE, records + RECORDS_PER_SECOND, slack)
     assert not agreements.in_dispute(ONE, records, slack + 1.0)
+    assert agreements.in_dispute(ONE, records, slack)
+    assert agreements.in_dispute(ONE, 10 * records, 10 * slack), "what was found once stays"
 
 
 def test_time_without_answers_does_not_count() -> None:
@@ -104,6 +105,10 @@ def test_what_a_member_said_directly_counts_as_its_record_does() -> None:
     agreements = Agreements()
     agreements.announced[ONE] = 50
     assert (agreements.with_me(ONE), agreements.with_all(ONE, 40)) == (50, 40)
+    agreements.agrees(ONE, 50)
+    assert (agreements.with_me(ONE), agreements.with_all(ONE, 40)) == (50, 40), (
+        "its record is right"
+    )
     agreements.agrees(ONE, 60)
     assert (agreements.with_me(ONE), agreements.with_all(ONE, 1)) == (60, 60)
     agreements.agrees(ONE, 30)

@@ -44,12 +44,14 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Dispute:
-    """A member does not agree up to `end`: how often it has said so, first and last at these times."""
+    """A member does not agree up to `end`: how often it has said so, first and last at these times. `found`: that was
+    enough."""
 
     end: int
     since: float
     at: float
     refusals: int = 1
+    found: bool = False
 
 
 class Agreements:
@@ -113,12 +115,15 @@ class Agreements:
             del self._disputes[member]
 
     def in_dispute(self, member: Member, records: int, slack_seconds: float) -> bool:
-        """Whether the member has refused for longer than `records` floors take to travel, and `slack_seconds`."""
+        """Whether the member has refused for longer than `records` floors take to travel, and `slack_seconds`: from
+        then on, until it agrees."""
         dispute = self._disputes.get(member)
-        if dispute is None or dispute.refusals < DISPUTE_REFUSALS:
+        if dispute is None:
             return False
         needed = DISPUTE_SECONDS + records / RECORDS_PER_SECOND + slack_seconds
-        return dispute.at - dispute.since >= needed
+        enough = dispute.refusals >= DISPUTE_REFUSALS and dispute.at - dispute.since >= needed
+        dispute.found = dispute.found or enough
+        return dispute.found
 
     # --- what follows ------------------------------------------------------------------------
 
@@ -128,10 +133,11 @@ class Agreements:
 
     def with_all(self, member: Member, shown: int) -> int:
         """Up to where nothing need wait for the member, whose signed record shows that it agrees with all up to
-        `shown`: or up to where it told this peer that it has the same floors."""
-        by_record = min(self.announced.get(member, 0), shown)
+        `shown`. A member whose record shows other floors than what it tells this peer may show anything there."""
+        announced, told = self.announced.get(member, 0), self._told.get(member, 0)
+        by_record = min(announced, shown)
         self._settle(member, by_record)
-        return max(by_record, self._told.get(member, 0))
+        return by_record if announced >= told else max(by_record, told)
 
     def waited(self, member: Member, agreed: int, end: int, now: float) -> float:
         """For how long, altogether, the member was waited for since it last had agreed about all. `end` is what it is

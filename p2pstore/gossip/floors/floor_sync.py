@@ -64,7 +64,7 @@ COMPARE_SOON_SECONDS: Final = 0.5
 CATCH_UP_SECONDS: Final = 60.0
 """How long a member that was here all the time may take to follow a horizon."""
 HORIZON_SECONDS: Final = 20.0
-"""How much longer a member may refuse to agree while its record shows another horizon."""
+"""How much longer a member may refuse to agree while its record shows another horizon than most do."""
 EPOCH_BITS: Final = 29
 """An epoch is 8.2 s: 2^29 of the hybrid clock, which counts 65,536 a millisecond."""
 EPOCHS_BACK: Final = 32
@@ -471,6 +471,8 @@ class FloorSync:
         agreements = self.agreements
         late = self._announced_end - clock_from_unix_seconds(patience / 20)
         self.waits_for, self.passed_over, self.disputed, self._late = [], [], [], []
+        same = [shown.floors_horizon for shown in members].count(self._floors.horizon_hash)
+        steady = 2 * (1 + same) > self.quorum.living
         for shown in members:
             member = shown.member
             agreed = agreements.with_me(member)
@@ -478,8 +480,7 @@ class FloorSync:
             waited = agreements.waited(member, agreed, self._announced_end, now)
             if with_all < late:
                 self._late.append(member)
-            other_horizon = shown.floors_horizon != self._floors.horizon_hash
-            slack = HORIZON_SECONDS if other_horizon else 0.0
+            slack = self._dispute_slack(shown, steady)
             disputed = agreements.in_dispute(member, len(self.records), slack)
             if disputed:
                 self.disputed.append(member)
@@ -506,6 +507,15 @@ class FloorSync:
             self.waits_for += self.quorum.missing(now)
             return 0
         return up_to - SAVED_SLACK
+
+    def _dispute_slack(self, shown: ShownFloors, steady: bool) -> float:
+        """How much longer than others the member may refuse to agree before it is in dispute. Members follow the
+        horizon of most (`steady`) soon; where most show others, or this peer was away, that takes its time."""
+        if self.quorum.apart:
+            return math.inf
+        if shown.floors_horizon == self._floors.horizon_hash:
+            return 0.0
+        return HORIZON_SECONDS if steady else math.inf
 
     def take_to_ask(self, now: float) -> list[Member]:
         """Members for which compaction has to wait, or would have to, and that are to be asked now."""
