@@ -97,6 +97,32 @@ def test_one_that_shows_another_horizon_has_some_time_to_follow() -> None:
     assert passed[1] >= passed[0] + 15
 
 
+def test_a_peer_that_was_away_passes_over_nobody_for_that() -> None:
+    """It may be this peer that lacks what the others have."""
+    cluster = Talking(JUNK_HASH, refuses=True)
+    for now in range(150):
+        for side in cluster.honest:
+            side.sync.quorum.apart, side.sync.quorum._apart_at = True, now
+        cluster.run(now, now + 1)
+        assert not any(side.sync.passed_over for side in cluster.honest)
+
+
+def test_nor_does_one_whose_horizon_is_not_that_of_most() -> None:
+    """As after a restart of all: they agree on one in the end, which takes longer than any dispute."""
+    cluster = Talking(OTHER_HORIZON, refuses=True)
+    for number, side in enumerate(cluster.honest):
+        side.records.floors.raise_horizon({77: clock(number)})
+    for now in range(150):
+        cluster.run(now, now + 1)
+        assert not any(side.sync.passed_over for side in cluster.honest)
+
+
+def test_what_a_member_with_a_right_record_waits_for_stays() -> None:
+    """It may know a member that nobody else knows, and could not follow."""
+    cluster = Talking(AGREES_WITH_NOBODY, refuses=False)
+    assert not cluster.run_until_some_are_dropped()
+
+
 def test_one_that_is_first_of_all_does_not_keep_the_others_from_compacting() -> None:
     cluster = Talking(JUNK_HASH, refuses=True, liar=0)
     first = min(cluster.honest, key=lambda side: side.member)
