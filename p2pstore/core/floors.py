@@ -205,9 +205,14 @@ class Floors:
         disbelieved = sync.disbelieved(now)
         for member in sync.passed_over:
             if member not in self._told:
+                why = (
+                    "says that other keys were removed than this peer knows of, though each has told the other all"
+                    if member in sync.disputed
+                    else "did not confirm for a long time which keys were removed"
+                )
                 self._notes.append(
-                    f"{self._names([member])[0]} did not confirm for a long time which keys were removed, and is not "
-                    "waited for any longer: what it holds of removed keys is not believed"
+                    f"{self._names([member])[0]} {why}, and is not waited for any longer: what it holds of removed "
+                    "keys is not believed"
                 )
         for member, clock in disbelieved.items():
             if member not in self._told:

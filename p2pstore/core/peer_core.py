@@ -716,6 +716,16 @@ class PeerCore:
             digests, most_bytes, MAX_SMALL_BULK_BYTES, self.unix(now), declines
         )
 
+    def versions_heard_of(self, digest: bytes, namespace: bytes, now: float) -> list[Version]:
+        """Versions that members say to hold, believed or not, and that no floor forbids."""
+        forbids = self.gossip.cluster_records.floors.forbids
+        versions = [each.record.version for each in self.gossip.holders(digest, now, hearsay=True)]
+        return [
+            version
+            for version in versions
+            if self.is_in_time(version.clock, now) and not forbids(digest, namespace, version)
+        ]
+
     def held_back(self, digest: bytes) -> Version | None:
         """The version of an object of an earlier life that nobody is shown yet, as it is not known to be good."""
         entry = self.segment.find_returned(digest)

@@ -131,6 +131,8 @@ class RemoveOperation(Operation):
     def _judge(self, digest: bytes, copies: list[KnownCopy], now: float) -> None:
         self.core.timekeeping.check_key(digest, self._namespace, now)
         versions = [copy.record.version for copy in copies]
+        if not versions:  # what is doubted now may be believed later
+            versions = self.core.versions_heard_of(digest, self._namespace, now)
         held_back = self.core.held_back(digest)
         if held_back is not None:
             versions.append(held_back)

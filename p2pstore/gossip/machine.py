@@ -731,7 +731,7 @@ class Gossip:
         self.clocks.answered(asked.peer_id, reply.unix_ms, asked.sent_at, now)
         news = self._take_delta(asked.peer_id, reply.delta, now)
         self.partitions.learn_hot(hot, now)
-        self._exchanges.learn(asked, reply, theirs, now)
+        self._exchanges.learn(asked, reply, theirs, now, new_records=len(news.cluster_records))
         self.record(now)
         return self._exchanges.follow_up(asked.peer_id, theirs, now, news=news.anything)
 
@@ -787,6 +787,9 @@ class Gossip:
         self.floors.housekeep(
             now, alone=self.alone_by_configuration, members=self.membership.others()
         )
+        for peer_id in self._peer_ids(self.floors.take_to_ask(now)):
+            if self._is_live(peer_id):
+                self._exchanges.want(peer_id)
         self.questions.give_up_lost(now)
         self._vouch(now)
         return [*self._doubt_the_late(now), *self._fetch_snapshots(now)]

@@ -307,7 +307,7 @@ class LiarRun(ScenarioRun):
         def done() -> None:
             known.changing = False
             known.changes += 1
-            if not isinstance(operation.result, Exception):
+            if operation.result == [True]:  # else no copy was known, and nothing was forbidden
                 gone_at = self.kernel.now + GONE_SECONDS
                 known.values = {v: min(until, gone_at) for v, until in known.values.items()}
 

@@ -616,6 +616,15 @@ class Floors(Behaviour):
         super().__init__(liar, rng)
         self._at_times = self._variant(rng.choice(("always", "mostly"))) == "mostly"
         """Whether it agrees now and then, so that it is waited for again."""
+        self._refuses = self._variant(rng.choice(("answers", "refuses"))) == "refuses"
+        """Whether it also says so to who asks it."""
+
+    def told(self, message: Message, to: PeerId) -> Message:
+        if self._refuses and isinstance(message, ExchangeReply):
+            return msgspec.structs.replace(message, floors_epoch=0)
+        if self._refuses and isinstance(message, Exchange):
+            return msgspec.structs.replace(message, floors_epoch=0, floors_hash=0)
+        return message
 
     def record(self, record: PeerRecord) -> PeerRecord:
         if self._at_times and self.rng.random() < 0.2:

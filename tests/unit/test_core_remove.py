@@ -91,6 +91,24 @@ def test_the_floor_is_above_the_newest_of_all_known_copies(ahead_seconds: float)
     assert world.core.known_copies(digest_of("k"), world.now) == []
 
 
+def test_what_is_doubted_now_is_forbidden_as_well() -> None:
+    """A peer that has just come back believes nobody yet: what it was told to remove was there again a minute later."""
+    world = Harness(others=2)
+    doubted = world.hold(world.others[0], "k", b"value", clock=clock_at(-70.0))
+    gossip, member = world.gossip, world.others[0].member
+    gossip.cluster_records.floors.raise_horizon({member: clock_at(-60.0)})
+    gossip.floors.came(member, world.now)
+    assert not world.core.known_copies(digest_of("k"), world.now)
+    operation = remove(world, "k")
+    answer_lookups(world)
+    finish_pushes(world)
+    assert operation.result == [True]
+    assert gossip.cluster_records.floors.floor_for(digest_of("k")).covers(doubted.version)
+    again = remove(world, "k")
+    answer_lookups(world)
+    assert again.result == [False], "it is forbidden already"
+
+
 def test_holders_and_homes_are_told_at_once_and_others_are_not() -> None:
     world = Harness(others=8)
     homes = set(world.core.homes(digest_of("k")))

@@ -85,8 +85,8 @@ class Side:
         assert self.records.offer(record, sign_cluster_record(record, signer))
 
     def ask(self, other: Side, now: float) -> FloorAnswer:
-        end, epoch_hash = self.sync.question(now, at_once=True)
-        answer = other.sync.answer(end, epoch_hash, now)
+        end, epoch_hash = self.sync.question(other.member, now, at_once=True)
+        answer = other.sync.answer(end, epoch_hash, now, self.member)
         same = self.records.hash == other.records.hash
         self.sync.learn(answer, end, now, sender=other.member, same_now=same)
         return answer
@@ -237,9 +237,9 @@ def test_who_promises_an_epoch_makes_no_floor_below_its_end() -> None:
     one, other = Side(1), Side(2, skew=-30.0)
     for side in (one, other):
         side.tick(100.0)
-    end, epoch_hash = one.sync.question(100.0, at_once=True)
+    end, epoch_hash = one.sync.question(9, 100.0, at_once=True)
     assert one.clock.tick(START) > end, "though its own clock went back"
-    if other.sync.answer(end, epoch_hash, 100.0).epoch_end:
+    if other.sync.answer(end, epoch_hash, 100.0, one.member).epoch_end:
         assert other.clock.tick(START) > end
 
 
@@ -250,15 +250,16 @@ def test_a_question_is_asked_now_and_then() -> None:
         times = []
         for now in range(begin * 10, end * 10):
             side.tick(now / 10)
-            if side.sync.question(now / 10, soon=soon)[0]:
+            if side.sync.question(9, now / 10, soon=soon)[0]:
                 times.append(now / 10)
         return times
 
     assert len(asked(0, 30)) > 40, "often, before it is synchronised"
     side.sync.synchronised = True
     assert len(asked(30, 60)) == 6
-    assert side.sync.question(60.0, at_once=True)[0]
-    assert not side.sync.question(60.1)[0]
+    assert side.sync.question(9, 60.0, at_once=True)[0]
+    assert side.sync.question(9, 60.0)[0]
+    assert not side.sync.question(9, 60.1)[0], "one that is asked at once takes no turn of others"
     assert len(asked(61, 91, soon=True)) > 40, "another horizon is followed quickly"
     assert len(asked(91, 121)) == 6
 

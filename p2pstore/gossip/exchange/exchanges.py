@@ -231,7 +231,7 @@ class Exchanges:
                 some = self._rng.sample(differing, min(COMPARED_BUCKETS, len(differing)))
                 cells = pack_cells(self._records, some)
         epoch, epoch_hash = self._floors.question(
-            now, at_once=wanted, soon=self._shows_other_horizon(peer_id)
+            member_of(peer_id), now, at_once=wanted, soon=self._shows_other_horizon(peer_id)
         )
         in_full = not (self._agreed and self._reads_positions(peer_id)) or wanted
         digest, positions, members_hash = self._digest(in_full=in_full)
@@ -275,7 +275,9 @@ class Exchanges:
         self, sender: PeerId, request: Exchange, theirs: Theirs, now: float
     ) -> ExchangeReply:
         """What the asker lacks, and what this peer knows."""
-        floors = self._floors.answer(request.floors_epoch, request.floors_hash, now)
+        floors = self._floors.answer(
+            request.floors_epoch, request.floors_hash, now, member_of(sender)
+        )
         differs = request.cluster_hash != self._records.hash
         agrees = self._note_members(sender, theirs)
         delta = self._delta_for(sender, theirs, differs)
@@ -305,7 +307,7 @@ class Exchanges:
         self, sender: PeerId, request: Exchange, theirs: Theirs, now: float
     ) -> ExchangeReply:
         """What a reader lacks. Nothing is wanted of it, and nothing is remembered of what it says."""
-        floors = self._floors.answer(request.floors_epoch, request.floors_hash, now)
+        floors = self._floors.answer(request.floors_epoch, request.floors_hash, now, None)
         differs = request.cluster_hash != self._records.hash
         return ExchangeReply(
             self._delta_for(sender, theirs, differs, rumors=False),
@@ -333,8 +335,11 @@ class Exchanges:
             until > now for until in self._invited.values()
         )
 
-    def learn(self, asked: Asked, reply: ExchangeReply, theirs: Theirs, now: float) -> None:
-        """Compare members and cluster records with those of a reply whose delta was taken in."""
+    def learn(
+        self, asked: Asked, reply: ExchangeReply, theirs: Theirs, now: float, *, new_records: int
+    ) -> None:
+        """Compare members and cluster records with those of a reply whose delta was taken in, and brought so many new
+        cluster records."""
         peer_id = asked.peer_id
         self._note_members(peer_id, theirs)
         differs = reply.cluster_hash != self._records.hash
@@ -355,7 +360,8 @@ class Exchanges:
         self._differing[peer_id] = (
             [] if buckets is None else differing_buckets(self._records, buckets)
         )
-        dozens = len(reply.delta.cluster_records) >= SEND_RECORDS // 2
+        # A member whose horizon is behind offers what was dropped here, and would be asked all the time.
+        dozens = new_records >= SEND_RECORDS // 2
         if theirs.records.knows_cells and (news or dozens):
             self._continue_with, self._hastens = peer_id, dozens
 

@@ -9,10 +9,11 @@
    peer with the same hash has seen the announcing peer's floors up to there. The record also says up to where its peer
    has found all other living members to agree (`floors_seen`, but for its lowest bit).
 
-*Compaction* waits for 2.: floors are dropped only up to where this peer agrees with every living member, and every
-living member says that it agrees with all of them. A member that confirms nothing for ten minutes while floors are
-crowded is not waited for any longer, as if it were away; what it was waited for counts on when it goes and comes. What
-crowds out compaction slows the writers down (`core.floors`); it never drops a floor early.
+*Compaction*: floors are dropped only up to where this peer agrees with every living member, and every living member
+says by 2. that it agrees with all of them, or has agreed by 1. when this peer asked it or it asked this peer. A member
+that confirms nothing for ten minutes while floors are crowded is not waited for any longer, as if it were away; nor is
+one that answers and never agrees (`agreements`). What crowds out compaction slows the writers down (`core.floors`); it
+never drops a floor early.
 
 With every answer comes the other's *horizon*: floors up to there it has dropped. An answer is not signed, and whatever
 it says, it is taken over in two cases only:
@@ -37,6 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from p2pstore.gossip.floors.agreements import Agreements
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_set import COMPACT_ABOVE, SLICE_BITS
 from p2pstore.gossip.floors.floor_stamps import (
@@ -61,9 +63,11 @@ COMPARE_SOON_SECONDS: Final = 0.5
 """Shortest time between two comparisons when another horizon was seen."""
 CATCH_UP_SECONDS: Final = 60.0
 """How long a member that was here all the time may take to follow a horizon."""
-EPOCH_BITS: Final = 31
-"""An epoch is 32.8 s: 2^31 of the hybrid clock, which counts 65,536 a millisecond."""
-EPOCHS_BACK: Final = 4
+HORIZON_SECONDS: Final = 20.0
+"""How much longer a member may refuse to agree while its record shows another horizon than most do."""
+EPOCH_BITS: Final = 29
+"""An epoch is 8.2 s: 2^29 of the hybrid clock, which counts 65,536 a millisecond."""
+EPOCHS_BACK: Final = 32
 """Questions about older epochs are not answered."""
 ANNOUNCED_BACK: Final = clock_from_unix_seconds(600.0)
 """Nor are older announcements compared."""
@@ -74,7 +78,7 @@ APART_BIT: Final = 1
 CROWDED: Final = COMPACT_ABOVE / 2
 """Above this share of the limit a peer announces its floors although nothing else of its record has changed."""
 HURRY_ABOVE: Final = 0.9
-"""Above this share every peer compacts, not only the first of the living."""
+"""Above this share every peer compacts, not only the first of the living that are waited for."""
 PATIENCE_SECONDS: Final = 300.0
 """Shortest time for which a living member that confirms nothing is waited for."""
 SAVED_SLACK: Final = clock_from_unix_seconds(30.0)
@@ -86,8 +90,6 @@ MAX_OFFERS: Final = 4
 """Members whose horizon may be considered at a time: a table has up to 16,384 entries."""
 DISBELIEVED_SECONDS: Final = 20.0
 """A horizon that is not taken over for so long is told of."""
-WAITED_SECONDS: Final = 3600.0
-"""How long a member that is gone is remembered to have confirmed nothing."""
 START_SECONDS: Final = 60.0
 """Nothing is dropped so soon after a start: members of before it may be about to come back."""
 GONE_SLACK: Final = clock_from_unix_seconds(180.0)
@@ -145,16 +147,6 @@ class _OtherHorizon:
     since: float
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """Up to where a member was found to agree, and for how long it was waited for since that last moved; `at` is when
-    that was looked at last."""
-
-    agreed: int
-    at: float
-    seconds: float = 0.0
-
-
 class FloorSync:
     """See the module's docstring. `wall_clock(now)` is the hybrid clock's reading of the wall clock."""
 
@@ -188,14 +180,12 @@ class FloorSync:
         self._others: dict[Member, _OtherHorizon] = {}
         self._saw_all: dict[Member, int] = {}
         """Doubted members that said to have seen all of this peer's horizon, and its hash at that time."""
-        self._agreed: dict[Member, int] = {}
-        """Member -> end below which it announced the same floors as this peer has."""
+        self.agreements = Agreements()
         self._living = {me}
         self.quorum = Quorum()
         self._alive_clock = 0
         self._offers: dict[Member, _Offer] = {}
         """By the member that told it, the oldest first."""
-        self._waiting: dict[Member, _Waiting] = {}
         self._announced_end = 0
         self._agreed_by_all = 0
         self._may_drop = 0
@@ -206,7 +196,11 @@ class FloorSync:
         """Members that have not confirmed floors for a while, though floors are crowded: living ones, and where most
         are gone, those."""
         self.passed_over: list[Member] = []
-        """Those of them that are not waited for any longer."""
+        """Those of them that are not waited for any longer ..."""
+        self.disputed: list[Member] = []
+        """... as they answer, and never agree."""
+        self._late: list[Member] = []
+        """Members that are not known to have lately agreed with all."""
 
     def load(self, seen: Mapping[Member, int], alive_clock: int = 0) -> None:
         """What was seen in an earlier life, which was over after `alive_clock`, from the state directory; the records
@@ -219,7 +213,7 @@ class FloorSync:
         meant of another one."""
         self._floors.lower_horizon(limit, by)
         self.seen = lower_stamps(self.seen, limit, by)
-        self._agreed.clear()
+        self.agreements.clear()
         self._offers.clear()
         self._announced_end = self._agreed_by_all = self._may_drop = 0
         if self.newest_heard > limit:
@@ -228,10 +222,14 @@ class FloorSync:
 
     # --- comparing ---------------------------------------------------------------------------
 
-    def question(self, now: float, *, at_once: bool = False, soon: bool = False) -> tuple[int, int]:
-        """The end of an epoch and its hash here, to ask another peer about; (0, 0) when it is not time to
-        ask. `soon`: that peer's record shows another horizon."""
-        if at_once or now >= self._compared_at + COMPARE_SECONDS:
+    def question(
+        self, member: Member, now: float, *, at_once: bool = False, soon: bool = False
+    ) -> tuple[int, int]:
+        """The end of an epoch and its hash here, to ask a member about; (0, 0) when it is not time to
+        ask. `soon`: its record shows another horizon."""
+        if at_once:
+            pass
+        elif now >= self._compared_at + COMPARE_SECONDS:
             self._compared_at = self._compared_soon_at = now
         elif (soon or not self.synchronised) and (
             now >= self._compared_soon_at + COMPARE_SOON_SECONDS
@@ -241,12 +239,16 @@ class FloorSync:
             return 0, 0
         if self._started_clock is None:
             return 0, 0
-        end, epoch_hash = self.settled_epoch(self._wall_clock(now))
+        clock_now = self._wall_clock(now)
+        end, epoch_hash = self.settled_epoch(clock_now)
+        oldest = clock_now - ((EPOCHS_BACK - 2) << EPOCH_BITS)
+        if disputed := self.agreements.disputed_end(member, oldest):
+            end, epoch_hash = disputed, self._floors.hash_below(disputed)
         # Accepted, the end raises this peer's clock: no floor that it makes from now on is below.
         return (end, epoch_hash) if end and self._accepts_clock(end, now) else (0, 0)
 
     def settled_epoch(self, clock_now: int) -> tuple[int, int]:
-        """The end of an epoch, 33 to 66 s ago, and the hash of the floors below it."""
+        """The end of an epoch, 8 to 16 s ago, and the hash of the floors below it."""
         end = ((clock_now >> EPOCH_BITS) - 1) << EPOCH_BITS
         return end, self._floors.hash_below(end)
 
@@ -257,12 +259,16 @@ class FloorSync:
         known = not rest and last - EPOCHS_BACK < number <= last
         return known and self._floors.hash_below(epoch_end) == epoch_hash
 
-    def answer(self, epoch_end: int, epoch_hash: int, now: float) -> FloorAnswer:
-        """Answer another peer's question."""
+    def answer(
+        self, epoch_end: int, epoch_hash: int, now: float, asker: Member | None
+    ) -> FloorAnswer:
+        """Answer the question of a member; None for one of a reader."""
         if not epoch_end:
             return FloorAnswer()
         agrees = self._agrees(epoch_end, epoch_hash, self._wall_clock(now))
         if agrees and self._accepts_clock(epoch_end, now):  # which raises the clock, as above
+            if asker is not None and self.quorum.knows(asker):
+                self.agreements.agrees(asker, epoch_end)
             if self.synchronised:
                 raise_stamps(self.seen, {self._me: epoch_end})
         else:
@@ -285,6 +291,8 @@ class FloorSync:
         if unseen and self.quorum.apart:
             return  # what the sender has, and this peer has not heard of, may be gone by then
         agreed = asked_end > 0 and answer.epoch_end == asked_end
+        if asked_end and self.quorum.knows(sender):
+            self._note_answer(sender, asked_end, now, agreed=agreed)
         if (asked_end and same_now) or (agreed and asked_end >= (self._started_clock or 0)):
             self.synchronised = True
         if not agreed or unseen:
@@ -297,6 +305,12 @@ class FloorSync:
         }
         raise_stamps(self.seen, seen)
         raise_stamps(self.seen, {self._me: asked_end})
+
+    def _note_answer(self, sender: Member, asked_end: int, now: float, *, agreed: bool) -> None:
+        if agreed:
+            self.agreements.agrees(sender, asked_end)
+        elif not self._floors.purging:
+            self.agreements.refuses(sender, asked_end, now)
 
     def _note_proof(self, sender: Member, seen: Mapping[Member, int]) -> None:
         """A member's copies are what it says of them, as with the horizon in its record."""
@@ -436,7 +450,8 @@ class FloorSync:
         news: list[ShownFloors] = []
         for shown in members:
             end = shown.floors_end
-            new = end > max(self._agreed.get(shown.member, 0), clock_now - ANNOUNCED_BACK)
+            known = self.agreements.announced.get(shown.member, 0)
+            new = end > max(known, clock_now - ANNOUNCED_BACK)
             if not new or end % (1 << SLICE_BITS):
                 continue
             if shown.floors_horizon != self._floors.horizon_hash:
@@ -446,57 +461,73 @@ class FloorSync:
                 news.append(shown)
         hashes = self._floors.hashes_below({shown.floors_end for shown in news})
         agreed = {m.member: m.floors_end for m in news if hashes[m.floors_end] == m.floors_hash}
-        self._agreed |= agreed
+        self.agreements.announced |= agreed
         raise_stamps(self.seen, agreed)
 
     def _settle_agreement(self, members: Sequence[ShownFloors], now: float) -> int:
         """Up to where floors may be dropped: all members agree with this peer and say that they agree with all."""
         patience = max(self._floors.kept_seconds, PATIENCE_SECONDS)
         mine, everybody = self._announced_end, self._announced_end
-        waits_for, passed_over = [], []
+        agreements = self.agreements
+        late = self._announced_end - clock_from_unix_seconds(patience / 20)
+        self.waits_for, self.passed_over, self.disputed, self._late = [], [], [], []
+        same = [shown.floors_horizon for shown in members].count(self._floors.horizon_hash)
+        steady = 2 * (1 + same) > self.quorum.living
         for shown in members:
-            agreed = self._agreed.get(shown.member, 0)
-            waited = self._waited(shown.member, agreed, now)
-            if waited > patience:
-                passed_over.append(shown.member)
+            member = shown.member
+            agreed = agreements.with_me(member)
+            with_all = agreements.with_all(member, shown.floors_seen)
+            waited = agreements.waited(member, agreed, self._announced_end, now)
+            if with_all < late:
+                self._late.append(member)
+            slack = self._dispute_slack(shown, steady)
+            disputed = agreements.in_dispute(member, len(self.records), slack)
+            if disputed:
+                self.disputed.append(member)
+            if disputed or waited > patience:
+                self.passed_over.append(member)
                 continue
             if waited > patience / 20:
-                waits_for.append(shown.member)
+                self.waits_for.append(member)
             mine = min(mine, agreed)
-            everybody = min(everybody, agreed, shown.floors_seen)
+            everybody = min(everybody, with_all)
         for member in self.quorum.waited_for(now):
-            agreed = self._agreed.get(member, 0)
-            if self._waited(member, agreed, now) <= patience:
+            agreed = agreements.with_me(member)
+            if agreements.waited(member, agreed, self._announced_end, now) <= patience:
                 came_at = self.quorum.came_at(member)  # older floors do not wait for it
                 came = self._wall_clock(came_at) if came_at > -math.inf else 0
                 mine = min(mine, max(agreed, came))
         self._agreed_by_all = mine
-        self.waits_for, self.passed_over = waits_for, passed_over
-        confirming = self.quorum.living - len(passed_over)
+        confirming = self.quorum.living - len(self.passed_over)
         up_to = min(everybody, mine)
         # Where most confirm nothing, it is this peer that was passed over: it must not follow the others.
         if 2 * confirming > self.quorum.living and now >= self._started_at + START_SECONDS:
             self._may_drop = max(self._may_drop, up_to - FOLLOW_SLACK)
         if not self.quorum.may_compact(confirming):
-            self.waits_for = waits_for + self.quorum.missing(now)
+            self.waits_for += self.quorum.missing(now)
             return 0
         return up_to - SAVED_SLACK
 
-    def _waited(self, member: Member, agreed: int, now: float) -> float:
-        """For how long, altogether, the member was waited for since it last agreed with this peer about more."""
-        waiting = self._waiting.get(member)
-        if waiting is None or agreed > waiting.agreed:
-            waiting = self._waiting[member] = _Waiting(agreed, now)
-        waiting.seconds += min(now - waiting.at, 1.0)
-        waiting.at = now
-        return waiting.seconds
+    def _dispute_slack(self, shown: ShownFloors, steady: bool) -> float:
+        """How much longer than others the member may refuse to agree before it is in dispute. Members follow the
+        horizon of most (`steady`) soon; where most show others, or this peer was away, that takes its time."""
+        if self.quorum.apart:
+            return math.inf
+        if shown.floors_horizon == self._floors.horizon_hash:
+            return 0.0
+        return HORIZON_SECONDS if steady else math.inf
+
+    def take_to_ask(self, now: float) -> list[Member]:
+        """Members for which compaction has to wait, or would have to, and that are to be asked now."""
+        return self.agreements.take_to_ask(self._late, self.quorum.living, now)
 
     def _compact(self, members: Sequence[ShownFloors], now: float) -> None:
         up_to = self._settle_agreement(members, now)
         if now < self._started_at + START_SECONDS or up_to <= 0:
             return
         living = self._living
-        if self._me != min(living) and self._floors.crowding <= HURRY_ABOVE:
+        first = min(living.difference(self.passed_over))
+        if self._me != first and self._floors.crowding <= HURRY_ABOVE:
             return
         clock_now = self._wall_clock(now)
         confirmed = {
@@ -523,8 +554,8 @@ class FloorSync:
             raise_stamps(self.seen, {self._me: end})
         self._track(members, clock_now, now, alone=alone)
         if not self.crowded:
-            self._waiting.clear()
-            self.waits_for, self.passed_over = [], []
+            self.agreements.end_waiting()
+            self.waits_for, self.passed_over, self.disputed, self._late = [], [], [], []
         else:
             self._living = {shown.member for shown in members} | {self._me}
             self._compare(members, now)
@@ -564,10 +595,8 @@ class FloorSync:
             return
         self._forgot_at = now
         for member in self.quorum.forget(now):
-            self._agreed.pop(member, None)
-        over = [m for m, waiting in self._waiting.items() if now > waiting.at + WAITED_SECONDS]
-        for member in over:
-            del self._waiting[member]
+            self.agreements.forget(member)
+        self.agreements.forget_old(now)
 
     def _doubt(self, members: Sequence[ShownFloors], now: float) -> None:
         """Note who shows another horizon, and tell clients whether some member is doubted (`doubted_up_to`)."""
@@ -626,8 +655,7 @@ class FloorSync:
         self._saw_all.pop(member, None)
         self._offers.pop(member, None)
         self.quorum.expelled(member)
-        self._agreed.pop(member, None)
-        self._waiting.pop(member, None)
+        self.agreements.expelled(member)
 
     def doubted_up_to(self, member: Member, shown: int | None, now: float) -> int:
         """The member's copies of versions up to this clock may have been removed while it was away; -1 when
