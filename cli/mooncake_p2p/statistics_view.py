@@ -156,6 +156,7 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
             f"{duration(peer['uptime_seconds'])}, p2pstore {printable(peer['software'])}"
             f"{', no bootstrap peer has answered yet' if lonely else ''}",
         ),
+        *_role_lines(peer.get("role", "member")),
         _fact(
             "memory", memory_bar(peer["memory_used_bytes"], peer["memory_capacity_bytes"], blocks)
         ),
@@ -170,6 +171,11 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
         *_directory_lines(peer.get("directory", {})),
         *_repair_lines(peer.get("repair", {})),
     ]
+
+
+def _role_lines(role: str) -> list[str]:
+    """What the peer's key lets it do, unless that is everything."""
+    return [] if role == "member" else [_fact("role", printable(role))]
 
 
 def _problem_lines(problem: Document, columns: int) -> list[str]:

@@ -20,6 +20,7 @@ from p2pstore.gossip.members.membership import MemberState
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import PeerRecord, TakesPart, format_peer_id
 from p2pstore.member_places import Holder, crowd
+from p2pstore.peer.credentials import rights_of
 from p2pstore.peer.status.hottest import hottest
 from p2pstore.stepping import Steps
 
@@ -75,6 +76,7 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "stamps_ahead_seconds": round(core.timekeeping.stamps_ahead_seconds(node.now), 3),
         "clock_problem": core.timekeeping.problem(node.now),
         "local_clients": node.local_clients,
+        "role": rights_of(node.credentials.ring),
         "cluster_keys": len(node.credentials.ring.keys),
         "bootstrap_addresses": len(node.config.bootstrap),
         "checkpoints": _checkpoints(core),
