@@ -302,7 +302,7 @@ class _Assembly:
             geometry=plan_geometry(self.config.memory_bytes, self.config.max_objects),
             policy=make_policy(self.config.eviction_policy),
             quotas=self.config.quotas,
-            capped=self.config.capped,
+            caps=self.config.caps,
             marks=self.memory.marks if isinstance(self.memory, KeptMemory) else None,
             kept=self.memory.kept if isinstance(self.memory, KeptMemory) else None,
             now=time.time(),
