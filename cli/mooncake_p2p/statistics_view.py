@@ -205,6 +205,14 @@ def _quota_lines(peer: Document, blocks: bool) -> list[str]:
         above = use["used_bytes"] - use["kept_bytes"]
         more = f" and {_bytes(above)} more" if above else ""
         lines += [_fact("quota", printable(name)), _fact("", bar + more)]
+        on_ssd, cap = use.get("ssd_bytes", 0), use.get("cap_bytes")
+        if on_ssd or cap is not None:
+            whole = (
+                ""
+                if cap is None
+                else f", in all {_bytes(use['used_bytes'] + on_ssd)} of {_bytes(cap)}"
+            )
+            lines.append(_fact("", f"{_bytes(on_ssd)} on the SSD{whole}"))
     if quotas:
         others = peer["memory_used_bytes"] - sum(use["used_bytes"] for use in quotas.values())
         lines.append(_fact("", f"{_bytes(others)} of all others, and being written"))

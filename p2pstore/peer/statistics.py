@@ -47,7 +47,10 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "memory_capacity_bytes": segment.data_bytes,
         "memory_used_bytes": segment.used_bytes,
         "leased_bytes": segment.leased_bytes,
-        "quotas": {namespace: asdict(use) for namespace, use in segment.quotas.items()},
+        "quotas": {
+            namespace: asdict(use) | {"ssd_bytes": _bytes_on_ssd(node, namespace)}
+            for namespace, use in segment.quotas.items()
+        },
         "objects": segment.object_count,
         "objects_returning": segment.returned_count,
         "operations": core.operations_under_way,
@@ -110,6 +113,10 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         document["settings"] = msgspec.to_builtins(node.config)
         document["hottest"] = hottest(core, node.now, with_keys=True)
     return document
+
+
+def _bytes_on_ssd(node: Node, namespace: str) -> int:
+    return 0 if node.ssd is None else node.ssd.tier.bytes_of(namespace)
 
 
 def _ssd_hit_rate(core: PeerCore) -> float | None:
