@@ -93,6 +93,19 @@ def _memory_piece(text: str, spelled: str) -> MemoryPiece:
     return MemoryPiece(size, node=int(node))
 
 
+def _sizes(setting: list[str] | dict[str, str | int], spelled: str) -> dict[str, int]:
+    """Bytes by namespace."""
+    if isinstance(setting, dict):
+        return {name: parse_bytes(size, spelled) for name, size in setting.items()}
+    found: dict[str, int] = {}
+    for text in setting:
+        namespace, size = _quota(text, spelled)
+        if namespace in found:
+            raise ConfigError(f"{spelled}: {namespace!r} has two of them")
+        found[namespace] = size
+    return found
+
+
 def _quota(text: str, spelled: str) -> tuple[str, int]:
     """(namespace, bytes) of `NAMESPACE=SIZE`; a namespace may have a `=` in it."""
     namespace, equals, size = text.rpartition("=")
@@ -121,10 +134,10 @@ class PeerConfig(
     room. `eviction_policy`: what goes first when it is full: `prefix` is for chains of blocks, which go from their
     tails, and keeps what is read again; `lru` lets go what was not used for longest; `s3-fifo` what is new and was not
     read twice. `quota`: how much of the memory is kept for a namespace (`NAMESPACE=SIZE`, or a table): what it has
-    there is evicted for no other; while it leaves it free, others use it. `capped`: namespaces that may take no more
-    memory than their quota. `ssd`: a directory on a local SSD, or a
-    block device, for objects that memory has no room for; `ssd_capacity` of it are taken at the start; unset: half of
-    what is free, or the whole device. What is there comes back after a restart. `ssd_writes_per_day`: how much may be
+    there is evicted for no other; while it leaves it free, others use it. `cap`: the most that such a namespace may
+    have of this peer's memory and SSD together, likewise. `ssd`: a directory on a local SSD, or a block device, for
+    objects that memory has no room for; `ssd_capacity` of it are taken at the start; unset: half of what is free, or
+    the whole device. What is there comes back after a restart. `ssd_writes_per_day`: how much may be
     written to it, for devices that wear out; unset: as much as there is to write. `network` says how long the others
     may take to answer before they are suspected, and how soon copies that were lost with them are made again: `lan`
     within a data centre, `wan` between data centres, `local` on one machine. `transport`: how this peer reads from
@@ -156,7 +169,7 @@ class PeerConfig(
     more_memory: list[str] = []
     eviction_policy: PolicyName = DEFAULT_POLICY
     quota: list[str] | dict[str, str | int] = []
-    capped: list[str] = []
+    cap: list[str] | dict[str, str | int] = []
     ssd: str | None = None
     ssd_capacity: str | int | None = None
     ssd_writes_per_day: str | int | None = None
@@ -210,11 +223,7 @@ class PeerConfig(
         if pieces and not memory:
             raise ConfigError(f"{says['more_memory']}: with memory 0 there is nothing to add to")
         self._check_quotas(memory + sum(each.size for each in pieces), says["quota"])
-        for namespace in self.capped:
-            if namespace not in self._quotas(says["quota"]):
-                raise ConfigError(
-                    f"{says['capped']}: {namespace!r} has no {says['quota']}, which is the most that it may take"
-                )
+        self._check_caps(says["cap"], says["quota"])
         if self.max_objects is not None and self.max_objects < 1:
             raise ConfigError(f"{says['max_objects']}: {self.max_objects} must be at least 1")
         for setting in ("rdma_device", "rdma_topology"):
@@ -269,7 +278,7 @@ class PeerConfig(
             raise ConfigError(f"{says['ssd_writes_per_day']}: must be above 0 bytes")
 
     def _check_quotas(self, memory: int, spelled: str) -> None:
-        quotas = self._quotas(spelled)
+        quotas = _sizes(self.quota, spelled)
         for namespace, size in quotas.items():
             try:
                 encode_namespace(namespace)
@@ -285,6 +294,17 @@ class PeerConfig(
                 f"{spelled}: {format_bytes(whole)} together are more than the memory, {format_bytes(memory)}; "
                 "give less to some, or more --memory"
             )
+
+    def _check_caps(self, spelled: str, quota: str) -> None:
+        quotas = _sizes(self.quota, quota)
+        for namespace, size in _sizes(self.cap, spelled).items():
+            reserved = quotas.get(namespace)
+            if reserved is None:
+                raise ConfigError(f"{spelled}: {namespace!r} has no {quota}")
+            if size < round_up(reserved, GRANULE_BYTES):
+                raise ConfigError(
+                    f"{spelled}: {format_bytes(size)} for {namespace!r} are less than its {quota}"
+                )
 
     def _check_where_memory_is(self, memory: int, says: Mapping[str, str]) -> None:
         if self.numa_node is not None and self.numa_node < 0:
@@ -354,7 +374,12 @@ class PeerConfig(
     @property
     def quotas(self) -> dict[str, int]:
         """Bytes of memory that are kept for each of some namespaces."""
-        return self._quotas("quota")
+        return _sizes(self.quota, "quota")
+
+    @property
+    def caps(self) -> dict[str, int]:
+        """The most bytes of memory and SSD together that some of these may have."""
+        return _sizes(self.cap, "cap")
 
     @property
     def ssd_capacity_bytes(self) -> int | None:
@@ -371,17 +396,6 @@ class PeerConfig(
         if len(self.more_memory) > MAX_MEMORY_PIECES:
             raise ConfigError(f"{spelled}: at most {MAX_MEMORY_PIECES} may be added")
         return [_memory_piece(each, spelled) for each in self.more_memory]
-
-    def _quotas(self, spelled: str) -> dict[str, int]:
-        if isinstance(self.quota, dict):
-            return {name: parse_bytes(size, spelled) for name, size in self.quota.items()}
-        found: dict[str, int] = {}
-        for text in self.quota:
-            namespace, size = _quota(text, spelled)
-            if namespace in found:
-                raise ConfigError(f"{spelled}: {namespace!r} has two of them")
-            found[namespace] = size
-        return found
 
     def _memory_bytes(self, spelled: str) -> int:
         if self.memory is None:

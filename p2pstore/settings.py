@@ -243,7 +243,7 @@ _COMPUTED: Final[Mapping[str, Callable[[PeerConfig], tuple[Any, str]]]] = {
     "memory_path": lambda config: (None, "default: in no file"),
     "more_memory": lambda config: ([], "default: none"),
     "quota": lambda config: ([], "default: none"),
-    "capped": lambda config: ([], "default: none"),
+    "cap": lambda config: ([], "default: none"),
     "ssd": lambda config: (None, "default: none"),
     "ssd_capacity": lambda config: (None, "default: half of what is free there, or a whole device"),
     "ssd_writes_per_day": lambda config: (None, "default: no limit"),

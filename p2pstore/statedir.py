@@ -597,10 +597,11 @@ def load_cluster_key_file(path: str | os.PathLike[str]) -> KeyRing:
     return parse_cluster_keys(text, str(where))
 
 
-def readers_key_file(path: str | os.PathLike[str]) -> str:
-    """The text of the readers' key file that goes with a cluster key file. Raises as `load_cluster_key_file`."""
+def readers_key_file(path: str | os.PathLike[str], namespaces: Sequence[str] = ()) -> str:
+    """The text of the key file for readers, or for writers of `namespaces`, that goes with a cluster key file. Raises
+    as `load_cluster_key_file` and `reader_keys`."""
     ring = load_cluster_key_file(path)
-    return reader_keys(ring, lambda seed: format_peer_id(Identity(seed).peer_id))
+    return reader_keys(ring, lambda seed: format_peer_id(Identity(seed).peer_id), namespaces)
 
 
 def parse_private_keys(folder: Folder, name: str, what: str) -> KeyRing:

@@ -194,6 +194,10 @@ PAGES: Final[dict[str, Page]] = {
     "keygen": _page(
         ("mooncake-p2p keygen cluster.key", "A key for a new cluster; copy it to every machine."),
         ("mooncake-p2p keygen --add cluster.key", "The first of three steps to another key."),
+        (
+            "mooncake-p2p keygen --role writer --namespace jobs --from cluster.key jobs.key",
+            "A key for machines that read everything, and write in one namespace.",
+        ),
         ("mooncake-p2p keygen other.key --json", "Another new key, for programs."),
     ),
     "doctor": _page(

@@ -156,6 +156,7 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
             f"{duration(peer['uptime_seconds'])}, p2pstore {printable(peer['software'])}"
             f"{', no bootstrap peer has answered yet' if lonely else ''}",
         ),
+        *_role_lines(peer.get("role", "member")),
         _fact(
             "memory", memory_bar(peer["memory_used_bytes"], peer["memory_capacity_bytes"], blocks)
         ),
@@ -170,6 +171,11 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
         *_directory_lines(peer.get("directory", {})),
         *_repair_lines(peer.get("repair", {})),
     ]
+
+
+def _role_lines(role: str) -> list[str]:
+    """What the peer's key lets it do, unless that is everything."""
+    return [] if role == "member" else [_fact("role", printable(role))]
 
 
 def _problem_lines(problem: Document, columns: int) -> list[str]:
@@ -199,6 +205,14 @@ def _quota_lines(peer: Document, blocks: bool) -> list[str]:
         above = use["used_bytes"] - use["kept_bytes"]
         more = f" and {_bytes(above)} more" if above else ""
         lines += [_fact("quota", printable(name)), _fact("", bar + more)]
+        on_ssd, cap = use.get("ssd_bytes", 0), use.get("cap_bytes")
+        if on_ssd or cap is not None:
+            whole = (
+                ""
+                if cap is None
+                else f", in all {_bytes(use['used_bytes'] + on_ssd)} of {_bytes(cap)}"
+            )
+            lines.append(_fact("", f"{_bytes(on_ssd)} on the SSD{whole}"))
     if quotas:
         others = peer["memory_used_bytes"] - sum(use["used_bytes"] for use in quotas.values())
         lines.append(_fact("", f"{_bytes(others)} of all others, and being written"))

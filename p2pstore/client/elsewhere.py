@@ -75,7 +75,7 @@ class ElsewhereWriter:
             raise CapacityExceeded(
                 f"durable: only the local peer's SSD is asked. {refusal}"
             ) from refusal
-        placed = await self._place(key, len(source), refusal)
+        placed = await self._place(key, len(source), options["pin"], refusal)
         request = await self._request(key, source, options, placed.clock)
         reasons: list[str] = []
         tries = 0
@@ -97,9 +97,10 @@ class ElsewhereWriter:
             + ". ".join(reasons)
         )
 
-    async def _place(self, key: str, length: int, refusal: P2PStoreError) -> local.Placed:
+    async def _place(self, key: str, length: int, pin: int, refusal: P2PStoreError) -> local.Placed:
         """Where to try. Raises `CapacityExceeded` when no other peer could hold the value."""
-        request = local.Place(key_digest(key, self._namespace), length)
+        digest = key_digest(key, self._namespace)
+        request = local.Place(digest, length, self._namespace, pin)
         try:
             placed = await self._link.request(LocalKind.PLACE, request, local.Placed)
         except ProtocolMismatch:  # a peer of the version before keeps what is put to itself

@@ -188,10 +188,13 @@ class Abort(Message, frozen=True):
 
 
 class Place(Message, frozen=True):
-    """Which peers could hold a value that this one has no room for?"""
+    """Which peers could hold a value that this one has no room for? Older clients do not say its namespace, nor
+    whether it is to be pinned."""
 
     digest: bytes
     length: int
+    namespace: str = ""
+    pin: int = 0
 
 
 class Target(Message, frozen=True):

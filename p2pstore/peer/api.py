@@ -62,6 +62,7 @@ from p2pstore.peer.credentials import (
     refuse_open_door,
 )
 from p2pstore.peer.data_backend import PeerDataBackend
+from p2pstore.peer.erasing import Erasing
 from p2pstore.peer.kept_memory import begin_with_kept, tell_what_returned, watch_earlier_clients
 from p2pstore.peer.local_answers import known_copy
 from p2pstore.peer.local_backend import PeerLocalBackend
@@ -301,7 +302,7 @@ class _Assembly:
             geometry=plan_geometry(self.config.memory_bytes, self.config.max_objects),
             policy=make_policy(self.config.eviction_policy),
             quotas=self.config.quotas,
-            capped=self.config.capped,
+            caps=self.config.caps,
             marks=self.memory.marks if isinstance(self.memory, KeptMemory) else None,
             kept=self.memory.kept if isinstance(self.memory, KeptMemory) else None,
             now=time.time(),
@@ -360,7 +361,7 @@ class _Assembly:
     def _gossip_config(self) -> GossipConfig:
         config = self.config
         index_bytes = parse_bytes(config.index_memory, "index_memory")
-        base, reads_only = preset(config.network), self.credentials.ring.role is Role.READER
+        base, reads_only = preset(config.network), self.credentials.ring.role is not Role.MEMBER
         return replace(
             base,
             cluster=config.cluster,
@@ -486,14 +487,16 @@ class _Assembly:
         nursery.start_soon(checkpoints.watch)
         nursery.start_soon(checkpoints.publish_again)
         nursery.start_soon(groups.watch)
+        erasing = Erasing(node, office)
         backend = PeerLocalBackend(
             *(node, self.memory, self.location_memory, office, max_leased_bytes),
             checkpoints=checkpoints,
             groups=groups,
+            erasing=erasing,
         )
         self.stack.callback(backend.close)
         data_server = DataServer(
-            PeerDataBackend(node, checkpoints.swarms),
+            PeerDataBackend(node, checkpoints.swarms, erasing),
             swarms=checkpoints.swarms,
             stores=PeerStoreBackend(node),
             ring=self.credentials.ring,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,6 +32,7 @@ class _Files:
     keys: Sequence[bytes]
     of_user: bool
     signers: Sequence[bytes]
+    writers: Mapping[str, bytes]
     allowed: frozenset[PeerId] | None
 
 
@@ -65,8 +66,8 @@ class Credentials:
     async def reload(self) -> bool:
         """Read the files again. Whether something changed.
 
-        Raises `ConfigError`, having changed nothing, when a file cannot be read or is malformed, or makes a reader of a
-        member or a member of a reader.
+        Raises `ConfigError`, having changed nothing, when a file cannot be read or is malformed, or makes a member of
+        a reader or writer, or one of these of a member.
         """
         async with self._reloading:
             found = await trio.to_thread.run_sync(self._read)
@@ -98,7 +99,9 @@ class Credentials:
         return _Files(*self.ring.content, self.allowed.peer_ids)
 
     def _apply(self, found: _Files) -> None:
-        self.ring.replace(found.keys, of_user=found.of_user, signers=found.signers)
+        self.ring.replace(
+            found.keys, of_user=found.of_user, signers=found.signers, writers=found.writers
+        )
         self.allowed.replace(found.allowed)
 
     def _describe(self) -> str:
@@ -111,20 +114,30 @@ class Credentials:
             first, *others = (key_id.hex() for key_id in self.ring.ids)
             text = f"cluster key {first} proves"
             text += f", {', '.join(others)} accepted as well" if others else ""
-            text += ", of a reader" if self.ring.role is Role.READER else ""
+            if self.ring.role is not Role.MEMBER:
+                text += f", of a {rights_of(self.ring)}"
         if self.allowed.peer_ids is not None:
             text += f"; {len(self.allowed.peer_ids)} peers on the allow list, this one included"
         return text
 
 
+def rights_of(ring: KeyRing) -> str:
+    """What the holder of the ring may do, in words."""
+    role = ring.role.name.lower()
+    return f"{role} of {', '.join(map(repr, ring.writers))}" if ring.writers else role
+
+
 def fitted_to_role(config: PeerConfig) -> PeerConfig:
-    """The settings of a peer whose key file may hold a reader's key: a reader offers no memory, as nobody would be told
-    what is in it. Raises `ConfigError` for an unreadable file, and settings that need memory."""
+    """The settings of a peer whose key file may be a reader's or a writer's: such a peer offers no memory, as nobody
+    would be told what is in it. Raises `ConfigError` for an unreadable file, and settings that need memory."""
     if not config.cluster_key_file:
         return config
-    if load_cluster_key_file(config.cluster_key_file).role is Role.MEMBER:
+    ring = load_cluster_key_file(config.cluster_key_file)
+    if ring.role is Role.MEMBER:
         return config
-    logger.info("%s holds a reader's key: this peer offers no memory", config.cluster_key_file)
+    logger.info(
+        "%s makes this peer a %s: it offers no memory", config.cluster_key_file, rights_of(ring)
+    )
     return msgspec.structs.replace(config, memory=0).checked()
 
 

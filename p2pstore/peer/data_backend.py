@@ -18,6 +18,7 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import member_of
 from p2pstore.objects import KIB
 from p2pstore.peer.checkpoints.running import RunningSwarms
+from p2pstore.peer.erasing import Erasing
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
 from p2pstore.streams import BytesLike
@@ -26,12 +27,14 @@ from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.transfer.messages import (
     DataKind,
+    Flush,
     GetItem,
     GetManifest,
     GetSmall,
     Keeps,
     ObjectReply,
     ObjectStatus,
+    Remove,
     Snapshot,
     SnapshotReply,
     Statistics,
@@ -55,8 +58,9 @@ COPIED_BYTES: Final = 16 * KIB
 class PeerDataBackend:
     """Satisfies `p2pstore.transfer.data_server.DataBackend`."""
 
-    def __init__(self, node: Node, swarms: RunningSwarms) -> None:
+    def __init__(self, node: Node, swarms: RunningSwarms, erasing: Erasing) -> None:
         self._node = node
+        self._erasing = erasing
         self._swarms = swarms
         self._core = node.core
         self._segment = node.core.segment
@@ -228,6 +232,8 @@ class PeerDataBackend:
         if isinstance(message, Statistics):
             document = peer_document(self._node, private=False)
             return StatisticsReply(json.dumps(document).encode()), ()
+        if isinstance(message, Remove | Flush):
+            return await self._erasing.serve(message, claims.issuer), ()
         if isinstance(message, GetManifest):
             return self._swarms.manifest(message)
         if isinstance(message, Snapshot):

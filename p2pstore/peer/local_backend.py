@@ -12,22 +12,21 @@ import msgspec
 import p2pstore
 from p2pstore import memory_barrier
 from p2pstore.core.effects import KnownCopy
-from p2pstore.core.flush import FlushEnd, FlushOperation
 from p2pstore.core.listing import ListedPage, ListOperation
 from p2pstore.core.lookup import LookupOperation, split_digests
 from p2pstore.core.pinning import PinEnd, PinOperation
 from p2pstore.core.presence import is_known, known_keys
 from p2pstore.core.put import MAX_REPLICAS
-from p2pstore.core.remove import RemoveOperation
 from p2pstore.core.replicate import ReplicateOperation
 from p2pstore.errors import AuthenticationFailed
 from p2pstore.gossip.messages import Status
-from p2pstore.keyring import Role
+from p2pstore.keyring import KeyRing, Role
 from p2pstore.local import messages as local
 from p2pstore.local.messages import LocalKind
 from p2pstore.local.server import WRITING, LocalClient
 from p2pstore.objects import DIGEST_BYTES, namespace_digest
 from p2pstore.peer.checkpoints.service import PeerCheckpoints
+from p2pstore.peer.erasing import Erasing
 from p2pstore.peer.local_answers import (
     MAX_WAIT_SECONDS,
     Answer,
@@ -76,8 +75,12 @@ _WHILE_LEAVING: Final = frozenset(
     {LocalKind.STATISTICS, LocalKind.PEERS, LocalKind.RELEASE, LocalKind.ABORT}
 )
 """Requests that are answered to the end."""
-_NOT_FOR_READERS: Final = WRITING - {LocalKind.ABORT, LocalKind.LEAVE}
-"""Requests that a peer with a reader's key refuses: the members would."""
+_FOR_MEMBERS: Final = WRITING - {LocalKind.ABORT, LocalKind.LEAVE}
+"""Requests that a peer with a key of another role refuses, all or some: the members would."""
+_FOR_WRITERS: Final = frozenset(
+    {LocalKind.RESERVE, LocalKind.PLACE, LocalKind.STORED, LocalKind.REMOVE, LocalKind.FLUSH}
+)
+"""Those that one with a writer's key does not refuse in its namespaces."""
 _KNOWN: Final = local.ContainsReply(b"\1")
 _UNKNOWN: Final = local.ContainsReply(b"\0")
 
@@ -94,7 +97,9 @@ class PeerLocalBackend:
         max_leased_bytes: int,
         checkpoints: PeerCheckpoints,
         groups: LocalGroups,
+        erasing: Erasing,
     ) -> None:
+        self._erasing = erasing
         self._node = node
         self._core = node.core
         self._segment = node.core.segment
@@ -213,11 +218,8 @@ class PeerLocalBackend:
         """The answer, or something to await that gives it."""
         if kind not in _WHILE_LEAVING:
             self._node.check_open()
-        if kind in _NOT_FOR_READERS and self._node.credentials.ring.role is Role.READER:
-            raise AuthenticationFailed(
-                "this peer's key file holds a reader's key: it may read, and change nothing. Ask a peer with the "
-                "cluster's key"
-            )
+        if kind in _FOR_MEMBERS:
+            check_rights(self._node.credentials.ring, kind, message)
         answer: Answer = self._handlers[kind](client, message)
         if kind in _WITH_EFFECTS:  # not LEASE: its round trip should cost nothing else
             self._has_effects = True
@@ -364,10 +366,7 @@ class PeerLocalBackend:
     # --- changing ----------------------------------------------------------------------------
 
     async def _remove(self, client: LocalClient, message: local.Remove) -> local.Removed:
-        operation = RemoveOperation(self._core, message.namespace, message.keys)
-        existed = await self._node.complete(self._core.start(operation, self._now))
-        await self._node.forget_for_good()
-        return local.Removed(existed)
+        return local.Removed(await self._erasing.remove(message.namespace, message.keys))
 
     def _leave(self, client: LocalClient, message: local.Leave) -> Empty:
         self._node.drain_seconds = max(0.0, min(message.drain_seconds, MAX_WAIT_SECONDS))
@@ -411,15 +410,35 @@ class PeerLocalBackend:
         )
 
     async def _flush(self, client: LocalClient, message: local.Flush) -> local.Flushed:
-        seconds = min(max(0, message.deadline_ms) / 1000, MAX_WAIT_SECONDS)
-        operation = FlushOperation(self._core, message.namespace, seconds)
-        end: FlushEnd = await self._node.complete(self._core.start(operation, self._now))
-        await self._node.forget_for_good()
-        return local.Flushed(end.told, [self._core.name_of(peer_id) for peer_id in end.not_told])
+        flushed = await self._erasing.flush(message.namespace, message.deadline_ms / 1000)
+        return local.Flushed(flushed.told, flushed.not_told)
 
     def _prefetch(self, client: LocalClient, message: local.Prefetch) -> Empty:
         self._core.prefetching.add(check_batch(split_digests(message.digests)), self._now)
         return Empty()
+
+
+def check_rights(ring: KeyRing, kind: LocalKind, message: Message) -> None:
+    """Raise `AuthenticationFailed` where the peer's key does not allow a request that changes something."""
+    if ring.role is Role.MEMBER:
+        return
+    if ring.role is Role.READER:
+        raise AuthenticationFailed(
+            "this peer's key file holds a reader's key: it may read, and change nothing. Ask a peer with the "
+            "cluster's key"
+        )
+    if kind not in _FOR_WRITERS or (isinstance(message, local.Place) and message.pin):
+        what = "pin" if kind is LocalKind.PLACE else kind.name.lower().replace("_", " ")
+        raise AuthenticationFailed(
+            f"this peer's key file holds a writer's key: it may read, put, remove and flush, but not {what}. Ask a "
+            "peer with the cluster's key"
+        )
+    namespace = getattr(message, "namespace", None)
+    if namespace is not None and namespace not in ring.writers:
+        raise AuthenticationFailed(
+            f"this peer's key file may write in {', '.join(map(repr, ring.writers))} only, not in namespace "
+            f"{namespace!r}"
+        )
 
 
 def _matched(present: bytes) -> local.MatchedPrefix:

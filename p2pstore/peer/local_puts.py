@@ -274,11 +274,12 @@ class LocalPuts:
         except CapacityExceeded as error:
             return local.Placed([], error=item_error(error))
         return local.Placed(
-            [self._target(peer_id) for peer_id in peer_ids], self._core.clock.latest
+            [self._target(peer_id, message.namespace) for peer_id in peer_ids],
+            self._core.clock.latest,
         )
 
-    def _target(self, peer_id: PeerId) -> local.Target:
-        granted = self._office.for_writers(peer_id)
+    def _target(self, peer_id: PeerId, namespace: str) -> local.Target:
+        granted = self._office.for_writers(peer_id, namespace)
         return local.Target(
             peer_id,
             self._core.name_of(peer_id),

@@ -267,12 +267,14 @@ def _quotas(quotas: Mapping[str, Document]) -> Iterator[Metric]:
         ("quota_bytes", "Memory kept for the namespace."),
         ("used_bytes", "Memory that it has, within its quota and above."),
         ("kept_bytes", "Of that, what is evicted for no other namespace."),
+        ("ssd_bytes", "What it has on the SSD."),
+        ("cap_bytes", "The most that it may have in memory and on the SSD, where there is a cap."),
     ):
         yield gauges(
             f"namespace_{field}",
             text,
             ["namespace"],
-            [((name,), use[field]) for name, use in quotas.items()],
+            [((name,), use[field]) for name, use in quotas.items() if use[field] is not None],
         )
 
 

@@ -36,6 +36,7 @@ from p2pstore.ssd_tier.layout import SEGMENT_BYTES, ColdFacts
 from p2pstore.ssd_tier.misses import ColdMiss, Miss
 from p2pstore.ssd_tier.opening import FILE_NAME
 from p2pstore.ssd_tier.patience import PATIENCE_SECONDS as ALONE_SECONDS
+from p2pstore.ssd_tier.shares import Share
 from p2pstore.ssd_tier.tier import SsdTier, open_tier
 from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.transfer.layout import (
@@ -99,6 +100,7 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
                 state_changed=ssd.state_changed,
                 segment_bytes=segment_bytes_for(disk.size_bytes),
                 cluster=config.cluster,
+                shares=ssd.shares,
             ) as tier,
         ):
             opened.set()
@@ -269,7 +271,7 @@ class PeerSsd:
         entry = effect.entry
         written, retry_seconds = False, LATER_SECONDS
         try:
-            refusal = self.tier.admit(entry.digest, entry.length, entry.hits)
+            refusal = self.tier.admit(entry.digest, entry.length, entry.hits, entry.namespace)
             if refusal is None:
                 written = await self._store(entry)
             retry_seconds = SOON_SECONDS if refusal in _FOR_NOW else LATER_SECONDS
@@ -384,7 +386,7 @@ class PeerSsd:
 
     async def _keep(self, entry: ObjectEntry) -> None:
         segment = self._core.segment
-        if self.tier.admit(entry.digest, entry.length, entry.hits) is not None:
+        if self.tier.admit(entry.digest, entry.length, entry.hits, entry.namespace) is not None:
             return
         segment.acquire(entry)
         if await self._stored(entry, durable=False):
@@ -481,6 +483,16 @@ class PeerSsd:
             self._core.cold.lose_store()
         self._core.gossip.own_record.changed()
         self._node.stir()
+
+    def shares(self) -> dict[str, Share]:
+        """What namespaces with a quota may count on and take, as both count what they have in memory as well."""
+        return {
+            namespace: Share(
+                max(0, use.quota_bytes - use.kept_bytes),
+                None if use.cap_bytes is None else max(0, use.cap_bytes - use.used_bytes),
+            )
+            for namespace, use in self._core.segment.quotas.items()
+        }
 
     def is_last_copy(self, digest: bytes) -> bool:
         """Whether nobody else that is alive says to hold the object."""

@@ -20,6 +20,7 @@ from p2pstore.gossip.members.membership import MemberState
 from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import PeerRecord, TakesPart, format_peer_id
 from p2pstore.member_places import Holder, crowd
+from p2pstore.peer.credentials import rights_of
 from p2pstore.peer.status.hottest import hottest
 from p2pstore.stepping import Steps
 
@@ -46,7 +47,10 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "memory_capacity_bytes": segment.data_bytes,
         "memory_used_bytes": segment.used_bytes,
         "leased_bytes": segment.leased_bytes,
-        "quotas": {namespace: asdict(use) for namespace, use in segment.quotas.items()},
+        "quotas": {
+            namespace: asdict(use) | {"ssd_bytes": _bytes_on_ssd(node, namespace)}
+            for namespace, use in segment.quotas.items()
+        },
         "objects": segment.object_count,
         "objects_returning": segment.returned_count,
         "operations": core.operations_under_way,
@@ -75,6 +79,7 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "stamps_ahead_seconds": round(core.timekeeping.stamps_ahead_seconds(node.now), 3),
         "clock_problem": core.timekeeping.problem(node.now),
         "local_clients": node.local_clients,
+        "role": rights_of(node.credentials.ring),
         "cluster_keys": len(node.credentials.ring.keys),
         "bootstrap_addresses": len(node.config.bootstrap),
         "checkpoints": _checkpoints(core),
@@ -108,6 +113,10 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         document["settings"] = msgspec.to_builtins(node.config)
         document["hottest"] = hottest(core, node.now, with_keys=True)
     return document
+
+
+def _bytes_on_ssd(node: Node, namespace: str) -> int:
+    return 0 if node.ssd is None else node.ssd.tier.bytes_of(namespace)
 
 
 def _ssd_hit_rate(core: PeerCore) -> float | None:

@@ -28,16 +28,17 @@ class TicketOffice:
         self.ring = ring
         self._ahead = ahead
         self._signer = signer
-        self._kept: dict[tuple[PeerId, Scope], tuple[float, GrantedTicket]] = {}
+        self._kept: dict[tuple[PeerId, Scope, str], tuple[float, GrantedTicket]] = {}
 
     def renew(self) -> None:
         """The ring has changed: make new tickets from now on."""
         self._kept.clear()
 
-    def ticket(self, audience: PeerId, scope: Scope) -> GrantedTicket:
-        """A ticket for `audience` that is good for another minute at least."""
+    def ticket(self, audience: PeerId, scope: Scope, namespace: str = "") -> GrantedTicket:
+        """A ticket for `audience` that is good for another minute at least; for writing in `namespace` alone, if
+        any."""
         now = time.time() - self._ahead(audience)
-        kept = self._kept.get((audience, scope))
+        kept = self._kept.get((audience, scope, namespace))
         # One from a time to come, of a clock that was fast, is good for nobody.
         if kept is not None and 0 <= now - kept[0] < TICKET_SECONDS / 2:
             return kept[1]
@@ -50,8 +51,9 @@ class TicketOffice:
             now_unix=now,
             ticket_id=os.urandom(16),
             scope=scope,
+            namespace=namespace,
         )
-        self._kept[audience, scope] = (now, granted)
+        self._kept[audience, scope, namespace] = (now, granted)
         return granted
 
     def for_peers(self, peer: RemotePeer) -> GrantedTicket:
@@ -62,6 +64,7 @@ class TicketOffice:
         """A ticket to hand to a local client."""
         return self.ticket(audience, Scope.READ)
 
-    def for_writers(self, audience: PeerId) -> GrantedTicket:
-        """A ticket to hand to a local client that may put, for what this peer has no room for."""
-        return self.ticket(audience, Scope.WRITE)
+    def for_writers(self, audience: PeerId, namespace: str) -> GrantedTicket:
+        """A ticket to hand to a local client that may put, for what this peer has no room for. `namespace` is empty
+        for clients of older versions, which do not say it."""
+        return self.ticket(audience, Scope.WRITE, namespace)

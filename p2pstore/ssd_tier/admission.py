@@ -18,6 +18,8 @@ class Refusal(Enum):
     READ_ONLY = "read_only"
     TOO_SMALL = "too_small"
     TOO_LARGE = "too_large"
+    OVER_CAP = "over_cap"
+    """Its namespace may not have so much."""
     SEEN_ONCE = "seen_once"
     QUEUE_FULL = "queue_full"
     WRITE_BUDGET_SPENT = "write_budget_spent"
@@ -102,9 +104,12 @@ class Admission:
         queued_bytes: int,
         read_only: bool,
         now: float,
+        fits_share: bool = True,
     ) -> Refusal | None:
         """None when the object should be written: its bytes are then taken from the budget."""
         refusal = self._refusal(length_bytes, hits, last_copy, queued_bytes, read_only, now)
+        if refusal is None and not fits_share:
+            refusal = Refusal.OVER_CAP
         if refusal is not None:
             self.refused[refusal] += 1
             return refusal

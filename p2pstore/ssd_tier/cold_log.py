@@ -27,6 +27,7 @@ from p2pstore.ssd_tier.measures import Measures
 from p2pstore.ssd_tier.patience import Waiting
 from p2pstore.ssd_tier.scratch import ScratchMemory
 from p2pstore.ssd_tier.segments import Segment, SegmentState, SegmentTable
+from p2pstore.ssd_tier.shares import Shares, no_shares
 from p2pstore.ssd_tier.superblock import Superblock
 from p2pstore.ssd_tier.waking import Condition, Signal
 
@@ -72,6 +73,7 @@ class ColdLog:
         withdraw: Withdraw,
         state_changed: StateChanged,
         unix: Callable[[], float],
+        shares: Shares = no_shares,
     ) -> None:
         self.disk = disk
         self.superblock = superblock
@@ -80,6 +82,7 @@ class ColdLog:
         self.marks = marks
         self.admission = admission
         self.unix = unix
+        self.shares = shares
         self.health = Health()
         self.measures = Measures()
         self.scratch = ScratchMemory()

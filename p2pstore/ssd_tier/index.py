@@ -34,6 +34,7 @@ from p2pstore.ssd_tier.record_rows import (
     RecordRows,
 )
 from p2pstore.ssd_tier.rows import FLAG_DESCRIBED, FLAG_PIN, FLAG_SOFT, ROW_BYTES, Rows, flags_of
+from p2pstore.ssd_tier.shares import NamespaceBytes
 
 MAX_HITS: Final = 0xFFFF
 
@@ -85,12 +86,15 @@ def with_care(facts: ColdFacts, entry: ColdEntry | None) -> ColdFacts:
 
 
 class ColdIndex:
-    """See the module's docstring. `salt` is a random number, which nobody else should know."""
+    """See the module's docstring. `salt` is a random number, which nobody else should know. Of `namespaces` it counts
+    what they have."""
 
-    def __init__(self, segments: int, max_records: int, salt: int) -> None:
+    def __init__(
+        self, segments: int, max_records: int, salt: int, namespaces: Sequence[str] = ()
+    ) -> None:
         self.objects = 0
         """Objects with all their parts."""
-        self._rows = RecordRows(segments, max_records)
+        self._rows = RecordRows(segments, max_records, namespaces)
         self._slots = DigestSlots(max_records, self._rows.memory, ROW_BYTES, salt)
         self._hits = np.zeros(max_records, np.uint16)
         self._hit_counts = self._hits.data  # of the row that an object's chain begins with
@@ -115,6 +119,16 @@ class ColdIndex:
     def live_bytes(self) -> int:
         """What all records of the index occupy on the disk."""
         return self._rows.live_bytes
+
+    @property
+    def of_namespaces(self) -> NamespaceBytes:
+        """What some namespaces have."""
+        return self._rows.of_namespaces
+
+    def oldest(self, namespace: str, count_bytes: int, limit: int) -> list[bytes]:
+        """The digests of a namespace's objects that were written first, of so many bytes and at most `limit`."""
+        number = self._rows.names.number(namespace)
+        return [] if number is None else self._rows.oldest(number, count_bytes, limit)
 
     def segment_live_bytes(self, segment: int) -> int:
         """What the segment's records in the index occupy."""

@@ -44,13 +44,19 @@ class Keeper:
 
     async def _candidates(self, segment: Segment) -> list[Candidate[ColdRecord]]:
         found = []
+        above_reserve = self._log.index.of_namespaces.above_reserve(self._log.shares())
         for number, record in enumerate(self._log.index.records_of(segment.number)):
             if number % CHECKPOINT_EVERY == CHECKPOINT_EVERY - 1:
                 await trio.lowlevel.checkpoint()
             entry = self._log.index.find(record.digest)
             if entry is not None and not self._log.is_expired(entry):
                 last_copy = self._is_last_copy(record.digest)
-                found.append(Candidate(record, record.disk_bytes, record.hits, last_copy))
+                above = above_reserve.get(entry.namespace)
+                if above:
+                    above_reserve[entry.namespace] = max(0, above - record.disk_bytes)
+                found.append(
+                    Candidate(record, record.disk_bytes, record.hits, last_copy, above == 0)
+                )
         return found
 
     async def _copy(self, record: ColdRecord) -> bool:

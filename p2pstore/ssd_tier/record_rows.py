@@ -29,6 +29,7 @@ from p2pstore.ssd_tier.rows import (
     disk_bytes,
     flags_of,
 )
+from p2pstore.ssd_tier.shares import NamespaceBytes
 
 _REPLICAS_AT: Final = ROW.fields["replicas"][1] if ROW.fields is not None else 0
 _EXPIRES_AT: Final = ROW.fields["expires_unix_ms"][1] if ROW.fields is not None else 0
@@ -61,7 +62,8 @@ END: Final = -1
 class RecordRows:
     """See the module's docstring. Rows are called by their numbers."""
 
-    def __init__(self, segments: int, max_records: int) -> None:
+    def __init__(self, segments: int, max_records: int, namespaces: Sequence[str] = ()) -> None:
+        self.of_namespaces = NamespaceBytes(namespaces, segments)
         self.max_records = max_records
         self.records = 0
         self.live_bytes = 0
@@ -132,7 +134,7 @@ class RecordRows:
         self._nexts[row] = 0
         self._generations[segment] = place.generation
         self.newest_clock = max(self.newest_clock, version.clock)
-        self._count(segment, record_bytes(stored_bytes), 1)
+        self._count(segment, facts.namespace, record_bytes(stored_bytes), 1)
         return row
 
     def set_care(self, row: int, replicas: int, flags: int, expires_unix_ms: int | None) -> None:
@@ -152,8 +154,10 @@ class RecordRows:
         segment = self._segments[row] - 1
         self._segments[row] = 0
         self._free.append(row)
-        self.names.leave(self._namespaces[row])
-        self._count(segment, -record_bytes(fields[STORED_BYTES]), -1)
+        namespace = self._namespaces[row]
+        name = self.names.name(namespace)
+        self.names.leave(namespace)
+        self._count(segment, name, -record_bytes(fields[STORED_BYTES]), -1)
         if not self.segment_records[segment]:
             self._texts.drop(segment)
         elif self._texts.discard(segment, fields[KEY_BYTES]):
@@ -163,7 +167,8 @@ class RecordRows:
         for walk in self._walks:
             walk.about_to_change(row)
 
-    def _count(self, segment: int, size: int, records: int) -> None:
+    def _count(self, segment: int, namespace: str, size: int, records: int) -> None:
+        self.of_namespaces.count(namespace, segment, size)
         self.segment_live_bytes[segment] += size
         self.segment_records[segment] += records
         self.live_bytes += size
@@ -253,6 +258,20 @@ class RecordRows:
         first_parts: list[int] = rows[self._rows["part"][rows] == 0].tolist()
         return first_parts
 
+    def oldest(self, namespace: int, count_bytes: int, limit: int) -> list[bytes]:
+        """The digests of the records of a namespace that were written first, of so many bytes and at most `limit`."""
+        rows = np.flatnonzero(
+            (self._segment_of[: self._used] > 0) & (self._namespace_of[: self._used] == namespace)
+        )
+        if len(rows) > limit:
+            rows = rows[np.argpartition(self._rows["sequence"][rows], limit)[:limit]]
+        rows = rows[np.argsort(self._rows["sequence"][rows])]
+        ends = np.cumsum(disk_bytes(self._rows[rows]))
+        chosen = rows[: int(np.searchsorted(ends, count_bytes)) + 1]
+        packed = self._rows["digest"][chosen].tobytes()
+        digests = (packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES))
+        return list(dict.fromkeys(digests))
+
     @property
     def end(self) -> int:
         """All rows in use are below."""
@@ -303,6 +322,7 @@ class RecordRows:
         followed = np.flatnonzero(rows["part"][1:] > 0)
         self._next[followed] = followed + 2
         sizes = disk_bytes(rows)
+        self.of_namespaces.load(names, namespaces, segments, sizes)
         self.segment_live_bytes += np.bincount(segments, sizes, segment_count).astype(np.int64)
         self.segment_records += np.bincount(segments, minlength=segment_count)
         key_bytes = np.bincount(segments, rows["key_bytes"], segment_count).astype(np.int64)

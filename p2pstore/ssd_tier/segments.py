@@ -26,6 +26,8 @@ FREE_SHARE: Final = 8
 disk fills one in less time than it takes to give the next its new generation."""
 MOSTLY_DEAD: Final = 0.8
 """A segment of which so much is dead is reclaimed before older ones."""
+MOSTLY_RESERVED: Final = 0.5
+"""A segment of which more is reserved is reclaimed after younger ones: that would have to be written again."""
 
 
 class SegmentState(Enum):
@@ -178,13 +180,17 @@ class SegmentTable:
     # Reclaiming.
 
     def choose_reclaim(
-        self, live_bytes: Callable[[int], int], under_way: Collection[int] = ()
+        self,
+        live_bytes: Callable[[int], int],
+        under_way: Collection[int] = (),
+        reserved_bytes: Callable[[int], int] = lambda number: 0,
     ) -> Segment | None:
         """The sealed segment to reclaim next; None while enough are free, empty or `under_way` to that, or none is
         sealed. One that waits for its readers does not count: they may take long.
 
-        `live_bytes` tells how much of a segment is alive. Of segments that are mostly dead the deadest is taken, else
-        the one that was filled first.
+        `live_bytes` tells how much of a segment is alive, `reserved_bytes` how much of it is reserved for namespaces.
+        Of segments that are mostly dead the deadest is taken, else the one that was filled first, of those that are not
+        mostly reserved if there are any.
         """
         available = self.free_count + len(self.in_state(SegmentState.EMPTY))
         available += sum(self.segments[number].is_going for number in under_way)
@@ -196,7 +202,10 @@ class SegmentTable:
         deadest = min(sealed, key=lambda each: live_bytes(each.number))
         if live_bytes(deadest.number) <= (1 - MOSTLY_DEAD) * self.usable_bytes:
             return deadest
-        return min(sealed, key=lambda each: each.first_sequence)
+        most = MOSTLY_RESERVED * self.usable_bytes
+        in_order = sorted(sealed, key=lambda each: each.first_sequence)
+        free = (each for each in in_order if reserved_bytes(each.number) <= most)
+        return next(free, in_order[0])
 
     def drain(self, segment: Segment) -> None:
         """Nothing in the segment is found any more; reads under way may go on."""

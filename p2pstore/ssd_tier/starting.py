@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Final
@@ -138,10 +138,13 @@ async def _read_some(
 
 
 def restore(
-    superblock: Superblock, found: list[FoundSegment], max_records: int
+    superblock: Superblock,
+    found: list[FoundSegment],
+    max_records: int,
+    namespaces: Sequence[str] = (),
 ) -> tuple[SegmentTable, ColdIndex]:
     """Table and index of a log that was read. Works through all records: not for the event loop's thread."""
-    index = ColdIndex(superblock.segments, max_records, secrets.randbits(63))
+    index = ColdIndex(superblock.segments, max_records, secrets.randbits(63), namespaces)
     for each in found:
         if each.state is FoundState.UNSEALED and len(each.footer.rows):
             _mark_unknown(each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Final
@@ -9,6 +10,7 @@ from typing import Final
 import trio
 
 from p2pstore.errors import CapacityExceeded
+from p2pstore.objects import MIB
 from p2pstore.ssd_tier.admission import Refusal
 from p2pstore.ssd_tier.cold_log import ColdLog, UnderWay
 from p2pstore.ssd_tier.compression import WORTH_RATIO, compress_part, sample_ratio
@@ -28,6 +30,15 @@ from p2pstore.ssd_tier.segments import Stream
 ROOM_SECONDS: Final = 5.0
 """A store waits so long for a segment to become free."""
 
+SPARE_SHARE: Final = 64
+MOST_SPARE_BYTES: Final = 16 * MIB
+"""What a namespace at its cap gives up ahead of need: this part of its share, at most."""
+SHARES_SECONDS: Final = 1.0
+"""Between two looks whether namespaces have more than their shares."""
+MOST_GIVEN_UP: Final = 4_096
+"""Objects at a time."""
+GIVEN_UP_PER_STEP: Final = 64
+
 Buffers = Sequence[memoryview | bytes]
 
 
@@ -45,11 +56,15 @@ class Writer:
     def __init__(self, log: ColdLog) -> None:
         self.queued_bytes = 0
         """Bytes of values whose `store` has not returned."""
+        self._coming: Counter[str] = Counter()
+        """What these values may take on the disk, by namespace."""
         self._log = log
 
     async def store(self, facts: ColdFacts, payload: memoryview, *, durable: bool) -> bool:
         """See `SsdTier.store`."""
+        size = stored_bytes_of(facts.length)
         self.queued_bytes += facts.length
+        self._coming[facts.namespace] += size
         try:
             await self._store(facts, payload, durable)
         except _Refused as refused:
@@ -57,7 +72,48 @@ class Writer:
             return False
         finally:
             self.queued_bytes -= facts.length
+            self._coming[facts.namespace] -= size
+            if not self._coming[facts.namespace]:
+                del self._coming[facts.namespace]
         return True
+
+    def fits_share(self, namespace: str, length: int) -> bool:
+        """Whether a value may be there at all, whatever its namespace gives up for it."""
+        share = self._log.shares().get(namespace)
+        most = None if share is None else share.most_bytes
+        return most is None or stored_bytes_of(length) <= most
+
+    async def keep_shares(self) -> None:
+        """Have namespaces give up what is above their shares, which change with what they have in memory."""
+        while self._log.is_writable:
+            await trio.sleep(SHARES_SECONDS)
+            for namespace, share in self._log.shares().items():
+                if share.most_bytes is not None:
+                    await self._give_up(namespace, share.most_bytes, spare_bytes=0)
+
+    async def _keep_within_share(self, facts: ColdFacts) -> None:
+        """Have the namespace give up what it wrote first, until it may have this as well. Values count at their full
+        size until they are there."""
+        share = self._log.shares().get(facts.namespace)
+        if share is None or share.most_bytes is None:
+            return
+        most = share.most_bytes - self._coming[facts.namespace]
+        # Some more than that, as all of the index is looked through.
+        spare = min(MOST_SPARE_BYTES, share.most_bytes // SPARE_SHARE)
+        if most < 0 or not await self._give_up(facts.namespace, most, spare):
+            raise _Refused(Refusal.OVER_CAP)
+
+    async def _give_up(self, namespace: str, most_bytes: int, spare_bytes: int) -> bool:
+        """Whether the namespace has no more than `most_bytes` now. If it had, `spare_bytes` less."""
+        log, counted = self._log, self._log.index.of_namespaces
+        above = counted.bytes_of(namespace) - most_bytes
+        if above <= 0:
+            return True
+        oldest = log.index.oldest(namespace, above + spare_bytes, MOST_GIVEN_UP)
+        for begin in range(0, len(oldest), GIVEN_UP_PER_STEP):
+            log.measures.evicted_objects += log.drop(oldest[begin : begin + GIVEN_UP_PER_STEP])
+            await trio.lowlevel.checkpoint()
+        return counted.bytes_of(namespace) <= most_bytes
 
     async def _store(self, facts: ColdFacts, payload: memoryview, durable: bool) -> None:
         log = self._log
@@ -66,6 +122,7 @@ class Writer:
         if known is not None and known.version > facts.version:
             raise _Refused(Refusal.OUTDATED)
         if known is None or known.version < facts.version:
+            await self._keep_within_share(facts)
             started = trio.current_time()
             with log.under_way(facts.digest, facts.version) as job:
                 stored = await self._write_parts(job, facts, payload)
@@ -202,6 +259,11 @@ def _pack(value: memoryview, memory: memoryview) -> tuple[int, ...] | None:
         memory[position : position + size] = chunk
         position += size
     return sizes
+
+
+def stored_bytes_of(length: int) -> int:
+    """What a value of this length takes on the disk, if it does not compress."""
+    return sum(record_bytes(part_bytes(length, part)) for part in range(part_count(length)))
 
 
 def text_bytes(facts: ColdFacts) -> int:

@@ -35,6 +35,7 @@ from p2pstore.ssd_tier.loading import Prepare, Reader
 from p2pstore.ssd_tier.misses import ColdMiss
 from p2pstore.ssd_tier.patience import PATIENCE_SECONDS, Overdue
 from p2pstore.ssd_tier.segments import SegmentState
+from p2pstore.ssd_tier.shares import Shares, no_shares
 from p2pstore.ssd_tier.starting import open_superblock, read_log, restore, unsafe_segments
 from p2pstore.ssd_tier.storing import Writer
 from p2pstore.ssd_tier.superblock import Superblock
@@ -94,6 +95,10 @@ class SsdTier:
         """The highest clock of the versions of all objects; 0 without any."""
         return self._log.index.newest_clock
 
+    def bytes_of(self, namespace: str) -> int:
+        """What a namespace with a share occupies."""
+        return self._log.index.of_namespaces.bytes_of(namespace)
+
     # Looking.
 
     def find(self, digest: bytes) -> ColdEntry | None:
@@ -121,7 +126,7 @@ class SsdTier:
 
     # Reading and writing.
 
-    def admit(self, digest: bytes, length: int, hits: int) -> Refusal | None:
+    def admit(self, digest: bytes, length: int, hits: int, namespace: str = "") -> Refusal | None:
         """Whether an object that leaves memory should be stored: None, or why not. What is admitted has been taken from
         the write budget; `store` is to follow."""
         log = self._log
@@ -130,6 +135,7 @@ class SsdTier:
             hits=hits,
             last_copy=self._is_last_copy(digest),
             queued_bytes=self._writer.queued_bytes,
+            fits_share=self._writer.fits_share(namespace, length),
             read_only=not log.is_writable,
             now=log.unix(),
         )
@@ -182,6 +188,10 @@ class SsdTier:
             soft=soft,
             expires_unix_ms=expires_unix_ms,
         )
+
+    async def keep_shares(self) -> None:
+        """For as long as the tier writes: see `Writer.keep_shares`."""
+        await self._writer.keep_shares()
 
     # Discarding.
 
@@ -269,6 +279,7 @@ async def open_tier(
     segment_bytes: int = SEGMENT_BYTES,
     max_records: int | None = None,
     cluster: str = "",
+    shares: Shares = no_shares,
 ) -> AsyncIterator[SsdTier]:
     """The tier on this disk, for as long as the block runs. What the disk holds is there at once.
 
@@ -276,7 +287,7 @@ async def open_tier(
     go. `is_last_copy` says of a digest whether no other peer is known to hold the object. `state_changed` is told when
     the tier only reads from now on, or is off, and why. `now` gives Unix seconds.
     `segment_bytes` counts for a disk that holds nothing yet. The log belongs to the first `cluster` that opens it. The
-    disk is not closed.
+    disk is not closed. `shares` are those of the namespaces that have any from the start to the end.
 
     Raises `ConfigError` when the disk is too small, or holds something else or another cluster's log, and `OSError`
     when it fails at once.
@@ -285,7 +296,7 @@ async def open_tier(
     found = await read_log(disk, superblock)
     await disk.sync()  # what was read may not have been durable
     wanted = default_max_records(superblock) if max_records is None else max_records
-    table, index = await trio.to_thread.run_sync(restore, superblock, found, wanted)
+    table, index = await trio.to_thread.run_sync(restore, superblock, found, wanted, [*shares()])
     async with open_background_nursery() as nursery:
         log = ColdLog(
             disk,
@@ -298,6 +309,7 @@ async def open_tier(
             withdraw,
             state_changed,
             now,
+            shares,
         )
         marks = DeadMarkWriter(log)
         upkeep = Upkeep(log, marks, is_last_copy)
@@ -305,11 +317,13 @@ async def open_tier(
             await upkeep.start(table[number])
         nursery.start_soon(marks.run)
         nursery.start_soon(upkeep.run)
+        tier = SsdTier(log, marks, is_last_copy, nursery)
+        if shares():
+            nursery.start_soon(tier.keep_shares)
         watch = DiskWatch(log, nursery)
         nursery.start_soon(watch.watch_place)
         nursery.start_soon(watch.watch_answers)
         log.work.send()
-        tier = SsdTier(log, marks, is_last_copy, nursery)
         try:
             yield tier
         finally:

@@ -64,7 +64,13 @@ class Upkeep:
             for segment in empty:
                 if segment.number not in under_way:
                     return segment, self.start
-        victim = table.choose_reclaim(self._log.index.segment_live_bytes, under_way)
+        index = self._log.index
+        above = index.of_namespaces.above_reserve(self._log.shares())
+        victim = table.choose_reclaim(
+            index.segment_live_bytes,
+            under_way,
+            lambda number: index.of_namespaces.reserved_in(number, above),
+        )
         return (victim, self._reclaim) if victim is not None else None
 
     async def _do(self, segment: Segment, step: Step) -> None:

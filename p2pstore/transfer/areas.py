@@ -2,15 +2,16 @@
 
 A quota is a place, not a sum. Room is made by evicting neighbours: if what must stay lay scattered over all of the
 memory, there would soon be no room left for large values of others. And whether an object is kept for its namespace is
-then seen by where it lies. Others use a part as well while its owner leaves it free, and give way to it. A namespace
-that is capped uses its own part alone: its quota is also the most that it may take.
+then seen by where it lies. Others use a part as well while its owner leaves it free, and give way to it. A cap is a
+sum: the most bytes that a namespace may have, wherever they lie.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from p2pstore.transfer.allocator import ExtentAllocator
@@ -18,6 +19,8 @@ from p2pstore.transfer.entries import ObjectEntry
 
 MAX_QUOTAS: Final = 16
 """Each is looked at whenever room has to be made."""
+
+NO_CAPS: Final[Mapping[str, int]] = MappingProxyType({})
 
 EVERYBODYS: Final = 0
 """The group of what lies in the part that all share."""
@@ -64,14 +67,15 @@ class QuotaUse:
     """All that it has in memory, wherever it lies."""
     kept_bytes: int = 0
     """So much of it lies in the namespace's own part, and is evicted for no other."""
+    cap_bytes: int | None = None
+    """The most that it may have; None for no limit."""
 
 
 class Areas:
     """All parts, and which of them a namespace may use, in which order. Offsets are bytes within the data area.
 
-    `quotas`: bytes for each namespace, rounded up to whole granules. `capped`: those of them that use no other room.
-    Raises `ValueError` when they are more than there
-    is, or too many.
+    `quotas`: bytes for each namespace, rounded up to whole granules. `caps`: the most that some of these may have.
+    Raises `ValueError` when the quotas are more than there is, or too many.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class Areas:
         data_bytes: int,
         granule: int,
         quotas: Mapping[str, int],
-        capped: Collection[str] = (),
+        caps: Mapping[str, int] = NO_CAPS,
     ) -> None:
         sizes = {name: -(-size // granule) * granule for name, size in quotas.items()}
         shared = data_bytes - sum(sizes.values())
@@ -96,8 +100,8 @@ class Areas:
             self._begins.append(begin)
             self._owned[name] = area
             begin += size
-        self.uses = {name: QuotaUse(size) for name, size in sizes.items()}
-        self._searches = {name: self._searches_for(name, name in capped) for name in sizes}
+        self.uses = {name: QuotaUse(size, cap_bytes=caps.get(name)) for name, size in sizes.items()}
+        self._searches = {name: self._searches_for(name) for name in sizes}
         self._searches_of_others = self._searches_for(None)
         self.used_bytes = 0
         self.data_bytes = data_bytes
@@ -122,9 +126,19 @@ class Areas:
 
     def searches(self, namespace: str) -> tuple[Places, ...]:
         """Where to look for room, one after the other: in the namespace's own part, where what others have gives way;
-        then everywhere, where whatever is not kept for another namespace may go (in its own part alone if it is
-        capped)."""
+        then everywhere, where whatever is not kept for another namespace may go."""
         return self._searches.get(namespace, self._searches_of_others)
+
+    def above_cap(self, namespace: str, size_bytes: int) -> int:
+        """By how many bytes the namespace would be above its cap with so many more; 0 or less when it would not."""
+        use = self.uses.get(namespace)
+        if use is None or use.cap_bytes is None:
+            return 0
+        return use.used_bytes + size_bytes - use.cap_bytes
+
+    def own_group(self, namespace: str) -> int:
+        """The group of what a namespace with a quota has in its own part."""
+        return self._owned[namespace].owned
 
     def take(self, size_bytes: int, places: Places) -> int | None:
         """An extent in the first of these places that has room without evicting anything; None when none has."""
@@ -195,9 +209,9 @@ class Areas:
             if entry.group == self._owned[entry.namespace].owned:
                 use.kept_bytes += sign * entry.extent_bytes
 
-    def _searches_for(self, namespace: str | None, capped: bool = False) -> tuple[Places, ...]:
+    def _searches_for(self, namespace: str | None) -> tuple[Places, ...]:
         own = self._owned.get(namespace) if namespace is not None else None
-        others = [] if capped else [area for area in self._all if area is not own]
+        others = [area for area in self._all if area is not own]
         everywhere = tuple(Place(area, (area.guests,)) for area in others)
         if own is None:
             return (everywhere,)

@@ -249,7 +249,7 @@ class DataServer:
                 session.retire()
 
     def _accepts(self, claims: TicketClaims) -> bool:
-        known = self._ring.find(claims.key_id) is not None
+        known = self._ring.find(claims.key_id, claims.namespace) is not None
         return known and self._allowed.allows(claims.issuer)
 
     async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
@@ -312,7 +312,7 @@ class DataServer:
                 limits=self._limits,
                 traffic=self.traffic,
                 swarms=self._swarms,
-                role=self._ring.role_of(claims.key_id),
+                role=self._ring.role_of(claims.key_id, claims.namespace),
             )
             await self._serve_session(session, claims, account)
         except Refused as refusal:

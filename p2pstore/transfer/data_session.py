@@ -34,8 +34,6 @@ from p2pstore.transfer.frame_reading import Refused, skip_bulk
 from p2pstore.transfer.layout import SLOT_BYTES
 from p2pstore.transfer.messages import (
     MAX_MEASURE_BYTES,
-    READ_KINDS,
-    READER_KINDS,
     REQUESTS,
     STORE_VERSION,
     WRITE_KINDS,
@@ -77,7 +75,7 @@ from p2pstore.transfer.read_thread import (
 )
 from p2pstore.transfer.store_intake import StoreBackend, receive_value
 from p2pstore.transfer.swarm_serving import OpenedPiece, SwarmBackend
-from p2pstore.transfer.tickets import Scope, TicketClaims
+from p2pstore.transfer.tickets import Rights, TicketClaims
 from p2pstore.transfer.uploads import Uploads
 from p2pstore.turns import wait_room
 from p2pstore.wire import (
@@ -268,7 +266,7 @@ class DataSession:
         swarms: SwarmBackend | None = None,
         role: Role = Role.MEMBER,
     ) -> None:
-        self._role = role
+        self._rights = Rights(claims, role)
         self._swarms = swarms
         self._sent_piece: OpenedPiece | None = None
         """The one sent last, until the other side says something: then it has it."""
@@ -298,7 +296,7 @@ class DataSession:
         self._allowed = {
             kind: message_type
             for kind, message_type in self._known.items()
-            if claims.scope & _scope_for(kind) and (role is Role.MEMBER or kind in READER_KINDS)
+            if self._rights.allow(kind)
         }
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._sending = trio.Lock()
@@ -553,12 +551,6 @@ class DataSession:
             return
         raise DeadlineExceeded(f"{length_bytes:,} bytes did not arrive within {seconds:.3g} s")
 
-    @property
-    def _issued_for(self) -> str:
-        if self._role is Role.READER:
-            return "reading, with a reader's key,"
-        return "other peers" if self._claims.scope & Scope.PEER else "reading"
-
     def _decode(self, header: FrameHeader, body: bytes) -> Message | None:
         """The request, or None when it was answered with a failure. Raises `Refused` for garbage."""
         kind, request_id = header.kind, header.request_id
@@ -569,16 +561,15 @@ class DataSession:
             self._refuse(header, Code.UNSUPPORTED, f"kind {kind} is unknown to this version")
             return None
         if message_type is None:
-            self._refuse(
-                header,
-                Code.AUTHENTICATION_FAILED,
-                f"the ticket does not allow {DataKind(kind).name}: it was issued for {self._issued_for} only",
-            )
+            self._refuse(header, Code.AUTHENTICATION_FAILED, self._rights.why_not(kind))
             return None
         try:
             message: Message = decode_body(message_type, body)
         except ProtocolError as error:
             raise Refused(kind, request_id, Code.MALFORMED, str(error)) from error
+        if refusal := self._rights.refusal(message):
+            self._refuse(header, Code.AUTHENTICATION_FAILED, refusal)
+            return None
         if isinstance(message, Get) and not message.items:
             raise Refused(kind, request_id, Code.MALFORMED, "a GET without items")
         if isinstance(message, GetSmall) and len(message.digests) % DIGEST_BYTES:
@@ -911,13 +902,6 @@ class DataSession:
                 self._unsent_bytes -= size
                 self._sent.set()
                 self._sent = trio.Event()
-
-
-def _scope_for(kind: int) -> Scope:
-    """What a ticket must allow for requests of this kind."""
-    if kind in READ_KINDS:
-        return Scope.READ
-    return Scope.WRITE if kind in WRITE_KINDS else Scope.PEER
 
 
 def _reply(header: FrameHeader, message: Message) -> bytes:

@@ -174,6 +174,11 @@ class EvictionOrder:
         for rank in ranks:
             yield from self._coldest_of_rank(rank, shares)
 
+    def coldest_of(self, group: int) -> Iterator[ObjectEntry]:
+        """The same for one group. Nothing may change the order meanwhile."""
+        for rank in range(_CHEAP, 3):
+            yield from self._groups[group][rank].coldest()
+
     def _coldest_of_rank(self, rank: int, shares: list[float]) -> Iterator[ObjectEntry]:
         """Always the next of the group that has had the smallest share of its bytes in `shares`, which grow."""
         heap: list[tuple[float, int, ObjectEntry, Iterator[ObjectEntry]]] = []

@@ -8,7 +8,7 @@ until it is an eighth of all.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import merge
 from typing import Final
 
@@ -100,6 +100,11 @@ class KeyListing:
         if namespace is None:
             namespace = self._namespaces[entry.namespace] = _Namespace()
         namespace.add(entry)
+
+    def entries_of(self, namespace: str) -> Iterable[ObjectEntry]:
+        """All that is listed in a namespace, those that were put first before others. Nothing may change meanwhile."""
+        listed = self._namespaces.get(namespace)
+        return () if listed is None else listed.entries.values()
 
     def remove(self, entry: ObjectEntry) -> None:
         """Take the entry's key out, unless another entry is listed under it."""

@@ -70,6 +70,8 @@ class DataKind(IntEnum):
     SWARM_LINK = 36
     PIECE_TAKEN = 37
     PROVE = 38
+    REMOVE = 39
+    FLUSH = 40
 
 
 class Ticket(Message, frozen=True):
@@ -466,6 +468,36 @@ class ReadsTaken(Message, frozen=True):
     """The answer to READS."""
 
 
+MAX_REMOVED_KEYS: Final = 512
+
+
+class Remove(Message, frozen=True):
+    """Remove these keys everywhere, for a writer, whose own word does not count."""
+
+    namespace: str
+    keys: Annotated[list[str], Meta(max_length=MAX_REMOVED_KEYS)]
+
+
+class Removed(Message, frozen=True):
+    """Per key whether any copy was known."""
+
+    existed: list[bool]
+
+
+class Flush(Message, frozen=True):
+    """Remove all of the namespace everywhere, likewise."""
+
+    namespace: str
+    deadline_ms: int = 10_000
+
+
+class Flushed(Message, frozen=True):
+    """`told` other peers have dropped what they held; those in `not_told` (names) will when they hear of it."""
+
+    told: int = 0
+    not_told: list[str] = []
+
+
 class Ping(Message, frozen=True):
     pass
 
@@ -642,6 +674,8 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.SWARM_LINK: SwarmLink,
     DataKind.PIECE_TAKEN: PieceTaken,
     DataKind.PROVE: Prove,
+    DataKind.REMOVE: Remove,
+    DataKind.FLUSH: Flush,
 }
 REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.HELLO: HelloReply,
@@ -667,6 +701,8 @@ REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.GET_PIECE: PieceReply,
     DataKind.SWARM_LINK: SwarmLinked,
     DataKind.PROVE: Proofs,
+    DataKind.REMOVE: Removed,
+    DataKind.FLUSH: Flushed,
 }
 READ_KINDS: Final = frozenset(
     {
@@ -681,5 +717,8 @@ READ_KINDS: Final = frozenset(
 """What a ticket of scope READ allows."""
 READER_KINDS: Final = READ_KINDS | {DataKind.SNAPSHOT, DataKind.RDMA_CONNECT, DataKind.MEASURE}
 """What a ticket made with a reader's key allows at most, whatever its scope: nothing that changes anything."""
-WRITE_KINDS: Final = frozenset({DataKind.STORE, DataKind.STORE_PART})
-"""What a ticket of scope WRITE allows; the rest needs scope PEER."""
+WRITE_KINDS: Final = frozenset(
+    {DataKind.STORE, DataKind.STORE_PART, DataKind.REMOVE, DataKind.FLUSH}
+)
+"""What a ticket of scope WRITE allows; the rest needs scope PEER. One made with a writer's key allows no more than
+these and `READER_KINDS`."""

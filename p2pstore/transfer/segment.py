@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import (
     Callable,
-    Collection,
     Hashable,
     Iterable,
     Iterator,
@@ -29,7 +28,7 @@ import numpy as np
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
 from p2pstore.objects import DIGEST_BYTES, Version, are_sums_of, format_bytes
 from p2pstore.stepping import Steps, run_through
-from p2pstore.transfer.areas import Areas, Places, QuotaUse
+from p2pstore.transfer.areas import NO_CAPS, Areas, Places, QuotaUse
 from p2pstore.transfer.entries import (
     ObjectEntry,
     QuickCopy,
@@ -86,6 +85,8 @@ for nobody."""
 
 MOST_TRIES: Final = 4
 """To make room, while threads begin to send from what was chosen to go."""
+MOST_LISTED: Final = 4_096
+"""Objects outside of its own part that a namespace at its cap is searched for those that may go."""
 
 MOST_STEPS_AHEAD: Final = 4
 """Of making room ahead of need: what takes longer is left to the put."""
@@ -116,7 +117,7 @@ class Segment:
     A `holder` stands for whoever reserves and leases (a connection, the peer itself); what it holds
     ends with `drop_holder`. Writes the header and an empty table into `buffer`, which must have
     `geometry.total_bytes`. `policy` is this segment's own; None for a new one of the default kind. `quotas`: bytes that
-    are kept for each of some namespaces (`areas`); more than there is raises `ValueError`.
+    are kept for each of some namespaces (`areas`); more than there is raises `ValueError`. `caps`: the most of some.
 
     With `marks`, a byte a slot that outlives this process as `buffer` does, the next life can begin with what is here;
     `kept` is what this one begins with (`transfer.kept`). Its objects are `returned`: they have their room, and
@@ -134,7 +135,7 @@ class Segment:
         geometry: Geometry,
         policy: EvictionPolicy | None = None,
         quotas: Mapping[str, int] = NO_QUOTAS,
-        capped: Collection[str] = (),
+        caps: Mapping[str, int] = NO_CAPS,
         marks: memoryview | None = None,
         kept: Kept | None = None,
         now: float = 0.0,
@@ -145,7 +146,7 @@ class Segment:
         self.incarnation = incarnation
         self._buffer = buffer
         self._marks = marks
-        self._areas = Areas(geometry.data_bytes, GRANULE_BYTES, quotas, capped)
+        self._areas = Areas(geometry.data_bytes, GRANULE_BYTES, quotas, caps)
         kept = self._that_fits(kept or Kept())
         self._table = ObjectTable(buffer, segment_id, incarnation, geometry, kept.numbers)
         self._order = EvictionOrder(policy or make_policy(), self._areas.group_count)
@@ -277,6 +278,7 @@ class Segment:
                 f"{MAX_RESERVATIONS_PER_HOLDER:,} puts are in progress on one connection: let some "
                 "of them finish first"
             )
+        yield from self._keep_within_cap(capacity, namespace)
         extent = yield from self._take_extent(capacity, namespace, now, alike)
         self._in_making.add(extent)
         try:
@@ -296,10 +298,14 @@ class Segment:
         self._check_open()
         places = self._areas.searches(namespace)[0]
         made: list[Reservation] = []
+        taken = 0
         for length, trailer_length in sizes[: self._reservations_left(holder)]:
             if length < 0 or not 0 <= trailer_length <= MAX_TRAILER_BYTES:
                 break
             capacity = extent_bytes(length, max(1, trailer_length))
+            taken += capacity
+            if self._areas.above_cap(namespace, taken) > 0:
+                break
             extent = self._areas.take(capacity, places)
             if extent is None:
                 break
@@ -926,6 +932,39 @@ class Segment:
             what = f"none of the {self.geometry.slots:,} object slots is free"
             raise self._no_room(what, namespace)
         return slot
+
+    def _keep_within_cap(self, size: int, namespace: str) -> Steps[None]:
+        """Evict what a namespace has until an extent of this size keeps it within its cap: of its own part the coldest
+        first, then what it has elsewhere, in the order of the puts. Values on their way count once they are there.
+        Raises `CapacityExceeded` when too little may go."""
+        areas = self._areas
+        while (above := areas.above_cap(namespace, size)) > 0:
+            self._settle()
+            use = areas.uses[namespace]
+            victims: list[ObjectEntry] = []
+            for entry in self._victims_of(namespace) if above <= use.used_bytes else ():
+                victims.append(entry)
+                above -= entry.extent_bytes
+                if above <= 0 or len(victims) == EVICTED_PER_STEP:
+                    break
+            if not victims:
+                raise CapacityExceeded(
+                    f"namespace {namespace!r} has {format_bytes(use.used_bytes)} of the "
+                    f"{format_bytes(use.cap_bytes or 0)} that it may have (--cap), and too little of that may go from "
+                    f"memory for {format_bytes(size)} more: release views, unpin, or raise the cap"
+                )
+            self._evict(victims)
+            if areas.above_cap(namespace, size) > 0:
+                yield
+
+    def _victims_of(self, namespace: str) -> Iterator[ObjectEntry]:
+        own = self._areas.own_group(namespace)
+        for entry in self._order.coldest_of(own):
+            if self._order.can_go(entry.offset):
+                yield entry
+        for entry in islice(self._listing.entries_of(namespace), MOST_LISTED):
+            if entry.group != own and self._order.can_go(entry.offset):
+                yield entry
 
     def _take_extent(self, size: int, namespace: str, now: float, alike: int) -> Steps[int]:
         searches = self._areas.searches(namespace)

@@ -8,7 +8,8 @@ data it opens, when it ends, and what it allows. Two secrets follow from the cla
 
 A peer makes a ticket for itself with the key it has. A client without keys gets ticket and secret from
 its local peer over the local socket. Who overhears a ticket has no secret, so it cannot be replayed;
-a client of one host cannot widen its ticket to another peer or to other rights.
+a client of one host cannot widen its ticket to another peer, to other rights or to another namespace. The key of a
+writer follows from its namespace, so a ticket that names another one has another secret.
 """
 
 from __future__ import annotations
@@ -19,8 +20,17 @@ from enum import IntFlag
 from typing import Final, Protocol
 
 from p2pstore.errors import AuthenticationFailed, ProtocolError
-from p2pstore.keyring import KeyRing
-from p2pstore.transfer.messages import Ticket
+from p2pstore.keyring import KeyRing, Role, key_id_of
+from p2pstore.transfer.messages import (
+    READ_KINDS,
+    READER_KINDS,
+    WRITE_KINDS,
+    DataKind,
+    Flush,
+    Remove,
+    Store,
+    Ticket,
+)
 from p2pstore.wire import Message, decode_body, encode_body
 
 TICKET_FORMAT: Final = 1
@@ -38,7 +48,7 @@ class Scope(IntFlag):
     PEER = 2
     """Everything else; only for the issuer itself."""
     WRITE = 4
-    """STORE and STORE_PART: for local clients of the issuer that may write."""
+    """STORE, STORE_PART, REMOVE and FLUSH: for local clients of the issuer that may write, and for writers' peers."""
 
 
 class TicketClaims(Message, frozen=True):
@@ -49,6 +59,8 @@ class TicketClaims(Message, frozen=True):
     expires_unix_ms: int
     ticket_id: bytes
     scope: int
+    namespace: str = ""
+    """The only one that WRITE is for; empty for all, which a writer's key cannot prove."""
 
 
 class SignerLike(Protocol):
@@ -78,22 +90,26 @@ def issue_ticket(
     now_unix: float,
     ticket_id: bytes,
     scope: Scope,
+    namespace: str = "",
 ) -> GrantedTicket:
-    """A ticket for `audience`, good for 120 s (a connection made in that time lives on)."""
+    """A ticket for `audience`, good for 120 s (a connection made in that time lives on). With a `namespace` it is for
+    writing in that one alone."""
+    key = ring.proving_key(namespace)
     claims = encode_body(
         TicketClaims(
             TICKET_FORMAT,
-            ring.first_id,
+            key_id_of(key),
             signer.peer_id,
             audience,
             int((now_unix + TICKET_SECONDS) * 1000),
             ticket_id,
             int(scope),
+            namespace,
         )
     )
     return GrantedTicket(
         Ticket(claims, signer.sign(_SIGNATURE_CONTEXT + claims)),
-        ticket_secret(ring.keys[0], claims),
+        ticket_secret(key, claims),
     )
 
 
@@ -136,7 +152,7 @@ def open_ticket(
         raise AuthenticationFailed(
             "the ticket lasts too long (or the clocks of the two hosts differ by minutes)"
         )
-    key = ring.find(claims.key_id)
+    key = ring.find(claims.key_id, claims.namespace)
     if key is None:
         raise AuthenticationFailed(
             "the ticket was made with a cluster key that this peer does not hold"
@@ -144,3 +160,52 @@ def open_ticket(
     if not verifier.verify(claims.issuer, _SIGNATURE_CONTEXT + ticket.claims, ticket.signature):
         raise AuthenticationFailed("the ticket was not signed by its issuer")
     return claims, ticket_secret(key, ticket.claims)
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """What a connection may ask for: what its ticket's claims say, as far as the role goes of whoever holds the key
+    that proved them."""
+
+    claims: TicketClaims
+    role: Role
+
+    def allow(self, kind: int) -> bool:
+        """Whether requests of this kind may come."""
+        of_role = (
+            self.role is Role.MEMBER
+            or kind in READER_KINDS
+            or (self.role is Role.WRITER and kind in WRITE_KINDS)
+        )
+        return of_role and bool(self.claims.scope & _scope_for(kind))
+
+    def why_not(self, kind: int) -> str:
+        """What to say to one of another kind."""
+        if self.role is Role.MEMBER:
+            issued_for = "other peers" if self.claims.scope & Scope.PEER else "reading"
+        else:
+            doing = "writing" if self.claims.scope & Scope.WRITE else "reading"
+            issued_for = f"{doing}, with a {self.role.name.lower()}'s key,"
+        return (
+            f"the ticket does not allow {DataKind(kind).name}: it was issued for {issued_for} only"
+        )
+
+    def refusal(self, message: Message) -> str:
+        """Why a request of an allowed kind is refused all the same; empty when it is not."""
+        if not isinstance(message, Store | Remove | Flush):
+            return ""
+        if self.claims.namespace and message.namespace != self.claims.namespace:
+            return (
+                f"the ticket is for writing in namespace {self.claims.namespace!r}, not in "
+                f"{message.namespace!r}"
+            )
+        if self.role is Role.WRITER and isinstance(message, Store) and message.pin:
+            return "a writer's key allows no pins, which keep memory from others: put without one"
+        return ""
+
+
+def _scope_for(kind: int) -> Scope:
+    """What a ticket must allow for requests of this kind."""
+    if kind in READ_KINDS:
+        return Scope.READ
+    return Scope.WRITE if kind in WRITE_KINDS else Scope.PEER

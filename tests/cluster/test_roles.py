@@ -1,4 +1,4 @@
-"""A reader's key: its holder reads everything, and changes nothing, whatever it says."""
+"""Readers' and writers' keys: a reader changes nothing, a writer its namespaces alone, whatever they say."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import trio
+from msgspec.structs import replace
 
-from p2pstore import errors
+from p2pstore import connect, errors
 from p2pstore.gossip.links.host import ControlHost, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.link import LinkError
@@ -38,16 +39,34 @@ from p2pstore.gossip.records import (
 from p2pstore.keyring import KeyRing, new_cluster_key, parse_cluster_keys, reader_keys
 from p2pstore.objects import clock_from_unix_seconds, namespace_digest
 from p2pstore.peer.api import Peer, open_peer
-from p2pstore.transfer.messages import READER_KINDS, REQUESTS, ClusterRecords, DataKind
-from p2pstore.transfer.tickets import Scope, issue_ticket
-from p2pstore.wire import Code, Empty, Message
+from p2pstore.statedir import readers_key_file
+from p2pstore.transfer.messages import (
+    READER_KINDS,
+    REQUESTS,
+    ClusterRecords,
+    DataKind,
+    Flush,
+    Remove,
+    Removed,
+    Ticket,
+)
+from p2pstore.transfer.tickets import (
+    GrantedTicket,
+    Scope,
+    TicketClaims,
+    issue_ticket,
+    ticket_secret,
+)
+from p2pstore.wire import Code, Empty, Message, decode_body, encode_body
 from tests.cluster.test_cli import Machine, done, failed, machine
 from tests.cluster.test_open_peer import cluster, config, until
+from tests.cluster.test_put_elsewhere import store_request
 from tests.cluster.test_strangers import open_data
 
 __all__ = ["machine"]
 
 SECONDS = 20.0
+VALUE = memoryview(b"value")
 
 
 def write_key(path: Path, text: str) -> str:
@@ -62,6 +81,11 @@ def keys(folder: Path) -> tuple[str, str]:
     ring = parse_cluster_keys(member, "member")
     text = reader_keys(ring, lambda seed: format_peer_id(Identity(seed).peer_id))
     return write_key(folder / "cluster.key", member + "\n"), write_key(folder / "reader.key", text)
+
+
+def writer_file(folder: Path, member_file: str, *namespaces: str) -> str:
+    """The key file of a writer of these namespaces."""
+    return write_key(folder / "writer.key", readers_key_file(member_file, namespaces))
 
 
 def ring_in(path: str) -> KeyRing:
@@ -315,6 +339,202 @@ async def test_a_reader_admits_nobody(tmp_path: Path) -> None:
         readers_id = Identity(bytes([8]) * 32).peer_id
         with pytest.raises(LinkError, match="is a reader, which admits nobody"):
             await of_member.ask(readers_id, address, ControlKind.PING, Ping(1, []), SECONDS)
+
+
+async def test_a_writer_puts_removes_and_flushes_in_its_namespaces(tmp_path: Path) -> None:
+    member, _ = keys(tmp_path)
+    writer = writer_file(tmp_path, member, "mine", "also mine")
+    async with cluster(tmp_path, 2, cluster_key_file=member) as (a, b):
+        await a.put("theirs", b"value")
+        async with (
+            open_peer(config(tmp_path, "w", a, cluster_key_file=writer), namespace="mine") as w,
+            connect(a.socket, namespace="mine") as mine,
+        ):
+            await until(lambda: len(w.node.core.live_peers()) == 2)
+            big = os.urandom(3_000_000)
+            put = await w.put("k", big, replicas=2, ttl=60)
+            assert (put.status, put.copies) == ("created", 2)
+            assert {each.peer for each in await w.locate("k")} <= {"p0", "p1"}
+            assert await w.get("k") == await mine.get("k", wait=5) == big
+            assert (await w.put("k", b"other")).status == "kept_existing"
+            assert (await w.put("k", b"other", on_conflict="overwrite")).status == "created"
+            results = await w.put_many([(f"many{number}", b"%d" % number) for number in range(9)])
+            assert all(each.error is None for each in results)
+            removed = await w.remove_many(["k", "many0", "absent"])
+            assert [each.value for each in removed] == [True, True, False]
+            assert not await mine.contains("k")
+            await w.flush()
+            assert not (await mine.list_keys()).keys
+            for peer in (a, b):
+                assert len(peer.node.core.live_peers()) == 1, "members do not list writers"
+        assert await a.get("theirs") == b"value"
+
+
+async def test_what_a_writer_may_not_its_peer_says(tmp_path: Path) -> None:
+    member, _ = keys(tmp_path)
+    writer = writer_file(tmp_path, member, "mine")
+    async with (
+        open_peer(config(tmp_path, "a", cluster_key_file=member)) as a,
+        open_peer(config(tmp_path, "w", a, cluster_key_file=writer), namespace="mine") as w,
+        connect(w.socket) as default,
+    ):
+        await a.put("k", b"value")
+        assert await default.get("k", wait=5) == b"value", "it reads everything"
+        for change in (
+            lambda: default.put("new", b"x"),
+            lambda: default.remove("k"),
+            lambda: default.flush(),
+        ):
+            with pytest.raises(errors.AuthenticationFailed, match="'mine' only, not in namespace"):
+                await change()
+        result = (await default.put_many([("new", b"x")]))[0]
+        assert isinstance(result.error, errors.AuthenticationFailed)
+        for refused in (lambda: w.put("k", b"x", pin="hard"), lambda: w.pin("k")):
+            with pytest.raises(errors.AuthenticationFailed, match=r"writer's key: .* but not pin"):
+                await refused()
+        peer = (await w.statistics())["peer"]
+        assert peer["role"] == "writer of 'mine'"
+        assert await a.get("k") == b"value"
+        assert len((await a.list_keys()).keys) == 1
+
+
+async def test_a_writer_whose_namespaces_change_needs_no_restart(tmp_path: Path) -> None:
+    member, _ = keys(tmp_path)
+    writer = writer_file(tmp_path, member, "one")
+    async with (
+        open_peer(config(tmp_path, "a", cluster_key_file=member)) as a,
+        open_peer(config(tmp_path, "w", a, cluster_key_file=writer), namespace="two") as w,
+    ):
+        await until(lambda: len(w.node.core.live_peers()) == 1)
+        with pytest.raises(errors.AuthenticationFailed):
+            await w.put("k", b"value")
+        write_key(Path(writer), readers_key_file(member, ["two"]))
+        assert await w.node.credentials.reload()
+        assert (await w.put("k", b"value")).status == "created"
+        write_key(Path(writer), new_cluster_key())
+        with pytest.raises(errors.ConfigError, match="another role"):
+            await w.node.credentials.reload()
+
+
+async def test_a_writers_order_goes_to_another_member_when_one_fails(tmp_path: Path) -> None:
+    member, _ = keys(tmp_path)
+    writer = writer_file(tmp_path, member, "mine")
+    async with (
+        cluster(tmp_path, 2, cluster_key_file=member) as (a, b),
+        open_peer(config(tmp_path, "w", a, cluster_key_file=writer), namespace="mine") as w,
+    ):
+        await until(lambda: len(w.node.core.live_peers()) == 2)
+        await w.put("k", b"value", replicas=2)
+        b.node.core.closing = True  # it answers that it is leaving
+        try:
+            for _ in range(5):
+                await w.remove("k")
+                assert not a.node.core.segment.object_count
+            a.node.core.closing = True
+            with pytest.raises(errors.Unavailable, match=r"no member did it .*leaving.*leaving"):
+                await w.remove("k")
+        finally:
+            a.node.core.closing = b.node.core.closing = False
+
+
+async def test_a_writers_ticket_changes_its_namespace_alone(tmp_path: Path) -> None:
+    """Hand-made requests, of all kinds, by whoever holds a writer's key, with whatever scope it claims."""
+    member, _ = keys(tmp_path)
+    ring = ring_in(writer_file(tmp_path, member, "mine"))
+    identity = Identity(bytes([9]) * 32)
+    async with open_peer(config(tmp_path, "a", cluster_key_file=member)) as a:
+        await a.put("k", b"value")
+
+        def ticket(namespace: str) -> GrantedTicket:
+            return issue_ticket(
+                signer=identity,
+                ring=ring,
+                audience=a.node.core.peer_id,
+                now_unix=a.node.core.unix(a.node.now),
+                ticket_id=os.urandom(16),
+                scope=Scope.READ | Scope.PEER | Scope.WRITE,
+                namespace=namespace,
+            )
+
+        connection = await open_data(a, ticket("mine"))
+        try:
+            stored = await connection.store(store_request(b"value", namespace="mine"), VALUE)
+            assert stored.copies == 1
+            for kind, request in (
+                (DataKind.STORE, store_request(b"other", overwrite=True)),
+                (DataKind.REMOVE, Remove("default", ["k"])),
+                (DataKind.FLUSH, Flush("default")),
+            ):
+                with pytest.raises(errors.AuthenticationFailed, match="in namespace 'mine'"):
+                    await connection.request(kind, request)
+            with pytest.raises(errors.AuthenticationFailed, match="no pins"):
+                pinned = store_request(b"x", namespace="mine", pin=1)
+                await connection.request(DataKind.STORE, pinned)
+            with pytest.raises(errors.AuthenticationFailed, match="with a writer's key"):
+                await connection.request(DataKind.CLUSTER_RECORDS, ClusterRecords([], []))
+            with pytest.raises(ValueError, match="a key"):
+                await connection.request(DataKind.REMOVE, Remove("mine", [""]))
+            removed = await connection.request(DataKind.REMOVE, Remove("mine", ["k"]))
+            assert removed == Removed([True])
+        finally:
+            connection.close()
+        for namespace in ("default", ""):  # no key for it: the ticket is a reader's
+            connection = await open_data(a, ticket(namespace))
+            try:
+                with pytest.raises(errors.AuthenticationFailed, match="with a reader's key"):
+                    await connection.request(DataKind.FLUSH, Flush("default"))
+            finally:
+                connection.close()
+        forged = decode_body(TicketClaims, ticket("mine").ticket.claims)
+        claims = encode_body(replace(forged, namespace="default"))
+        signature = identity.sign(b"p2pstore ticket claims 1\0" + claims)
+        for secret in (ticket("mine").secret, ticket_secret(ring.writers["mine"], claims)):
+            with pytest.raises(errors.AuthenticationFailed, match="does not hold"):
+                await open_data(a, GrantedTicket(Ticket(claims, signature), secret))
+        assert await a.get("k") == b"value"
+
+
+async def test_a_writer_is_a_reader_to_gossip(tmp_path: Path) -> None:
+    """Its file has the readers' key: what it says by gossip is not taken in, and it proves no membership."""
+    member, _ = keys(tmp_path)
+    writer = writer_file(tmp_path, member, "mine")
+    identity = Identity(bytes([9]) * 32)
+    async with (
+        open_peer(config(tmp_path, "a", cluster_key_file=member)) as a,
+        hostile_reader(writer, identity) as hostile,
+    ):
+        await a.put("k", b"value")
+        me = a.node.core.gossip.peer_id
+        await hostile.ask(me, [a.control], ControlKind.DELTA, forged_flush(identity, a), SECONDS)
+        assert await a.get("k") == b"value"
+        assert not a.node.core.gossip.membership.get(identity.peer_id)
+
+
+def test_keygen_makes_a_writers_file(machine: Machine) -> None:
+    member, writer = machine.folder / "cluster.key", machine.folder / "writer.key"
+    done(machine.run("keygen", str(member)))
+    order = ("keygen", "--role", "writer", "--from", str(member))
+    said = done(machine.run(*order, "--namespace", "a b", "--namespace", "#c", str(writer))).stderr
+    assert b"the writers' machines" in said
+    first = machine.join("first", "--cluster-key-file", str(member))
+    second = machine.join(
+        "second", "--cluster-key-file", str(writer), "--bootstrap", first.ready["control"]
+    )
+    value = machine.folder / "value"
+    value.write_bytes(b"value")
+    for namespace in ("a b", "#c"):
+        done(second.run("put", "--namespace", namespace, "k", str(value)))
+        got = done(first.run("get", "--namespace", namespace, "k", "--wait", "5"))
+        assert got.stdout == b"value"
+    assert "not in namespace 'default'" in failed(second.run("put", "k", str(value)), 1)
+    assert b"writer of 'a b', '#c'" in done(second.run("stats")).stdout
+    done(second.run("rm", "--namespace", "a b", "k"))
+    done(second.run("flush", "#c", "--yes"))
+    assert not done(first.run("ls", "--namespace", "#c")).stdout
+    spare = str(machine.folder / "f")
+    assert "belong together" in failed(machine.run(*order, spare), 2)
+    assert "1 to 255 bytes" in failed(machine.run(*order, "--namespace", "", spare), 2)
+    assert "no key of members" in failed(machine.run("keygen", "--add", str(writer)), 2)
 
 
 def test_keygen_makes_a_readers_file(machine: Machine) -> None:

@@ -24,7 +24,7 @@ class Lender:
         self.segment = cluster.near.node.core.segment
         self.other = cluster.far.node.core.peer_id
         self._cluster = cluster
-        self._backend = PeerDataBackend(cluster.near.node, cast(Any, None))
+        self._backend = PeerDataBackend(cluster.near.node, cast(Any, None), cast(Any, None))
 
     def lends(
         self, item: GetItem, most_bytes: int, reader: bytes = STRANGER, keeps: int = Keeps.NO

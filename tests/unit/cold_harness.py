@@ -44,13 +44,15 @@ def value_of(key: str, clock: int, length: int, *, compressible: bool = False) -
     return rng.randbytes(length)
 
 
-def facts_of(key: str, clock: int, value: bytes | bytearray, **more: Any) -> ColdFacts:
+def facts_of(
+    key: str, clock: int, value: bytes | bytearray, namespace: str = NAMESPACE, **more: Any
+) -> ColdFacts:
     sums = chunk_sums(value)
     version = Version(clock, 7, root_checksum(len(value), sums))
     packed = tuple(np.frombuffer(sums, "<u8").tolist())
     assert len(packed) == chunk_count(len(value))
-    digest = key_digest(key, NAMESPACE)
-    return ColdFacts(digest, version, len(value), NAMESPACE, key, packed, **more)
+    digest = key_digest(key, namespace)
+    return ColdFacts(digest, version, len(value), namespace, key, packed, **more)
 
 
 def aligned(value: bytes) -> memoryview:

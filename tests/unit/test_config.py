@@ -58,7 +58,9 @@ def test_defaults_serve_this_machine_alone() -> None:
         ({"memory": "1023KiB"}, "at least 1MiB"),
         ({"memory": "lots"}, "memory: 'lots' is not a size"),
         ({"memory": 1.5}, "memory: 1.5 must be a whole number or text"),
-        ({"capped": ["a"]}, "capped: 'a' has no quota"),
+        ({"cap": ["a=1GiB"]}, "cap: 'a' has no quota"),
+        ({"cap": ["a=4KiB"], "quota": ["a=5KiB"]}, "cap: 4.0 KiB for 'a' are less than its quota"),
+        ({"cap": ["a"], "quota": ["a=5KiB"]}, "cap: 'a' is not NAMESPACE=SIZE"),
         ({"memory_path": "/f", "memory": 0}, "memory_path: with memory 0 there is nothing"),
         ({"memory_path": "/f", "numa_node": 0}, "numa_node: memory in a file is where"),
         (

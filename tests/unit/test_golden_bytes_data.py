@@ -7,7 +7,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.keyring import KeyRing
+from p2pstore.keyring import KeyRing, writer_key_of
 from p2pstore.objects import KIB, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
@@ -17,6 +17,8 @@ from p2pstore.transfer.messages import (
     DataKind,
     ExpiryItem,
     ExpirySet,
+    Flush,
+    Flushed,
     Get,
     GetItem,
     GetManifest,
@@ -52,6 +54,8 @@ from p2pstore.transfer.messages import (
     ReadCount,
     Reads,
     ReadsTaken,
+    Remove,
+    Removed,
     Replicate,
     SetExpiry,
     SetPins,
@@ -64,7 +68,13 @@ from p2pstore.transfer.messages import (
     SwarmLinked,
     Ticket,
 )
-from p2pstore.transfer.tickets import Scope, issue_ticket, prove
+from p2pstore.transfer.tickets import (
+    Scope,
+    TicketClaims,
+    issue_ticket,
+    prove,
+    ticket_secret,
+)
 from p2pstore.transfer.tls_certificates import bound_secret, make_certificate
 from p2pstore.wire import (
     ERROR,
@@ -183,6 +193,10 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "piece taken": (DataKind.PIECE_TAKEN, 0, PieceTaken(), ONE_WAY, 0),
     "swarm link": (DataKind.SWARM_LINK, 12, SwarmLink(b"v" * 16), 0, 0),
     "swarm linked": (DataKind.SWARM_LINK, 12, SwarmLinked(), REPLY, 0),
+    "remove": (DataKind.REMOVE, 18, Remove("default", ["key"]), 0, 0),
+    "removed": (DataKind.REMOVE, 18, Removed([True]), REPLY, 0),
+    "flush": (DataKind.FLUSH, 19, Flush("default", 2000), 0, 0),
+    "flushed": (DataKind.FLUSH, 19, Flushed(2, ["b"]), REPLY, 0),
 }
 GOLDEN: dict[str, str] = {
     "hello": (
@@ -263,15 +277,22 @@ GOLDEN: dict[str, str] = {
     "piece taken": "2500040000000000010000000000000090",
     "swarm link": "240000000c000000130000000000000091c41076767676767676767676767676767676",
     "swarm linked": "240001000c000000010000000000000090",
+    "remove": "27000000120000000e0000000000000092a764656661756c7491a36b6579",
+    "removed": "270001001200000003000000000000009191c3",
+    "flush": "28000000130000000c0000000000000092a764656661756c74cd07d0",
+    "flushed": "28000100130000000500000000000000920291a162",
 }
 FAILURE = "10000300060000000900000000000000930ea56c6174657201"
 CLAIMS = (
-    "9701c404a3093ce5c406697373756572c40861756469656e6365cf000001a3185e24c0c410696969"
-    "6969696969696969696969696901"
+    "9801c404a3093ce5c406697373756572c40861756469656e6365cf000001a3185e24c0c410696969"
+    "6969696969696969696969696901a0"
 )
-SECRET = "a9efde98dcaec9ad8b69c852f3590255b70079a81a3f7b7af6b73c7a85c4c8b5"
-CLIENT_PROOF = "db87a78238d8f41fde0ca9ac55b8f104f661098a4c7147031844586b3baf892b"
-SERVER_PROOF = "46d40233654482bf22735cdec23b3a071cfee1a8569d6cad75cb3de0f41db921"
+OLDER_CLAIMS = "97" + CLAIMS[2:-2]
+SECRET = "917ce48944983eb313981ead9bf169b65774d41f4255c952a2fd24b56b546efd"
+CLIENT_PROOF = "4b1beb44de538831af837a90b4e3f0cc0e61291b9554a76c5f9c6c256b90865d"
+SERVER_PROOF = "63c8ebed5ca3e5e1282a9aeb6175b2d5f5c931d35cd8d2d29491993392419831"
+OLDER_SECRET = "a9efde98dcaec9ad8b69c852f3590255b70079a81a3f7b7af6b73c7a85c4c8b5"
+WRITER_KEY = "a6eedd033d5c1fdff796e37cb30f780153e59ca4efaa476f58df729834b3a0b8"
 
 
 @pytest.mark.parametrize("name", sorted(FRAMES))
@@ -325,6 +346,14 @@ def test_ticket_secret_and_proof() -> None:
     assert granted.secret.hex() == SECRET
     assert prove(granted.secret, b"client", b"c" * 32, b"s" * 32).hex() == CLIENT_PROOF
     assert prove(granted.secret, b"server", b"c" * 32, b"s" * 32).hex() == SERVER_PROOF
+    assert writer_key_of(b"k" * 32, "a").hex() == WRITER_KEY
+
+
+def test_a_ticket_of_an_earlier_version() -> None:
+    """It ends before the namespace, and its secret is that of what it has."""
+    claims = bytes.fromhex(OLDER_CLAIMS)
+    assert decode_body(TicketClaims, claims).namespace == ""
+    assert ticket_secret(b"k" * 32, claims).hex() == OLDER_SECRET
 
 
 # --- TLS -----------------------------------------------------------------------------------------

@@ -74,8 +74,8 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "place": (
         LocalKind.PLACE,
         0,
-        local.Place(DIGEST, 4096),
-        ("2400000004030201160000000000000092c410000102030405060708090a0b0c0d0e0fcd1000"),
+        local.Place(DIGEST, 4096, "n", 1),
+        ("2400000004030201190000000000000094c410000102030405060708090a0b0c0d0e0fcd1000a16e01"),
     ),
     "placed": (
         LocalKind.PLACE,
@@ -389,10 +389,12 @@ def test_an_older_answer_to_a_fetch_says_nothing_of_patterns() -> None:
     assert older.unmatched == []
 
 
-def test_an_older_reserve_names_no_namespace() -> None:
+def test_older_requests_for_room_name_no_namespace() -> None:
     reserve = decode_body(local.Reserve, bytes.fromhex("919192cd1000cc80"))
     assert reserve == local.Reserve([local.ReserveItem(4096, 128)])
     assert reserve.namespace == ""
+    place = bytes.fromhex("92c410000102030405060708090a0b0c0d0e0fcd1000")
+    assert decode_body(local.Place, place) == local.Place(DIGEST, 4096)
 
 
 def test_an_older_answer_about_peers_says_nothing_of_their_load() -> None:

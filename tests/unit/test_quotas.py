@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import get_args
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.areas import MAX_QUOTAS, Areas, Place
+from p2pstore.transfer.areas import MAX_QUOTAS, NO_CAPS, Areas, Place
 from p2pstore.transfer.entries import ObjectEntry, Written
 from p2pstore.transfer.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.transfer.layout import (
@@ -35,7 +35,7 @@ def new_segment(
     quotas: Mapping[str, int],
     policy: PolicyName = DEFAULT_POLICY,
     slots: int | None = None,
-    capped: Sequence[str] = (),
+    caps: Mapping[str, int] = NO_CAPS,
 ) -> Segment:
     """`quotas` in granules."""
     geometry = plan_geometry(granules * GRANULE_BYTES, slots)
@@ -46,7 +46,7 @@ def new_segment(
         geometry=geometry,
         policy=make_policy(policy),
         quotas={name: size * GRANULE_BYTES for name, size in quotas.items()},
-        capped=capped,
+        caps={name: size * GRANULE_BYTES for name, size in caps.items()},
     )
 
 
@@ -408,7 +408,7 @@ def test_parts_cover_everything_and_sums_are_right(
 
 def test_a_capped_namespace_takes_no_more_than_its_quota() -> None:
     """It makes room among its own, and what is free elsewhere is not for it."""
-    segment = new_segment(16, {"a": 3, "b": 2}, capped=["a"])
+    segment = new_segment(16, {"a": 3, "b": 2}, caps={"a": 3})
     of_b = [put(segment, "b", number) for number in range(2)]
     for number in range(10, 20):
         put(segment, "a", number)
@@ -421,10 +421,46 @@ def test_a_capped_namespace_takes_no_more_than_its_quota() -> None:
 
 
 def test_others_use_what_a_capped_namespace_leaves_free_and_give_way() -> None:
-    segment = new_segment(4, {"a": 2}, capped=["a"])
+    segment = new_segment(4, {"a": 2}, caps={"a": 2})
     for number in range(4):
         put(segment, "others", number)
     assert segment.used_bytes == 4 * GRANULE_BYTES
     put(segment, "a", 10)
     put(segment, "a", 11)
     assert segment.quotas["a"].kept_bytes == 2 * GRANULE_BYTES
+
+
+def test_a_cap_above_the_quota_is_the_most_wherever_it_lies() -> None:
+    segment = new_segment(16, {"a": 3, "b": 2}, caps={"a": 5})
+    for number in range(5):
+        put(segment, "a", number)
+    use = segment.quotas["a"]
+    assert (use.kept_bytes, use.used_bytes) == (3 * GRANULE_BYTES, 5 * GRANULE_BYTES)
+    for number in range(5, 40):
+        put(segment, "a", number, granules=1 + number % 3)
+        assert segment.quotas["a"].used_bytes <= 5 * GRANULE_BYTES
+    for number in range(100, 116):
+        put(segment, "others", number)
+    assert segment.quotas["a"].kept_bytes == segment.quotas["a"].used_bytes
+    segment.check()
+
+
+def test_a_value_larger_than_the_quota_makes_room_outside_of_it() -> None:
+    segment = new_segment(16, {"a": 2}, caps={"a": 8})
+    for number in range(8):
+        put(segment, "a", number)
+    put(segment, "a", 20, granules=6)
+    assert segment.quotas["a"].used_bytes <= 8 * GRANULE_BYTES
+    segment.check()
+
+
+def test_no_room_within_the_cap_says_so() -> None:
+    segment = new_segment(16, {"a": 2}, caps={"a": 3})
+    kept = [put(segment, "a", number) for number in range(3)]
+    for entry in kept:
+        segment.lease(entry, holder="view", now=100.0)
+    with pytest.raises(CapacityExceeded, match=r"12\.0 KiB of the 12\.0 KiB .* \(--cap\)"):
+        put(segment, "a", 4)
+    with pytest.raises(CapacityExceeded, match=r"--cap"):
+        put(segment, "a", 5, granules=4)
+    put(segment, "others", 6)

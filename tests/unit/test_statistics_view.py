@@ -116,6 +116,16 @@ def test_quotas_are_shown_with_what_all_others_have() -> None:
     assert shown[2] == "10.0 MiB of all others, and being written"
 
 
+def test_what_a_namespace_has_on_the_ssd_and_its_cap_are_shown() -> None:
+    use = {"quota_bytes": 8 << 20, "used_bytes": 6 << 20, "kept_bytes": 6 << 20}
+    capped = use | {"ssd_bytes": 2 << 20, "cap_bytes": 16 << 20}
+    lines = "\n".join(overview(document(quotas={"a": capped, "b": use | {"ssd_bytes": 0}}), None))
+    assert lines.count("on the SSD, in all 8.0 MiB of 16.0 MiB") == 1
+    assert lines.count("on the SSD") == 1
+    assert "role" not in lines
+    assert "  role" in "\n".join(overview(document(role="writer of 'a'"), None))
+
+
 def test_rates_are_differences_over_the_time_between() -> None:
     later = document()
     later["peer"]["counters"].update(client_puts=110, client_reads=80, client_misses=50)

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from p2pstore.errors import AuthenticationFailed
-from p2pstore.keyring import KeyRing
-from p2pstore.transfer.messages import Ticket
+from p2pstore.errors import AuthenticationFailed, ConfigError
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.records import format_peer_id
+from p2pstore.keyring import (
+    KeyRing,
+    Role,
+    key_id_of,
+    parse_cluster_keys,
+    reader_keys,
+    writer_key_of,
+)
+from p2pstore.transfer.messages import (
+    READER_KINDS,
+    REQUESTS,
+    WRITE_KINDS,
+    DataKind,
+    Flush,
+    Remove,
+    Store,
+    Ticket,
+)
 from p2pstore.transfer.tickets import (
     TICKET_SECONDS,
     GrantedTicket,
+    Rights,
     Scope,
     TicketClaims,
     check_proof,
@@ -45,7 +65,9 @@ class FakeIdentity:
 ISSUER = FakeIdentity(b"issuer")
 
 
-def grant(ring: KeyRing, scope: Scope = Scope.READ, now: float = NOW) -> GrantedTicket:
+def grant(
+    ring: KeyRing, scope: Scope = Scope.READ, now: float = NOW, namespace: str = ""
+) -> GrantedTicket:
     return issue_ticket(
         signer=ISSUER,
         ring=ring,
@@ -53,6 +75,7 @@ def grant(ring: KeyRing, scope: Scope = Scope.READ, now: float = NOW) -> Granted
         now_unix=now,
         ticket_id=bytes(16),
         scope=scope,
+        namespace=namespace,
     )
 
 
@@ -138,3 +161,107 @@ def test_proofs_belong_to_secret_role_and_both_nonces() -> None:
         ticket_secret(NEW_KEY, b"claimS"), b"client", b"c" * 32, b"s" * 32, proof
     )
     assert not check_proof(secret, b"client", b"c" * 32, b"s" * 32, proof[:-1])
+
+
+def writers_ring(*namespaces: str, keys: Sequence[bytes] = (NEW_KEY,)) -> KeyRing:
+    text = reader_keys(
+        KeyRing(keys), lambda seed: format_peer_id(Identity(seed).peer_id), namespaces
+    )
+    return parse_cluster_keys(text, "writer.key")
+
+
+def rights(granted: GrantedTicket, ring: KeyRing) -> Rights:
+    """What the holder of a ticket may do at a peer with that ring, once it has shown that it has the secret."""
+    claims, secret = opened(granted.ticket, ring)
+    assert secret == granted.secret
+    return Rights(claims, ring.role_of(claims.key_id, claims.namespace))
+
+
+def store(namespace: str, pin: int = 0) -> Store:
+    return Store(namespace, "k", 0, b"", 0, 0, pin=pin)
+
+
+def test_a_writers_ticket_is_for_its_namespace_alone() -> None:
+    members = KeyRing([OLD_KEY, NEW_KEY])
+    writer = writers_ring("a", "b")
+    its = rights(grant(writer, ~Scope(0), namespace="a"), members)
+    assert its.role is Role.WRITER
+    allowed = {DataKind(kind) for kind in REQUESTS if its.allow(kind)}
+    assert allowed == READER_KINDS | WRITE_KINDS
+    assert not its.refusal(store("a"))
+    for request in (store("b"), Remove("b", ["k"]), Flush("b"), store("c"), store("")):
+        assert "for writing in namespace 'a'" in its.refusal(request)
+    assert "no pins" in its.refusal(store("a", pin=1))
+    assert "with a writer's key" in its.why_not(DataKind.PUSH)
+
+
+def test_a_ticket_of_a_namespace_without_key_is_a_readers() -> None:
+    its = rights(grant(writers_ring("a"), Scope.WRITE, namespace="c"), KeyRing([NEW_KEY]))
+    assert its.role is Role.READER
+    assert not any(its.allow(kind) for kind in WRITE_KINDS)
+    assert "writing, with a reader's key, only" in its.why_not(DataKind.STORE)
+
+
+def test_a_writers_ticket_that_names_another_namespace_opens_nothing() -> None:
+    """The writer signs what it likes; the secret of its key is that of its namespace."""
+    members = KeyRing([NEW_KEY])
+    granted = grant(writers_ring("a"), Scope.WRITE, namespace="a")
+    claims = decode_body(TicketClaims, granted.ticket.claims)
+    for namespace in ("b", "", "a "):
+        changed = encode_body(replace(claims, namespace=namespace))
+        ticket = Ticket(changed, ISSUER.sign(b"p2pstore ticket claims 1\0" + changed))
+        with pytest.raises(AuthenticationFailed, match="does not hold"):
+            opened(ticket, members)
+    posing = replace(claims, namespace="b", key_id=key_id_of(writer_key_of(NEW_KEY, "b")))
+    changed = encode_body(posing)
+    ticket = Ticket(changed, ISSUER.sign(b"p2pstore ticket claims 1\0" + changed))
+    _, secret = opened(ticket, members)
+    assert secret != ticket_secret(writer_key_of(NEW_KEY, "a"), changed), "it cannot prove it"
+
+
+def test_a_writers_key_goes_with_the_members_key_it_was_made_from() -> None:
+    writer = writers_ring("a", keys=[OLD_KEY, NEW_KEY])
+    granted = grant(writer, Scope.WRITE, namespace="a")
+    assert rights(granted, KeyRing([NEW_KEY, OLD_KEY])).role is Role.WRITER
+    for ring in (KeyRing([NEW_KEY]), KeyRing(), KeyRing([OLD_KEY], of_user=True), writer):
+        with pytest.raises(AuthenticationFailed, match="does not hold"):
+            opened(granted.ticket, ring)
+
+
+def test_a_members_ticket_may_name_a_namespace() -> None:
+    members = KeyRing([NEW_KEY])
+    its = rights(grant(members, Scope.WRITE, namespace="a"), members)
+    assert its.role is Role.MEMBER
+    assert not its.refusal(store("a", pin=2))
+    assert its.refusal(store("b"))
+    assert not rights(grant(members, Scope.WRITE), members).refusal(store("b"))
+
+
+@given(st.lists(st.text(min_size=1, max_size=60), min_size=1, max_size=5, unique=True))
+def test_any_namespace_goes_through_a_key_file(namespaces: list[str]) -> None:
+    ring = writers_ring(*namespaces, keys=[NEW_KEY, OLD_KEY])
+    assert ring.writers == {each: writer_key_of(NEW_KEY, each) for each in namespaces}
+    assert ring.role is Role.WRITER
+    assert len(ring.keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (f"writer {NEW_KEY.hex()} %ff", "line 2: "),
+        (f"writer {NEW_KEY.hex()} {'x' * 256}", "1 to 255 bytes"),
+        ("writer 12 a", "line 2: not a cluster key"),
+        (f"writer {NEW_KEY.hex()}", "line 2: not a cluster key"),
+    ],
+)
+def test_lines_that_are_no_writers(line: str, reason: str) -> None:
+    reader = reader_keys(KeyRing([NEW_KEY]), lambda seed: format_peer_id(Identity(seed).peer_id))
+    with pytest.raises(ConfigError, match=reason):
+        parse_cluster_keys(reader + line, "writer.key")
+    with pytest.raises(ConfigError, match="of members and of readers"):
+        parse_cluster_keys(f"{OLD_KEY.hex()}\nwriter {NEW_KEY.hex()} a", "writer.key")
+
+
+def test_a_writer_of_too_many_namespaces() -> None:
+    with pytest.raises(ConfigError, match="up to 64 namespaces"):
+        writers_ring(*map(str, range(65)))

@@ -72,7 +72,7 @@ def invite(
 def _keys_to_tell(ring: KeyRing) -> Sequence[bytes]:
     from p2pstore.keyring import Role
 
-    if ring.role is Role.READER:
+    if ring.role is not Role.MEMBER:
         raise CommandFailed(
             "the local peer's key file holds a reader's key, which an invite cannot carry: copy the file, and make an "
             "invite --without-key"

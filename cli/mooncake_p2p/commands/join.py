@@ -156,9 +156,9 @@ def join(
         list[str] | None,
         _option("NAMESPACE=SIZE", "Memory kept for a namespace; may be repeated [default: none]."),
     ] = None,
-    capped: Annotated[
+    cap: Annotated[
         list[str] | None,
-        _option("NAMESPACE", "Takes no more memory than its quota; may be repeated."),
+        _option("NAMESPACE=SIZE", "Most memory and SSD of one with a quota; may be repeated."),
     ] = None,
     ssd: Annotated[
         str | None,

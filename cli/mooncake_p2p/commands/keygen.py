@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,7 @@ _NEXT_STEP = {
 class KeyRole(StrEnum):
     member = "member"
     reader = "reader"
+    writer = "writer"
 
 
 def keygen(
@@ -42,14 +44,23 @@ def keygen(
         bool, typer.Option("--retire", help="Step 3: remove all keys but the first.")
     ] = False,
     role: Annotated[
-        KeyRole, typer.Option(help="Whom the key is for; a reader's needs --from.")
+        KeyRole, typer.Option(help="Whom the key is for; a reader's and a writer's need --from.")
     ] = KeyRole.member,
     source: Annotated[
         str | None,
         typer.Option(
             "--from",
             metavar="FILE",
-            help="The cluster's key file, for --role reader.",
+            help="The cluster's key file, for --role reader and writer.",
+            show_default=False,
+        ),
+    ] = None,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--namespace",
+            metavar="NAMESPACE",
+            help="Where --role writer may write; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -62,7 +73,11 @@ def keygen(
     A peer that joins with a reader's key (`keygen --role reader --from CLUSTER.key FILE`) can read
     everything and change nothing: it offers no memory, the others do not list it, and they take
     nothing of what it says. Every member accepts the key at once, as it is derived from the cluster's.
-    To take it back, replace the cluster's key, and make new readers' keys from the new one.
+
+    With a writer's key (`--role writer --namespace tenant-a --from CLUSTER.key FILE`) it can also put, remove and flush
+    in these namespaces: members hold what it puts, and remove for it. It cannot pin, and publishes no checkpoints.
+
+    To take either back, replace the cluster's key, and make the others' keys anew from the new one.
 
     To replace the key of a running cluster take three steps, and after each one copy the file to
     every machine and send every peer SIGHUP before you take the next:
@@ -82,30 +97,37 @@ def keygen(
     chosen = [step for step, wanted in steps.items() if wanted]
     if len(chosen) > 1:
         raise typer.BadParameter("--add, --promote and --retire are steps: take one at a time")
-    if (role is KeyRole.reader) != (source is not None):
-        raise typer.BadParameter("--role reader and --from belong together")
+    if (role is KeyRole.member) == (source is not None):
+        raise typer.BadParameter("--role reader or writer and --from belong together")
+    namespaces = namespace or []
+    if (role is KeyRole.writer) != bool(namespaces):
+        raise typer.BadParameter("--role writer and --namespace belong together")
     if chosen and source is not None:
         raise typer.BadParameter(
-            f"--{chosen[0]} changes the cluster's key file; make the readers' files from it anew"
+            f"--{chosen[0]} changes the cluster's key file; make the others' files from it anew"
         )
-    ids = _change(Path(file), chosen[0]) if chosen else _make(Path(file), source)
+    ids = _change(Path(file), chosen[0]) if chosen else _make(Path(file), source, namespaces)
     if json:
         print_json({"file": file, "keys": ids})
         return
     if not chosen:
-        where = "every machine" if source is None else "the readers' machines"
+        where = "every machine" if source is None else f"the {role}s' machines"
         remark(f"wrote {file}; copy it to {where} and join with --cluster-key-file {file}")
         return
     also = f"; accepted as well: {', '.join(ids[1:])}" if ids[1:] else ""
     remark(f"{file}: key {ids[0]} proves{also}\n{_NEXT_STEP[chosen[0]]}")
 
 
-def _make(path: Path, source: str | None) -> list[str]:
-    """A new file with one key, or with the readers' keys that go with those in `source`. Returns their ids."""
+def _make(path: Path, source: str | None, namespaces: Sequence[str]) -> list[str]:
+    """A new file with one key, or with the readers' and writers' keys that go with those in `source`. Returns their
+    ids."""
     from p2pstore.keyring import new_cluster_key
     from p2pstore.statedir import readers_key_file
 
-    line = new_cluster_key() + "\n" if source is None else readers_key_file(source)
+    try:
+        line = new_cluster_key() + "\n" if source is None else readers_key_file(source, namespaces)
+    except ValueError as error:
+        raise typer.BadParameter(f"--namespace: {error}") from None
     try:
         _write_new(path, line)
     except FileExistsError:

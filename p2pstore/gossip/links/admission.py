@@ -188,7 +188,7 @@ class Opener(_Side):
         """The listener is content: requests may follow."""
         if not self._their_nonce:
             raise AdmissionRefused(Code.MALFORMED, "a welcome before the handshake")
-        if self.ring.role is Role.READER and not self._is_member(welcome.signature):
+        if self.ring.role is not Role.MEMBER and not self._is_member(welcome.signature):
             raise AdmissionRefused(
                 Code.AUTHENTICATION_FAILED,
                 f"{format_peer_id(self.peer_id)} does not prove that it is a member: readers talk to members only, and "
@@ -224,7 +224,7 @@ class Listener(_Side):
     def receive_hello(self, hello: Hello) -> HelloReply:
         """Check what the opener claims and prove this side. Raises `AdmissionRefused`."""
         self.version = self._negotiate(hello.min_version, hello.max_version)
-        if self.ring.role is Role.READER:
+        if self.ring.role is not Role.MEMBER:
             raise AdmissionRefused(
                 Code.AUTHENTICATION_FAILED, "this peer is a reader, which admits nobody"
             )
