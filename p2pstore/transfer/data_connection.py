@@ -14,12 +14,12 @@ from typing import Final
 
 from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError, ProtocolMismatch
 from p2pstore.flow import NO_HASTE, Haste
-from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, MIB, chunk_sum
+from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, MIB
 from p2pstore.streams import ByteStream
-from p2pstore.transfer.arriving import ONLY_READER, PART_CHUNKS, Announced, Arriving
+from p2pstore.transfer.arriving import ONLY_READER, PART_CHUNKS, Arriving
 from p2pstore.transfer.batch_reads import BatchItem, ItemOutcome, pull_batches
 from p2pstore.transfer.data_requests import DataRequests, is_damage
-from p2pstore.transfer.failover import AnotherVersion, Unannounced
+from p2pstore.transfer.failover import AnotherVersion
 from p2pstore.transfer.get_requests import (
     SMALL_BYTES,
     TRANSPORT_NAME,
@@ -30,28 +30,20 @@ from p2pstore.transfer.get_requests import (
     failure_of,
     receive_answer,
     receive_chunks,
-    refusal,
 )
-from p2pstore.transfer.inbox import INBOX_BYTES
 from p2pstore.transfer.layout import (
     Slot,
     TrailerBody,
-    is_longer,
-    is_only_chunk,
-    slot_version,
 )
 from p2pstore.transfer.messages import (
     REPLIES,
     STORE_VERSION,
     DataKind,
-    Get,
     GetItem,
     GetPiece,
     Keeps,
     Measure,
     Measured,
-    ObjectReply,
-    Objects,
     PieceReply,
     PieceStatus,
     PieceTaken,
@@ -74,13 +66,9 @@ from p2pstore.transfer.transport import (
 )
 from p2pstore.wire import (
     DATA_REQUEST_LIMITS,
-    HEADER,
-    HEADER_BYTES,
     ONE_WAY,
-    REPLY,
     Code,
     Message,
-    decode_body,
     encode_frame,
 )
 
@@ -268,89 +256,6 @@ class DataConnection(DataRequests):
             may_refuse = haste.answer_seconds < math.inf
             expected = await ask(self, (item,), may_refuse=may_refuse, keeps=keeps)
             return await self._pull(expected, destination)
-
-    async def pull_chunk(
-        self,
-        digest: bytes,
-        view: memoryview,
-        slot_hint: int = 0,
-        expected_bytes: int = 0,
-        keeps: Keeps = Keeps.NO,
-        announced: Announced | None = None,
-    ) -> int:
-        """Read an object of at most one chunk into the beginning of `view`, in as few steps as possible: its length.
-        -1 when it is longer, or longer than `view`, or empty: then `pull` has to do it. Raises as `pull`."""
-        if self.closed:
-            raise ConnectionResetError("the connection is closed")
-        self.begin_flow()
-        self.inbox.expect(expected_bytes)
-        try:
-            length = await self._pull_chunk(digest, view, slot_hint, keeps, announced)
-        except PullFailed as failure:
-            if self.in_the_middle or is_damage(failure):
-                self.close()
-            raise
-        except BaseException:
-            self.close()
-            raise
-        if self.in_the_middle or self.abandoned:
-            self.close()
-        return length
-
-    async def _pull_chunk(
-        self,
-        digest: bytes,
-        view: memoryview,
-        slot_hint: int,
-        keeps: Keeps,
-        announced: Announced | None,
-    ) -> int:
-        items = [GetItem(digest, 0, 1, slot_hint)]
-        number, frame = self.frame(DataKind.GET, Get(items, False, int(keeps)))
-        await self.stream.send(frame)
-        reply = await self._receive_only(number, items)
-        size = self.bulk_left
-        if reply.status:
-            raise refusal(reply)
-        comes_whole = reply.bulk_bytes == size and not is_longer(reply.slot, size)
-        if not comes_whole or not 0 < size <= min(len(view), CHUNK_BYTES):
-            await self._discard_small(size)
-            return -1
-        target = view[:size]
-        if size >= INBOX_BYTES:
-            payload = target
-            payload_sum = await self.inbox.read_summed(target, soon=True)
-        else:
-            payload = self.inbox.held(size) or await self.inbox.take(size)
-            payload_sum = chunk_sum(payload)
-        self.bulk_left = 0
-        if not is_only_chunk(reply.slot, digest, size, payload_sum):
-            raise PullFailed(Code.STALE, "the object arrived damaged; nothing was delivered")
-        if announced is not None and not announced.allows(slot_version(reply.slot)):
-            raise Unannounced()
-        if payload is not target:
-            target[:] = payload
-        return size
-
-    async def _receive_only(self, number: int, items: list[GetItem]) -> ObjectReply:
-        """The head of the answer to a GET of one item."""
-        inbox = self.inbox
-        head = await inbox.take(HEADER_BYTES, soon=True)
-        kind, flags, request_id, body_length, bulk_length = HEADER.unpack(head)
-        if (kind, flags, request_id) != (_GET, REPLY, number) or not (
-            body_length <= MAX_HELD_BODY_BYTES and bulk_length <= CHUNK_BYTES
-        ):
-            inbox.put_back(HEADER_BYTES)  # somebody else knows what that means
-            (reply,) = await receive_answer(self, Asked(number, tuple(items)))
-            return reply
-        body = inbox.held(body_length) or await inbox.take(body_length)
-        self.unanswered -= 1
-        self.bulk_left = bulk_length
-        self.flow.answered()
-        replies = decode_body(Objects, body).items
-        if len(replies) != 1:
-            raise ProtocolError("the reply to GET has another number of items than the request")
-        return replies[0]
 
     async def look(
         self, digest: bytes, slot_hint: int = 0, haste: Haste = NO_HASTE

@@ -11,9 +11,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -226,51 +226,6 @@ class DataPool:
                 raise
             raise failure_of(error) from error
 
-    async def pull_chunk(
-        self,
-        peer: RemotePeer,
-        digest: bytes,
-        view: memoryview,
-        slot_hint: int = 0,
-        expected_bytes: int = 0,
-    ) -> int:
-        """Read an object of at most one chunk into the beginning of `view`, over a connection that is there and idle.
-        Its length, or -1 when `pull` has to do it. Raises `PullFailed`."""
-        place = self._choose_idle(peer.peer_id)
-        if place is None:
-            return -1
-        connection = place.connection
-        assert connection is not None
-        try:
-            connection.stream.progress_seconds = self._progress_seconds
-            connection.start_watching()
-            return await connection.pull_chunk(
-                digest, view, slot_hint, expected_bytes, peer.keeps, peer.announced
-            )
-        except PullFailed:
-            raise
-        except Exception as error:
-            if isinstance(error, DeadlineExceeded):
-                place.failed_at, place.failure = time.monotonic(), error
-            elif isinstance(error, OSError) and not (
-                connection.received_any or connection.abandoned
-            ):
-                return -1  # it had died while it was idle
-            if not _is_connection_error(error):
-                raise
-            raise failure_of(error) from error
-        finally:
-            self._give_back(peer.peer_id, place)
-
-    def _choose_idle(self, peer_id: bytes) -> _Place | None:
-        """A place whose connection is there, good and idle."""
-        with self._state:
-            for place in reversed(self._peers.get(peer_id, ())):
-                if not place.users and self._take_kept(place) is not None:
-                    place.users, place.briefly = 1, True
-                    return place
-        return None
-
     async def pull_slices(
         self, copy: RemoteCopy, digest: bytes, arriving: Arriving, reader: int, using: Using
     ) -> None:
@@ -321,15 +276,16 @@ class DataPool:
                 raise
             return [failure_of(error)] * len(items)
 
-    async def pull_small(
+    def pull_small(
         self, peer: RemotePeer, digests: Sequence[bytes], views: Sequence[memoryview]
-    ) -> tuple[list[int], PullFailed | None]:
-        """`pull_small_parts` of all of these."""
+    ) -> Coroutine[Any, Any, tuple[list[int], PullFailed | None]]:
+        """`pull_small_parts` of all of these, which are few or many."""
         most_bytes = max(map(len, views), default=0)
-        return await self.pull_small_parts(peer, in_parts(digests, views, most_bytes))
+        briefly = most_bytes * len(views) <= BRIEF_BYTES
+        return self.pull_small_parts(peer, in_parts(digests, views, most_bytes), briefly=briefly)
 
     async def pull_small_parts(
-        self, peer: RemotePeer, parts: Parts
+        self, peer: RemotePeer, parts: Parts, *, briefly: bool = False
     ) -> tuple[list[int], PullFailed | None]:
         """Read many objects of one chunk of one holder into their views, in as few steps as possible: see
         `small_reads.pull_small`. The lengths, and how the connection failed when they are not all. Raises what the
@@ -342,7 +298,7 @@ class DataPool:
             return self._measured(peer, connection, pulling)
 
         try:
-            await self._use(peer, self._progress_seconds, pull)
+            await self._use(peer, self._progress_seconds, pull, briefly=briefly)
         except Exception as error:
             if not _is_connection_error(error):
                 raise

@@ -533,15 +533,19 @@ class Segment:
         loan = self._loans.begin(*entries)
         if loan is None:
             return None
-        slots = self._table.slot_rows([entry.slot for entry in entries])
-        if len(entries) < len(wanted):
-            found_slots, slots = slots, np.zeros((len(wanted), SLOT_BYTES), np.uint8)
-            slots[places] = found_slots
-            wanted = [wanted[place] for place in places]
+        if len(wanted) == 1:  # numpy takes 2 us for any number
+            slots = self._table.slot_bytes(entries[0])
+        else:
+            rows = self._table.slot_rows([entry.slot for entry in entries])
+            if len(entries) < len(wanted):
+                found_rows, rows = rows, np.zeros((len(wanted), SLOT_BYTES), np.uint8)
+                rows[places] = found_rows
+                wanted = [wanted[place] for place in places]
+            slots = rows.tobytes()
         buffer = self._buffer
         payloads = [buffer[entry.offset : entry.offset + entry.length] for entry in entries]
         total = sum(map(len, payloads))
-        return SmallObjectsLent(slots.tobytes(), wanted, payloads, total, loan)
+        return SmallObjectsLent(slots, wanted, payloads, total, loan)
 
     def end_loan(self, loan: Loan) -> None:
         """The end of `lend` or `lend_small`, by the same thread."""
