@@ -36,8 +36,6 @@ from p2pstore.wire import HEADER_BYTES, encode_body
 
 BATCH_BYTES: Final = MAX_SMALL_BULK_BYTES
 """Of room for objects that one request asks for: what is answered at once."""
-TAKEN_BYTES: Final = 64 * KIB
-"""An answer up to this is received at once, with its head, and copied to its views."""
 GROUP_BYTES: Final = 256 * KIB
 """Of objects that are received together."""
 PARTS_TOGETHER: Final = 2
@@ -71,10 +69,7 @@ def in_parts(
     versions: Sequence[Version] = (),
 ) -> Parts:
     """All of them, the first parts together: each would wake the other side. No view has more than `most_bytes`."""
-    part = Part(digests, views, most_bytes, versions)
-    if 0 < len(views) <= MIN_BATCH_ITEMS and len(views) * most_bytes <= BATCH_BYTES:
-        return lambda: iter(([part],))
-    return partial(_steps, part)
+    return partial(_steps, Part(digests, views, most_bytes, versions))
 
 
 def _steps(all_of_them: Part) -> Iterator[Sequence[Part]]:
@@ -118,9 +113,8 @@ async def pull_small(
                 if not asked:
                     return
                 number, request, part = asked.popleft()
-                if part.most_bytes * len(part.views) > TAKEN_BYTES:
-                    head_bytes = _HEAD_BYTES + SLOT_BYTES * len(part.views)
-                    inbox.expect_head(head_bytes, part.most_bytes)
+                head_bytes = _HEAD_BYTES + SLOT_BYTES * len(part.views)
+                inbox.expect_head(head_bytes, part.most_bytes)
                 writer = None if announced is None else announced.writer
                 lengths += await _receive(connection, number, request, part, writer)
         finally:
@@ -166,35 +160,16 @@ async def _receive(
             "a reply's slots do not add up to its bulk, or to more than was asked for"
         )
     targets = views if lengths == room else list(map(_room, views, lengths))
-    if in_all <= TAKEN_BYTES:
-        sums = await _take_values(connection, targets, in_all)
-    else:
-        sums = await _receive_values(connection, targets, lengths)
+    sums = await _receive_values(connection, targets, lengths)
     good = slots.are_only_chunks(asked.digests, b"".join(sums))
     if writer is not None:
         good &= slots.are_announced(writer, part.versions)
-    good_ones: list[bool] = good.tolist()
-    if lengths == room and all(good_ones):
+    if lengths == room and good.all():
         return lengths
     return [
         length if fine and length <= size else -1
-        for length, size, fine in zip(lengths, room, good_ones, strict=True)
+        for length, size, fine in zip(lengths, room, good.tolist(), strict=True)
     ]
-
-
-async def _take_values(
-    connection: DataRequests, targets: Sequence[memoryview], length_bytes: int
-) -> list[bytes]:
-    """`_receive_values` of so few bytes that they came with their head, or come with one receive."""
-    taken = await connection.inbox.take(length_bytes)
-    connection.bulk_left -= length_bytes
-    sums, start = [], 0
-    for target in targets:
-        end = start + len(target)
-        target[:] = value = taken[start:end]
-        sums.append(xxh3_64_digest(value))
-        start = end
-    return sums
 
 
 async def _receive_values(
