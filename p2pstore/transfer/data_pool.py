@@ -34,7 +34,7 @@ from p2pstore.transfer.data_connection import DataConnection
 from p2pstore.transfer.get_requests import TRANSPORT_NAME, failure_of
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import DataKind, GetPiece, PieceReply, Store, Stored
-from p2pstore.transfer.small_reads import Parts, in_parts, pull_small
+from p2pstore.transfer.small_reads import Parts, in_parts, pull_one, pull_small
 from p2pstore.transfer.team_read import MAX_READERS, TeamRead, may_use_two
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.trace import Progress
@@ -280,12 +280,30 @@ class DataPool:
         self, peer: RemotePeer, digests: Sequence[bytes], views: Sequence[memoryview]
     ) -> Coroutine[Any, Any, tuple[list[int], PullFailed | None]]:
         """`pull_small_parts` of all of these, which are few or many."""
+        if len(digests) == 1:
+            return self._pull_one(peer, digests[0], views[0])
         most_bytes = max(map(len, views), default=0)
-        briefly = most_bytes * len(views) <= BRIEF_BYTES
-        return self.pull_small_parts(peer, in_parts(digests, views, most_bytes), briefly=briefly)
+        return self.pull_small_parts(peer, in_parts(digests, views, most_bytes))
+
+    async def _pull_one(
+        self, peer: RemotePeer, digest: bytes, view: memoryview
+    ) -> tuple[list[int], PullFailed | None]:
+        """`pull_small` of one object, which takes less time than a new connection when it is short."""
+        haste = self._haste(peer)
+
+        def pull(connection: DataConnection) -> Awaitable[int]:
+            return pull_one(connection, digest, view, haste, peer.keeps, peer.announced)
+
+        briefly = len(view) <= BRIEF_BYTES
+        try:
+            return [await self._use(peer, self._progress_seconds, pull, briefly=briefly)], None
+        except Exception as error:
+            if not _is_connection_error(error):
+                raise
+            return [], failure_of(error)
 
     async def pull_small_parts(
-        self, peer: RemotePeer, parts: Parts, *, briefly: bool = False
+        self, peer: RemotePeer, parts: Parts
     ) -> tuple[list[int], PullFailed | None]:
         """Read many objects of one chunk of one holder into their views, in as few steps as possible: see
         `small_reads.pull_small`. The lengths, and how the connection failed when they are not all. Raises what the
@@ -298,7 +316,7 @@ class DataPool:
             return self._measured(peer, connection, pulling)
 
         try:
-            await self._use(peer, self._progress_seconds, pull, briefly=briefly)
+            await self._use(peer, self._progress_seconds, pull)
         except Exception as error:
             if not _is_connection_error(error):
                 raise

@@ -277,9 +277,7 @@ def slot_version(packed: bytes) -> Version:
     return Version(clock, writer, root)
 
 
-def is_only_chunk(
-    packed: bytes | memoryview, digest: bytes, payload_bytes: int, payload_sum: int
-) -> bool:
+def is_only_chunk(packed: bytes, digest: bytes, payload_bytes: int, payload_sum: int) -> bool:
     """Whether a slot, in a private copy, is that of the live object under `digest` which has so many bytes, at most
     one chunk, with this xxh3-64. Its root is made of the length and the only sum: the trailer has nothing to add."""
     if len(packed) != SLOT_BYTES:
@@ -314,7 +312,6 @@ class SlotRows:
     """Many packed slots, in a private copy, one after the other."""
 
     def __init__(self, packed: bytes | memoryview) -> None:
-        self._packed = packed
         self._rows = np.frombuffer(packed, _SLOT_COLUMNS)
 
     def __len__(self) -> int:
@@ -345,9 +342,6 @@ class SlotRows:
     def are_only_chunks(self, digests: bytes, packed_sums: bytes) -> NDArray[np.bool_]:
         """`is_only_chunk` of each, by packed digests, and what `xxh3_64_digest` gives for each payload, one after the
         other. That the payloads have the slots' lengths is the caller's word."""
-        if len(self._rows) == 1:  # numpy takes 10 us for any number
-            length, payload_sum = self.lengths[0], int.from_bytes(packed_sums, "big")
-            return np.array([is_only_chunk(self._packed, digests, length, payload_sum)])
         rows, wanted = self._rows, np.frombuffer(digests, _DIGEST_COLUMNS)
         lengths_and_sums = np.empty((len(rows), 2), np.uint64)
         lengths_and_sums[:, 0] = rows["length"]
