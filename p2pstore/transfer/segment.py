@@ -23,7 +23,6 @@ from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer.areas import Areas, Places, QuotaUse
 from p2pstore.transfer.entries import (
     ObjectEntry,
-    QuickCopy,
     Reservation,
     SmallObjectsLent,
     small_entries,
@@ -494,18 +493,6 @@ class Segment:
     def slot_bytes(self, entry: ObjectEntry) -> bytes:
         """A copy of the entry's 64-byte slot."""
         return self._table.slot_bytes(entry)
-
-    def copy_quickly(self, digest: bytes, into: memoryview, now: float) -> QuickCopy | None:
-        """Copy the live entry under `digest` to the beginning of `into`, when it fits. The one method for any thread of
-        the process: bytes are used anew only after the entry's state was changed, and that shows here, as both hold
-        the interpreter's lock."""
-        entry = self._entries.get(digest)
-        if entry is None or entry.length > len(into) or entry.expired(now):
-            return None
-        start, length, buffer = entry.offset, entry.length, self._buffer
-        into[:length] = buffer[start : start + length]
-        copied = QuickCopy(self.slot_bytes(entry), self.trailer_bytes(entry), length)
-        return copied if entry.state is SlotState.LIVE else None
 
     def lend(self, digest: bytes, now: float) -> tuple[Loan, ObjectEntry] | None:
         """The live entry under `digest`, whose bytes stay until `end_loan`. For any thread of the process."""

@@ -51,12 +51,11 @@ from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import (
     DataServer,
-    OpenedObject,
     ServerLimits,
     listener_address,
     open_data_listeners,
 )
-from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
+from p2pstore.transfer.entries import SmallObjectsLent
 from p2pstore.transfer.layout import (
     Slot,
     SlotState,
@@ -65,6 +64,7 @@ from p2pstore.transfer.layout import (
     encode_trailer,
     plan_geometry,
 )
+from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.messages import (
     MAX_SMALL_BULK_BYTES,
     ClusterRecords,
@@ -74,7 +74,6 @@ from p2pstore.transfer.messages import (
     GetSmall,
     Hello,
     HelloReply,
-    Keeps,
     Lookup,
     ObjectReply,
     Objects,
@@ -89,7 +88,7 @@ from p2pstore.transfer.messages import (
     Snapshot,
     SnapshotReply,
 )
-from p2pstore.transfer.read_thread import LentObject
+from p2pstore.transfer.read_answers import LentObject
 from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.store_intake import StoreBackend
 from p2pstore.transfer.tickets import (
@@ -231,57 +230,25 @@ class Backend:
     async def bring(self, items: Sequence[GetItem]) -> None:
         raise AssertionError("nothing is to be brought")
 
-    def open_objects(
-        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps, *, may_copy: bool = True
-    ) -> list[OpenedObject | ObjectReply]:
-        return [self._open(item.digest) for item in items]
-
-    def _open(self, digest: bytes) -> OpenedObject | ObjectReply:
+    def lend(
+        self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
+    ) -> LentObject | ObjectReply | None:
         segment = self._segment
-        entry = segment.find(digest, time.time())
-        if entry is None:
-            return ObjectReply(ObjectStatus.NOT_FOUND, incarnation=7, sequence=42)
-        segment.acquire(entry)
-        return OpenedObject(
-            segment.slot_bytes(entry), segment.trailer_bytes(entry), segment.payload(entry), entry
-        )
-
-    def let_go(self, opened: OpenedObject) -> None:
-        self._segment.let_go(opened.handle)
-
-    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
-        return self._segment.copy_quickly(digest, into, time.time())
-
-    def lend(self, item: GetItem, reader: bytes, keeps: int, most_bytes: int) -> LentObject | None:
-        lent = self._segment.lend(item.digest, time.time())
+        lent = segment.lend(item.digest, time.time())
         if lent is None:
-            return None
+            absent = ObjectReply(ObjectStatus.NOT_FOUND, incarnation=7, sequence=42)
+            return absent if decides else None
         loan, entry = lent
-        segment = self._segment
-        if not item.first_chunk and entry.length > most_bytes:
-            segment.end_loan(loan)
-            return None
         slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
-        return LentObject(
-            item.digest,
-            slot,
-            trailer,
-            segment.payload(entry),
-            lambda: entry.state is SlotState.LIVE,
-            loan,
-        )
-
-    def end_loan(self, lent: LentObject) -> None:
-        self._segment.end_loan(lent.handle)
+        return LentObject(slot, trailer, segment.payload(entry), loan)
 
     def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
         return self._segment.lend_small(
             asked.digests, min(asked.most_bytes, CHUNK_BYTES), MAX_SMALL_BULK_BYTES, time.time()
         )
 
-    def end_small_loan(self, lent: SmallObjectsLent) -> None:
-        if lent.handle is not None:
-            self._segment.end_loan(lent.handle)
+    def end_loan(self, handle: Loan) -> None:
+        self._segment.end_loan(handle)
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         self.noted += Counter(counts).elements()
