@@ -334,5 +334,5 @@ async def test_threads_are_few() -> None:
 async def _pull_small(harness: TcpHarness) -> None:
     buffer = bytearray(len(SMALL))
     pool = harness.pool(TrioDriver())
-    await pool.pull(harness.copy(), key_digest("small"), BufferDestination(buffer))
+    await pool.pull_small(harness.copy(), [key_digest("small")], [memoryview(buffer)])
     assert buffer == SMALL
