@@ -304,16 +304,22 @@ class DataSession:
         """Whether one thread more may have the connection, and nobody else needs it meanwhile."""
         return (
             self._stream.can_lend
-            and not (self._handlers or self._retiring or self._frames.pending_bytes)
+            and not (self._handlers or self._retiring)
             and self._traffic.read_threads < MAX_READ_THREADS
         )
 
     async def _answer_in_thread(self, nursery: trio.Nursery) -> None:
         """Have a thread answer the reads that come now, or the one that waits; what it leaves is answered here."""
         traffic = self._traffic
-        first, self._for_thread = self._for_thread, b""
+        begun, self._for_thread = self._for_thread, b""
+        rest = memoryview(bytearray(self._frames.pending_bytes))
+        self._frames.take_into(rest)
         thread = ReadThread(
-            self._answers, lambda: not self._retiring, self._limits.progress_seconds, first
+            self._answers,
+            lambda: not self._retiring,
+            self._limits.progress_seconds,
+            begun + rest,
+            in_bulk=bool(begun),
         )
         taking = trio.CancelScope()
         nursery.start_soon(self._take_in_reads, taking)
@@ -374,7 +380,7 @@ class DataSession:
     async def _answer_all(self, nursery: trio.Nursery) -> None:
         """Answer every request that has arrived whole."""
         answered = False
-        while (frame := self._frames.next_frame()) is not None:
+        while not self._for_thread and (frame := self._frames.next_frame()) is not None:
             answered = True
             await self._answer(*frame, nursery)
         await self._flush()

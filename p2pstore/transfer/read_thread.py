@@ -41,8 +41,8 @@ _MALFORMED: Final = msgspec.DecodeError, RecursionError, UnicodeDecodeError
 
 
 class ReadThread:
-    """Answers what it can on one connection. `wanted` says whether it is to go on. `first` is a request for something
-    large that was received already: then the thread leaves cores and the interpreter to those that answer small
+    """Answers what it can on one connection. `wanted` says whether it is to go on, `received` was received already.
+    `in_bulk`: large objects are asked for, and the thread leaves cores and the interpreter to those that answer small
     reads."""
 
     def __init__(
@@ -50,13 +50,16 @@ class ReadThread:
         answers: ReadAnswers,
         wanted: Callable[[], bool],
         progress_seconds: float,
-        first: bytes = b"",
+        received: bytes = b"",
+        *,
+        in_bulk: bool = False,
     ) -> None:
         self._answers = answers
         self._wanted = wanted
         self._progress_seconds = progress_seconds
-        self._first = first
-        self._request = memoryview(bytearray(REQUEST_BYTES))
+        self._received = received
+        self._in_bulk = in_bulk
+        self._request = memoryview(bytearray(REQUEST_BYTES + len(received)))
         self._polling = Polling()
 
     def serve(self, sock: socket.socket) -> bytes:
@@ -66,15 +69,18 @@ class ReadThread:
         Raises `DeadlineExceeded` when what is sent makes no progress, and `OSError` when the connection breaks.
         """
         limits = {"send_seconds": self._progress_seconds, "receive_seconds": PAUSE_SECONDS}
-        with waiting_in_kernel(sock, **limits), taking_no_core() if self._first else nullcontext():
+        with (
+            waiting_in_kernel(sock, **limits),
+            taking_no_core() if self._in_bulk else nullcontext(),
+        ):
             try:
                 return self._serve(sock)
             finally:
                 self._answers.end()
 
     def _serve(self, sock: socket.socket) -> bytes:
-        request, count, rest_by = self._request, len(self._first), math.inf
-        request[:count] = self._first
+        request, count, rest_by = self._request, len(self._received), math.inf
+        request[:count] = self._received
         while True:
             began = time.monotonic()
             done = self._answer(sock, request[:count])
@@ -100,7 +106,7 @@ class ReadThread:
         return bytes(request[:held])
 
     def _receive(self, sock: socket.socket, view: memoryview) -> int:
-        if self._first:  # the next request is here by now, and others of this process may poll
+        if self._in_bulk:  # the next request is here by now, and others of this process may poll
             return sock.recv_into(view)
         return self._polling.receive_into(sock, view)
 

@@ -88,7 +88,9 @@ class Served:
         traffic = Traffic(self.uploads)
         self.tally = traffic.tally
         self.answers = ReadAnswers(self.source, READER, traffic, PART_BYTES)
-        self.thread = ReadThread(self.answers, lambda: self.wanted, progress_seconds, first)
+        self.thread = ReadThread(
+            self.answers, lambda: self.wanted, progress_seconds, first, in_bulk=bool(first)
+        )
         self.left: bytes | None = None
         self.error: Exception | None = None
         self.policy = -1
