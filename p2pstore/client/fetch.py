@@ -39,7 +39,6 @@ from p2pstore.local.messages import (
     Prefetch,
 )
 from p2pstore.objects import CHUNK_BYTES, namespace_digest
-from p2pstore.transfer.batch_reads import ItemOutcome
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.failover import HolderReport, SilentHolders
 from p2pstore.transfer.get_requests import TRANSPORT_NAME
@@ -47,6 +46,7 @@ from p2pstore.transfer.messages import SMALL_OBJECT_BYTES, Keeps
 from p2pstore.transfer.reader import Copied, SegmentReader
 from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
 from p2pstore.transfer.small_reads import Parts
+from p2pstore.transfer.span_reads import ItemOutcome
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
     BufferDestination,

@@ -28,13 +28,13 @@ from p2pstore.flow import NO_HASTE, Haste, HolderRates
 from p2pstore.objects import KIB
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver, Event
 from p2pstore.transfer.arriving import Arriving
-from p2pstore.transfer.batch_reads import ItemOutcome
 from p2pstore.transfer.data_addresses import DataAddress, split_data_address
 from p2pstore.transfer.data_connection import DataConnection
 from p2pstore.transfer.get_requests import TRANSPORT_NAME, failure_of
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import DataKind, GetPiece, PieceReply, Store, Stored
 from p2pstore.transfer.small_reads import Parts, in_parts, pull_one, pull_small
+from p2pstore.transfer.span_reads import ItemOutcome
 from p2pstore.transfer.team_read import MAX_READERS, TeamRead, may_use_two
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.trace import Progress

@@ -18,7 +18,6 @@ from p2pstore.flow import NO_HASTE, Haste
 from p2pstore.objects import KIB, Version, chunk_sum
 from p2pstore.streams import MAX_GATHER
 from p2pstore.transfer.arriving import Announced
-from p2pstore.transfer.batch_reads import MIN_BATCH_ITEMS
 from p2pstore.transfer.data_requests import DataRequests
 from p2pstore.transfer.inbox import INBOX_BYTES
 from p2pstore.transfer.layout import SLOT_BYTES, SlotRows, is_only_chunk, slot_version
@@ -32,6 +31,7 @@ from p2pstore.transfer.messages import (
     Keeps,
     SmallObjects,
 )
+from p2pstore.transfer.span_reads import MIN_BATCH_ITEMS
 from p2pstore.wire import HEADER_BYTES, encode_body
 
 BATCH_BYTES: Final = MAX_SMALL_BULK_BYTES

@@ -766,7 +766,7 @@ async def test_a_batch_larger_than_one_reply(side: Side) -> None:
 
 
 async def test_a_buffer_too_small_for_one_large_item_costs_no_other_its_result(side: Side) -> None:
-    """Its bytes are on their way when that shows, so the connection ends; what came before it stands."""
+    """Its bytes are on their way when that shows, and so are the next one's."""
     segment = segment_of(SEGMENT_BYTES)
     values = [pattern(3 * MIB, seed) for seed in range(4)]
     digests = [put(segment, f"key {i}", value) for i, value in enumerate(values)]
@@ -779,13 +779,10 @@ async def test_a_buffer_too_small_for_one_large_item_costs_no_other_its_result(s
                 [(d, BufferDestination(b)) for d, b in zip(digests, buffers, strict=True)],
             )
         )
-        assert pool.open_connections == 0
-    assert isinstance(first, Pulled)
-    assert isinstance(second, Pulled)
-    assert buffers[:2] == values[:2]
+        assert pool.open_connections == 1
+    assert all(isinstance(each, Pulled) for each in (first, second, last))
+    assert [buffers[at] == values[at] for at in range(4)] == [True, True, False, True]
     assert isinstance(small, BufferTooSmall)
-    assert isinstance(last, PullFailed)
-    assert (last.code, last.retriable) == (Code.UNAVAILABLE, True)
 
 
 async def test_what_does_not_fit_into_a_reply_is_said_to_be_too_large() -> None:
