@@ -263,19 +263,18 @@ class DataConnection(DataRequests):
         """
         wanted = [Wanted(digest, destination) for digest, destination in items]
         with self.operation(haste):
+            failure = PullFailed(Code.INTERNAL, "it was not read")
             try:
                 await SpanReader(self, wanted, keeps=keeps).run()
             except (OSError, ProtocolError, PullFailed) as error:
-                outcomes = [each.outcome for each in wanted]
-                if all(each is None for each in outcomes):
+                if all(each.outcome is None for each in wanted):
                     raise
                 self.close()
                 failure = failure_of(error)
-                if error in outcomes:
+                if any(each.outcome is error for each in wanted):
                     text = "the connection ended with an item before this one"
                     failure = PullFailed(Code.UNAVAILABLE, text, retriable=True)
-                return [failure if each is None else each for each in outcomes]
-            return [each.outcome for each in wanted if each.outcome is not None]
+            return [failure if each.outcome is None else each.outcome for each in wanted]
 
     async def pull_slices(
         self,

@@ -212,17 +212,34 @@ class DataPool:
             if known.watch is not None:
                 known.watch.connected()
             pulling = connection.pull(digest, known, slot_hint, haste, expected_bytes, peer.keeps)
-            if using is not None:
-                pulling = _used(using, connection, pulling)
-            return self._measured(peer, connection, pulling)
+            return pulling if using is None else _used(using, connection, pulling)
+
+        briefly = 0 < expected_bytes <= BRIEF_BYTES
+        return await self._read(peer, pull, destination=known, briefly=briefly)
+
+    async def _read(
+        self,
+        peer: RemotePeer,
+        action: Callable[[DataConnection], Awaitable[T]],
+        *,
+        destination: ResumableDestination | None = None,
+        briefly: bool = False,
+        may_queue: bool = True,
+    ) -> T:
+        """`_use` to read, which tells the holder's rate. Raises `PullFailed` for what ends a connection, but for
+        errors of the `destination`."""
+
+        def read(connection: DataConnection) -> Awaitable[T]:
+            return self._measured(peer, connection, action(connection))
 
         try:
-            briefly = 0 < expected_bytes <= BRIEF_BYTES
-            return await self._use(peer, self._progress_seconds, pull, briefly=briefly)
-        except PullFailed:
-            raise
+            return await self._use(
+                peer, self._progress_seconds, read, briefly=briefly, may_queue=may_queue
+            )
         except Exception as error:
-            if error is known.error or not _is_connection_error(error):
+            if isinstance(error, PullFailed) or not _is_connection_error(error):
+                raise
+            if destination is not None and error is destination.error:
                 raise
             raise failure_of(error) from error
 
@@ -236,27 +253,14 @@ class DataPool:
 
         def pull(connection: DataConnection) -> Awaitable[None]:
             pulling = connection.pull_slices(digest, arriving, reader, copy.slot, haste)
-            return self._measured(copy, connection, _used(using, connection, pulling))
+            return _used(using, connection, pulling)
 
-        try:
-            await self._use(copy, self._progress_seconds, pull, may_queue=False)
-        except Exception as error:
-            if isinstance(error, PullFailed) or not _is_connection_error(error):
-                raise
-            raise failure_of(error) from error
+        await self._read(copy, pull, may_queue=False)
 
     async def look(self, copy: RemoteCopy, digest: bytes) -> tuple[Slot, TrailerBody]:
         """An object's slot and trailer, verified, as the holder tells them. Raises `PullFailed`."""
-        try:
-            return await self._use(
-                copy,
-                self._progress_seconds,
-                lambda connection: connection.look(digest, copy.slot, self._haste(copy)),
-            )
-        except Exception as error:
-            if not _is_connection_error(error):
-                raise
-            raise failure_of(error) from error
+        haste = self._haste(copy)
+        return await self._read(copy, lambda connection: connection.look(digest, copy.slot, haste))
 
     async def pull_many(
         self, peer: RemotePeer, items: Sequence[tuple[bytes, Destination]]
@@ -264,17 +268,12 @@ class DataPool:
         """Read many objects of one holder; per item what was pulled, or why not. Raises nothing but
         cancellation."""
         haste = self._haste(peer)
-
-        def pull(connection: DataConnection) -> Awaitable[list[ItemOutcome]]:
-            pulling = connection.pull_many(items, haste, peer.keeps)
-            return self._measured(peer, connection, pulling)
-
         try:
-            return await self._use(peer, self._progress_seconds, pull)
-        except Exception as error:
-            if not _is_connection_error(error):
-                raise
-            return [failure_of(error)] * len(items)
+            return await self._read(
+                peer, lambda connection: connection.pull_many(items, haste, peer.keeps)
+            )
+        except PullFailed as failure:
+            return [failure] * len(items)
 
     def pull_small(
         self, peer: RemotePeer, digests: Sequence[bytes], views: Sequence[memoryview]
@@ -294,13 +293,10 @@ class DataPool:
         def pull(connection: DataConnection) -> Awaitable[int]:
             return pull_one(connection, digest, view, haste, peer.keeps, peer.announced)
 
-        briefly = len(view) <= BRIEF_BYTES
         try:
-            return [await self._use(peer, self._progress_seconds, pull, briefly=briefly)], None
-        except Exception as error:
-            if not _is_connection_error(error):
-                raise
-            return [], failure_of(error)
+            return [await self._read(peer, pull, briefly=len(view) <= BRIEF_BYTES)], None
+        except PullFailed as failure:
+            return [], failure
 
     async def pull_small_parts(
         self, peer: RemotePeer, parts: Parts
@@ -312,15 +308,12 @@ class DataPool:
         haste = self._haste(peer)
 
         def pull(connection: DataConnection) -> Awaitable[None]:
-            pulling = pull_small(connection, parts, lengths, haste, peer.keeps, peer.announced)
-            return self._measured(peer, connection, pulling)
+            return pull_small(connection, parts, lengths, haste, peer.keeps, peer.announced)
 
         try:
-            await self._use(peer, self._progress_seconds, pull)
-        except Exception as error:
-            if not _is_connection_error(error):
-                raise
-            return lengths, failure_of(error)
+            await self._read(peer, pull)
+        except PullFailed as failure:
+            return lengths, failure
         return lengths, None
 
     def _haste(self, peer: RemotePeer, readers: int = 1) -> Haste:

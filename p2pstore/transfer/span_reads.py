@@ -26,7 +26,6 @@ from p2pstore.transfer.get_requests import (
 )
 from p2pstore.transfer.layout import is_only_chunk, slot_version
 from p2pstore.transfer.messages import DataKind, Get, GetItem, Keeps, ObjectReply
-from p2pstore.transfer.trace import ReadWatch
 from p2pstore.transfer.transport import (
     BufferDestination,
     Destination,
@@ -35,7 +34,6 @@ from p2pstore.transfer.transport import (
     ResumableDestination,
     checked_view,
     resume,
-    verify_chunk,
     watch_of,
 )
 from p2pstore.wire import Code
@@ -256,15 +254,17 @@ class SpanReader:
             run = range(asked.first_chunk, asked.first_chunk + asked.chunk_count)
             await self._receive_run(wanted.arriving, run)
             return
-        destination, connection = wanted.destination, self._connection
+        destination, connection, bulk_bytes = wanted.destination, self._connection, reply.bulk_bytes
         assert destination is not None
-        if 0 < reply.bulk_bytes <= SMALL_BYTES:
-            payload = await connection.inbox.take(reply.bulk_bytes)
-            connection.bulk_left -= reply.bulk_bytes
+        watched = watch_of(destination) is not None
+        if 0 < bulk_bytes <= SMALL_BYTES and not watched:
+            payload = await connection.inbox.take(bulk_bytes)
+            connection.bulk_left -= bulk_bytes
             wanted.outcome = _deliver_small(reply, asked, destination, payload)
             return
         slot, trailer = check_reply(reply, asked)
-        if slot.length > CHUNK_BYTES:
+        # Without bytes, chunks were asked for that a longer version had.
+        if slot.length > CHUNK_BYTES or (slot.length and (watched or not bulk_bytes)):
             arriving = resume(destination, slot, trailer)
             run = self._queue.begins(wanted, arriving, asked)
             if isinstance(destination, ResumableDestination):
@@ -272,12 +272,10 @@ class SpanReader:
             await self._receive_run(arriving, run)
             return
         view = checked_view(destination, slot, trailer)
-        if slot.length and not reply.bulk_bytes:  # chunks were asked for that a longer version had
-            self._queue.ask_again(wanted)
-            return
-        if slot.length:
-            expected = int.from_bytes(trailer.sums, "little")
-            await self._receive_chunk(view, expected, watch_of(destination))
+        if bulk_bytes:  # of one chunk: keeping account of that would take as long as a small one
+            value_sum = await connection.inbox.read_summed(view)
+            connection.bulk_left -= bulk_bytes
+            check_sum(value_sum, int.from_bytes(trailer.sums, "little"), 0)
         wanted.outcome = Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
 
     async def _receive_run(self, arriving: Arriving, run: range) -> None:
@@ -301,21 +299,6 @@ class SpanReader:
         finally:
             self._queue.came(left)
 
-    async def _receive_chunk(
-        self, view: memoryview, expected: int, watch: ReadWatch | None
-    ) -> None:
-        """The only chunk of a value: keeping account of chunks would take as long as a small one."""
-        connection = self._connection
-        if watch is None:
-            value_sum = await connection.inbox.read_summed(view)
-            connection.bulk_left -= len(view)
-            check_sum(value_sum, expected, 0)
-            return
-        await connection.inbox.read_into(view)
-        connection.bulk_left -= len(view)
-        verify_chunk(view, expected, 0, watch)
-        watch.advanced(len(view), len(view))
-
 
 def _deliver_small(
     reply: ObjectReply, asked: GetItem, destination: Destination, payload: memoryview
@@ -332,9 +315,7 @@ def _deliver_small(
     ):
         return len(payload)
     slot, trailer = check_reply(reply, asked)
-    view, watch = checked_view(destination, slot, trailer), watch_of(destination)
-    verify_chunk(payload, int.from_bytes(trailer.sums, "little"), 0, watch)
+    view = checked_view(destination, slot, trailer)
+    check_sum(chunk_sum(payload), int.from_bytes(trailer.sums, "little"), 0)
     view[:] = payload
-    if watch is not None:
-        watch.advanced(len(view), len(view))
     return Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
