@@ -512,7 +512,8 @@ class Segment:
         """The live entries under packed digests that have 1 to `most_bytes` bytes each, but for those that `declines`
         names; their bytes stay until `end_loan`. For any thread of the process. None when one is given up in this
         moment."""
-        wanted: list[bytes] = np.frombuffer(digests, _DIGEST).tolist()
+        alone = len(digests) == DIGEST_BYTES  # numpy takes 2 us for any number
+        wanted: list[bytes] = [digests] if alone else np.frombuffer(digests, _DIGEST).tolist()
         found = list(map(self._entries.get, wanted))
         places, entries = small_entries(found, most_bytes, most_bytes_in_all, now, declines)
         if not entries:
@@ -520,7 +521,7 @@ class Segment:
         loan = self._loans.begin(*entries)
         if loan is None:
             return None
-        if len(wanted) == 1:  # numpy takes 2 us for any number
+        if alone:
             slots = self._table.slot_bytes(entries[0])
         else:
             rows = self._table.slot_rows([entry.slot for entry in entries])
