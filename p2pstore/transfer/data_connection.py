@@ -14,7 +14,7 @@ from typing import Final
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError, ProtocolMismatch
 from p2pstore.flow import NO_HASTE, Haste
-from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, MIB
+from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES
 from p2pstore.streams import ByteStream
 from p2pstore.transfer.arriving import Arriving
 from p2pstore.transfer.data_requests import DataRequests
@@ -57,13 +57,8 @@ from p2pstore.wire import (
     encode_frame,
 )
 
-_GET: Final = int(DataKind.GET)
-MAX_HELD_BODY_BYTES: Final = 64 * KIB
-"""Of an answer about one object."""
 NO_CHUNK: Final = MAX_OBJECT_BYTES // CHUNK_BYTES
 """Beyond the end of any object: asks for its slot and trailer alone."""
-DISCARD_BYTES: Final = MIB
-"""Bytes nobody wants that are read to keep a connection; for more, a new connection is cheaper."""
 WAKE_BYTES: Final = 512 * KIB
 """Of a piece of a checkpoint that are waited for at once."""
 STORE_PART_BYTES: Final = DATA_REQUEST_LIMITS.bulk_bytes

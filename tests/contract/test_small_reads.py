@@ -174,6 +174,25 @@ async def test_a_holder_that_claims_more_than_an_answer_holds_is_not_believed(si
         pool.close()
 
 
+async def test_a_holder_without_get_small_is_asked_by_get(side: Side) -> None:
+    """Of the version before: not one request that it does not know."""
+
+    async def nothing_is_asked(stream: Any, read: Any) -> None:
+        await read()
+        raise AssertionError("a request")
+
+    digests = [key_digest(f"key {i}") for i in range(3)]
+    views = [memoryview(bytearray(MIB)) for _ in digests]
+    async with scripted_owner(nothing_is_asked, version=2) as older:
+        pool = DataPool(side.driver)
+        for count in (1, 3):
+            lengths, failure = await side.run(
+                lambda count=count: pool.pull_small(older, digests[:count], views[:count])  # type: ignore[misc]  # mypy: defaults of a lambda
+            )
+            assert (lengths, failure) == ([-1] * count, None)
+        pool.close()
+
+
 async def test_a_holder_that_knows_no_limit_but_64_kib_is_asked_otherwise(side: Side) -> None:
     """One of the first version that knew GET_SMALL."""
     digests = [key_digest(f"key {i}") for i in range(3)]
