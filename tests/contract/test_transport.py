@@ -47,6 +47,7 @@ from p2pstore.keyring import KeyRing
 from p2pstore.objects import CHUNK_BYTES, KIB, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.streams import BlockingDriver, BytesLike, ByteStream, Driver, run_blocking
 from p2pstore.transfer import transport as transport_module
+from p2pstore.transfer.arriving import Announced, announcing
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import (
@@ -56,6 +57,7 @@ from p2pstore.transfer.data_server import (
     open_data_listeners,
 )
 from p2pstore.transfer.entries import SmallObjectsLent
+from p2pstore.transfer.failover import Unannounced
 from p2pstore.transfer.layout import (
     Slot,
     SlotState,
@@ -783,6 +785,34 @@ async def test_a_buffer_too_small_for_one_large_item_costs_no_other_its_result(s
     assert all(isinstance(each, Pulled) for each in (first, second, last))
     assert [buffers[at] == values[at] for at in range(4)] == [True, True, False, True]
     assert isinstance(small, BufferTooSmall)
+
+
+@pytest.mark.parametrize("length", [100, 100_000, MIB, 3 * MIB])
+async def test_a_version_that_was_not_announced_is_not_delivered(side: Side, length: int) -> None:
+    """Of whatever length, alone and with others; whoever wrote it vouches for what it holds."""
+    async with TcpHarness.open(segment_of(SEGMENT_BYTES)) as harness:
+        value = pattern(length)
+        digest = put(harness.segment, "key", value)  # by writer 1
+        pool = harness.pool(side.driver)
+        for writer in (1, 2):
+            copy = replace(harness.copy(), announced=Announced(writer))
+            buffers = [bytearray(length) for _ in range(3)]
+            items = [(digest, announcing(BufferDestination(b), copy.announced)) for b in buffers]
+            outcomes = await side.run(lambda: pool.pull_many(harness.copy(), items))  # noqa: B023  # awaited at once
+            if writer == 1:
+                assert all(isinstance(each, Pulled | int) for each in outcomes)
+                assert buffers == [value] * 3
+                continue
+            assert [type(each) for each in outcomes] == [Unannounced] * 3
+            assert not any(map(any, buffers))
+            destination = announcing(BufferDestination(buffers[0]), copy.announced)
+            with pytest.raises(Unannounced):
+                await side.run(lambda: pool.pull(copy, digest, destination))  # noqa: B023  # awaited at once
+            if length <= MIB:
+                told, _ = await side.run(
+                    lambda: pool.pull_small(copy, [digest], [memoryview(buffers[0])])
+                )  # noqa: B023  # awaited at once
+                assert told == [-1]
 
 
 async def test_what_does_not_fit_into_a_reply_is_said_to_be_too_large() -> None:
