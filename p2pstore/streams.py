@@ -91,10 +91,6 @@ class AcceptedStream(ByteStream, Protocol):
         """Wait, without a deadline, until a receive would not block."""
         ...
 
-    async def send_in_thread(self, *parts: BytesLike) -> None:
-        """`send` of much, where it does not hold the event loop up. A cancellation ends the connection."""
-        ...
-
     @property
     def can_lend(self) -> bool:
         """Whether `lend` works: the bytes of the socket are those of the stream."""
@@ -199,10 +195,12 @@ def gather(views: Sequence[memoryview], first: int) -> list[memoryview]:
 
 
 def send_all(sock: socket.socket, parts: Sequence[BytesLike], progress_seconds: float) -> None:
-    """Send everything on a non-blocking socket, in a thread that may wait. Raises `DeadlineExceeded` when next to
-    nothing moves for `progress_seconds`, and `OSError` when the connection breaks, or somebody shuts it down."""
-    views = [memoryview(part).cast("B") for part in parts if len(part)]
-    with waiting_in_kernel(sock, send_seconds=progress_seconds), taking_no_core():
+    """Send everything on a socket that waits in the kernel. Raises `DeadlineExceeded` when next to nothing moves for
+    `progress_seconds`, and `OSError` when the connection breaks, or somebody shuts it down."""
+    sent = sock.sendmsg(parts[:MAX_GATHER])
+    if sent < sum(map(len, parts)):  # seldom: many parts, or little progress
+        views = flatten_parts(parts)
+        del views[: advance(views, 0, sent)]
         send_views(sock, views, progress_seconds)
 
 

@@ -31,7 +31,6 @@ from p2pstore.streams import (
     check_descriptors,
     flatten_parts,
     gather,
-    send_all,
     shut_down,
     stalled,
     total_bytes,
@@ -158,14 +157,6 @@ class TrioStream:
             await trio.lowlevel.wait_readable(self._sock)
         except (trio.ClosedResourceError, ValueError):  # ValueError: it was closed before
             raise ConnectionAbortedError("the connection was closed by this side") from None
-
-    async def send_in_thread(self, *parts: BytesLike) -> None:
-        """`send` of much, where it does not hold the event loop up. A cancellation ends the connection."""
-
-        def send_all_parts(sock: socket.socket) -> None:
-            send_all(sock, parts, self.progress_seconds)
-
-        await self.lend(send_all_parts)
 
     @property
     def can_lend(self) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Collection, Sequence, Sized
+from collections.abc import Collection, Sequence, Sized
 from dataclasses import replace
-from functools import partial
 from random import Random
 from typing import Final
 
@@ -40,7 +39,6 @@ from p2pstore.local.messages import (
     Prefetch,
 )
 from p2pstore.objects import CHUNK_BYTES, namespace_digest
-from p2pstore.transfer.batch_reads import ItemOutcome
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.failover import HolderReport, SilentHolders
 from p2pstore.transfer.get_requests import TRANSPORT_NAME
@@ -48,6 +46,7 @@ from p2pstore.transfer.messages import SMALL_OBJECT_BYTES, Keeps
 from p2pstore.transfer.reader import Copied, SegmentReader
 from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
 from p2pstore.transfer.small_reads import Parts
+from p2pstore.transfer.span_reads import ItemOutcome
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
     BufferDestination,
@@ -289,12 +288,18 @@ class Fetcher:
     async def _pull_chunk_of(
         self, only: OnlyHolder, key: str, digest: bytes, view: memoryview
     ) -> int | PullReport | None:
-        """An object of one chunk of another host, over a connection that is there."""
+        """An object of one chunk of another host; small ones together with other tasks that read there."""
         copy = only.copy
+        view = view[: min(only.expected_bytes, CHUNK_BYTES)]
+        if not view:
+            return None
         began = time.monotonic()
-        try:
-            length = await self._pull_chunk(only, digest, view)
-        except PullFailed as failure:
+        if self._together is not None and len(view) <= SMALL_OBJECT_BYTES:
+            length, failure = await self._together.read(copy, digest, view)
+        else:
+            lengths, failure = await self._pool.pull_small(copy, (digest,), (view,))
+            length = lengths[0] if lengths else -1
+        if failure is not None:
             report = failed_report(copy, self._transports, failure)
             self._note_pull(key, digest, report, time.monotonic() - began, own=True)
             return report
@@ -303,15 +308,6 @@ class Fetcher:
         seconds = time.monotonic() - began
         self._link.note_only(key, digest, copy.member, TRANSPORT_NAME, length, seconds)
         return length
-
-    def _pull_chunk(self, only: OnlyHolder, digest: bytes, view: memoryview) -> Awaitable[int]:
-        """`DataPool.pull_chunk`, together with other tasks that read small objects there."""
-        copy, slot_hint, expected_bytes = only
-        if self._together is None or not 0 < min(expected_bytes, len(view)) <= SMALL_OBJECT_BYTES:
-            return self._pool.pull_chunk(copy, digest, view, slot_hint, expected_bytes)
-        alone = partial(self._pool.pull_chunk, copy, digest, view, slot_hint, expected_bytes)
-        room_bytes = min(expected_bytes, len(view))
-        return self._together.read(copy, digest, view, room_bytes, alone)
 
     def _own_plan(self, digest: bytes, destination: Destination) -> OwnPlan | None:
         """A plan without asking the peer. Not for who wants to see how a read goes, nor for what is here and only

@@ -27,6 +27,8 @@ GATHER_SECONDS: Final = 5e-3
 MOST_TOGETHER: Final = 256
 """Reads in one batch."""
 
+Came = tuple[int, PullFailed | None]
+"""The length of an object, or -1 when it takes another way of reading; and how the connection failed."""
 PullSmall = Callable[
     [RemoteCopy, Sequence[bytes], Sequence[memoryview]],
     Awaitable[tuple[list[int], PullFailed | None]],
@@ -71,11 +73,6 @@ class _Holder:
         self.queue: list[_Waiting] = []
 
     @property
-    def is_read(self) -> bool:
-        """Whether somebody reads there now, and will call who waits."""
-        return self.leads or self.alone > 0
-
-    @property
     def is_to_gather(self) -> bool:
         """Whether the next one lets others ask first."""
         return not self.alone and (
@@ -92,16 +89,8 @@ class ReadingTogether:
         self._holders: dict[int, _Holder] = {}
         """By member: few, as somebody who knows them says how to get there."""
 
-    async def read(
-        self,
-        copy: RemoteCopy,
-        digest: bytes,
-        view: memoryview,
-        room_bytes: int,
-        alone: Callable[[], Awaitable[int]],
-    ) -> int:
-        """Read an object of 1 to `room_bytes` bytes into the beginning of `view`: its length, or -1 when it takes
-        another way of reading. By `alone()`, or with others. Raises `PullFailed`."""
+    async def read(self, copy: RemoteCopy, digest: bytes, view: memoryview) -> Came:
+        """Read an object into the beginning of `view`, which is not empty, alone or with others."""
         holder = self._holders.get(copy.member)
         if holder is None:
             holder = self._holders[copy.member] = _Holder()
@@ -110,10 +99,8 @@ class ReadingTogether:
             gathers = holder.is_to_gather
             if not gathers:
                 holder.alone += 1
-                length = await _read_alone(holder, alone)
-                if length >= 0 or not holder.is_read:
-                    return length  # else others may have all connections
-        waiting = _Waiting(digest, room_bytes, self._driver.event())
+                return await self._read_alone(holder, copy, digest, view)
+        waiting = _Waiting(digest, len(view), self._driver.event())
         holder.queue.append(waiting)
         try:
             if gathers:
@@ -124,14 +111,24 @@ class ReadingTogether:
             _leave(holder, waiting)
             raise
         if waiting.is_alone:
-            return await _read_alone(holder, alone)
+            return await self._read_alone(holder, copy, digest, view)
         if waiting.leads:
             await self._lead(copy, holder)
-        if waiting.failure is not None:
-            raise PullFailed(waiting.failure.code, waiting.failure.text, retriable=True)
         if waiting.length > 0:
             view[: waiting.length] = waiting.room[: waiting.length]
-        return waiting.length
+        return waiting.length, waiting.failure
+
+    async def _read_alone(
+        self, holder: _Holder, copy: RemoteCopy, digest: bytes, view: memoryview
+    ) -> Came:
+        try:
+            lengths, failure = await self._pull_small(copy, (digest,), (view,))
+            if failure is not None:
+                _fail_if_silent(holder, failure)
+            return (lengths[0] if lengths else -1), failure
+        finally:
+            holder.alone -= 1
+            _call_next(holder)
 
     async def _gather(self, holder: _Holder, first: _Waiting) -> None:
         """Let others ask; then `first` leads, or it and the few others read by themselves."""
@@ -173,17 +170,6 @@ class ReadingTogether:
         finally:
             holder.leads = False
             _call_next(holder)
-
-
-async def _read_alone(holder: _Holder, alone: Callable[[], Awaitable[int]]) -> int:
-    try:
-        return await alone()
-    except PullFailed as failure:
-        _fail_if_silent(holder, failure)
-        raise
-    finally:
-        holder.alone -= 1
-        _call_next(holder)
 
 
 def _leave(holder: _Holder, waiting: _Waiting) -> None:

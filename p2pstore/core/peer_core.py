@@ -72,11 +72,10 @@ from p2pstore.objects import (
     namespace_digest,
 )
 from p2pstore.stepping import Steps
-from p2pstore.transfer.entries import QuickCopy, Reservation, SmallObjectsLent, Written
+from p2pstore.transfer.entries import Reservation, SmallObjectsLent, Written
 from p2pstore.transfer.layout import (
     MAX_TRAILER_BYTES,
     Pin,
-    SlotState,
 )
 from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.messages import (
@@ -682,24 +681,12 @@ class PeerCore:
             return None
         return entry
 
-    def copy_quickly(self, digest: bytes, into: memoryview, now: float) -> QuickCopy | None:
-        """A copy of a small object that may be served, for any thread. None when this takes more than a look."""
-        if self.floors.sweep.pending:
-            return None
-        return self.segment.copy_quickly(digest, into, self.unix(now))
-
-    def lend(self, digest: bytes, now: float) -> tuple[Loan, ObjectEntry] | None:
-        """`Segment.lend` of an object that may be served, for any thread. None when this takes more than a look."""
-        if self.floors.sweep.pending:
+    def lend(self, digest: bytes, now: float, *, decides: bool) -> tuple[Loan, ObjectEntry] | None:
+        """`Segment.lend` of an object that may be served, for any thread. None when this takes more than a look, for
+        a thread that is not the one that `decides`."""
+        if self.floors.sweep.pending and not (decides and self.find(digest, now)):
             return None
         return self.segment.lend(digest, self.unix(now))
-
-    def lends_still(self, entry: ObjectEntry, now: float) -> bool:
-        """Whether `lend` would give this entry now as well, for any thread: it was neither removed nor replaced, nor
-        has it expired."""
-        if self.floors.sweep.pending:
-            return False
-        return entry.state is SlotState.LIVE and not entry.expired(self.unix(now))
 
     def lend_small(
         self,

@@ -22,9 +22,9 @@ from p2pstore.peer.erasing import Erasing
 from p2pstore.peer.node import Node
 from p2pstore.peer.statistics import peer_document
 from p2pstore.streams import BytesLike
-from p2pstore.transfer.data_server import OpenedObject
-from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
+from p2pstore.transfer.entries import SmallObjectsLent
 from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
+from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.messages import (
     DataKind,
     Flush,
@@ -41,7 +41,7 @@ from p2pstore.transfer.messages import (
     StatisticsReply,
     keeps_of,
 )
-from p2pstore.transfer.read_thread import LentObject
+from p2pstore.transfer.read_answers import LentObject
 from p2pstore.transfer.segment import ObjectEntry
 from p2pstore.transfer.tickets import TicketClaims
 from p2pstore.wire import Failure, Message, error_of
@@ -67,48 +67,6 @@ class PeerDataBackend:
         self._hot = threading.Lock()
         """Who read which object, which the threads that send objects also note."""
 
-    def open_objects(
-        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps, *, may_copy: bool = True
-    ) -> list[OpenedObject | ObjectReply]:
-        """Hold what is about to be sent."""
-        now = self._node.now
-        copied_bytes = COPIED_BYTES if may_copy else -1
-        return [self._open(item, reader, keeps, copied_bytes, now) for item in items]
-
-    def _open(
-        self, item: GetItem, reader: bytes, keeps: Keeps, copied_bytes: int, now: float
-    ) -> OpenedObject | ObjectReply:
-        entry = self._core.find(item.digest, now)
-        cold = self._core.cold.find(item.digest, now) if entry is None else None
-        if cold is not None and item.first_chunk == SLOT_ONLY:
-            slot = encode_slot(Slot(SlotState.LIVE, cold.digest, cold.version, 0, cold.length, 0))
-            return OpenedObject(slot, _trailer_on_ssd(cold), memoryview(b""), None)
-        if (
-            cold is not None
-        ):  # it could not be brought: the disk hangs, or memory is full of what must stay
-            self._core.counters["reads_not_brought"] += 1
-            return ObjectReply(int(ObjectStatus.BUSY))
-        if entry is None:
-            self._core.counters["reads_not_found"] += 1
-            return ObjectReply(
-                int(ObjectStatus.NOT_FOUND),
-                incarnation=self._core.incarnation,
-                sequence=self._core.gossip.log.sequence,
-            )
-        if not item.first_chunk and entry.length >= HOT_BYTES:
-            sent_on = self._sent_on(entry, reader, keeps, now)
-            if sent_on is not None:
-                return sent_on
-        segment = self._segment
-        if item.first_chunk:  # a read that goes on; those that begin are noted when they are sent
-            segment.used(entry, 0, self._core.unix(now))
-        slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
-        payload = segment.payload(entry)
-        if entry.length <= copied_bytes:
-            return OpenedObject(slot, trailer, memoryview(bytes(payload)), None)
-        segment.acquire(entry)
-        return OpenedObject(slot, trailer, payload, entry)
-
     def must_bring(self, items: Sequence[GetItem]) -> bool:
         """Whether some of these are on the SSD alone, or on their way here."""
         if self._core.cold.store is None and not self._core.fetching:
@@ -133,16 +91,6 @@ class PeerDataBackend:
             for operation in operations:
                 await self._node.settle(operation)
 
-    def _sent_on(
-        self, entry: ObjectEntry, reader: bytes, keeps: Keeps, now: float
-    ) -> ObjectReply | None:
-        """To those that keep it, when the object is hot."""
-        sent_on = self._hot_answer(entry, reader, keeps, now)
-        if sent_on is None:
-            return None
-        self._core.counters["reads_sent_on"] += 1
-        return ObjectReply(int(ObjectStatus.BUSY), others=sent_on.keepers, keep=True)
-
     def _hot_answer(
         self, entry: ObjectEntry, reader: bytes, keeps: Keeps, now: float
     ) -> SentOn | None:
@@ -155,52 +103,60 @@ class PeerDataBackend:
                 entry.digest, entry.length, member, memory_bytes, keeps, now
             )
 
-    def let_go(self, opened: OpenedObject) -> None:
-        """The object was sent, or will not be."""
-        entry: ObjectEntry = opened.handle
-        self._segment.let_go(entry)
-
-    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
-        """A small object, for threads."""
-        return self._core.copy_quickly(digest, into, self._node.now)
-
-    def lend(self, item: GetItem, reader: bytes, keeps: int, most_bytes: int) -> LentObject | None:
-        """An object of up to `most_bytes`, or one of which a later part is asked for, for threads."""
+    def lend(
+        self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
+    ) -> LentObject | ObjectReply | None:
+        """An object that is about to be sent."""
         now, segment = self._node.now, self._segment
-        lent = self._core.lend(item.digest, now)
+        lent = self._core.lend(item.digest, now, decides=decides)
         if lent is None:
-            return None
+            return self._why_not(item, now) if decides else None
         loan, entry = lent
-        lent_object = None
+        kept = False
         try:
-            if item.first_chunk > 0 or (
-                entry.length <= most_bytes and not self._is_sent_on(entry, reader, keeps, now)
-            ):
-                lent_object = LentObject(
-                    item.digest,
-                    segment.slot_bytes(entry),
-                    segment.trailer_bytes(entry),
-                    segment.payload(entry),
-                    lambda: self._lends_still(entry),
-                    loan,
-                )
-            return lent_object
+            if not item.first_chunk and entry.length >= HOT_BYTES:
+                sent_on = self._hot_answer(entry, reader, keeps_of(keeps), now)
+                if sent_on is not None:
+                    return self._sent_on(sent_on) if decides else None
+            elif (
+                decides and item.first_chunk
+            ):  # a read that goes on; those that begin are noted when they are sent
+                segment.used(entry, 0, self._core.unix(now))
+            slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
+            kept = True
+            return LentObject(slot, trailer, segment.payload(entry), loan)
         finally:
-            if lent_object is None:
+            if not kept:
                 segment.end_loan(loan)
 
-    def _lends_still(self, entry: ObjectEntry) -> bool:
-        return self._core.lends_still(entry, self._node.now)
+    def _sent_on(self, sent_on: SentOn) -> ObjectReply:
+        """To those that keep it, when the object is hot."""
+        self._core.counters["reads_sent_on"] += 1
+        return ObjectReply(int(ObjectStatus.BUSY), others=sent_on.keepers, keep=True)
+
+    def _why_not(self, item: GetItem, now: float) -> LentObject | ObjectReply:
+        """About an object that is not in memory, or not to be read there."""
+        cold = self._core.cold.find(item.digest, now)
+        if cold is not None and item.first_chunk == SLOT_ONLY:
+            slot = encode_slot(Slot(SlotState.LIVE, cold.digest, cold.version, 0, cold.length, 0))
+            return LentObject(slot, _trailer_on_ssd(cold), memoryview(b""), None)
+        if (
+            cold is not None
+        ):  # it could not be brought: the disk hangs, or memory is full of what must stay
+            self._core.counters["reads_not_brought"] += 1
+            return ObjectReply(int(ObjectStatus.BUSY))
+        self._core.counters["reads_not_found"] += 1
+        return ObjectReply(
+            int(ObjectStatus.NOT_FOUND),
+            incarnation=self._core.incarnation,
+            sequence=self._core.gossip.log.sequence,
+        )
 
     def _is_sent_on(self, entry: ObjectEntry, reader: bytes, keeps: int, now: float) -> bool:
         """Whether the object is hot, so that the event loop is to say who else has it."""
         if entry.length < HOT_BYTES:
             return False
         return self._hot_answer(entry, reader, keeps_of(keeps), now) is not None
-
-    def end_loan(self, lent: LentObject) -> None:
-        """It was sent, or will not be."""
-        self._segment.end_loan(lent.handle)
 
     def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
         """Many objects of one chunk, for any thread."""
@@ -213,10 +169,9 @@ class PeerDataBackend:
 
         return self._core.lend_small(asked.digests, asked.most_bytes, now, is_sent_on)
 
-    def end_small_loan(self, lent: SmallObjectsLent) -> None:
-        """They were sent, or will not be."""
-        if lent.handle is not None:
-            self._segment.end_loan(lent.handle)
+    def end_loan(self, handle: Loan) -> None:
+        """It was sent, or will not be."""
+        self._segment.end_loan(handle)
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         """These are served, each so many times."""

@@ -84,10 +84,11 @@ from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer.arriving import Announced
 from p2pstore.transfer.data_places import DataPlaces
 from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.data_session import ServerLimits, Traffic
+from p2pstore.transfer.data_session import ServerLimits
 from p2pstore.transfer.failover import HolderReport, order_copies
 from p2pstore.transfer.messages import DataKind, Keeps, Snapshot, SnapshotReply
 from p2pstore.transfer.rdma_rules import NAME as RDMA
+from p2pstore.transfer.read_answers import Traffic
 from p2pstore.transfer.shm import ShmTransport
 from p2pstore.transfer.trace import ReadWatch
 from p2pstore.transfer.transport import (

@@ -308,6 +308,8 @@ class ResumableDestination:
 
     def __init__(self, destination: Destination) -> None:
         self.watch = watch_of(destination)
+        if (announced := getattr(destination, "announced", None)) is not None:
+            self.announced = announced
         self._destination = destination
 
     def share(self, sharing: Sharing) -> None:

@@ -12,46 +12,31 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError, ProtocolMismatch
+from p2pstore.errors import DeadlineExceeded, ProtocolError, ProtocolMismatch
 from p2pstore.flow import NO_HASTE, Haste
-from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, MIB, chunk_sum
+from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES
 from p2pstore.streams import ByteStream
-from p2pstore.transfer.arriving import ONLY_READER, PART_CHUNKS, Announced, Arriving
-from p2pstore.transfer.batch_reads import BatchItem, ItemOutcome, pull_batches
-from p2pstore.transfer.data_requests import DataRequests, is_damage
-from p2pstore.transfer.failover import AnotherVersion, Unannounced
+from p2pstore.transfer.arriving import Arriving
+from p2pstore.transfer.data_requests import DataRequests
 from p2pstore.transfer.get_requests import (
-    SMALL_BYTES,
-    TRANSPORT_NAME,
-    Asked,
     ask,
     check_reply,
-    deliver,
     failure_of,
     receive_answer,
-    receive_chunks,
-    refusal,
 )
-from p2pstore.transfer.inbox import INBOX_BYTES
 from p2pstore.transfer.layout import (
     Slot,
     TrailerBody,
-    is_longer,
-    is_only_chunk,
-    slot_version,
 )
 from p2pstore.transfer.messages import (
     REPLIES,
     STORE_VERSION,
     DataKind,
-    Get,
     GetItem,
     GetPiece,
     Keeps,
     Measure,
     Measured,
-    ObjectReply,
-    Objects,
     PieceReply,
     PieceStatus,
     PieceTaken,
@@ -61,36 +46,19 @@ from p2pstore.transfer.messages import (
     StoreReply,
     SwarmLink,
 )
-from p2pstore.transfer.trace import Progress, ReadWatch
-from p2pstore.transfer.transport import (
-    Destination,
-    Pulled,
-    PullFailed,
-    ResumableDestination,
-    checked_view,
-    resume,
-    verify_chunk,
-    watch_of,
-)
+from p2pstore.transfer.span_reads import BatchItem, ItemOutcome, SpanReader, Wanted
+from p2pstore.transfer.trace import Progress
+from p2pstore.transfer.transport import Destination, Pulled, PullFailed, resumable
 from p2pstore.wire import (
     DATA_REQUEST_LIMITS,
-    HEADER,
-    HEADER_BYTES,
     ONE_WAY,
-    REPLY,
     Code,
     Message,
-    decode_body,
     encode_frame,
 )
 
-_GET: Final = int(DataKind.GET)
-MAX_HELD_BODY_BYTES: Final = 64 * KIB
-"""Of an answer about one object."""
 NO_CHUNK: Final = MAX_OBJECT_BYTES // CHUNK_BYTES
 """Beyond the end of any object: asks for its slot and trailer alone."""
-DISCARD_BYTES: Final = MIB
-"""Bytes nobody wants that are read to keep a connection; for more, a new connection is cheaper."""
 WAKE_BYTES: Final = 512 * KIB
 """Of a piece of a checkpoint that are waited for at once."""
 STORE_PART_BYTES: Final = DATA_REQUEST_LIMITS.bulk_bytes
@@ -259,98 +227,13 @@ class DataConnection(DataRequests):
         """Read one object; `expected_bytes` is about its length, where that is known. Raises `PullFailed`, or
         what `destination.prepare` raises. When the haste is finite, the other side may be too busy for a large object
         (`PullFailed`, BUSY); when the object is kept, or could be, it may also be BUSY because others have it."""
+        wanted = Wanted(digest, resumable(destination), slot_hint)
+        may_refuse = haste.answer_seconds < math.inf
         with self.operation(haste):
-            self.inbox.expect(expected_bytes)
-            first, count = 0, PART_CHUNKS
-            if isinstance(destination, ResumableDestination):
-                first, count = destination.wanted_first()
-            item = GetItem(digest, first, count, slot_hint)
-            may_refuse = haste.answer_seconds < math.inf
-            expected = await ask(self, (item,), may_refuse=may_refuse, keeps=keeps)
-            return await self._pull(expected, destination)
-
-    async def pull_chunk(
-        self,
-        digest: bytes,
-        view: memoryview,
-        slot_hint: int = 0,
-        expected_bytes: int = 0,
-        keeps: Keeps = Keeps.NO,
-        announced: Announced | None = None,
-    ) -> int:
-        """Read an object of at most one chunk into the beginning of `view`, in as few steps as possible: its length.
-        -1 when it is longer, or longer than `view`, or empty: then `pull` has to do it. Raises as `pull`."""
-        if self.closed:
-            raise ConnectionResetError("the connection is closed")
-        self.begin_flow()
-        self.inbox.expect(expected_bytes)
-        try:
-            length = await self._pull_chunk(digest, view, slot_hint, keeps, announced)
-        except PullFailed as failure:
-            if self.in_the_middle or is_damage(failure):
-                self.close()
-            raise
-        except BaseException:
-            self.close()
-            raise
-        if self.in_the_middle or self.abandoned:
-            self.close()
-        return length
-
-    async def _pull_chunk(
-        self,
-        digest: bytes,
-        view: memoryview,
-        slot_hint: int,
-        keeps: Keeps,
-        announced: Announced | None,
-    ) -> int:
-        items = [GetItem(digest, 0, 1, slot_hint)]
-        number, frame = self.frame(DataKind.GET, Get(items, False, int(keeps)))
-        await self.stream.send(frame)
-        reply = await self._receive_only(number, items)
-        size = self.bulk_left
-        if reply.status:
-            raise refusal(reply)
-        comes_whole = reply.bulk_bytes == size and not is_longer(reply.slot, size)
-        if not comes_whole or not 0 < size <= min(len(view), CHUNK_BYTES):
-            await self._discard_small(size)
-            return -1
-        target = view[:size]
-        if size >= INBOX_BYTES:
-            payload = target
-            payload_sum = await self.inbox.read_summed(target, soon=True)
-        else:
-            payload = self.inbox.held(size) or await self.inbox.take(size)
-            payload_sum = chunk_sum(payload)
-        self.bulk_left = 0
-        if not is_only_chunk(reply.slot, digest, size, payload_sum):
-            raise PullFailed(Code.STALE, "the object arrived damaged; nothing was delivered")
-        if announced is not None and not announced.allows(slot_version(reply.slot)):
-            raise Unannounced()
-        if payload is not target:
-            target[:] = payload
-        return size
-
-    async def _receive_only(self, number: int, items: list[GetItem]) -> ObjectReply:
-        """The head of the answer to a GET of one item."""
-        inbox = self.inbox
-        head = await inbox.take(HEADER_BYTES, soon=True)
-        kind, flags, request_id, body_length, bulk_length = HEADER.unpack(head)
-        if (kind, flags, request_id) != (_GET, REPLY, number) or not (
-            body_length <= MAX_HELD_BODY_BYTES and bulk_length <= CHUNK_BYTES
-        ):
-            inbox.put_back(HEADER_BYTES)  # somebody else knows what that means
-            (reply,) = await receive_answer(self, Asked(number, tuple(items)))
-            return reply
-        body = inbox.held(body_length) or await inbox.take(body_length)
-        self.unanswered -= 1
-        self.bulk_left = bulk_length
-        self.flow.answered()
-        replies = decode_body(Objects, body).items
-        if len(replies) != 1:
-            raise ProtocolError("the reply to GET has another number of items than the request")
-        return replies[0]
+            await SpanReader(
+                self, [wanted], keeps=keeps, may_refuse=may_refuse, expected_bytes=expected_bytes
+            ).run()
+            return _pulled(wanted)
 
     async def look(
         self, digest: bytes, slot_hint: int = 0, haste: Haste = NO_HASTE
@@ -373,88 +256,20 @@ class DataConnection(DataRequests):
         connection fails on the way, what was pulled before stands and the rest is `PullFailed`; raises
         only when nothing was pulled. `haste` and `keeps` as for `pull`.
         """
-        results: list[ItemOutcome] = []
+        wanted = [Wanted(digest, destination) for digest, destination in items]
         with self.operation(haste):
-            self.inbox.expect(0)
+            failure = PullFailed(Code.INTERNAL, "it was not read")
             try:
-                await pull_batches(self, items, results, keeps)
+                await SpanReader(self, wanted, keeps=keeps).run()
             except (OSError, ProtocolError, PullFailed) as error:
-                if not results:
+                if all(each.outcome is None for each in wanted):
                     raise
                 self.close()
                 failure = failure_of(error)
-                results += [failure] * (len(items) - len(results))
-            else:
-                await self._pull_large(items, results, keeps)
-        return results
-
-    # --- pulls -------------------------------------------------------------------------------
-
-    async def _pull_large(
-        self,
-        items: Sequence[BatchItem],
-        results: list[ItemOutcome],
-        keeps: Keeps,
-    ) -> None:
-        """Read the items that did not fit into a reply with others, one after the other."""
-        for index, result in enumerate(results):
-            if not (isinstance(result, PullFailed) and result.code is Code.OBJECT_TOO_LARGE):
-                continue
-            digest, destination = items[index]
-            if self.in_the_middle:
-                text = "the connection ended with an item before this one"
-                results[index] = PullFailed(Code.UNAVAILABLE, text, retriable=True)
-                continue
-            try:
-                expected = await ask(self, (GetItem(digest, 0, PART_CHUNKS),), keeps=keeps)
-                results[index] = await self._pull(expected, destination)
-            except (OSError, ProtocolError, PullFailed) as error:
-                self.damaged = self.damaged or is_damage(error)
-                results[index] = failure_of(error)
-            except (P2PStoreError, ValueError) as error:
-                results[index] = error
-
-    async def _pull(self, expected: Asked, destination: Destination) -> Pulled:
-        (reply,) = await receive_answer(self, expected)
-        asked = expected.items[0]
-        try:
-            slot, trailer = check_reply(reply, asked)
-            if slot.length <= CHUNK_BYTES:
-                view = checked_view(destination, slot, trailer)
-            else:
-                arriving = resume(destination, slot, trailer)
-        except (P2PStoreError, ValueError):
-            await self._discard_small(reply.bulk_bytes)
-            raise
-        if slot.length > CHUNK_BYTES:
-            try:
-                run = arriving.claim(ONLY_READER, asked.first_chunk, asked.chunk_count)
-                if isinstance(destination, ResumableDestination):
-                    destination.when_begun(arriving)
-                await self._receive_runs(asked.digest, arriving, ONLY_READER, run)
-            finally:
-                arriving.leave()
-        elif reply.bulk_bytes:
-            await self._receive_only_chunk(view, trailer, watch_of(destination))
-        elif slot.length:  # chunks were asked for that a longer version had
-            again = await ask(self, (GetItem(asked.digest, 0, PART_CHUNKS),))
-            return await self._pull(again, destination)
-        return Pulled(slot, trailer, slot.length, TRANSPORT_NAME)
-
-    async def _receive_only_chunk(
-        self, view: memoryview, trailer: TrailerBody, watch: ReadWatch | None
-    ) -> None:
-        """A value of one chunk: a small one is checked where it arrived, and copied then."""
-        if len(view) <= SMALL_BYTES:
-            payload = await self.inbox.take(len(view))
-            self.bulk_left = 0
-            deliver(payload, view, trailer, watch)
-            return
-        await self.inbox.read_into(view)
-        self.bulk_left = 0
-        verify_chunk(view, int.from_bytes(trailer.sums, "little"), 0, watch)
-        if watch is not None:
-            watch.advanced(len(view), len(view))
+                if any(each.outcome is error for each in wanted):
+                    text = "the connection ended with an item before this one"
+                    failure = PullFailed(Code.UNAVAILABLE, text, retriable=True)
+            return [failure if each.outcome is None else each.outcome for each in wanted]
 
     async def pull_slices(
         self,
@@ -466,56 +281,17 @@ class DataConnection(DataRequests):
     ) -> None:
         """Bring chunks of a value that others read as well, until none are free. Raises as `pull`, and
         `AnotherVersion` when this holder has another one."""
+        wanted = Wanted(digest, None, slot_hint, arriving)
+        may_refuse = haste.answer_seconds < math.inf
         with self.operation(haste):
-            run = arriving.take(reader)
-            if not run:
-                return
-            try:
-                expected = await self._ask_for(
-                    digest, run, slot_hint, may_refuse=haste.answer_seconds < math.inf
-                )
-                await self._receive_reply(arriving, expected)
-                await self._receive_runs(digest, arriving, reader, run)
-            finally:
-                arriving.leave(reader)
+            await SpanReader(self, [wanted], reader, may_refuse=may_refuse).run()
+            _pulled(wanted)
 
-    async def _receive_runs(
-        self, digest: bytes, arriving: Arriving, reader: int, run: range
-    ) -> None:
-        """Receive chunks whose bytes come next, and what is free after them."""
-        ahead_chunks = arriving.sharing.ahead_chunks
-        following: deque[tuple[range, Asked]] = deque()
-        left = len(run)  # chunks that were asked for and are not here
-        while True:
-            # The next runs are asked for before this one ends, so that the pipe stays full.
-            ahead_at = run.start + min(len(run), max(0, left - ahead_chunks))
-            await receive_chunks(self, arriving, reader, range(run.start, ahead_at))
-            left -= ahead_at - run.start
-            while left <= ahead_chunks and (another := arriving.take(reader)):
-                following.append((another, await self._ask_for(digest, another)))
-                left += len(another)
-            await receive_chunks(self, arriving, reader, range(ahead_at, run.stop))
-            left -= run.stop - ahead_at
-            if not following:
-                return
-            run, expected = following.popleft()
-            await self._receive_reply(arriving, expected)
 
-    async def _ask_for(
-        self, digest: bytes, run: range, slot_hint: int = 0, *, may_refuse: bool = False
-    ) -> Asked:
-        self.inbox.expect(len(run) * CHUNK_BYTES)
-        item = GetItem(digest, run.start, len(run), slot_hint)
-        return await ask(self, (item,), may_refuse=may_refuse)
-
-    async def _receive_reply(self, arriving: Arriving, expected: Asked) -> None:
-        """The head of an answer whose chunks belong to a value that is known already."""
-        (reply,) = await receive_answer(self, expected)
-        if not arriving.is_of(*check_reply(reply, expected.items[0])):
-            raise AnotherVersion()
-
-    async def _discard_small(self, bulk_bytes: int) -> None:
-        """Skip a payload that nobody wants, if that is cheaper than a new connection."""
-        if self.bulk_left == bulk_bytes <= DISCARD_BYTES and not self.unanswered:
-            await self.inbox.discard(bulk_bytes)
-            self.bulk_left = 0
+def _pulled(wanted: Wanted) -> Pulled:
+    """The outcome of the only object that was wanted. Raises it when it is an error."""
+    outcome = wanted.outcome
+    if isinstance(outcome, Exception):
+        raise outcome
+    assert isinstance(outcome, Pulled)
+    return outcome

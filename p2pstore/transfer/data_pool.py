@@ -11,9 +11,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -28,13 +28,13 @@ from p2pstore.flow import NO_HASTE, Haste, HolderRates
 from p2pstore.objects import KIB
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver, Event
 from p2pstore.transfer.arriving import Arriving
-from p2pstore.transfer.batch_reads import ItemOutcome
 from p2pstore.transfer.data_addresses import DataAddress, split_data_address
 from p2pstore.transfer.data_connection import DataConnection
 from p2pstore.transfer.get_requests import TRANSPORT_NAME, failure_of
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import DataKind, GetPiece, PieceReply, Store, Stored
-from p2pstore.transfer.small_reads import Parts, in_parts, pull_small
+from p2pstore.transfer.small_reads import Parts, in_parts, pull_one, pull_small
+from p2pstore.transfer.span_reads import ItemOutcome
 from p2pstore.transfer.team_read import MAX_READERS, TeamRead, may_use_two
 from p2pstore.transfer.tickets import GrantedTicket
 from p2pstore.transfer.trace import Progress
@@ -212,64 +212,36 @@ class DataPool:
             if known.watch is not None:
                 known.watch.connected()
             pulling = connection.pull(digest, known, slot_hint, haste, expected_bytes, peer.keeps)
-            if using is not None:
-                pulling = _used(using, connection, pulling)
-            return self._measured(peer, connection, pulling)
+            return pulling if using is None else _used(using, connection, pulling)
 
-        try:
-            briefly = 0 < expected_bytes <= BRIEF_BYTES
-            return await self._use(peer, self._progress_seconds, pull, briefly=briefly)
-        except PullFailed:
-            raise
-        except Exception as error:
-            if error is known.error or not _is_connection_error(error):
-                raise
-            raise failure_of(error) from error
+        briefly = 0 < expected_bytes <= BRIEF_BYTES
+        return await self._read(peer, pull, destination=known, briefly=briefly)
 
-    async def pull_chunk(
+    async def _read(
         self,
         peer: RemotePeer,
-        digest: bytes,
-        view: memoryview,
-        slot_hint: int = 0,
-        expected_bytes: int = 0,
-    ) -> int:
-        """Read an object of at most one chunk into the beginning of `view`, over a connection that is there and idle.
-        Its length, or -1 when `pull` has to do it. Raises `PullFailed`."""
-        place = self._choose_idle(peer.peer_id)
-        if place is None:
-            return -1
-        connection = place.connection
-        assert connection is not None
+        action: Callable[[DataConnection], Awaitable[T]],
+        *,
+        destination: ResumableDestination | None = None,
+        briefly: bool = False,
+        may_queue: bool = True,
+    ) -> T:
+        """`_use` to read, which tells the holder's rate. Raises `PullFailed` for what ends a connection, but for
+        errors of the `destination`."""
+
+        def read(connection: DataConnection) -> Awaitable[T]:
+            return self._measured(peer, connection, action(connection))
+
         try:
-            connection.stream.progress_seconds = self._progress_seconds
-            connection.start_watching()
-            return await connection.pull_chunk(
-                digest, view, slot_hint, expected_bytes, peer.keeps, peer.announced
+            return await self._use(
+                peer, self._progress_seconds, read, briefly=briefly, may_queue=may_queue
             )
-        except PullFailed:
-            raise
         except Exception as error:
-            if isinstance(error, DeadlineExceeded):
-                place.failed_at, place.failure = time.monotonic(), error
-            elif isinstance(error, OSError) and not (
-                connection.received_any or connection.abandoned
-            ):
-                return -1  # it had died while it was idle
-            if not _is_connection_error(error):
+            if isinstance(error, PullFailed) or not _is_connection_error(error):
+                raise
+            if destination is not None and error is destination.error:
                 raise
             raise failure_of(error) from error
-        finally:
-            self._give_back(peer.peer_id, place)
-
-    def _choose_idle(self, peer_id: bytes) -> _Place | None:
-        """A place whose connection is there, good and idle."""
-        with self._state:
-            for place in reversed(self._peers.get(peer_id, ())):
-                if not place.users and self._take_kept(place) is not None:
-                    place.users, place.briefly = 1, True
-                    return place
-        return None
 
     async def pull_slices(
         self, copy: RemoteCopy, digest: bytes, arriving: Arriving, reader: int, using: Using
@@ -281,27 +253,14 @@ class DataPool:
 
         def pull(connection: DataConnection) -> Awaitable[None]:
             pulling = connection.pull_slices(digest, arriving, reader, copy.slot, haste)
-            return self._measured(copy, connection, _used(using, connection, pulling))
+            return _used(using, connection, pulling)
 
-        try:
-            await self._use(copy, self._progress_seconds, pull, may_queue=False)
-        except Exception as error:
-            if isinstance(error, PullFailed) or not _is_connection_error(error):
-                raise
-            raise failure_of(error) from error
+        await self._read(copy, pull, may_queue=False)
 
     async def look(self, copy: RemoteCopy, digest: bytes) -> tuple[Slot, TrailerBody]:
         """An object's slot and trailer, verified, as the holder tells them. Raises `PullFailed`."""
-        try:
-            return await self._use(
-                copy,
-                self._progress_seconds,
-                lambda connection: connection.look(digest, copy.slot, self._haste(copy)),
-            )
-        except Exception as error:
-            if not _is_connection_error(error):
-                raise
-            raise failure_of(error) from error
+        haste = self._haste(copy)
+        return await self._read(copy, lambda connection: connection.look(digest, copy.slot, haste))
 
     async def pull_many(
         self, peer: RemotePeer, items: Sequence[tuple[bytes, Destination]]
@@ -309,24 +268,38 @@ class DataPool:
         """Read many objects of one holder; per item what was pulled, or why not. Raises nothing but
         cancellation."""
         haste = self._haste(peer)
-
-        def pull(connection: DataConnection) -> Awaitable[list[ItemOutcome]]:
-            pulling = connection.pull_many(items, haste, peer.keeps)
-            return self._measured(peer, connection, pulling)
-
         try:
-            return await self._use(peer, self._progress_seconds, pull)
+            return await self._read(
+                peer, lambda connection: connection.pull_many(items, haste, peer.keeps)
+            )
+        except PullFailed as failure:
+            return [failure] * len(items)
+
+    def pull_small(
+        self, peer: RemotePeer, digests: Sequence[bytes], views: Sequence[memoryview]
+    ) -> Coroutine[Any, Any, tuple[list[int], PullFailed | None]]:
+        """`pull_small_parts` of all of these, which are few or many."""
+        if len(digests) == 1:
+            return self._pull_one(peer, digests[0], views[0])
+        most_bytes = max(map(len, views), default=0)
+        return self.pull_small_parts(peer, in_parts(digests, views, most_bytes))
+
+    async def _pull_one(
+        self, peer: RemotePeer, digest: bytes, view: memoryview
+    ) -> tuple[list[int], PullFailed | None]:
+        """`pull_small` of one object, which takes less time than a new connection when it is short."""
+        haste = self._haste(peer)
+
+        def pull(connection: DataConnection) -> Awaitable[int]:
+            return pull_one(connection, digest, view, haste, peer.keeps, peer.announced)
+
+        briefly = len(view) <= BRIEF_BYTES
+        try:  # as `_read`, which would take 1 us more; so little tells no rate
+            return [await self._use(peer, self._progress_seconds, pull, briefly=briefly)], None
         except Exception as error:
             if not _is_connection_error(error):
                 raise
-            return [failure_of(error)] * len(items)
-
-    async def pull_small(
-        self, peer: RemotePeer, digests: Sequence[bytes], views: Sequence[memoryview]
-    ) -> tuple[list[int], PullFailed | None]:
-        """`pull_small_parts` of all of these."""
-        most_bytes = max(map(len, views), default=0)
-        return await self.pull_small_parts(peer, in_parts(digests, views, most_bytes))
+            return [], failure_of(error)
 
     async def pull_small_parts(
         self, peer: RemotePeer, parts: Parts
@@ -338,15 +311,12 @@ class DataPool:
         haste = self._haste(peer)
 
         def pull(connection: DataConnection) -> Awaitable[None]:
-            pulling = pull_small(connection, parts, lengths, haste, peer.keeps, peer.announced)
-            return self._measured(peer, connection, pulling)
+            return pull_small(connection, parts, lengths, haste, peer.keeps, peer.announced)
 
         try:
-            await self._use(peer, self._progress_seconds, pull)
-        except Exception as error:
-            if not _is_connection_error(error):
-                raise
-            return lengths, failure_of(error)
+            await self._read(peer, pull)
+        except PullFailed as failure:
+            return lengths, failure
         return lengths, None
 
     def _haste(self, peer: RemotePeer, readers: int = 1) -> Haste:

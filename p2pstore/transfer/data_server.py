@@ -37,9 +37,7 @@ from p2pstore.transfer.data_session import (
     RECEIVE_BYTES,
     DataBackend,
     DataSession,
-    OpenedObject,
     ServerLimits,
-    Traffic,
 )
 from p2pstore.transfer.frame_reading import Refused, next_frame, receive_some
 from p2pstore.transfer.messages import (
@@ -52,6 +50,7 @@ from p2pstore.transfer.messages import (
     Proof,
 )
 from p2pstore.transfer.rdma_serving import RdmaBackend
+from p2pstore.transfer.read_answers import Traffic
 from p2pstore.transfer.store_intake import StoreBackend
 from p2pstore.transfer.swarm_serving import SwarmBackend
 from p2pstore.transfer.tickets import (
@@ -87,7 +86,6 @@ logger = logging.getLogger("p2pstore.transfer")
 __all__ = [
     "DataBackend",
     "DataServer",
-    "OpenedObject",
     "ServerLimits",
     "listener_address",
     "open_data_listeners",

@@ -12,26 +12,24 @@ import logging
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import trio
+from msgspec.structs import astuple
 
 from p2pstore.byte_budget import SHARE_BYTES, Account
 from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError
 from p2pstore.keyring import Role
-from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES, GIB, KIB, MIB, PART_BYTES
+from p2pstore.objects import DIGEST_BYTES, GIB, KIB, MIB, PART_BYTES
 from p2pstore.streams import (
     AcceptedStream,
     BytesLike,
     total_bytes,
 )
-from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
 from p2pstore.transfer.frame_link import FrameLink
 from p2pstore.transfer.frame_reading import Refused, skip_bulk
-from p2pstore.transfer.layout import SLOT_BYTES
 from p2pstore.transfer.messages import (
     MAX_MEASURE_BYTES,
     REQUESTS,
@@ -42,12 +40,8 @@ from p2pstore.transfer.messages import (
     GetItem,
     GetPiece,
     GetSmall,
-    Keeps,
     Measure,
     Measured,
-    ObjectReply,
-    Objects,
-    ObjectStatus,
     PieceReply,
     PieceTaken,
     RdmaConnect,
@@ -57,29 +51,23 @@ from p2pstore.transfer.messages import (
     StoreReply,
     SwarmLink,
     SwarmLinked,
-    keeps_of,
 )
-from p2pstore.transfer.part_thread import PartThread
 from p2pstore.transfer.rdma_serving import RdmaBackend, ReadableEnd
-from p2pstore.transfer.read_thread import (
-    LENT_BYTES,
+from p2pstore.transfer.read_answers import (
     MAX_READ_THREADS,
-    Briskness,
-    LentObject,
-    ReadTally,
-    ReadThread,
-    has_large,
-    only_small,
-    small_answer,
-    wants_large,
+    ReadAnswers,
+    ReadSource,
+    Traffic,
+    may_be_large,
 )
+from p2pstore.transfer.read_thread import Briskness, ReadThread
 from p2pstore.transfer.store_intake import StoreBackend, receive_value
 from p2pstore.transfer.swarm_serving import OpenedPiece, SwarmBackend
 from p2pstore.transfer.tickets import Rights, TicketClaims
-from p2pstore.transfer.uploads import Uploads
 from p2pstore.turns import wait_room
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
+    HEADER,
     HEADER_BYTES,
     ONE_WAY,
     REPLY,
@@ -94,19 +82,13 @@ from p2pstore.wire import (
 )
 
 logger = logging.getLogger("p2pstore.transfer")
-T = TypeVar("T", ReadThread, PartThread)
 
 # Plain numbers: they are compared for every request.
 HELLO, PROOF = int(DataKind.HELLO), int(DataKind.PROOF)
-OK, TOO_LARGE = int(ObjectStatus.OK), int(ObjectStatus.TOO_LARGE)
 RECEIVE_BYTES: Final = 64 * KIB
-MAX_REPLY_BODY_BYTES: Final = 3 * MIB
-"""Slots and trailers in one reply; the frame's cap is 4 MiB."""
 GATHER_BYTES: Final = 64 * KIB
 """Answers to pipelined requests wait for each other until they have this many bytes."""
 GATHER_PARTS: Final = 512
-MAX_COPIED_BYTES: Final = 4 * MIB
-"""Of small objects that one answer has copies of; those beyond stay where they are until it was sent."""
 MAX_UNSENT_BYTES: Final = 4 * MIB
 """Of answers to other requests than reads that wait to be sent on one connection: until there are fewer, none is
 made."""
@@ -116,13 +98,8 @@ LARGE_ANSWERS: Final = frozenset(
     map(int, (DataKind.LIST, DataKind.LOOKUP, DataKind.SNAPSHOT, DataKind.GET_MANIFEST))
 )
 """Kinds of requests, as plain numbers, whose answers may have megabytes."""
-OPENED_AT_ONCE: Final = 128
-"""Objects of one request, at 15 us each with their copies."""
 _MEASURE_FILL: Final = memoryview(os.urandom(MIB))
 """Random: a way that compresses must not look faster than it is for tensors."""
-SMALL_READ_BYTES: Final = 64 * KIB
-"""Reads up to this are never refused because of others."""
-MAX_SENDING_THREADS: Final = 16
 TAKE_IN_SECONDS: Final = 0.25
 TAKE_IN_OBJECTS: Final = 128
 """How often reads that threads answered are taken in, and of how many objects at once: these threads wait for the
@@ -133,60 +110,15 @@ RETIRING_IDLE_SECONDS: Final = 0.25
 """A connection that is to end does so when no request came for so long."""
 
 
-class OpenedObject(NamedTuple):
-    """An object that stays where it is until the backend's `let_go`. `handle` is the backend's own; None for a
-    copy, of which nothing is given back."""
-
-    slot: bytes
-    trailer: bytes
-    payload: memoryview
-    handle: Any
-
-
-class DataBackend(Protocol):
+class DataBackend(ReadSource, Protocol):
     """What the peer does behind its data connections."""
 
-    def open_objects(
-        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps, *, may_copy: bool = True
-    ) -> Sequence[OpenedObject | ObjectReply]:
-        """Hold objects that may be sent to the peer `reader`, or a client of it, one result per item: an
-        `ObjectReply` says why not, such as that others have a hot object. What is sent, `note_reads` hears of.
-        `may_copy`: whether small ones may be copied instead.
-
-        Every `OpenedObject` with a handle is given back by `let_go`, whatever happens. Never blocks.
-        """
-        ...
-
     def must_bring(self, items: Sequence[GetItem]) -> bool:
-        """Whether some of these must be brought to memory before they can be opened."""
+        """Whether some of these must be brought to memory before they can be lent."""
         ...
 
     async def bring(self, items: Sequence[GetItem]) -> None:
-        """Bring them. Whatever keeps one from it, `open_objects` says; cancelled when the connection ends."""
-        ...
-
-    def let_go(self, opened: OpenedObject) -> None:
-        """The end of `open_objects`."""
-        ...
-
-    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
-        """See `QuickSource`."""
-        ...
-
-    def lend(self, item: GetItem, reader: bytes, keeps: int, most_bytes: int) -> LentObject | None:
-        """See `QuickSource`."""
-        ...
-
-    def end_loan(self, lent: LentObject) -> None:
-        """See `QuickSource`."""
-        ...
-
-    def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
-        """See `QuickSource`."""
-        ...
-
-    def end_small_loan(self, lent: SmallObjectsLent) -> None:
-        """See `QuickSource`."""
+        """Bring them. Whatever keeps one from it, `lend` says; cancelled when the connection ends."""
         ...
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
@@ -226,27 +158,6 @@ class ServerLimits:
     reply_bulk_bytes: int = PART_BYTES
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What was served so far, for statistics; `busy` are reads that were sent to other holders."""
-
-    uploads: Uploads
-    objects: int = 0
-    bytes: int = 0
-    busy: int = 0
-    sending_threads: int = 0
-    """Connections whose large answers are sent in threads."""
-    read_threads: int = 0
-    """Connections whose reads are answered in threads."""
-    tally: ReadTally = field(default_factory=ReadTally)
-    """What these have answered, and nobody took in."""
-
-    @property
-    def wants_thread(self) -> bool:
-        """Whether a large answer should leave the event loop to others, who just read small objects."""
-        return self.tally.small_reads_go_on and self.sending_threads < MAX_SENDING_THREADS
-
-
 class DataSession:
     """One authenticated connection: reads requests, answers GET in order and inline, the rest in tasks."""
 
@@ -280,8 +191,6 @@ class DataSession:
         self._partial_bytes = 0
         """Of a request that is not whole; from `_frame_due` on it is too late."""
         self._frame_due = math.inf
-        self._gathered_own_bytes = 0
-        """Of the answers that were gathered, in memory of their own."""
         self._unsent_bytes = 0
         self._sent = trio.Event()
         self._claims = claims
@@ -310,15 +219,14 @@ class DataSession:
         self._handlers = 0
         self._briskness = Briskness()
         self._measured_bytes = 0
-        self._held: list[OpenedObject] = []
-        self._held_small: list[SmallObjectsLent] = []
-        self._has_upload = False
-        self._has_more = self._sends_parts = False
-        """Whether the object in the last answer has later parts; and whether that was sent in a thread, as these
-        should be."""
-        self._upload_began = 0.0
-        self._parts: list[BytesLike] = []
-        self._gathered_bytes = 0
+        self._answers = ReadAnswers(backend, claims.issuer, traffic, limits.reply_bulk_bytes)
+        """What is to be sent next. A thread that has the connection has them as well."""
+        self._held_bytes = 0
+        """Of the answers that were gathered, in memory of their own."""
+        self._for_thread = b""
+        """A request that a thread is to answer."""
+        self._left_by_thread = False
+        """Whether the next request comes back from one."""
 
     async def run(self) -> None:
         """Serve until the other side closes. Raises `Refused`, `ProtocolError` and `OSError` bare."""
@@ -375,7 +283,11 @@ class DataSession:
 
     async def _serve_requests(self, nursery: trio.Nursery) -> None:
         await self._answer_all(nursery)  # what came along with the hello
-        while count := await self._receive_request():
+        while True:
+            while self._for_thread or (self._briskness.is_brisk and self._may_lend):
+                await self._answer_in_thread(nursery)
+            if not (count := await self._receive_request()):
+                return
             data = self._buffer[:count]
             if (frame := self._frames.sole_frame(data)) is not None:
                 await self._answer(*frame, nursery)
@@ -384,60 +296,40 @@ class DataSession:
             else:
                 self._frames.feed(data)
                 await self._answer_all(nursery)
-            if self._sends_parts:
-                await self._answer_parts_in_thread(nursery)
-            elif self._briskness.is_brisk and self._may_lend(
-                self._traffic.read_threads, MAX_READ_THREADS
-            ):
-                await self._answer_in_thread(nursery)
 
-    def _may_lend(self, threads: int, most_threads: int) -> bool:
+    @property
+    def _may_lend(self) -> bool:
         """Whether one thread more may have the connection, and nobody else needs it meanwhile."""
         return (
             self._stream.can_lend
-            and not (self._handlers or self._retiring or self._frames.pending_bytes)
-            and threads < most_threads
+            and not (self._handlers or self._retiring)
+            and self._traffic.read_threads < MAX_READ_THREADS
         )
-
-    def _thread(self, kind: type[T]) -> T:
-        return kind(
-            self._backend,
-            self._claims.issuer,
-            self._traffic.tally,
-            self._traffic.uploads,
-            lambda: not self._retiring,
-            self._limits.progress_seconds,
-        )
-
-    async def _answer_parts_in_thread(self, nursery: trio.Nursery) -> None:
-        """Have a thread send the other parts of an object whose first one was sent, and the objects after it: turns of
-        the event loop between them would have the interpreter while small reads are answered."""
-        traffic = self._traffic
-        while self._sends_parts:
-            self._sends_parts = False
-            if not self._may_lend(traffic.sending_threads, MAX_SENDING_THREADS):
-                return
-            traffic.sending_threads += 1
-            try:
-                self._frames.feed(await self._stream.lend(self._thread(PartThread).serve))
-            finally:
-                traffic.sending_threads -= 1
-                self._take_in_some()
-            await self._answer_all(nursery)
 
     async def _answer_in_thread(self, nursery: trio.Nursery) -> None:
-        """Have a thread answer the small reads that come now; what it leaves is answered here."""
+        """Have a thread answer the reads that come now, or the one that waits; what it leaves is answered here."""
         traffic = self._traffic
-        thread = self._thread(ReadThread)
+        begun, self._for_thread = self._for_thread, b""
+        rest = memoryview(bytearray(self._frames.pending_bytes))
+        self._frames.take_into(rest)
+        thread = ReadThread(
+            self._answers,
+            lambda: not self._retiring,
+            self._limits.progress_seconds,
+            begun + rest,
+            in_bulk=bool(begun),
+        )
         taking = trio.CancelScope()
         nursery.start_soon(self._take_in_reads, taking)
         traffic.read_threads += 1
         try:
-            self._frames.feed(await self._stream.lend(thread.serve))
+            left = await self._stream.lend(thread.serve)
         finally:
             traffic.read_threads -= 1
             taking.cancel()
         self._briskness = Briskness()
+        self._frames.feed(left)
+        self._left_by_thread = bool(left)
         await self._answer_all(nursery)
 
     async def _take_in_reads(self, scope: trio.CancelScope) -> None:
@@ -486,7 +378,7 @@ class DataSession:
     async def _answer_all(self, nursery: trio.Nursery) -> None:
         """Answer every request that has arrived whole."""
         answered = False
-        while (frame := self._frames.next_frame()) is not None:
+        while not self._for_thread and (frame := self._frames.next_frame()) is not None:
             answered = True
             await self._answer(*frame, nursery)
         await self._flush()
@@ -506,17 +398,18 @@ class DataSession:
             await self._skip_bulk(header.bulk_length)
         if message is None:
             return
-        if isinstance(message, Get):
-            if self._backend.must_bring(message.items):
+        if isinstance(message, Get | GetSmall):
+            if self._is_for_thread(header, message, body):
+                return
+            if isinstance(message, GetSmall):
+                await self._flush()  # it may take an upload's place of its own
+            elif self._backend.must_bring(message.items):
                 await self._flush()  # what is ready does not wait for it
                 await self._backend.bring(message.items)
-            await self._gather_objects(header.request_id, message)
-            if self._gathered_bytes >= GATHER_BYTES or len(self._parts) >= GATHER_PARTS:
+            self._answer_read(header.request_id, message)
+            answers = self._answers
+            if answers.length_bytes >= GATHER_BYTES or len(answers.parts) >= GATHER_PARTS:
                 await self._flush()
-        elif isinstance(message, GetSmall):
-            await self._flush()  # it may take an upload's place of its own
-            self._gather_small(header.request_id, message)
-            await self._flush()
         elif isinstance(message, Store):
             await self._flush()
             await self._store(header, message)
@@ -592,140 +485,54 @@ class DataSession:
         elif not header.flags & ONE_WAY:
             reply = Measured(header.bulk_length, round(time.time() * 1000))
             kind, number = DataKind.MEASURE, header.request_id
-            self._gather(encode_frame(kind, number, reply, flags=REPLY, bulk_length=wanted))
+            frame = encode_frame(kind, number, reply, flags=REPLY, bulk_length=wanted)
             whole, rest = divmod(wanted, len(_MEASURE_FILL))
-            self._parts += [_MEASURE_FILL] * whole + [_MEASURE_FILL[:rest]]
+            self._gather(frame, [_MEASURE_FILL] * whole + [_MEASURE_FILL[:rest]])
 
     def _refuse(self, header: FrameHeader, code: Code, text: str) -> None:
         if not header.flags & ONE_WAY:
             self._gather(encode_failure(header.kind, header.request_id, code, text))
 
-    # --- GET ---------------------------------------------------------------------------------
+    # --- reads -------------------------------------------------------------------------------
 
-    async def _gather_objects(self, request_id: int, get: Get) -> None:
-        """Put the answer to a GET with those that are to be sent next; its objects are held from here on."""
-        replies: list[ObjectReply] = []
-        payloads: list[memoryview] = []
-        begun: list[bytes] = []
-        bulk_bytes = body_bytes = 0
-        keeps = keeps_of(get.keeps)
-        opened: list[OpenedObject | ObjectReply] = []
-        for begin in range(0, len(get.items), OPENED_AT_ONCE):
-            if begin:
-                await trio.lowlevel.checkpoint()
-            some = get.items[begin : begin + OPENED_AT_ONCE]
-            may_copy = self._gathered_own_bytes < MAX_COPIED_BYTES and self._account.has_plenty
-            opened += self._backend.open_objects(
-                some, self._claims.issuer, keeps, may_copy=may_copy
-            )
-            copied_bytes = 0
-            for each in opened[begin:]:
-                if isinstance(each, OpenedObject):
-                    if each.handle is not None:
-                        self._held.append(each)
-                    else:
-                        copied_bytes += len(each.payload)
-            self._hold_own(copied_bytes)
-        for item, each in zip(get.items, opened, strict=True):
-            if isinstance(each, ObjectReply):
-                self._traffic.busy += each.status == ObjectStatus.BUSY
-                replies.append(each)
-                continue
-            payload = item.of(each.payload)
-            if len(payload) > SMALL_READ_BYTES and not self._take_upload(get.may_refuse):
-                self._traffic.busy += 1
-                replies.append(ObjectReply(ObjectStatus.BUSY))
-                continue
-            body_bytes += len(each.trailer) + 128
-            if (
-                bulk_bytes + len(payload) > self._limits.reply_bulk_bytes
-                or body_bytes > MAX_REPLY_BODY_BYTES
-            ):
-                replies.append(ObjectReply(TOO_LARGE))
-                continue
-            end = item.first_chunk * CHUNK_BYTES + len(payload)
-            self._has_more = end < len(each.payload)
-            bulk_bytes += len(payload)
-            replies.append(ObjectReply(OK, each.slot, each.trailer, len(payload)))
-            payloads.append(payload)
-            if not item.first_chunk:
-                begun.append(item.digest)
-        self._gather(
-            encode_frame(
-                DataKind.GET, request_id, Objects(replies), flags=REPLY, bulk_length=bulk_bytes
-            )
-        )
-        self._parts += payloads
-        self._gathered_bytes += bulk_bytes
-        self._traffic.objects += len(payloads)
-        if begun:
-            self._backend.note_reads(Counter(begun))
-        now = time.monotonic()
-        if payloads and not self._has_upload:
-            self._traffic.tally.small_read_at = now
-        whole = not self._has_more and not any(item.first_chunk for item in get.items)
-        quick = bool(payloads) and whole and bulk_bytes <= LENT_BYTES
-        self._briskness.answered(now, quick=quick)
+    def _is_for_thread(self, header: FrameHeader, message: Get | GetSmall, body: bytes) -> bool:
+        """Whether a thread is to answer this, so that the event loop is free for those that read small objects."""
+        left, self._left_by_thread = self._left_by_thread, False
+        if left or not (
+            may_be_large(message) and self._traffic.tally.small_reads_go_on and self._may_lend
+        ):
+            return False
+        self._for_thread = HEADER.pack(*astuple(header)) + body
+        return True
 
-    def _gather_small(self, request_id: int, asked: GetSmall) -> None:
-        """Put the answer to GET_SMALL with those that are to be sent next; its objects are held from here on."""
-        lent = self._lend_small(asked)
-        self._has_more = False
-        self._held_small.append(lent)
-        parts = small_answer(request_id, lent)
-        self._parts += parts
-        self._hold_own(len(parts[0]))
-        self._gathered_bytes += len(parts[0]) + lent.length_bytes
-        self._traffic.objects += len(lent.digests)
-        if lent.digests:
-            self._backend.note_reads(Counter(lent.digests))
-            if not self._has_upload:
-                self._traffic.tally.small_read_at = time.monotonic()
-        self._briskness.answered(time.monotonic(), quick=bool(lent.digests))
+    def _answer_read(self, request_id: int, message: Get | GetSmall) -> None:
+        """Put the answer with those that are to be sent next; its objects are held from here on."""
+        answers = self._answers
+        if isinstance(message, Get):
+            answers.get(request_id, message, decides=True)
+        else:
+            answers.get_small(request_id, message, decides=True)
+        self._hold_own()
+        self._briskness.answered(time.monotonic(), quick=answers.was_quick)
 
-    def _lend_small(self, asked: GetSmall) -> SmallObjectsLent:
-        has_place = wants_large(asked) and self._take_upload(may_refuse=True)
-        request = asked if has_place else only_small(asked)
-        lent = self._backend.lend_small(request, self._claims.issuer)
-        if has_place and (lent is None or not has_large(lent)):
-            self._end_upload()
-        if lent is None:
-            nothing = bytes(len(asked.digests) // DIGEST_BYTES * SLOT_BYTES)
-            return SmallObjectsLent(nothing, [], [], 0, None)
-        return lent
+    def _gather(self, frame: bytes, bulk: Sequence[BytesLike] = ()) -> None:
+        self._answers.add(frame, bulk)
+        self._hold_own()
 
-    def _take_upload(self, may_refuse: bool) -> bool:
-        """Whether a large answer may be sent now; if so, this connection has one on its way until the next flush
-        is over."""
-        if not self._has_upload:
-            self._upload_began = time.monotonic()
-            self._has_upload = self._traffic.uploads.begin(
-                self._upload_began, may_refuse=may_refuse
-            )
-        return self._has_upload
-
-    def _end_upload(self) -> None:
-        if self._has_upload:
-            self._has_upload = False
-            self._traffic.uploads.end(self._upload_began, time.monotonic())
-
-    def _gather(self, frame: bytes) -> None:
-        self._parts.append(frame)
-        self._gathered_bytes += len(frame)
-        self._hold_own(len(frame))
-
-    def _hold_own(self, count: int) -> None:
-        """So much of what was gathered is in memory of its own."""
-        self._gathered_own_bytes += count
-        self._account.hold(count)
+    def _hold_own(self) -> None:
+        """What was gathered is in memory of its own, as far as it is not lent."""
+        self._account.hold(self._answers.own_bytes - self._held_bytes)
+        self._held_bytes = self._answers.own_bytes
 
     async def _flush(self) -> None:
         """Send what was gathered and give the objects back."""
-        if not self._parts:
+        answers = self._answers
+        if not answers.parts:
             return
         try:
-            await self._send(*self._parts)
-            self._traffic.bytes += self._gathered_bytes
+            answers.note()
+            self._take_in_some()
+            await self._send(*answers.parts)
         finally:
             self._let_go_all()
 
@@ -736,33 +543,14 @@ class DataSession:
         except trio.WouldBlock:
             await self._sending.acquire()
         try:
-            if self._has_upload and self._traffic.wants_thread:
-                await self._send_in_thread(parts)
-                self._sends_parts = self._has_more
-            else:
-                await self._stream.send(*parts)
+            await self._stream.send(*parts)
         finally:
             self._sending.release()
 
-    async def _send_in_thread(self, parts: Sequence[BytesLike]) -> None:
-        self._traffic.sending_threads += 1
-        try:
-            await self._stream.send_in_thread(*parts)
-        finally:
-            self._traffic.sending_threads -= 1
-
     def _let_go_all(self) -> None:
-        self._end_upload()
-        held, self._held = self._held, []
-        held_small, self._held_small = self._held_small, []
-        self._parts = []
-        self._gathered_bytes = 0
-        self._account.release(self._gathered_own_bytes)
-        self._gathered_own_bytes = 0
-        for opened in held:
-            self._backend.let_go(opened)
-        for lent in held_small:
-            self._backend.end_small_loan(lent)
+        self._account.release(self._held_bytes)
+        self._held_bytes = 0
+        self._answers.end()
 
     # --- STORE -------------------------------------------------------------------------------
 

@@ -74,15 +74,6 @@ class ObjectEntry:
         return self.expires_unix_ms > 0 and self.expires_unix_ms / 1000 <= now
 
 
-class QuickCopy(NamedTuple):
-    """A small object as it was in memory a moment ago: slot and trailer as they are there, and how many bytes of it
-    were copied."""
-
-    slot: bytes
-    trailer: bytes
-    length: int
-
-
 class SmallObjectsLent(NamedTuple):
     """Objects of one chunk that stay where they are until the loan ends. `slots`: 64 bytes for each that was asked for,
     zero for those that are none of them; `digests` and `payloads` of the others, `length_bytes` in all. `handle` is

@@ -7,7 +7,6 @@ from typing import Final, NamedTuple
 from p2pstore.errors import ProtocolError
 from p2pstore.flow import Outrun
 from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, chunk_count
-from p2pstore.transfer.arriving import Arriving
 from p2pstore.transfer.data_requests import DataRequests
 from p2pstore.transfer.failover import TooSlow
 from p2pstore.transfer.layout import Slot, TrailerBody
@@ -20,8 +19,7 @@ from p2pstore.transfer.messages import (
     Objects,
     ObjectStatus,
 )
-from p2pstore.transfer.trace import ReadWatch
-from p2pstore.transfer.transport import PullFailed, check_object, verify_chunk
+from p2pstore.transfer.transport import PullFailed, check_object
 from p2pstore.wire import Code, code_of
 
 SMALL_BYTES: Final = 64 * KIB
@@ -64,22 +62,6 @@ async def receive_answer(connection: DataRequests, asked: Asked) -> list[ObjectR
     return objects.items
 
 
-async def receive_chunks(
-    connection: DataRequests, arriving: Arriving, reader: int, run: range
-) -> None:
-    """These chunks, whose bytes come next: each is summed as it comes, and verified as soon as it is there. Where
-    somebody looks on, it is summed then: that is to be seen by itself."""
-    for number in run:
-        chunk = arriving.chunk(number)
-        payload_sum = None
-        if arriving.is_watched:
-            await connection.inbox.read_into(chunk)
-        else:
-            payload_sum = await connection.inbox.read_summed(chunk)
-        connection.bulk_left -= len(chunk)
-        arriving.verify(number, reader, payload_sum=payload_sum)
-
-
 def check_reply(reply: ObjectReply, asked: GetItem) -> tuple[Slot, TrailerBody]:
     """Slot and trailer of an answer that claims to have the object, verified. Raises `PullFailed`."""
     if reply.status:
@@ -119,16 +101,6 @@ def refusal(reply: ObjectReply) -> PullFailed:
     if reply.status == ObjectStatus.TOO_LARGE:
         return PullFailed(Code.OBJECT_TOO_LARGE, "the object did not fit into the reply")
     return PullFailed(Code.UNSUPPORTED, f"the holder answered with status {reply.status}")
-
-
-def deliver(
-    payload: memoryview, view: memoryview, trailer: TrailerBody, watch: ReadWatch | None
-) -> None:
-    """Check a payload of one chunk in place, and copy it to where it belongs. Raises `PullFailed` (STALE)."""
-    verify_chunk(payload, int.from_bytes(trailer.sums, "little"), 0, watch)
-    view[:] = payload
-    if watch is not None:
-        watch.advanced(len(view), len(view))
 
 
 def failure_of(error: Exception) -> PullFailed:

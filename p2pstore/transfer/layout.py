@@ -283,13 +283,6 @@ def slot_version(packed: bytes) -> Version:
     return Version(clock, writer, root)
 
 
-def is_longer(packed: bytes, length: int) -> bool:
-    """Whether a slot, in a private copy, is that of an object with more bytes than these."""
-    if len(packed) != SLOT_BYTES or _SLOT.unpack(packed)[8] <= length:
-        return False
-    return decode_slot(packed) is not None
-
-
 def is_only_chunk(packed: bytes, digest: bytes, payload_bytes: int, payload_sum: int) -> bool:
     """Whether a slot, in a private copy, is that of the live object under `digest` which has so many bytes, at most
     one chunk, with this xxh3-64. Its root is made of the length and the only sum: the trailer has nothing to add."""

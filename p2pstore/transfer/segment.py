@@ -31,7 +31,6 @@ from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer.areas import NO_CAPS, Areas, Places, QuotaUse
 from p2pstore.transfer.entries import (
     ObjectEntry,
-    QuickCopy,
     Reservation,
     SmallObjectsLent,
     Written,
@@ -550,18 +549,6 @@ class Segment:
         """A copy of the entry's 64-byte slot."""
         return self._table.slot_bytes(entry)
 
-    def copy_quickly(self, digest: bytes, into: memoryview, now: float) -> QuickCopy | None:
-        """Copy the live entry under `digest` to the beginning of `into`, when it fits. The one method for any thread of
-        the process: bytes are used anew only after the entry's state was changed, and that shows here, as both hold
-        the interpreter's lock."""
-        entry = self._entries.get(digest)
-        if entry is None or entry.length > len(into) or entry.expired(now):
-            return None
-        start, length, buffer = entry.offset, entry.length, self._buffer
-        into[:length] = buffer[start : start + length]
-        copied = QuickCopy(self.slot_bytes(entry), self.trailer_bytes(entry), length)
-        return copied if entry.state is SlotState.LIVE else None
-
     def lend(self, digest: bytes, now: float) -> tuple[Loan, ObjectEntry] | None:
         """The live entry under `digest`, whose bytes stay until `end_loan`. For any thread of the process."""
         entry = self._entries.get(digest)
@@ -580,7 +567,8 @@ class Segment:
         """The live entries under packed digests that have 1 to `most_bytes` bytes each, but for those that `declines`
         names; their bytes stay until `end_loan`. For any thread of the process. None when one is given up in this
         moment."""
-        wanted: list[bytes] = np.frombuffer(digests, _DIGEST).tolist()
+        alone = len(digests) == DIGEST_BYTES  # numpy takes 2 us for any number
+        wanted: list[bytes] = [digests] if alone else np.frombuffer(digests, _DIGEST).tolist()
         found = list(map(self._entries.get, wanted))
         places, entries = small_entries(found, most_bytes, most_bytes_in_all, now, declines)
         if not entries:
@@ -588,15 +576,19 @@ class Segment:
         loan = self._loans.begin(*entries)
         if loan is None:
             return None
-        slots = self._table.slot_rows([entry.slot for entry in entries])
-        if len(entries) < len(wanted):
-            found_slots, slots = slots, np.zeros((len(wanted), SLOT_BYTES), np.uint8)
-            slots[places] = found_slots
-            wanted = [wanted[place] for place in places]
+        if alone:
+            slots = self._table.slot_bytes(entries[0])
+        else:
+            rows = self._table.slot_rows([entry.slot for entry in entries])
+            if len(entries) < len(wanted):
+                found_rows, rows = rows, np.zeros((len(wanted), SLOT_BYTES), np.uint8)
+                rows[places] = found_rows
+                wanted = [wanted[place] for place in places]
+            slots = rows.tobytes()
         buffer = self._buffer
         payloads = [buffer[entry.offset : entry.offset + entry.length] for entry in entries]
         total = sum(map(len, payloads))
-        return SmallObjectsLent(slots.tobytes(), wanted, payloads, total, loan)
+        return SmallObjectsLent(slots, wanted, payloads, total, loan)
 
     def end_loan(self, loan: Loan) -> None:
         """The end of `lend` or `lend_small`, by the same thread."""

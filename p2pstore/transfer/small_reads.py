@@ -15,13 +15,12 @@ from xxhash import xxh3_64_digest
 
 from p2pstore.errors import ProtocolError
 from p2pstore.flow import NO_HASTE, Haste
-from p2pstore.objects import KIB, Version
+from p2pstore.objects import KIB, Version, chunk_sum
 from p2pstore.streams import MAX_GATHER
 from p2pstore.transfer.arriving import Announced
-from p2pstore.transfer.batch_reads import MIN_BATCH_ITEMS
 from p2pstore.transfer.data_requests import DataRequests
 from p2pstore.transfer.inbox import INBOX_BYTES
-from p2pstore.transfer.layout import SLOT_BYTES, SlotRows
+from p2pstore.transfer.layout import SLOT_BYTES, SlotRows, is_only_chunk, slot_version
 from p2pstore.transfer.messages import (
     MAX_SMALL_BULK_BYTES,
     MAX_SMALL_ITEMS,
@@ -32,6 +31,7 @@ from p2pstore.transfer.messages import (
     Keeps,
     SmallObjects,
 )
+from p2pstore.transfer.span_reads import MIN_BATCH_ITEMS
 from p2pstore.wire import HEADER_BYTES, encode_body
 
 BATCH_BYTES: Final = MAX_SMALL_BULK_BYTES
@@ -119,6 +119,46 @@ async def pull_small(
                 lengths += await _receive(connection, number, request, part, writer)
         finally:
             inbox.expect(0)
+
+
+async def pull_one(
+    connection: DataRequests,
+    digest: bytes,
+    view: memoryview,
+    haste: Haste,
+    keeps: Keeps,
+    announced: Announced | None,
+) -> int:
+    """`pull_small` of one object, in as few steps as possible: the columns of one row take 10 us more."""
+    if connection.version < SMALL_VERSION:
+        return -1
+    inbox, most_bytes = connection.inbox, len(view)
+    with connection.operation(haste):
+        inbox.expect(most_bytes)
+        request = GetSmall(digest, most_bytes, int(keeps))
+        number, frame = connection.frame(DataKind.GET_SMALL, request)
+        await connection.stream.send(frame)
+        slot = (await connection.receive(DataKind.GET_SMALL, number, SmallObjects)).slots
+        length = connection.bulk_left
+        if not length:
+            return -1
+        if len(slot) != SLOT_BYTES or length > max(most_bytes, SMALL_OBJECT_BYTES):
+            raise ProtocolError("the reply to GET_SMALL has other objects than were asked for")
+        target = _room(view, length)
+        if length >= INBOX_BYTES:
+            payload = target
+            payload_sum = await inbox.read_summed(target, soon=True)
+        else:
+            payload = await inbox.take(length)
+            payload_sum = chunk_sum(payload)
+        connection.bulk_left = 0
+        if length > most_bytes or not is_only_chunk(slot, digest, length, payload_sum):
+            return -1
+        if announced is not None and not announced.allows(slot_version(slot)):
+            return -1
+        if payload is not target:
+            target[:] = payload
+        return length
 
 
 def part_items(count: int) -> int:

@@ -228,10 +228,6 @@ class AcceptedTlsStream(TlsStream):
         if not self._holds_input:  # the rest of a record has a deadline
             await self._accepted.wait_readable_forever()
 
-    async def send_in_thread(self, *parts: BytesLike) -> None:
-        """`send`: the cipher works piece by piece anyway, and needs the interpreter's lock for each."""
-        await self.send(*parts)
-
     @property
     def can_lend(self) -> bool:
         return False

@@ -290,18 +290,13 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
     assert all(each.ok for each in far_pair[0].client.put_many(list(values.items())))
     asked: list[int] = []
     unsettled: list[bytes] = []
-    pull_small, pull_chunk, only = DataPool.pull_small, DataPool.pull_chunk, KnownHolders.only
+    pull_small, only = DataPool.pull_small, KnownHolders.only
 
     def counted_small(
         pool: DataPool, copy: RemotePeer, digests: Sequence[bytes], *rest: Any
     ) -> Any:
         asked.append(len(digests))
         return pull_small(pool, copy, digests, *rest)
-
-    async def counted_chunk(*arguments: Any) -> int:
-        length = await pull_chunk(*arguments)
-        asked.extend([1] * (length >= 0))
-        return length
 
     def noted_only(known: KnownHolders, digest: bytes, *rest: Any) -> Any:
         copy = only(known, digest, *rest)
@@ -312,7 +307,6 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
     monkeypatch.setattr(reading_together, "GATHER_SECONDS", 0.0)
     monkeypatch.setattr(KnownHolders, "only", noted_only)
     monkeypatch.setattr(DataPool, "pull_small", counted_small)
-    monkeypatch.setattr(DataPool, "pull_chunk", counted_chunk)
 
     keys, holder = list(values), far_pair[0]
 

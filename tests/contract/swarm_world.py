@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import trio
@@ -30,10 +31,9 @@ from p2pstore.streams import BytesLike
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_pool import DataPool
 from p2pstore.transfer.data_server import DataServer, listener_address, open_data_listeners
-from p2pstore.transfer.data_session import OpenedObject
-from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
-from p2pstore.transfer.messages import DataKind, GetItem, GetManifest, GetSmall, Keeps, ObjectReply
-from p2pstore.transfer.read_thread import LentObject
+from p2pstore.transfer.entries import SmallObjectsLent
+from p2pstore.transfer.messages import DataKind, GetItem, GetManifest, GetSmall, ObjectReply
+from p2pstore.transfer.read_answers import LentObject
 from p2pstore.transfer.tickets import TicketClaims
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.trio_streams import TrioDriver
@@ -49,33 +49,21 @@ class _Backend:
     def __init__(self, swarms: RunningSwarms) -> None:
         self._swarms = swarms
 
-    def open_objects(
-        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps, *, may_copy: bool = True
-    ) -> Sequence[OpenedObject | ObjectReply]:
-        raise AssertionError("there are no objects")
-
     def must_bring(self, items: Sequence[GetItem]) -> bool:
         raise AssertionError("there are no objects")
 
     async def bring(self, items: Sequence[GetItem]) -> None:
         raise AssertionError("there are no objects")
 
-    def let_go(self, opened: OpenedObject) -> None:
-        raise AssertionError("there are no objects")
-
-    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
-        raise AssertionError("there are no objects")
-
-    def lend(self, item: GetItem, reader: bytes, keeps: int, most_bytes: int) -> LentObject | None:
-        raise AssertionError("there are no objects")
-
-    def end_loan(self, lent: LentObject) -> None:
+    def lend(
+        self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
+    ) -> LentObject | ObjectReply | None:
         raise AssertionError("there are no objects")
 
     def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
         raise AssertionError("there are no objects")
 
-    def end_small_loan(self, lent: SmallObjectsLent) -> None:
+    def end_loan(self, handle: Any) -> None:
         raise AssertionError("there are no objects")
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:

@@ -1,4 +1,4 @@
-"""Objects of a chunk at most, read the short way, and reads that follow one another so closely that a thread of the
+"""Objects of a chunk at most, read one by one, and reads that follow one another so closely that a thread of the
 holder answers them."""
 
 from __future__ import annotations
@@ -44,8 +44,14 @@ async def holder(request: pytest.FixtureRequest) -> AsyncIterator[TcpHarness]:
 
 
 async def connect(pool: DataPool, holder: TcpHarness) -> None:
-    """The short way is for connections that are there."""
     assert await pool.request(holder.copy(), DataKind.PING, Ping()) == Pong(7, 42)
+
+
+async def read_one(pool: DataPool, holder: TcpHarness, digest: bytes, view: memoryview) -> int:
+    """The length; -1 where `pull` is to say more."""
+    (length,), failure = await pool.pull_small(holder.copy(), [digest], [view[:MIB]])
+    assert failure is None
+    return length
 
 
 async def test_values_of_every_length_come_the_short_way(holder: TcpHarness, side: Side) -> None:
@@ -56,13 +62,11 @@ async def test_values_of_every_length_come_the_short_way(holder: TcpHarness, sid
     threads: list[int] = []
 
     async def read() -> None:
-        assert await pool.pull_chunk(holder.copy(), next(iter(digests)), memoryview(b"")) == -1
-        await connect(pool, holder)
         for _ in range(BRISK_READS):  # in the end from a thread, where there is no TLS
             for digest, value in digests.items():
                 buffer = bytearray(b"\xaa") * (len(value) + 10)
                 view = memoryview(buffer)
-                length = await pool.pull_chunk(holder.copy(), digest, view, 0, len(value))
+                length = await read_one(pool, holder, digest, view)
                 assert length == len(value)
                 assert buffer == value + b"\xaa" * 10
         threads.append(holder.server.traffic.read_threads)
@@ -83,12 +87,10 @@ async def test_what_takes_the_long_way(holder: TcpHarness, side: Side) -> None:
     async def read() -> None:
         await connect(pool, holder)
         for digest, view in ((long, room), (empty, room), (whole, room[:4999])):
-            assert await pool.pull_chunk(holder.copy(), digest, view) == -1
+            assert await read_one(pool, holder, digest, view) == -1
         assert not any(bytes(room)), "nothing was written of what does not come whole"
-        with pytest.raises(PullFailed) as caught:
-            await pool.pull_chunk(holder.copy(), key_digest("absent"), room)
-        assert caught.value.code is Code.NO_SUCH_KEY
-        assert await pool.pull_chunk(holder.copy(), whole, room) == 5000
+        assert await read_one(pool, holder, key_digest("absent"), room) == -1
+        assert await read_one(pool, holder, whole, room) == 5000
 
     await side.run(read)
     assert bytes(room[:5000]) == pattern(5000)
@@ -105,19 +107,19 @@ async def test_damage_is_refused(tcp: TcpHarness, length: int, in_thread: bool) 
     view = memoryview(bytearray(length))
     await connect(pool, tcp)
     for _ in range(3 * BRISK_READS if in_thread else 1):
-        assert await pool.pull_chunk(tcp.copy(), digest, view) == length
+        assert await read_one(pool, tcp, digest, view) == length
     memory = _buffers[SEGMENT_BYTES]
     slot = tcp.segment.geometry.slots_offset + entry.slot * 64
     for place in (entry.offset + length - 1, slot + 40, slot + 63):
         memory[place] ^= 1
-        await connect(pool, tcp)
+        lengths, failure = await pool.pull_small(tcp.copy(), [digest], [view])
+        assert lengths == [-1] or failure is not None
         with pytest.raises(PullFailed) as caught:
-            await pool.pull_chunk(tcp.copy(), digest, view)
+            await pool.pull(tcp.copy(), digest, BufferDestination(bytearray(length)))
         assert caught.value.code is Code.STALE
         memory[place] ^= 1
         assert pool.open_connections == 0  # who sends that is not to be trusted with the next
-    await connect(pool, tcp)
-    assert await pool.pull_chunk(tcp.copy(), digest, view) == length
+    assert await read_one(pool, tcp, digest, view) == length
 
 
 @pytest.fixture
@@ -133,7 +135,7 @@ async def brisk(tcp: TcpHarness, pool: DataPool) -> bytes:
     await connect(pool, tcp)
     with trio.fail_after(20):
         while not tcp.server.traffic.read_threads:
-            assert await pool.pull_chunk(tcp.copy(), digest, view) == 5000
+            assert await read_one(pool, tcp, digest, view) == 5000
     return digest
 
 
@@ -145,14 +147,13 @@ async def test_other_requests_in_between(tcp: TcpHarness) -> None:
     view = memoryview(bytearray(5000))
     for round_number in range(3):
         assert await pool.request(tcp.copy(), DataKind.PING, Ping()) == Pong(7, 42)
-        with pytest.raises(PullFailed):
-            await pool.pull_chunk(tcp.copy(), key_digest("absent"), view)
+        assert await read_one(pool, tcp, key_digest("absent"), view) == -1
         buffer = bytearray(3 * MIB)
         await pool.pull(tcp.copy(), large, BufferDestination(buffer))
         assert buffer == pattern(3 * MIB)
         for _ in range(3 * BRISK_READS):
             view[:] = bytes(5000)
-            assert await pool.pull_chunk(tcp.copy(), digest, view) == 5000
+            assert await read_one(pool, tcp, digest, view) == 5000
             assert view == pattern(5000)
         assert pool.open_connections == 1, round_number
 
@@ -161,9 +162,7 @@ async def test_a_removed_object_is_gone_for_threads_as_well(tcp: TcpHarness) -> 
     pool = tcp.pool(TrioDriver())
     digest = await brisk(tcp, pool)
     tcp.segment.remove(digest)
-    with pytest.raises(PullFailed) as caught:
-        await pool.pull_chunk(tcp.copy(), digest, memoryview(bytearray(5000)))
-    assert caught.value.code is Code.NO_SUCH_KEY
+    assert await read_one(pool, tcp, digest, memoryview(bytearray(5000))) == -1
 
 
 async def test_the_thread_ends_with_its_reader_and_with_the_server(tcp: TcpHarness) -> None:
@@ -193,9 +192,9 @@ async def test_a_reader_cancelled_while_it_waits_for_a_thread_leaves_nothing(
                 scope.cancel()
 
             nursery.start_soon(cancel_after, turns, nursery.cancel_scope)
-            await pool.pull_chunk(tcp.copy(), digest, view)
+            await read_one(pool, tcp, digest, view)
         await connect(pool, tcp)
-        assert await pool.pull_chunk(tcp.copy(), digest, view) == 5000
+        assert await read_one(pool, tcp, digest, view) == 5000
         assert view == pattern(5000)
 
 
@@ -208,4 +207,4 @@ async def test_a_key_that_goes_ends_threads_too(tcp: TcpHarness) -> None:
     view = memoryview(bytearray(5000))
     await until(lambda: tcp.server.connections == 0)
     await connect(pool, tcp)
-    assert await pool.pull_chunk(tcp.copy(), digest, view) == 5000
+    assert await read_one(pool, tcp, digest, view) == 5000

@@ -11,6 +11,7 @@ from p2pstore.core.hot_objects import HOT_READS
 from p2pstore.objects import MIB, key_digest
 from p2pstore.peer.data_backend import PeerDataBackend
 from p2pstore.transfer.messages import GetItem, GetSmall, Keeps
+from p2pstore.transfer.read_answers import LentObject
 from tests.contract.worlds import Cluster, open_cluster
 
 CHUNK, LONGER = key_digest("chunk"), key_digest("longer")
@@ -26,17 +27,16 @@ class Lender:
         self._cluster = cluster
         self._backend = PeerDataBackend(cluster.near.node, cast(Any, None), cast(Any, None))
 
-    def lends(
-        self, item: GetItem, most_bytes: int, reader: bytes = STRANGER, keeps: int = Keeps.NO
-    ) -> bytes | None:
+    def lends(self, item: GetItem, reader: bytes = STRANGER, keeps: int = Keeps.NO) -> bytes | None:
         """The bytes that it lends."""
-        lent = self._backend.lend(item, reader, keeps, most_bytes)
+        lent = self._backend.lend(item, reader, keeps, decides=False)
         if lent is None:
             return None
+        assert isinstance(lent, LentObject)
         try:
             return bytes(item.of(lent.value))
         finally:
-            self._backend.end_loan(lent)
+            self._backend.end_loan(lent.handle)
 
     def lends_small(
         self, digest: bytes, most_bytes: int, reader: bytes = STRANGER, keeps: int = Keeps.NO
@@ -47,7 +47,8 @@ class Lender:
         try:
             return b"".join(lent.payloads)
         finally:
-            self._backend.end_small_loan(lent)
+            if lent.handle is not None:
+                self._backend.end_loan(lent.handle)
 
 
 @pytest.fixture
@@ -66,24 +67,22 @@ def lender() -> Iterator[Lender]:
         assert cluster.on_near(nothing_is_lent)
 
 
-def test_what_it_lends_has_a_limit_but_for_later_parts(lender: Lender) -> None:
-    assert lender.lends(GetItem(CHUNK), MIB) == b"c" * MIB
-    assert lender.lends(GetItem(CHUNK), MIB - 1) is None
-    assert lender.lends(GetItem(LONGER), MIB) is None
-    assert lender.lends(GetItem(LONGER), 2 * MIB) == b"l" * 2 * MIB
-    assert lender.lends(GetItem(LONGER, 1, 1), MIB) == b"l" * MIB
-    assert lender.lends(GetItem(key_digest("absent")), MIB) is None
+def test_it_lends_objects_and_parts_of_them(lender: Lender) -> None:
+    assert lender.lends(GetItem(CHUNK)) == b"c" * MIB
+    assert lender.lends(GetItem(LONGER)) == b"l" * 2 * MIB
+    assert lender.lends(GetItem(LONGER, 1, 1)) == b"l" * MIB
+    assert lender.lends(GetItem(key_digest("absent"))) is None
 
 
 def test_what_is_hot_is_left_to_the_event_loop(lender: Lender) -> None:
     """That tells the reader to have its own peer keep it. Each reading counts, the parts of one do not."""
     for _ in range(int(HOT_READS) + 1):
-        assert lender.lends(GetItem(LONGER), 2 * MIB, lender.other, Keeps.BY_PEER)
+        assert lender.lends(GetItem(LONGER), lender.other, Keeps.BY_PEER)
         for _ in range(3):
-            assert lender.lends(GetItem(LONGER, 1, 1), MIB, lender.other, Keeps.BY_PEER)
-    assert lender.lends(GetItem(LONGER), 2 * MIB, lender.other, Keeps.BY_PEER) is None
-    assert lender.lends(GetItem(LONGER, 1, 1), MIB, lender.other, Keeps.BY_PEER)
-    assert lender.lends(GetItem(LONGER), 2 * MIB, lender.other, Keeps.NO)
+            assert lender.lends(GetItem(LONGER, 1, 1), lender.other, Keeps.BY_PEER)
+    assert lender.lends(GetItem(LONGER), lender.other, Keeps.BY_PEER) is None
+    assert lender.lends(GetItem(LONGER, 1, 1), lender.other, Keeps.BY_PEER)
+    assert lender.lends(GetItem(LONGER), lender.other, Keeps.NO)
 
 
 def test_by_small_reads_it_lends_one_chunk_at_most(lender: Lender) -> None:
@@ -99,5 +98,5 @@ def test_what_is_hot_is_not_lent_by_small_reads(lender: Lender) -> None:
     for _ in range(int(HOT_READS) + 1):
         assert lender.lends_small(CHUNK, MIB, lender.other, Keeps.BY_PEER)
     assert lender.lends_small(CHUNK, MIB, lender.other, Keeps.BY_PEER) == b""
-    assert lender.lends(GetItem(CHUNK), MIB, lender.other, Keeps.BY_PEER) is None
+    assert lender.lends(GetItem(CHUNK), lender.other, Keeps.BY_PEER) is None
     assert lender.lends_small(CHUNK, MIB, lender.other, Keeps.NO)

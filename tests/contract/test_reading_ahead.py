@@ -8,11 +8,8 @@ from dataclasses import replace
 import pytest
 
 from p2pstore.objects import MIB
-from p2pstore.transfer import data_connection
 from p2pstore.transfer.arriving import ALONE, PARTS_AHEAD, Arriving, resumable
-from p2pstore.transfer.data_requests import DataRequests
-from p2pstore.transfer.get_requests import Asked, ask
-from p2pstore.transfer.messages import GetItem, Keeps
+from p2pstore.transfer.span_reads import Span, SpanQueue
 from p2pstore.transfer.transport import BufferDestination
 from p2pstore.trio_streams import TrioDriver
 from tests.contract.test_transport import TcpHarness, pattern, put, segment_of
@@ -45,18 +42,15 @@ async def test_so_much_is_asked_for_ahead(
     """Who reads asks for more as soon as so few chunks are left of what was asked for."""
     left_chunks = 0
     left_when_asked: list[int] = []
+    next_spans = SpanQueue.next
 
-    async def watched_ask(
-        connection: DataRequests,
-        items: tuple[GetItem, ...],
-        *,
-        may_refuse: bool = False,
-        keeps: Keeps = Keeps.NO,
-    ) -> Asked:
+    def watched_next(self: SpanQueue) -> list[Span]:
         nonlocal left_chunks
-        left_when_asked.append(left_chunks)
-        left_chunks += min(items[0].chunk_count, CHUNKS - items[0].first_chunk)
-        return await ask(connection, items, may_refuse=may_refuse, keeps=keeps)
+        spans = next_spans(self)
+        for _, item in spans:
+            left_when_asked.append(left_chunks)
+            left_chunks += min(item.chunk_count, CHUNKS - item.first_chunk)
+        return spans
 
     verify = Arriving.verify
 
@@ -65,7 +59,7 @@ async def test_so_much_is_asked_for_ahead(
         verify(self, *arguments, **options)  # type: ignore[arg-type] # passed on
         left_chunks -= 1
 
-    monkeypatch.setattr(data_connection, "ask", watched_ask)
+    monkeypatch.setattr(SpanQueue, "next", watched_next)
     monkeypatch.setattr(Arriving, "verify", watched_verify)
     value, buffer = pattern(CHUNKS * MIB - 5), bytearray(CHUNKS * MIB - 5)
     digest = put(tcp.segment, "key", value)

@@ -26,7 +26,7 @@ from p2pstore.transfer.layout import SlotRows
 from p2pstore.transfer.messages import DataKind, GetSmall, SmallObjects
 from p2pstore.transfer.read_thread import BRISK_READS
 from p2pstore.transfer.segment import Segment
-from p2pstore.transfer.transport import PullFailed, RemoteCopy
+from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import ERROR, REPLY, Code, Failure, decode_body, encode_frame
 from tests.contract.test_transport import (
@@ -171,6 +171,25 @@ async def test_a_holder_that_claims_more_than_an_answer_holds_is_not_believed(si
         assert lengths == []
         assert failure is not None
         assert failure.code == Code.MALFORMED
+        pool.close()
+
+
+async def test_a_holder_without_get_small_is_asked_by_get(side: Side) -> None:
+    """Of the version before: not one request that it does not know."""
+
+    async def nothing_is_asked(stream: Any, read: Any) -> None:
+        await read()
+        raise AssertionError("a request")
+
+    digests = [key_digest(f"key {i}") for i in range(3)]
+    views = [memoryview(bytearray(MIB)) for _ in digests]
+    async with scripted_owner(nothing_is_asked, version=2) as older:
+        pool = DataPool(side.driver)
+        for count in (1, 3):
+            lengths, failure = await side.run(
+                lambda count=count: pool.pull_small(older, digests[:count], views[:count])  # type: ignore[misc]  # mypy: defaults of a lambda
+            )
+            assert (lengths, failure) == ([-1] * count, None)
         pool.close()
 
 
@@ -447,10 +466,9 @@ async def test_values_that_change_all_the_time_are_read_right_or_not_at_all(tls:
                     compare("together", key, view[:length])
             for _ in range(len(keys)):
                 key, view = rng.choice(keys), views[0]
-                with contextlib.suppress(PullFailed):
-                    length = run_blocking(pool.pull_chunk(copy, key_digest(key), view))
-                    if length >= 0:
-                        compare("alone", key, view[:length])
+                (length,), _ = run_blocking(pool.pull_small(copy, [key_digest(key)], [view]))
+                if length >= 0:
+                    compare("alone", key, view[:length])
 
     async def change(rng: Random) -> None:
         while True:

@@ -47,16 +47,17 @@ from p2pstore.keyring import KeyRing
 from p2pstore.objects import CHUNK_BYTES, KIB, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.streams import BlockingDriver, BytesLike, ByteStream, Driver, run_blocking
 from p2pstore.transfer import transport as transport_module
+from p2pstore.transfer.arriving import Announced, announcing
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.data_server import (
     DataServer,
-    OpenedObject,
     ServerLimits,
     listener_address,
     open_data_listeners,
 )
-from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent, Written
+from p2pstore.transfer.entries import SmallObjectsLent, Written
+from p2pstore.transfer.failover import Unannounced
 from p2pstore.transfer.layout import (
     Slot,
     SlotState,
@@ -65,6 +66,7 @@ from p2pstore.transfer.layout import (
     encode_trailer,
     plan_geometry,
 )
+from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.messages import (
     MAX_SMALL_BULK_BYTES,
     ClusterRecords,
@@ -74,7 +76,6 @@ from p2pstore.transfer.messages import (
     GetSmall,
     Hello,
     HelloReply,
-    Keeps,
     Lookup,
     ObjectReply,
     Objects,
@@ -89,7 +90,7 @@ from p2pstore.transfer.messages import (
     Snapshot,
     SnapshotReply,
 )
-from p2pstore.transfer.read_thread import LentObject
+from p2pstore.transfer.read_answers import LentObject
 from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.store_intake import StoreBackend
 from p2pstore.transfer.tickets import (
@@ -233,57 +234,25 @@ class Backend:
     async def bring(self, items: Sequence[GetItem]) -> None:
         raise AssertionError("nothing is to be brought")
 
-    def open_objects(
-        self, items: Sequence[GetItem], reader: bytes, keeps: Keeps, *, may_copy: bool = True
-    ) -> list[OpenedObject | ObjectReply]:
-        return [self._open(item.digest) for item in items]
-
-    def _open(self, digest: bytes) -> OpenedObject | ObjectReply:
+    def lend(
+        self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
+    ) -> LentObject | ObjectReply | None:
         segment = self._segment
-        entry = segment.find(digest, time.time())
-        if entry is None:
-            return ObjectReply(ObjectStatus.NOT_FOUND, incarnation=7, sequence=42)
-        segment.acquire(entry)
-        return OpenedObject(
-            segment.slot_bytes(entry), segment.trailer_bytes(entry), segment.payload(entry), entry
-        )
-
-    def let_go(self, opened: OpenedObject) -> None:
-        self._segment.let_go(opened.handle)
-
-    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
-        return self._segment.copy_quickly(digest, into, time.time())
-
-    def lend(self, item: GetItem, reader: bytes, keeps: int, most_bytes: int) -> LentObject | None:
-        lent = self._segment.lend(item.digest, time.time())
+        lent = segment.lend(item.digest, time.time())
         if lent is None:
-            return None
+            absent = ObjectReply(ObjectStatus.NOT_FOUND, incarnation=7, sequence=42)
+            return absent if decides else None
         loan, entry = lent
-        segment = self._segment
-        if not item.first_chunk and entry.length > most_bytes:
-            segment.end_loan(loan)
-            return None
         slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
-        return LentObject(
-            item.digest,
-            slot,
-            trailer,
-            segment.payload(entry),
-            lambda: entry.state is SlotState.LIVE,
-            loan,
-        )
-
-    def end_loan(self, lent: LentObject) -> None:
-        self._segment.end_loan(lent.handle)
+        return LentObject(slot, trailer, segment.payload(entry), loan)
 
     def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
         return self._segment.lend_small(
             asked.digests, min(asked.most_bytes, CHUNK_BYTES), MAX_SMALL_BULK_BYTES, time.time()
         )
 
-    def end_small_loan(self, lent: SmallObjectsLent) -> None:
-        if lent.handle is not None:
-            self._segment.end_loan(lent.handle)
+    def end_loan(self, handle: Loan) -> None:
+        self._segment.end_loan(handle)
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         self.noted += Counter(counts).elements()
@@ -801,7 +770,7 @@ async def test_a_batch_larger_than_one_reply(side: Side) -> None:
 
 
 async def test_a_buffer_too_small_for_one_large_item_costs_no_other_its_result(side: Side) -> None:
-    """Its bytes are on their way when that shows, so the connection ends; what came before it stands."""
+    """Its bytes are on their way when that shows, and so are the next one's."""
     segment = segment_of(SEGMENT_BYTES)
     values = [pattern(3 * MIB, seed) for seed in range(4)]
     digests = [put(segment, f"key {i}", value) for i, value in enumerate(values)]
@@ -814,13 +783,38 @@ async def test_a_buffer_too_small_for_one_large_item_costs_no_other_its_result(s
                 [(d, BufferDestination(b)) for d, b in zip(digests, buffers, strict=True)],
             )
         )
-        assert pool.open_connections == 0
-    assert isinstance(first, Pulled)
-    assert isinstance(second, Pulled)
-    assert buffers[:2] == values[:2]
+        assert pool.open_connections == 1
+    assert all(isinstance(each, Pulled) for each in (first, second, last))
+    assert [buffers[at] == values[at] for at in range(4)] == [True, True, False, True]
     assert isinstance(small, BufferTooSmall)
-    assert isinstance(last, PullFailed)
-    assert (last.code, last.retriable) == (Code.UNAVAILABLE, True)
+
+
+@pytest.mark.parametrize("length", [100, 100_000, MIB, 3 * MIB])
+async def test_a_version_that_was_not_announced_is_not_delivered(side: Side, length: int) -> None:
+    """Of whatever length, alone and with others; whoever wrote it vouches for what it holds."""
+    async with TcpHarness.open(segment_of(SEGMENT_BYTES)) as harness:
+        value = pattern(length)
+        digest = put(harness.segment, "key", value)  # by writer 1
+        pool = harness.pool(side.driver)
+        for writer in (1, 2):
+            copy = replace(harness.copy(), announced=Announced(writer))
+            buffers = [bytearray(length) for _ in range(3)]
+            items = [(digest, announcing(BufferDestination(b), copy.announced)) for b in buffers]
+            outcomes = await side.run(lambda: pool.pull_many(harness.copy(), items))  # noqa: B023  # awaited at once
+            if writer == 1:
+                assert all(isinstance(each, Pulled | int) for each in outcomes)
+                assert buffers == [value] * 3
+                continue
+            assert [type(each) for each in outcomes] == [Unannounced] * 3
+            assert not any(map(any, buffers))
+            destination = announcing(BufferDestination(buffers[0]), copy.announced)
+            with pytest.raises(Unannounced):
+                await side.run(lambda: pool.pull(copy, digest, destination))  # noqa: B023  # awaited at once
+            if length <= MIB:
+                told, _ = await side.run(
+                    lambda: pool.pull_small(copy, [digest], [memoryview(buffers[0])])
+                )  # awaited at once
+                assert told == [-1]
 
 
 async def test_what_does_not_fit_into_a_reply_is_said_to_be_too_large() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -12,10 +11,9 @@ import pytest
 
 from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.streams import ByteStream
-from p2pstore.transfer import part_thread
 from p2pstore.transfer.data_server import ServerLimits
-from p2pstore.transfer.data_session import MAX_SENDING_THREADS
 from p2pstore.transfer.messages import DataKind, Get, GetItem, GetSmall
+from p2pstore.transfer.read_answers import MAX_READ_THREADS
 from p2pstore.transfer.read_thread import BRISK_READS
 from p2pstore.transfer.transport import (
     BufferDestination,
@@ -201,16 +199,16 @@ async def test_a_large_answer_leaves_the_loop_to_small_reads() -> None:
     async with holder(1) as harness:
         await _pull_small(harness)
         async with occupied(harness) as slow:
-            assert harness.server.traffic.sending_threads == 1
+            assert harness.server.traffic.read_threads == 1
             await _pull_small(harness)
             *_, payload = await read_frame(slow)
             assert payload == LARGE
-            await until(lambda: harness.server.traffic.sending_threads == 0)
+            await until(lambda: harness.server.traffic.read_threads == 0)
 
 
 async def test_without_small_reads_there_is_no_thread() -> None:
     async with holder(1) as harness, occupied(harness):
-        assert harness.server.traffic.sending_threads == 0
+        assert harness.server.traffic.read_threads == 0
 
 
 async def test_parts_of_one_object_are_no_small_reads_in_a_row() -> None:
@@ -239,7 +237,7 @@ async def in_the_second_part(harness: TcpHarness) -> AsyncIterator[tuple[ByteStr
     await _pull_small(harness)
     slow = await authenticated(harness.address)
     await slow.send(ask_for(0))
-    await until(lambda: harness.server.traffic.sending_threads == 1)
+    await until(lambda: harness.server.traffic.read_threads == 1)
     await slow.send(ask_for(1))
     *_, payload = await read_frame(slow)
     assert payload == LARGE[: 6 * MIB]
@@ -247,7 +245,7 @@ async def in_the_second_part(harness: TcpHarness) -> AsyncIterator[tuple[ByteStr
     assert (header.request_id, header.bulk_length) == (1, 6 * MIB)
     yield slow, header.body_length + header.bulk_length
     slow.close()
-    await until(lambda: harness.server.traffic.sending_threads == 0)
+    await until(lambda: harness.server.traffic.read_threads == 0)
     assert harness.server.traffic.uploads.taken == 0
     harness.segment.expire(0)  # takes in which loans are over
     assert not harness.segment.has_loans
@@ -257,7 +255,7 @@ async def test_the_thread_that_sent_a_part_sends_those_after_it() -> None:
     async with holder(1) as harness:
         traffic = harness.server.traffic
         async with in_the_second_part(harness) as (slow, rest):
-            assert (traffic.sending_threads, traffic.uploads.taken) == (1, 1)
+            assert (traffic.read_threads, traffic.uploads.taken) == (1, 1)
             with pytest.raises(PullFailed, match="much to send already"):
                 await _pull(harness)
             await _pull_small(harness)
@@ -265,34 +263,29 @@ async def test_the_thread_that_sent_a_part_sends_those_after_it() -> None:
             assert (await read_exactly(slow, rest)).endswith(LARGE[6 * MIB : 12 * MIB])
             *_, payload = await read_frame(slow)
             assert payload == LARGE[12 * MIB :]
-            await until(lambda: traffic.sending_threads == 0)  # that was the last one
+            await until(lambda: traffic.read_threads == 0)  # that was the last one
             await slow.send(encode_frame(DataKind.GET, 3, Get([GetItem(key_digest("small"))])))
             *_, payload = await read_frame(slow)
             assert payload == SMALL
 
 
-async def test_the_thread_begins_with_the_next_object_while_small_ones_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(part_thread, "NEXT_OBJECT_SECONDS", 30.0)
+async def test_the_thread_begins_with_the_next_object() -> None:
     async with holder(1) as harness, in_the_second_part(harness) as (slow, rest):
         traffic = harness.server.traffic
         objects = traffic.objects
-        traffic.tally.small_read_at = math.inf
         await read_exactly(slow, rest)
         for number in (2, 0):
             await slow.send(ask_for(number))
             header = decode_header(await read_exactly(slow, HEADER_BYTES), DATA_REPLY_LIMITS)
             assert harness.segment.has_loans, "a thread sends"
-            assert (traffic.sending_threads, traffic.uploads.taken) == (1, 1)
+            assert (traffic.read_threads, traffic.uploads.taken) == (1, 1)
             answer = await read_exactly(slow, header.body_length + header.bulk_length)
             assert answer.endswith(LARGE[6 * number * MIB : (6 * number + 6) * MIB])
-        traffic.tally.small_read_at = -math.inf  # nobody reads small ones any more
         await slow.send(ask_for(2))
         *_, payload = await read_frame(slow)
         assert payload == LARGE[12 * MIB :]
-        await until(lambda: traffic.sending_threads == 0)
-        assert traffic.objects == objects + 1
+        await until(lambda: traffic.read_threads == 0)
+        assert traffic.objects == objects + 2, "both readings"
 
 
 async def test_of_what_is_removed_meanwhile_no_part_comes_any_more() -> None:
@@ -304,7 +297,6 @@ async def test_of_what_is_removed_meanwhile_no_part_comes_any_more() -> None:
         await slow.send(ask_for_two(12))
         *_, payload = await read_frame(slow)
         assert payload == LARGE[12 * MIB : 14 * MIB]
-        assert harness.segment.has_loans, "the thread keeps it for the next part"
         harness.segment.remove(DIGEST)
         await slow.send(ask_for_two(14))
         *_, payload = await read_frame(slow)
@@ -325,22 +317,22 @@ async def test_threads_end_with_their_reader_and_with_the_server() -> None:
         for stops in (False, True):
             await _pull_small(harness)
             async with occupied(harness):
-                assert harness.server.traffic.sending_threads == 1
+                assert harness.server.traffic.read_threads == 1
                 if stops:
                     harness.stop.cancel()
-            await until(lambda: harness.server.traffic.sending_threads == 0)
+            await until(lambda: harness.server.traffic.read_threads == 0)
 
 
 async def test_threads_are_few() -> None:
     async with holder(1) as harness:
         await _pull_small(harness)
-        harness.server.traffic.sending_threads = MAX_SENDING_THREADS
+        harness.server.traffic.read_threads = MAX_READ_THREADS
         async with occupied(harness):
-            assert harness.server.traffic.sending_threads == MAX_SENDING_THREADS
+            assert harness.server.traffic.read_threads == MAX_READ_THREADS
 
 
 async def _pull_small(harness: TcpHarness) -> None:
     buffer = bytearray(len(SMALL))
     pool = harness.pool(TrioDriver())
-    await pool.pull(harness.copy(), key_digest("small"), BufferDestination(buffer))
+    await pool.pull_small(harness.copy(), [key_digest("small")], [memoryview(buffer)])
     assert buffer == SMALL

@@ -5,14 +5,23 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from p2pstore.objects import KIB, MIB
-from p2pstore.transfer.entries import QuickCopy, SmallObjectsLent
-from p2pstore.transfer.messages import DataKind, Get, GetItem, GetSmall, Objects, SmallObjects
-from p2pstore.transfer.part_thread import PartThread
-from p2pstore.transfer.read_thread import LENT_BYTES, LentObject, ReadTally, ReadThread
+from p2pstore.objects import KIB, MIB, PART_BYTES
+from p2pstore.transfer.entries import SmallObjectsLent
+from p2pstore.transfer.messages import (
+    DataKind,
+    Get,
+    GetItem,
+    GetSmall,
+    ObjectReply,
+    Objects,
+    ObjectStatus,
+    SmallObjects,
+)
+from p2pstore.transfer.read_answers import LentObject, ReadAnswers, Traffic
+from p2pstore.transfer.read_thread import ReadThread
 from p2pstore.transfer.uploads import Uploads
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
@@ -23,16 +32,14 @@ from p2pstore.wire import (
     encode_frame,
 )
 
-SMALL, LARGE, LARGER, LARGEST, HUGE, ALSO_HUGE, LONG = (bytes([name]) * 16 for name in b"slrthaL")
+SMALL, LARGE, HUGE, ALSO_HUGE, LONG = (bytes([name]) * 16 for name in b"slhaL")
 READER = b"reader"
 NOT_NOW = b"n" * 16
 VALUES = {
     SMALL: b"small value",
     LARGE: bytes(range(256)) * 4 * KIB,
-    LARGER: bytes(range(256)) * 8 * KIB,
 }
 HUGE_VALUE = memoryview(bytearray(64 * MIB))
-LARGEST_VALUE = HUGE_VALUE[:LENT_BYTES]
 LONG_VALUE = memoryview(bytearray(66 * MIB))
 
 
@@ -42,27 +49,16 @@ class Source:
     def __init__(self) -> None:
         self.lent: list[tuple[bytes, int]] = []
         self.ended = 0
-        self.is_current = True
-        self.is_current_now: Callable[[], bool] = lambda: self.is_current
 
-    def copy_quickly(self, digest: bytes, into: memoryview) -> QuickCopy | None:
-        value = VALUES.get(digest, b"")
-        if not value or len(value) > len(into):
-            return None
-        into[: len(value)] = value
-        return QuickCopy(b"slot of " + digest, b"trailer", len(value))
-
-    def lend(self, item: GetItem, reader: bytes, keeps: int, most_bytes: int) -> LentObject | None:
-        longer = {HUGE: HUGE_VALUE, ALSO_HUGE: HUGE_VALUE, LONG: LONG_VALUE, LARGEST: LARGEST_VALUE}
+    def lend(
+        self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
+    ) -> LentObject | ObjectReply | None:
+        longer = {HUGE: HUGE_VALUE, ALSO_HUGE: HUGE_VALUE, LONG: LONG_VALUE}
         value = longer.get(item.digest) or memoryview(VALUES.get(item.digest, b""))
-        if not value or (not item.first_chunk and len(value) > most_bytes):
-            return None
+        if not value:
+            return ObjectReply(ObjectStatus.NOT_FOUND) if decides else None
         self.lent.append((reader, keeps))
-        slot = b"slot of " + item.digest
-        return LentObject(item.digest, slot, b"trailer", value, self.is_current_now, None)
-
-    def end_loan(self, lent: LentObject) -> None:
-        self.ended += 1
+        return LentObject(b"slot of " + item.digest, b"trailer", value, item.digest)
 
     def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
         digests = asked.digests
@@ -75,25 +71,25 @@ class Source:
         slots = b"".join((digest * 4 if digest in there else bytes(64)) for digest in wanted)
         values = [memoryview(VALUES[digest]) for digest in there]
         self.lent.append((READER, len(there)))
-        return SmallObjectsLent(slots, there, values, sum(map(len, values)), None)
+        return SmallObjectsLent(slots, there, values, sum(map(len, values)), digests)
 
-    def end_small_loan(self, lent: SmallObjectsLent) -> None:
+    def end_loan(self, handle: bytes) -> None:
         self.ended += 1
 
 
 class Served:
     """A thread that serves one end of a connection; `far` is the other one."""
 
-    def __init__(
-        self, far: socket.socket, progress_seconds: float, kind: type[ReadThread] | type[PartThread]
-    ) -> None:
+    def __init__(self, far: socket.socket, progress_seconds: float, first: bytes) -> None:
         self.far = far
         self.source = Source()
-        self.tally = ReadTally()
         self.wanted = True
         self.uploads = Uploads(1)
-        self.thread = kind(
-            self.source, READER, self.tally, self.uploads, lambda: self.wanted, progress_seconds
+        traffic = Traffic(self.uploads)
+        self.tally = traffic.tally
+        self.answers = ReadAnswers(self.source, READER, traffic, PART_BYTES)
+        self.thread = ReadThread(
+            self.answers, lambda: self.wanted, progress_seconds, first, in_bulk=bool(first)
         )
         self.left: bytes | None = None
         self.error: Exception | None = None
@@ -125,14 +121,12 @@ class Served:
 
 
 @contextmanager
-def served(
-    progress_seconds: float = 30.0, kind: type[ReadThread] | type[PartThread] = ReadThread
-) -> Iterator[Served]:
-    """A thread of this kind that serves a connection, and after that has ended every loan."""
+def served(progress_seconds: float = 30.0, first: bytes = b"") -> Iterator[Served]:
+    """A thread that serves a connection, and after that has ended every loan."""
     near, far = socket.socketpair()
     near.setblocking(False)
     far.settimeout(30.0)
-    serving = Served(far, progress_seconds, kind)
+    serving = Served(far, progress_seconds, first)
 
     def serve() -> None:
         try:

@@ -222,26 +222,29 @@ def test_threads_are_lent_nothing_that_a_flush_may_end(monkeypatch: pytest.Monke
     kept = world.put("kept", b"value", namespace="elsewhere")
     (entry,) = [each for each in world.segment.entries() if each.digest == kept.digest]
 
-    def lent() -> tuple[bool, bool]:
-        found = world.core.lend(entry.digest, world.now)
+    def lent(*, decides: bool = False) -> bool:
+        found = world.core.lend(entry.digest, world.now, decides=decides)
         if found is not None:
             world.segment.end_loan(found[0])
-        return found is not None, world.core.lends_still(entry, world.now)
+        return found is not None
 
-    assert lent() == (True, True)
+    assert lent()
     flush(world)
-    assert lent() == (False, False)
+    assert not lent()
+    assert lent(decides=True), "the event loop sees that it stays"
     world.pass_time(1.0)
-    assert lent() == (True, True)
+    assert lent()
     world.segment.remove(entry.digest)
-    assert lent() == (False, False)
+    assert not lent()
 
 
 def test_what_expired_is_lent_no_longer() -> None:
     world = Harness()
     entry = world.stored("k", b"value", ttl_seconds=5.0)
-    assert world.core.lends_still(entry, world.now + 4.0)
-    assert not world.core.lends_still(entry, world.now + 5.0)
+    found = world.core.lend(entry.digest, world.now + 4.0, decides=False)
+    assert found is not None
+    world.segment.end_loan(found[0])
+    assert world.core.lend(entry.digest, world.now + 5.0, decides=False) is None
 
 
 def test_who_is_told_answers_when_it_has_swept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
 import socket
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
+from p2pstore import streams
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.objects import MIB
+from p2pstore.streams import BytesLike
 from p2pstore.transfer import read_thread
 from p2pstore.transfer.messages import (
     DataKind,
@@ -17,15 +22,8 @@ from p2pstore.transfer.messages import (
     Ping,
     SmallObjects,
 )
-from p2pstore.transfer.read_thread import (
-    BRISK_READS,
-    BRISK_SECONDS,
-    COUNTED_READS,
-    MAX_TALLY,
-    QUICK_BYTES,
-    Briskness,
-    ReadTally,
-)
+from p2pstore.transfer.read_answers import COUNTED_READS, MAX_TALLY, ReadTally
+from p2pstore.transfer.read_thread import BRISK_READS, BRISK_SECONDS, Briskness
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
     HEADER_BYTES,
@@ -36,11 +34,11 @@ from p2pstore.wire import (
     encode_frame,
 )
 from tests.unit.read_threads import (
+    ALSO_HUGE,
     HUGE,
+    HUGE_VALUE,
     LARGE,
-    LARGER,
-    LARGEST,
-    LARGEST_VALUE,
+    LONG,
     NOT_NOW,
     READER,
     SMALL,
@@ -58,7 +56,7 @@ def _no_pause_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_thread, "PAUSE_SECONDS", 30.0)
 
 
-def test_small_values_are_copied_and_larger_ones_sent_from_their_place() -> None:
+def test_objects_are_sent_from_their_places() -> None:
     with served() as serving:
         for number, digest in enumerate([SMALL, LARGE, SMALL]):
             serving.far.sendall(get(number, GetItem(digest)))
@@ -67,7 +65,7 @@ def test_small_values_are_copied_and_larger_ones_sent_from_their_place() -> None
             assert (answered, item.status, item.bulk_bytes) == (number, 0, len(VALUES[digest]))
             assert (item.slot, item.trailer) == (b"slot of " + digest, b"trailer")
             assert value == VALUES[digest]
-        assert serving.source.lent == [(READER, 1)]
+        assert serving.source.lent == [(READER, 1)] * 3
         serving.far.shutdown(socket.SHUT_WR)
         assert ended(serving) == b""  # answers are counted after they are sent
         counts, length_bytes = serving.tally.take(10)
@@ -94,7 +92,7 @@ def test_when_all_places_are_taken_the_event_loop_refuses_larger_ones() -> None:
 
 @pytest.mark.parametrize(
     ("item", "is_small"),
-    [(GetItem(SMALL), True), (GetItem(LARGE), True), (GetItem(LARGER), False)],
+    [(GetItem(SMALL), True), (GetItem(LARGE), False)],
 )
 def test_larger_reads_do_not_count_as_small_ones(item: GetItem, is_small: bool) -> None:
     with served() as serving:
@@ -103,12 +101,6 @@ def test_larger_reads_do_not_count_as_small_ones(item: GetItem, is_small: bool) 
         serving.far.sendall(get(2))
         ended(serving)
         assert serving.tally.small_reads_go_on is is_small
-
-
-def test_what_is_too_large_is_left_to_the_event_loop() -> None:
-    with served() as serving:
-        serving.far.sendall(get(1, GetItem(HUGE)))
-        assert ended(serving) == get(1, GetItem(HUGE))
 
 
 def test_pipelined_requests_and_batches_are_answered_in_order() -> None:
@@ -170,9 +162,8 @@ def test_when_all_places_are_taken_only_small_objects_are_sent_together() -> Non
         encode_frame(DataKind.PING, 2, Ping()),
         get(2, GetItem(b"absent".ljust(16))),
         get(2, GetItem(SMALL), GetItem(b"absent".ljust(16))),
-        get(2, GetItem(LARGE), GetItem(LARGE)),
-        get(2, GetItem(SMALL, 1)),
-        get(2, GetItem(LARGE, 1)),
+        get(2, GetItem(LONG)),
+        get(2, GetItem(HUGE), GetItem(HUGE, 1)),
         get(2, GetItem(SMALL), flags=ONE_WAY),
         get(2),
         get_small(2, SMALL, NOT_NOW),
@@ -185,8 +176,8 @@ def test_when_all_places_are_taken_only_small_objects_are_sent_together() -> Non
         b"\xff" * 100,
     ],
     ids=[
-        *("another kind", "absent", "one of two is absent", "two large ones", "another chunk"),
-        *("another chunk of a large one", "one-way", "no items"),
+        *("another kind", "absent", "one of two is absent", "too long", "too much"),
+        *("one-way", "no items"),
         *("not now", "half a digest", "no digests", "too many digests"),
         *("half a request of another kind", "half of one that is one-way", "no body", "garbage"),
     ],
@@ -242,15 +233,6 @@ def test_a_request_that_drips_in_is_left_to_the_event_loop(monkeypatch: pytest.M
         assert 0 < len(serving.left) <= sent < 100
 
 
-def test_more_than_an_answer_holds_is_left_to_the_event_loop() -> None:
-    VALUES[b"q" * 16] = bytes(QUICK_BYTES)
-    with served() as serving:
-        request = get(1, *[GetItem(b"q" * 16)] * (2 * MIB // QUICK_BYTES + 1))
-        serving.far.sendall(request)
-        assert ended(serving) == request
-    del VALUES[b"q" * 16]
-
-
 def test_it_ends_with_a_pause_the_connection_or_when_it_is_not_wanted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -268,17 +250,71 @@ def test_it_ends_with_a_pause_the_connection_or_when_it_is_not_wanted(
 
 def test_who_does_not_read_is_cut() -> None:
     with served(progress_seconds=0.1) as serving:
-        serving.far.sendall(get(1, GetItem(LARGEST)))
+        serving.far.sendall(get(1, GetItem(HUGE)) + get(2, GetItem(HUGE)))
         serving.ended.wait(30)
         assert isinstance(serving.error, DeadlineExceeded)
-        assert serving.source.ended == 1
+        assert serving.source.ended == 2
 
 
-def test_a_value_that_the_socket_takes_in_parts_arrives_whole() -> None:
+# --- large objects -------------------------------------------------------------------------------
+
+
+def part(number: int, first_chunk: int, chunks: int = 16, digest: bytes = HUGE) -> bytes:
+    return get(number, GetItem(digest, first_chunk, chunks))
+
+
+def test_a_large_object_is_sent_from_the_request_that_was_there_to_its_end() -> None:
+    with served(first=part(0, 0)) as serving:
+        serving.far.sendall(part(1, 16) + part(2, 32) + part(3, 48))
+        for number in range(4):
+            answered, objects, value = serving.reply()
+            assert (answered, objects.items[0].bulk_bytes) == (number, 16 * MIB)
+            assert value == HUGE_VALUE[number * 16 * MIB : (number + 1) * 16 * MIB]
+        serving.far.sendall(part(4, 0, digest=ALSO_HUGE))  # and the next one
+        assert serving.reply()[2] == HUGE_VALUE[: 16 * MIB]
+        other = encode_frame(DataKind.PING, 5, Ping())
+        serving.far.sendall(other)
+        assert ended(serving) == other
+        counts, length_bytes = serving.tally.take(10)
+        assert counts == {HUGE: 1, ALSO_HUGE: 1}
+        assert length_bytes > 80 * MIB
+        assert serving.tally.small_read_at == -math.inf
+
+
+def test_what_was_there_and_is_not_for_a_thread_comes_back() -> None:
+    request = get(1, GetItem(b"absent".ljust(16)))
+    with served(first=request) as serving:
+        assert ended(serving) == request
+
+
+@pytest.fixture
+def sends(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """How many answers left with each call, and the kernel's policy for the thread."""
+    seen: list[tuple[int, int]] = []
+
+    def send_all(sock: socket.socket, parts: Sequence[BytesLike], seconds: float) -> None:
+        seen.append((len(parts) // 2, os.sched_getscheduler(0)))
+        streams.send_all(sock, parts, seconds)
+
+    monkeypatch.setattr(read_thread, "send_all", send_all)
+    return seen
+
+
+def test_what_was_asked_for_by_then_is_sent_with_one_call(sends: list[tuple[int, int]]) -> None:
+    """And takes no core from others."""
+    requests = [part(number, 1 + number, 1) for number in range(11)]
+    with served(first=b"".join(requests)) as serving:
+        for number in range(11):
+            assert serving.reply()[2] == HUGE_VALUE[(1 + number) * MIB : (2 + number) * MIB]
+    assert sends == [(8, os.SCHED_BATCH), (3, os.SCHED_BATCH)]
+
+
+def test_many_parts_that_the_socket_takes_in_pieces_arrive_whole() -> None:
     with served() as serving:
-        serving.far.sendall(get(1, GetItem(LARGEST)))
-        LARGEST_VALUE[-1] = 7
-        assert serving.reply()[2] == LARGEST_VALUE
+        serving.far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        serving.far.sendall(b"".join(part(n, n, 15) for n in (1, 16, 31, 46)))
+        for first in (1, 16, 31, 46):
+            assert serving.reply()[2] == HUGE_VALUE[first * MIB : (first + 15) * MIB]
 
 
 def test_a_tally_forgets_the_oldest() -> None:

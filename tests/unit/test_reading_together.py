@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -46,34 +45,27 @@ class Holder:
 
     async def read(self, number: int, room_bytes: int = ROOM) -> int:
         """Read an object and compare it: its length."""
-        digest, view = digest_of(number), memoryview(bytearray(ROOM))
+        digest, view = digest_of(number), memoryview(bytearray(room_bytes))
         copy = RemoteCopy(b"", (), None, member=1)
-        alone = partial(self._pull_alone, digest, view)
         try:
-            length = await self.together.read(copy, digest, view, room_bytes, alone)
+            length, failure = await self.together.read(copy, digest, view)
         finally:
             before = bytes(view)
             view.release()  # nobody writes there any more
+        if failure is not None:
+            raise failure
         if length >= 0:
             assert before[:length] == value_of(digest)
         return length
 
-    async def _pull_alone(self, digest: bytes, view: memoryview) -> int:
-        self.requests.append([])
-        told, failure = await self._answer()
-        if failure is not None:
-            raise failure
-        if not told:
-            return -1
-        value = value_of(digest)
-        view[: len(value)] = value
-        return len(value)
-
     async def _pull_small(
         self, copy: RemoteCopy, digests: Sequence[bytes], views: Sequence[memoryview]
     ) -> tuple[list[int], PullFailed | None]:
-        self.requests.append([int.from_bytes(each, "little") for each in digests])
+        numbers = [int.from_bytes(each, "little") for each in digests]
+        self.requests.append(numbers if len(numbers) > 1 else [])
         told, failure = await self._answer()
+        if not told and failure is None:
+            return [-1] * len(digests), None
         lengths: list[int] = []
         for view, value in zip(views, map(value_of, digests[:told]), strict=False):
             fits = len(value) <= len(view)

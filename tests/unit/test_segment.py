@@ -400,21 +400,6 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         holder = self.views.pop(data.draw(st.integers(0, len(self.views) - 1)))[0]
         assert self.books[holder].take_ended(everything=True) == []
 
-    @rule(key=st.sampled_from(KEYS), room=st.integers(0, 3 * GRANULE_BYTES))
-    def copy_quickly(self, key: str, room: int) -> None:
-        into = memoryview(bytearray(room))
-        copied = self.segment.copy_quickly(key_digest(key, NAMESPACE), into, self.now)
-        found = self.segment.find(key_digest(key, NAMESPACE), self.now)
-        if found is None or found.length > room:
-            assert copied is None
-            return
-        assert copied is not None
-        value = self.model[key].value
-        assert bytes(into[: copied.length]) == value
-        assert copied.length == len(value)
-        assert copied.slot == self.segment.slot_bytes(found)
-        assert copied.trailer == self.segment.trailer_bytes(found)
-
     @rule(key=st.sampled_from(KEYS))
     def remove(self, key: str) -> None:
         removed = self.segment.remove(key_digest(key, NAMESPACE))

@@ -1,4 +1,4 @@
-"""Sending much in a thread: whole, with a deadline, and gone when it is cancelled or closed."""
+"""A connection lent to a thread that sends much: whole, with a deadline, and gone when it is cancelled or closed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.streams import BytesLike
+from p2pstore.streams import BytesLike, send_all, waiting_in_kernel
 from p2pstore.trio_streams import TrioStream
 
 MUCH = 64 * 1024 * 1024
@@ -30,6 +30,16 @@ def connection(progress_seconds: float = 30.0) -> Iterator[tuple[TrioStream, soc
             yield stream, far
         finally:
             stream.close()
+
+
+async def send_in_thread(stream: TrioStream, *parts: BytesLike) -> None:
+    """Lend the connection to a thread that sends these."""
+
+    def send_all_parts(sock: socket.socket) -> None:
+        with waiting_in_kernel(sock, send_seconds=stream.progress_seconds):
+            send_all(sock, parts, stream.progress_seconds)
+
+    await stream.lend(send_all_parts)
 
 
 def receive_all(sock: socket.socket) -> bytes:
@@ -55,7 +65,7 @@ async def test_all_parts_arrive_in_order() -> None:
         async with trio.open_nursery() as nursery:
 
             async def send() -> None:
-                await stream.send_in_thread(*parts)
+                await send_in_thread(stream, *parts)
                 stream.close()
 
             nursery.start_soon(send)
@@ -68,13 +78,13 @@ async def test_who_does_not_receive_is_given_up() -> None:
         connection(progress_seconds=0.05) as (stream, _),
         pytest.raises(DeadlineExceeded, match="no progress"),
     ):
-        await stream.send_in_thread(bytes(MUCH))
+        await send_in_thread(stream, bytes(MUCH))
 
 
 async def test_a_cancellation_ends_the_thread_and_the_connection() -> None:
     with connection() as (stream, far):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(stream.send_in_thread, bytes(MUCH))
+            nursery.start_soon(send_in_thread, stream, bytes(MUCH))
             await sending_thread()
             nursery.cancel_scope.cancel()  # leaves the nursery only when the thread has ended
         received = await trio.to_thread.run_sync(receive_all, far)
@@ -87,7 +97,7 @@ async def test_closing_ends_the_thread() -> None:
 
             async def send() -> None:
                 with pytest.raises(OSError, match=r"[Pp]ipe|reset"):
-                    await stream.send_in_thread(bytes(MUCH))
+                    await send_in_thread(stream, bytes(MUCH))
 
             nursery.start_soon(send)
             await sending_thread()
@@ -97,7 +107,7 @@ async def test_closing_ends_the_thread() -> None:
 async def test_nothing_is_begun_when_cancelled_before() -> None:
     with connection() as (stream, _), trio.CancelScope() as scope:
         scope.cancel()
-        await stream.send_in_thread(b"some")
+        await send_in_thread(stream, b"some")
     assert scope.cancelled_caught
 
 
@@ -105,4 +115,4 @@ async def test_the_other_side_goes_away() -> None:
     with connection() as (stream, far):
         far.close()
         with pytest.raises(OSError, match=r"[Pp]ipe|reset"):
-            await stream.send_in_thread(bytes(MUCH))
+            await send_in_thread(stream, bytes(MUCH))

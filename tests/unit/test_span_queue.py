@@ -1,0 +1,136 @@
+"""What one reader asks a holder for, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from p2pstore.objects import MIB, Version, chunk_sums, root_checksum
+from p2pstore.transfer.arriving import ALONE, PART_CHUNKS, Arriving, BufferDestination, resumable
+from p2pstore.transfer.layout import Slot, SlotState, TrailerBody
+from p2pstore.transfer.messages import GetItem
+from p2pstore.transfer.span_reads import (
+    BATCHES_AHEAD,
+    MIN_BATCH_ITEMS,
+    Span,
+    SpanQueue,
+    Wanted,
+)
+
+READER = 3
+
+
+def wanted(number: int) -> Wanted:
+    return Wanted(bytes([number]) * 16, BufferDestination(bytearray()))
+
+
+def arriving(chunks: int, slice_chunks: int = 4, ahead_chunks: int = 2) -> Arriving:
+    value = bytes(chunks * MIB)
+    sums = chunk_sums(value)
+    slot = Slot(
+        SlotState.LIVE, bytes(16), Version(1, 1, root_checksum(len(value), sums)), 0, len(value), 0
+    )
+    sharing = replace(ALONE, slice_chunks=slice_chunks, ahead_chunks=ahead_chunks)
+    trailer = TrailerBody("default", "key", sums)
+    return Arriving(slot, trailer, memoryview(bytearray(value)), sharing=sharing)
+
+
+def asked(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
+    return [(each.digest[0], each.first_chunk, each.chunk_count) for _, each in spans]
+
+
+def bring(queue: SpanQueue, value: Arriving, run: range) -> None:
+    for number in run:
+        value.verify(number, READER)
+        queue.came(1)
+
+
+def test_nothing_is_asked_for_nothing() -> None:
+    assert SpanQueue([], READER).next() == []
+
+
+def test_unknown_objects_are_asked_for_in_batches_a_few_ahead() -> None:
+    count = BATCHES_AHEAD * MIN_BATCH_ITEMS + 5
+    queue = SpanQueue([wanted(number) for number in range(count)], READER)
+    for batch in range(BATCHES_AHEAD):
+        first = batch * MIN_BATCH_ITEMS
+        assert asked(queue.next()) == [
+            (number, 0, PART_CHUNKS) for number in range(first, first + MIN_BATCH_ITEMS)
+        ]
+    assert queue.next() == []
+    queue.answered()
+    assert [each[0] for each in asked(queue.next())] == list(range(count - 5, count))
+    queue.answered()
+    assert queue.next() == []
+
+
+def test_what_did_not_fit_is_asked_for_alone_when_all_have_been_asked_for() -> None:
+    queue = SpanQueue([wanted(number) for number in range(MIN_BATCH_ITEMS + 1)], READER)
+    first, second = queue.next()[:2]
+    queue.ask_again(first.wanted)
+    queue.ask_again(second.wanted)
+    assert asked(queue.next()) == [(MIN_BATCH_ITEMS, 0, PART_CHUNKS)]
+    queue.answered()
+    assert asked(queue.next()) == [(0, 0, PART_CHUNKS)]
+    assert queue.next() == []
+    queue.answered()
+    assert asked(queue.next()) == [(1, 0, PART_CHUNKS)]
+
+
+def test_a_read_that_goes_on_begins_where_the_one_before_stopped() -> None:
+    destination = resumable(BufferDestination(bytearray(20 * MIB)))
+    destination.arriving = value = arriving(20)
+    bring_all = value.claim(READER, 0, 6)
+    for number in bring_all:
+        value.verify(number, READER)
+    queue = SpanQueue([Wanted(bytes(16), destination, slot_hint=7)], READER)
+    assert [each.item for each in queue.next()] == [GetItem(bytes(16), 6, 4, 7)]
+
+
+def test_the_rest_of_a_value_is_asked_for_before_what_there_is_has_come() -> None:
+    large, other = wanted(1), wanted(2)
+    queue = SpanQueue([large, other], READER)
+    first, _ = queue.next()
+    value = arriving(10)
+    run = queue.begins(large, value, replace_count(first.item, 4))
+    assert run == range(4)
+    assert not queue.is_due
+    assert queue.next() == []
+    bring(queue, value, range(2))
+    assert queue.is_due
+    assert asked(queue.next()) == [(1, 4, 4)]
+    assert not queue.is_due
+    bring(queue, value, range(2, 6))
+    assert asked(queue.next()) == [(1, 8, 2)]
+    bring(queue, value, range(6, 10))
+    assert value.complete
+    assert queue.next() == []
+    assert not queue.is_due
+
+
+def test_chunks_that_do_not_come_hold_nothing_up() -> None:
+    one = wanted(1)
+    queue = SpanQueue([one], READER)
+    (span,) = queue.next()
+    value = arriving(10)
+    run = queue.begins(one, value, replace_count(span.item, 4))
+    assert queue.next() == []
+    queue.came(len(run))
+    assert queue.is_due
+
+
+def test_of_a_shared_value_it_takes_what_is_free() -> None:
+    value = arriving(10)
+    value.claim(READER + 1, 0, 4)
+    queue = SpanQueue([Wanted(bytes(16), None, arriving=value)], READER)
+    assert asked(queue.next()) == [(0, 4, 4)]
+    assert queue.next() == []
+    bring(queue, value, range(4, 8))
+    assert asked(queue.next()) == [(0, 8, 2)]
+    value.leave(READER + 1)
+    bring(queue, value, range(8, 10))
+    assert asked(queue.next()) == [(0, 0, 4)]
+
+
+def replace_count(item: GetItem, count: int) -> GetItem:
+    return GetItem(item.digest, item.first_chunk, count)
