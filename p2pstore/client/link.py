@@ -226,6 +226,18 @@ class PeerLink:
             self._reads[digest] = [1, length, int(is_view)]
             self.stir()
 
+    def note_reads(self, digests: Sequence[bytes], lengths: Sequence[int]) -> None:
+        """`note_read` of a batch; -1 for what was not read."""
+        reads = self._reads
+        for digest, length in zip(digests, lengths, strict=True):
+            counted = reads.get(digest)
+            if counted is not None:
+                counted[0] += length >= 0
+            elif length >= 0 and len(reads) < MAX_REPORTED_KEYS:
+                reads[digest] = [1, length, 0]
+        if reads:
+            self.stir()
+
     def note_pull(self, key: str, digest: bytes, report: PullReport, seconds: float) -> None:
         """An object was read from its holders, or was not."""
         self._pulls.pulled(key, digest, report, seconds)
