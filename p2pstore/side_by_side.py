@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -35,7 +36,7 @@ def threads_for(length_bytes: int) -> int:
     if length_bytes < FROM_BYTES:
         return 1
     cores = min(len(os.sched_getaffinity(0)), _processor_limit())
-    return int(max(1, min(MOST_THREADS, cores // CORES_A_THREAD)))
+    return int(max(min(2, cores), min(MOST_THREADS, cores // CORES_A_THREAD), 1))
 
 
 @cache
@@ -54,17 +55,16 @@ def side_by_side(threads: int, function: Callable[[T], R], pieces: Iterable[T]) 
     """The results for all pieces, in their order, by this thread and so many others as there may be, up to `threads` in
     all. No other one is at work any more when it ends, also by an interrupt; raises what `function` raises."""
     work = _Work(function, list(pieces))
-    others: list[threading.Thread] = []
     try:
         for _ in range(min(threads, len(work.pieces)) - 1):
-            if not _begin_another(work, others):
+            if not _begin_another(work):
                 break
         work.do()
     finally:
         try:
-            _end_all(work, others)
-        except BaseException:  # interrupted: they still write
-            _end_all(work, others)
+            work.end()
+        except BaseException:  # interrupted: others still write
+            work.end()
             raise
     if work.errors:
         raise work.errors[0]
@@ -80,6 +80,8 @@ class _Work(Generic[T, R]):
         self.errors: list[BaseException] = []
         self.waiting = deque(range(len(pieces)))
         self._function = function
+        self._helping: list[threading.Lock] = []
+        """Of each other thread that has begun a lock, which it holds while it is at work."""
 
     def do(self) -> None:
         """Do pieces until none is left, or one of them failed."""
@@ -95,34 +97,33 @@ class _Work(Generic[T, R]):
                 self.waiting.clear()
 
     def help(self) -> None:
-        """`do`, in a thread of those that may be at once."""
+        """`do`, in a thread of those that may be at once. One that begins late finds nothing to do."""
         try:
-            self.do()
+            with (at_work := threading.Lock()):
+                self._helping.append(at_work)  # before it takes a piece: `end` clears these first
+                self.do()
         finally:
             _others.release()
+
+    def end(self) -> None:
+        """Have each thread end what it does, and wait for that; not for threads that have not begun: where the cores
+        are taken, that may be long."""
+        self.waiting.clear()
+        for at_work in list(self._helping):
+            at_work.acquire()
+            at_work.release()
 
 
 _others: Final = threading.BoundedSemaphore(MOST_THREADS)
 """How many more threads may be at this, of all values together."""
 
 
-def _begin_another(work: _Work[Any, Any], others: list[threading.Thread]) -> bool:
+def _begin_another(work: _Work[Any, Any]) -> bool:
     if not _others.acquire(blocking=False):
         return False
-    thread = threading.Thread(target=work.help, name="p2pstore copy")
-    others.append(thread)
     try:
-        thread.start()
+        start_new_thread(work.help, ())  # `threading.Thread` waits until it has begun
     except RuntimeError:  # there may be no more, or the program is about to end: it goes without
         _others.release()
-        others.remove(thread)
         return False
     return True
-
-
-def _end_all(work: _Work[Any, Any], others: Iterable[threading.Thread]) -> None:
-    """Have each end what it does, and wait for that."""
-    work.waiting.clear()
-    for thread in others:
-        if thread.ident is not None:
-            thread.join()

@@ -298,6 +298,8 @@ class SegmentReader:
             if done_bytes or threads > 1:  # more than a thread's piece is for threads alone
                 yield done_bytes
             side_by_side(threads, copying.copy_piece, pieces)
+            if not any(copying.good):  # all of them have changed
+                break
             done_bytes += piece_bytes
         return copying.good
 
