@@ -23,12 +23,13 @@ R = TypeVar("R")
 
 PIECE_BYTES: Final = 4 * MIB
 """That one thread does at a time, and alone before it looks whether it is to stop."""
-PIECES_A_THREAD: Final = 4
-"""So many are done before anybody looks, where there are several threads: to start them takes 0.1 ms."""
+PIECES_A_THREAD: Final = 2
+"""Done by each of several threads, on average, between two looks whether they are to stop. To start one takes 0.02 ms."""
 FROM_BYTES: Final = 16 * MIB
 MOST_THREADS: Final = 4
 CORES_A_THREAD: Final = 4
-"""The others are for whoever else is on this machine."""
+"""The other cores are for other programs. Two threads use two cores where there are no more: a peer does nothing
+meanwhile, and a thread that finds no free core is not waited for."""
 
 
 def threads_for(length_bytes: int) -> int:
@@ -80,8 +81,8 @@ class _Work(Generic[T, R]):
         self.errors: list[BaseException] = []
         self.waiting = deque(range(len(pieces)))
         self._function = function
-        self._helping: list[threading.Lock] = []
-        """Of each other thread that has begun a lock, which it holds while it is at work."""
+        self._helping: list[threading.Event] = []
+        """One for each other thread that has begun, set when it has ended."""
 
     def do(self) -> None:
         """Do pieces until none is left, or one of them failed."""
@@ -96,22 +97,23 @@ class _Work(Generic[T, R]):
                 self.errors.append(error)
                 self.waiting.clear()
 
-    def help(self) -> None:
-        """`do`, in a thread of those that may be at once. One that begins late finds nothing to do."""
+    def help(self, others: threading.Semaphore) -> None:
+        """`do`, in a thread of those that may be at once, as counted by `others`. One that begins late finds nothing
+        to do."""
+        ended = threading.Event()
         try:
-            with (at_work := threading.Lock()):
-                self._helping.append(at_work)  # before it takes a piece: `end` clears these first
-                self.do()
+            self._helping.append(ended)  # before it takes a piece: `end` clears these first
+            self.do()
         finally:
-            _others.release()
+            others.release()
+            ended.set()
 
     def end(self) -> None:
         """Have each thread end what it does, and wait for that; not for threads that have not begun: where the cores
         are taken, that may be long."""
         self.waiting.clear()
-        for at_work in list(self._helping):
-            at_work.acquire()
-            at_work.release()
+        for ended in list(self._helping):
+            ended.wait()
 
 
 _others: Final = threading.BoundedSemaphore(MOST_THREADS)
@@ -119,11 +121,12 @@ _others: Final = threading.BoundedSemaphore(MOST_THREADS)
 
 
 def _begin_another(work: _Work[Any, Any]) -> bool:
-    if not _others.acquire(blocking=False):
+    others = _others
+    if not others.acquire(blocking=False):
         return False
     try:
-        start_new_thread(work.help, ())  # `threading.Thread` waits until it has begun
+        start_new_thread(work.help, (others,))  # `threading.Thread` waits until it has begun
     except RuntimeError:  # there may be no more, or the program is about to end: it goes without
-        _others.release()
+        others.release()
         return False
     return True
