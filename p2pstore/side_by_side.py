@@ -24,7 +24,7 @@ R = TypeVar("R")
 PIECE_BYTES: Final = 4 * MIB
 """That one thread does at a time, and alone before it looks whether it is to stop."""
 PIECES_A_THREAD: Final = 2
-"""Done by each of several threads, on average, between two looks whether they are to stop. To start one takes 0.02 ms."""
+"""Done by each of several threads, on average, between two looks whether they are to stop. A start takes 0.02 ms."""
 FROM_BYTES: Final = 16 * MIB
 MOST_THREADS: Final = 4
 CORES_A_THREAD: Final = 4

@@ -13,7 +13,7 @@ import numpy as np
 
 from p2pstore.client.answers import plain_error
 from p2pstore.client.fetch import Fetcher
-from p2pstore.client.known_holders import is_far, remote_copy
+from p2pstore.client.known_holders import DRAM, is_far, remote_copy
 from p2pstore.client.values import destination_views
 from p2pstore.errors import P2PStoreError, StoreClosed
 from p2pstore.local.messages import PlanItem
@@ -296,7 +296,7 @@ class _Batch(ABC, Generic[R]):
         self._plans = dict(zip(numbers, plans, strict=True))
         batches: dict[tuple[int, bool], list[int]] = {}
         for number, plan in self._plans.items():
-            if number not in self._hot and _in_batches(plan):
+            if number not in self._hot and (_is_nearby(plan) or _in_batches(plan)):
                 which = plan.holders[0].member, len(plan.holders) > 1
                 batches.setdefault(which, []).append(number)
         for some in batches.values():
@@ -305,7 +305,21 @@ class _Batch(ABC, Generic[R]):
                 others = {
                     each.peer_id for number in some for each in self._plans[number].holders[1:]
                 }
-                await self._pull(remote_copy(holder), some, others)
+                if holder.same_host:
+                    await self._copy_nearby_as_planned(remote_copy(holder), some, others)
+                else:
+                    await self._pull(remote_copy(holder), some, others)
+
+    async def _copy_nearby_as_planned(
+        self, copy: RemoteCopy, numbers: Sequence[int], others: Collection[bytes]
+    ) -> None:
+        """Those in the memory of a peer of this host, which is mapped for that."""
+        failure = await self._fetcher.map_nearby(copy, others)
+        if failure is None:
+            versions = [version_of(self._plans[number]) for number in numbers]
+            await self._copy_from_neighbour(copy, numbers, versions)
+        elif is_silence(failure):
+            self._silent.add(copy.member, hurried=bool(others))
 
     async def fetch_the_rest(self) -> None:
         """One by one, what did not come in a batch; what is large from all its holders. What is on the local peer's
@@ -540,6 +554,13 @@ def version_of(plan: PlanItem) -> Version:
     """What is planned to be read first."""
     holder = plan.holders[0]
     return Version(holder.clock, holder.writer, holder.root)
+
+
+def _is_nearby(plan: PlanItem) -> bool:
+    """Whether the object is in the memory of a peer of this host."""
+    if not plan.holders or plan.through_peer:
+        return False
+    return plan.holders[0].same_host and plan.holders[0].tier == DRAM
 
 
 def _in_batches(plan: PlanItem) -> bool:

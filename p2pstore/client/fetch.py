@@ -275,8 +275,17 @@ class Fetcher:
                 objects=len(lengths) - missing,
                 length_bytes=sum(lengths) + missing,
                 failures=0,
+                unseen=[d for d, length in zip(digests, lengths, strict=True) if length >= 0],
             )
         return lengths
+
+    async def map_nearby(self, copy: RemoteCopy, others: Collection[bytes]) -> PullFailed | None:
+        """Map the memory of a peer of this host, for `copy_many_nearby`: what kept it from that, if anything."""
+        try:
+            await self._shm.open(hurried(copy, others) if others else copy)
+        except PullFailed as failure:
+            return failure
+        return None
 
     async def _copy_many(
         self,

@@ -262,11 +262,23 @@ class PeerLink:
         self.stir()
 
     def note_pulls(
-        self, member: int, transport: str, *, objects: int, length_bytes: int, failures: int
+        self,
+        member: int,
+        transport: str,
+        *,
+        objects: int,
+        length_bytes: int,
+        failures: int,
+        unseen: Iterable[bytes] = (),
     ) -> None:
-        """A batch was read from one holder."""
+        """A batch was read from one holder. `unseen`: the digests of what it did not see read."""
         self._pulls.count(
-            member, transport, objects=objects, length_bytes=length_bytes, failures=failures
+            member,
+            transport,
+            objects=objects,
+            length_bytes=length_bytes,
+            failures=failures,
+            unseen=unseen,
         )
         self.stir()
 

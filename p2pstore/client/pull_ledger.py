@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from p2pstore.histograms import Histogram
@@ -138,8 +139,12 @@ class PullLedger:
         objects: int = 0,
         length_bytes: int = 0,
         failures: int = 0,
+        unseen: Iterable[bytes] = (),
     ) -> None:
-        """Objects came together from one holder: how long each of them is counts as their mean."""
+        """Objects came together from one holder: how long each of them is counts as their mean. `unseen`: the digests
+        of what the holder did not see read."""
+        for digest in unseen:
+            self._unseen_by(member, digest)
         counted = self._add(
             member, transport, objects=objects, length_bytes=length_bytes, failures=failures
         )

@@ -175,6 +175,10 @@ class ShmTransport:
         peer = self._peers.get((copy.socket, copy.peer_id))
         return peer.readers if peer is not None and peer.usable() else ()
 
+    async def open(self, copy: RemoteCopy) -> None:
+        """Have the memory of a copy's holder `mapped`. Raises `PullFailed`."""
+        await self._session(copy)
+
     async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
         """Copy the object out of the holder's segment. What the mapping does not show, the holder may still have, and
         is asked for over TCP, where that is used, else here. Raises `PullFailed`: retriable, but for a holder that does
