@@ -402,15 +402,16 @@ class _Batch(ABC, Generic[R]):
             return copy.announced
         return Announced(copy.announced.writer, version_of(plan))
 
-    def _settle_lengths(self, numbers: Sequence[int], lengths: Sequence[int]) -> None:
+    def _settle_lengths(self, numbers: Sequence[int], lengths: list[int]) -> None:
         """These items have got their values: so long, or -1."""
         if len(lengths) == len(self._wanted) == len(self.outcomes) and min(lengths) >= 0:
             self.outcomes[:] = lengths
             self._wanted.clear()
             return
-        for number, length in zip(numbers, lengths, strict=False):
-            if length >= 0 and number in self._wanted:
-                self._settle(number, length)
+        if lengths.count(-1) < len(lengths):
+            for number, length in zip(numbers, lengths, strict=False):
+                if length >= 0 and number in self._wanted:
+                    self._settle(number, length)
 
     def _not_tried(
         self,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence, Sized
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from random import Random
 from typing import Final
 
@@ -253,7 +254,8 @@ class Fetcher:
         """Verified copies of what the local peer holds, which is told of them: the lengths, -1 for what is not here.
         `rooms_for` gives the rooms once it is known what is here, and how long that is."""
         lengths = await self._copy_many(self._link.readers, digests, rooms_for)
-        self._link.note_reads(digests, lengths)
+        if lengths.count(-1) < len(lengths):
+            self._link.note_reads(digests, lengths)
         return lengths
 
     async def copy_many_nearby(
@@ -275,7 +277,9 @@ class Fetcher:
                 objects=len(lengths) - missing,
                 length_bytes=sum(lengths) + missing,
                 failures=0,
-                unseen=[d for d, length in zip(digests, lengths, strict=True) if length >= 0],
+                unseen=list(compress(digests, [length >= 0 for length in lengths]))
+                if missing
+                else digests,
             )
         return lengths
 

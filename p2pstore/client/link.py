@@ -269,7 +269,7 @@ class PeerLink:
         objects: int,
         length_bytes: int,
         failures: int,
-        unseen: Iterable[bytes] = (),
+        unseen: Sequence[bytes] = (),
     ) -> None:
         """A batch was read from one holder. `unseen`: the digests of what it did not see read."""
         self._pulls.count(
