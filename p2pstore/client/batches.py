@@ -6,20 +6,20 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from p2pstore.client.answers import plain_error
-from p2pstore.client.fetch import Fetcher, is_announced
-from p2pstore.client.known_holders import is_far, remote_copy
+from p2pstore.client.fetch import Fetcher
+from p2pstore.client.known_holders import DRAM, is_far, remote_copy
 from p2pstore.client.values import destination_views
 from p2pstore.errors import P2PStoreError, StoreClosed
 from p2pstore.local.messages import PlanItem
 from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES, Version
-from p2pstore.transfer.arriving import Announced, announcing
+from p2pstore.transfer.arriving import Announced, announcing, too_small
 from p2pstore.transfer.failover import SilentHolders, is_silence
-from p2pstore.transfer.reader import Copied, SegmentReader
 from p2pstore.transfer.small_reads import PARTS_TOGETHER, Part, in_parts, part_items, part_slices
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
@@ -40,6 +40,7 @@ MOST_COPIED: Final = 1024
 Outcome = int | P2PStoreError | ValueError
 """The length, or why there is none."""
 _UNDER_WAY: Final = -1
+_NO_ROOM: Final = memoryview(b"")
 
 
 class _SmallRooms(NamedTuple):
@@ -52,6 +53,10 @@ class _SmallRooms(NamedTuple):
 
 class NewMemory(Destination, Protocol):
     """A destination that makes its memory when it is told how long the value is."""
+
+    def make(self, length: int) -> memoryview:
+        """Memory for a value of that length, made once for it."""
+        ...
 
     def take(self, value: memoryview) -> None:
         """Copy a verified value that came elsewhere."""
@@ -130,9 +135,10 @@ class _Batch(ABC, Generic[R]):
         await self.pull_ahead()
         self._prepare(len(self._keys))
         if self._wanted:
+            await self.read_here()
+        if self._wanted:
             if self._here is None:
                 self._look_up()
-            await self.read_here()
             await self.pull_from_only_holders()
         if self._wanted:
             await self.pull_as_planned()
@@ -162,14 +168,8 @@ class _Batch(ABC, Generic[R]):
         """The room as transports fill it."""
 
     @abstractmethod
-    async def _copy_here(self, digest: bytes, room: R) -> Copied | None:
-        """A verified copy of what the local peer holds."""
-
-    @abstractmethod
-    async def _copy_nearby(
-        self, readers: Sequence[SegmentReader], digest: bytes, room: R
-    ) -> Copied | None:
-        """A verified copy out of the mapped memory of another peer of this host."""
+    def _room_for(self, room: R, length: int) -> memoryview:
+        """The room for a value of that length, as bytes. Raises `ValueError` or `P2PStoreError` where there is none."""
 
     def _small_rooms(self, numbers: Sequence[int]) -> _SmallRooms:
         """Which of these may be asked for by GET_SMALL, and room for each of them."""
@@ -240,15 +240,25 @@ class _Batch(ABC, Generic[R]):
 
     async def read_here(self) -> None:
         """What the local peer holds."""
-        for number in self._here or ():
-            digest, room = self._digests[number], self._rooms[number]
+        numbers = list(self._wanted) if self._here is None else self._here
+        lengths = await self._fetcher.copy_many_here(
+            self._digests_of(numbers), partial(self._rooms_for, numbers)
+        )
+        self._settle_lengths(numbers, lengths)
+
+    def _rooms_for(
+        self, numbers: Sequence[int], places: Sequence[int], lengths: Sequence[int]
+    ) -> list[memoryview]:
+        """`RoomsFor` of a batch of items. One without room is settled, and has an empty one."""
+        rooms: list[memoryview] = []
+        for place, length in zip(places, lengths, strict=True):
+            number = numbers[place]
             try:
-                copied = await self._copy_here(digest, room)
+                rooms.append(self._room_for(self._rooms[number], length))
             except (P2PStoreError, ValueError) as error:
                 self._settle(number, plain_error(error))
-            else:
-                if copied is not None:
-                    self._settle(number, copied.length)
+                rooms.append(_NO_ROOM)
+        return rooms
 
     async def pull_from_only_holders(self) -> None:
         """What one other peer alone is known to hold, without a plan."""
@@ -269,23 +279,14 @@ class _Batch(ABC, Generic[R]):
         else:
             await self._copy_from_neighbour(copy, numbers)
 
-    async def _copy_from_neighbour(self, copy: RemoteCopy, numbers: Sequence[int]) -> None:
+    async def _copy_from_neighbour(
+        self, copy: RemoteCopy, numbers: Sequence[int], versions: Sequence[Version] = ()
+    ) -> None:
         """Those in the memory of a peer of this host, where that is mapped already."""
-        readers = self._fetcher.mapped_nearby(copy)
-        lengths: list[int] = []
-        for number in numbers if readers else ():
-            digest, room = self._digests[number], self._rooms[number]
-            try:
-                copied = await self._copy_nearby(readers, digest, room)
-            except (P2PStoreError, ValueError) as error:
-                self._settle(number, plain_error(error))
-            else:
-                if copied is not None and is_announced(copy, copied):
-                    lengths.append(copied.length)
-                    self._settle(number, copied.length)
-        self._fetcher.note_copied_nearby(
-            copy.member, objects=len(lengths), length_bytes=sum(lengths)
+        lengths = await self._fetcher.copy_many_nearby(
+            copy, self._digests_of(numbers), partial(self._rooms_for, numbers), versions
         )
+        self._settle_lengths(numbers, lengths)
 
     async def pull_as_planned(self) -> None:
         """The rest by one plan for all, in a batch for each holder."""
@@ -295,7 +296,7 @@ class _Batch(ABC, Generic[R]):
         self._plans = dict(zip(numbers, plans, strict=True))
         batches: dict[tuple[int, bool], list[int]] = {}
         for number, plan in self._plans.items():
-            if number not in self._hot and _in_batches(plan):
+            if number not in self._hot and (_is_nearby(plan) or _in_batches(plan)):
                 which = plan.holders[0].member, len(plan.holders) > 1
                 batches.setdefault(which, []).append(number)
         for some in batches.values():
@@ -304,7 +305,21 @@ class _Batch(ABC, Generic[R]):
                 others = {
                     each.peer_id for number in some for each in self._plans[number].holders[1:]
                 }
-                await self._pull(remote_copy(holder), some, others)
+                if holder.same_host:
+                    await self._copy_nearby_as_planned(remote_copy(holder), some, others)
+                else:
+                    await self._pull(remote_copy(holder), some, others)
+
+    async def _copy_nearby_as_planned(
+        self, copy: RemoteCopy, numbers: Sequence[int], others: Collection[bytes]
+    ) -> None:
+        """Those in the memory of a peer of this host, which is mapped for that."""
+        failure = await self._fetcher.map_nearby(copy, others)
+        if failure is None:
+            versions = [version_of(self._plans[number]) for number in numbers]
+            await self._copy_from_neighbour(copy, numbers, versions)
+        elif is_silence(failure):
+            self._silent.add(copy.member, hurried=bool(others))
 
     async def fetch_the_rest(self) -> None:
         """One by one, what did not come in a batch; what is large from all its holders. What is on the local peer's
@@ -351,7 +366,7 @@ class _Batch(ABC, Generic[R]):
             parts = in_parts(self._digests_of(small), views, most_bytes, versions)
             lengths, failure = await self._fetcher.pull_small(copy, parts, small, others)
             self._filled(small, views, lengths)
-            self._settle_small(small, lengths)
+            self._settle_lengths(small, lengths)
             numbers = self._not_tried(numbers, small, copy, lengths, failure, others)
         await self._pull_many(copy, numbers, others)
 
@@ -387,15 +402,16 @@ class _Batch(ABC, Generic[R]):
             return copy.announced
         return Announced(copy.announced.writer, version_of(plan))
 
-    def _settle_small(self, small: Sequence[int], lengths: Sequence[int]) -> None:
-        """Small objects have got their values: so long, or -1."""
-        if len(lengths) == len(self.outcomes) and min(lengths) >= 0:
+    def _settle_lengths(self, numbers: Sequence[int], lengths: list[int]) -> None:
+        """These items have got their values: so long, or -1."""
+        if len(lengths) == len(self._wanted) == len(self.outcomes) and min(lengths) >= 0:
             self.outcomes[:] = lengths
             self._wanted.clear()
             return
-        for number, length in zip(small, lengths, strict=False):
-            if length >= 0:
-                self._settle(number, length)
+        if lengths.count(-1) < len(lengths):
+            for number, length in zip(numbers, lengths, strict=False):
+                if length >= 0 and number in self._wanted:
+                    self._settle(number, length)
 
     def _not_tried(
         self,
@@ -429,13 +445,10 @@ class _IntoBuffers(_Batch[memoryview]):
     def _destination(self, room: memoryview) -> Destination:
         return BufferDestination(room)
 
-    async def _copy_here(self, digest: bytes, room: memoryview) -> Copied | None:
-        return await self._fetcher.read_here_into(digest, room)
-
-    async def _copy_nearby(
-        self, readers: Sequence[SegmentReader], digest: bytes, room: memoryview
-    ) -> Copied | None:
-        return await self._fetcher.copy_mapped_into(readers, digest, room)
+    def _room_for(self, room: memoryview, length: int) -> memoryview:
+        if length > len(room):
+            raise too_small(length, room)
+        return room
 
     def _small_rooms(self, numbers: Sequence[int]) -> _SmallRooms:
         views = self._rooms_of(numbers)
@@ -479,7 +492,7 @@ class _IntoBuffers(_Batch[memoryview]):
             for place, number in enumerate(asked[first][: len(lengths)]):
                 if self._only[number] != copy:
                     lengths[place] = -1
-        self._settle_small(asked, lengths)
+        self._settle_lengths(asked, lengths)
         if not self._wanted:
             return
         again = [number for number in asked if self._only[number] == copy]
@@ -517,13 +530,8 @@ class _IntoNewMemory(_Batch[D]):
     def _destination(self, room: D) -> Destination:
         return room
 
-    async def _copy_here(self, digest: bytes, room: D) -> Copied | None:
-        return await self._fetcher.read_here(digest, room)
-
-    async def _copy_nearby(
-        self, readers: Sequence[SegmentReader], digest: bytes, room: D
-    ) -> Copied | None:
-        return await self._fetcher.copy_mapped(readers, digest, room)
+    def _room_for(self, room: D, length: int) -> memoryview:
+        return room.make(length)
 
     def _small_rooms(self, numbers: Sequence[int]) -> _SmallRooms:
         """Where the first one is small, all of them are likely to be: in memory that they share."""
@@ -547,6 +555,13 @@ def version_of(plan: PlanItem) -> Version:
     """What is planned to be read first."""
     holder = plan.holders[0]
     return Version(holder.clock, holder.writer, holder.root)
+
+
+def _is_nearby(plan: PlanItem) -> bool:
+    """Whether the object is in the memory of a peer of this host."""
+    if not plan.holders or plan.through_peer:
+        return False
+    return plan.holders[0].same_host and plan.holders[0].tier == DRAM
 
 
 def _in_batches(plan: PlanItem) -> bool:

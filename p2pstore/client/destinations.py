@@ -24,8 +24,12 @@ class BytesDestination:
         self._view: memoryview | None = None
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        if self._view is None or len(self._view) != slot.length:
-            self._view, self.value = fresh_bytes(slot.length)
+        return self.make(slot.length)
+
+    def make(self, length: int) -> memoryview:
+        """Memory for a value of that length, made once for it."""
+        if self._view is None or len(self._view) != length:
+            self._view, self.value = fresh_bytes(length)
         return self._view
 
     def take(self, value: memoryview) -> None:
@@ -42,8 +46,12 @@ class NewMemoryDestination:
         self._made = False
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        if not self._made or len(self.view) != slot.length:
-            self.view = self._allocate(slot.length)
+        return self.make(slot.length)
+
+    def make(self, length: int) -> memoryview:
+        """Memory for a value of that length, made once for it."""
+        if not self._made or len(self.view) != length:
+            self.view = self._allocate(length)
             self._made = True
         return self.view
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence, Sized
+from collections.abc import Callable, Collection, Sequence, Sized
 from dataclasses import replace
+from itertools import compress
 from random import Random
 from typing import Final
 
@@ -38,13 +39,14 @@ from p2pstore.local.messages import (
     Planned,
     Prefetch,
 )
-from p2pstore.objects import CHUNK_BYTES, namespace_digest
+from p2pstore.objects import CHUNK_BYTES, Version, namespace_digest
+from p2pstore.transfer.arriving import Announced, too_small
 from p2pstore.transfer.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.failover import HolderReport, SilentHolders
 from p2pstore.transfer.get_requests import TRANSPORT_NAME
 from p2pstore.transfer.messages import SMALL_OBJECT_BYTES, Keeps
 from p2pstore.transfer.reader import Copied, SegmentReader
-from p2pstore.transfer.shm import ShmTransport, copy_in_pieces, expired, read_mapped
+from p2pstore.transfer.shm import ShmTransport, copy_spots, read_mapped
 from p2pstore.transfer.small_reads import Parts
 from p2pstore.transfer.span_reads import ItemOutcome
 from p2pstore.transfer.transport import (
@@ -77,6 +79,10 @@ _OF_THE_HOLDER: Final = (Code.NO_SUCH_KEY, Code.STALE, Code.DEADLINE_EXCEEDED)
 """Failures that mean the same wherever the holder is by now."""
 FETCH_SECONDS: Final = 60.0
 """How long the peer may take to bring an object here. It watches over the progress itself."""
+
+RoomsFor = Callable[[Sequence[int], Sequence[int]], Sequence[memoryview]]
+"""Gives rooms for the values with these places in a batch and these lengths, one each. One that is too short for its
+value gets nothing."""
 
 
 class Fetcher:
@@ -148,13 +154,10 @@ class Fetcher:
     ) -> int:
         """`fetch` to the beginning of a buffer, the shortest way there is: the object's length. Raises as `fetch`, and
         `BufferTooSmall`."""
-        link = self._link
-        for reader in link.readers:  # as `read_here_into`, for which a call would take as long
-            if reader.contains(digest):
-                copied = await self._copy_out_of(reader, digest, view)
-                if copied is not None:
-                    link.note_read(digest, copied.length)
-                    return copied.length
+        length = await self._copy_mapped_into(self._link.readers, digest, view)
+        if length is not None:
+            self._link.note_read(digest, length)
+            return length
         outcome: int | PullReport | None = None
         only = self._known.only(digest)
         if only is not None:
@@ -239,16 +242,75 @@ class Fetcher:
     ) -> int | None:
         """Out of the memory of a peer of this host, where that is mapped already."""
         began = time.monotonic()
-        copied = await self.copy_mapped_into(self._shm.mapped(copy), digest, view)
-        if copied is None or not is_announced(copy, copied):
-            return None
-        seconds = time.monotonic() - began
-        self._link.note_only(key, digest, copy.member, self._shm.name, copied.length, seconds)
-        return copied.length
+        readers = self._shm.mapped(copy)
+        length = await self._copy_mapped_into(readers, digest, view, copy.announced)
+        if length is not None:
+            seconds = time.monotonic() - began
+            self._link.note_only(key, digest, copy.member, self._shm.name, length, seconds)
+        return length
 
-    def mapped_nearby(self, copy: RemoteCopy) -> Sequence[SegmentReader]:
-        """The memory of a peer of this host, where that is mapped already."""
-        return self._shm.mapped(copy) if copy.same_host else ()
+    async def copy_many_here(self, digests: Sequence[bytes], rooms_for: RoomsFor) -> list[int]:
+        """Verified copies of what the local peer holds, which is told of them: the lengths, -1 for what is not here.
+        `rooms_for` gives the rooms once it is known what is here, and how long that is."""
+        lengths = await self._copy_many(self._link.readers, digests, rooms_for)
+        if lengths.count(-1) < len(lengths):
+            self._link.note_reads(digests, lengths)
+        return lengths
+
+    async def copy_many_nearby(
+        self,
+        copy: RemoteCopy,
+        digests: Sequence[bytes],
+        rooms_for: RoomsFor,
+        versions: Sequence[Version],
+    ) -> list[int]:
+        """`copy_many_here` from a peer of this host, where that is mapped already. `versions`: those that were planned,
+        one a digest; without them, what that peer wrote itself."""
+        readers = self._shm.mapped(copy) if copy.same_host else ()
+        lengths = await self._copy_many(readers, digests, rooms_for, copy.announced, versions)
+        missing = lengths.count(-1)
+        if missing < len(lengths):
+            self._link.note_pulls(
+                copy.member,
+                self._shm.name,
+                objects=len(lengths) - missing,
+                length_bytes=sum(lengths) + missing,
+                failures=0,
+                unseen=list(compress(digests, [length >= 0 for length in lengths]))
+                if missing
+                else digests,
+            )
+        return lengths
+
+    async def map_nearby(self, copy: RemoteCopy, others: Collection[bytes]) -> PullFailed | None:
+        """Map the memory of a peer of this host, for `copy_many_nearby`: what kept it from that, if anything."""
+        try:
+            await self._shm.open(hurried(copy, others) if others else copy)
+        except PullFailed as failure:
+            return failure
+        return None
+
+    async def _copy_many(
+        self,
+        readers: Sequence[SegmentReader],
+        digests: Sequence[bytes],
+        rooms_for: RoomsFor,
+        announced: Announced | None = None,
+        versions: Sequence[Version] = (),
+    ) -> list[int]:
+        lengths = [-1] * len(digests)
+        for reader in readers:
+            spots = reader.spots(digests, announced, versions)
+            if not spots.places:
+                continue
+            rooms = rooms_for(spots.places, spots.lengths)
+            good = await copy_spots(self._link.driver, reader, spots, rooms)
+            if len(spots.places) == len(digests) and all(good):
+                return spots.lengths
+            for place, length, fine in zip(spots.places, spots.lengths, good, strict=True):
+                if fine:
+                    lengths[place] = length
+        return lengths
 
     async def copy_mapped(
         self, readers: Sequence[SegmentReader], digest: bytes, destination: Destination
@@ -260,30 +322,24 @@ class Fetcher:
                 return copied
         return None
 
-    async def copy_mapped_into(
-        self, readers: Sequence[SegmentReader], digest: bytes, view: memoryview
-    ) -> Copied | None:
-        """`copy_mapped` into the beginning of a buffer, which may be longer than the object; it looks the object up
-        once instead of twice. Raises `BufferTooSmall`."""
+    async def _copy_mapped_into(
+        self,
+        readers: Sequence[SegmentReader],
+        digest: bytes,
+        view: memoryview,
+        announced: Announced | None = None,
+    ) -> int | None:
+        """A verified copy in the beginning of a buffer, which may be longer than the object: the length. None when it
+        is not there. Raises `BufferTooSmall`."""
         for reader in readers:
-            if reader.contains(digest):
-                copied = await self._copy_out_of(reader, digest, view)
-                if copied is not None:
-                    return copied
+            spots = reader.spots([digest], announced)
+            if spots.places:
+                length = spots.lengths[0]
+                if len(view) < length:
+                    raise too_small(length, view)
+                if (await copy_spots(self._link.driver, reader, spots, [view]))[0]:
+                    return length
         return None
-
-    async def _copy_out_of(
-        self, reader: SegmentReader, digest: bytes, view: memoryview
-    ) -> Copied | None:
-        copied = await copy_in_pieces(self._link.driver, reader, digest, view)
-        return None if copied is None or expired(copied.trailer) else copied
-
-    def note_copied_nearby(self, member: int, *, objects: int, length_bytes: int) -> None:
-        """Have the local peer told of copies out of the memory of a peer of this host."""
-        if objects:
-            self._link.note_pulls(
-                *(member, self._shm.name), objects=objects, length_bytes=length_bytes, failures=0
-            )
 
     async def _pull_chunk_of(
         self, only: OnlyHolder, key: str, digest: bytes, view: memoryview
@@ -344,13 +400,6 @@ class Fetcher:
         it, unless it has seen the lease."""
         copied = await self.copy_mapped(self._link.readers, digest, destination)
         if copied is not None and not leased:
-            self._link.note_read(digest, copied.length)
-        return copied
-
-    async def read_here_into(self, digest: bytes, view: memoryview) -> Copied | None:
-        """`read_here` into the beginning of a buffer, as `copy_mapped_into`."""
-        copied = await self.copy_mapped_into(self._link.readers, digest, view)
-        if copied is not None:
             self._link.note_read(digest, copied.length)
         return copied
 
@@ -677,11 +726,6 @@ class Fetcher:
     def give_back(self, reply: Leased) -> None:
         """End leases that nobody will look at."""
         self._link.give_back(reply)
-
-
-def is_announced(copy: RemoteCopy, copied: Copied) -> bool:
-    """Whether what was copied out of the memory of a holder is what it may give."""
-    return copy.announced is None or copy.announced.allows(copied.slot.version)
 
 
 def _has_ways(plan: PlanItem) -> bool:

@@ -236,6 +236,18 @@ class PeerLink:
             self._reads[digest] = [1, length, int(is_view)]
             self.stir()
 
+    def note_reads(self, digests: Sequence[bytes], lengths: Sequence[int]) -> None:
+        """`note_read` of a batch; -1 for what was not read."""
+        reads = self._reads
+        for digest, length in zip(digests, lengths, strict=True):
+            counted = reads.get(digest)
+            if counted is not None:
+                counted[0] += length >= 0
+            elif length >= 0 and len(reads) < MAX_REPORTED_KEYS:
+                reads[digest] = [1, length, 0]
+        if reads:
+            self.stir()
+
     def note_pull(self, key: str, digest: bytes, report: PullReport, seconds: float) -> None:
         """An object was read from its holders, or was not."""
         self._pulls.pulled(key, digest, report, seconds)
@@ -260,11 +272,23 @@ class PeerLink:
         self.stir()
 
     def note_pulls(
-        self, member: int, transport: str, *, objects: int, length_bytes: int, failures: int
+        self,
+        member: int,
+        transport: str,
+        *,
+        objects: int,
+        length_bytes: int,
+        failures: int,
+        unseen: Sequence[bytes] = (),
     ) -> None:
-        """A batch was read from one holder."""
+        """A batch was read from one holder. `unseen`: the digests of what it did not see read."""
         self._pulls.count(
-            member, transport, objects=objects, length_bytes=length_bytes, failures=failures
+            member,
+            transport,
+            objects=objects,
+            length_bytes=length_bytes,
+            failures=failures,
+            unseen=unseen,
         )
         self.stir()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from p2pstore.histograms import Histogram
@@ -54,7 +56,7 @@ class PullLedger:
         self._slow: list[SlowRead] = []
         self._fallbacks: dict[tuple[int, str], TransportFallback] = {}
         self._misses = 0
-        self._unseen: dict[tuple[bytes, int], int] = {}
+        self._unseen: dict[int, Counter[bytes]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._counts or self._slow or self._fallbacks or self._misses)
@@ -72,7 +74,7 @@ class PullLedger:
         if report.pulled is not None and report.copy is not None:
             transport, member = report.pulled.transport, report.copy.member
             if transport == ShmTransport.name:
-                self._unseen_by(member, digest)
+                self._unseen_by(member, [digest])
             for share in report.brought():
                 whole = int(share.member == member)
                 self._add(share.member, transport, objects=whole, length_bytes=share.length_bytes)
@@ -113,14 +115,17 @@ class PullLedger:
             counted.durations.add_seconds(seconds)
             counted.lengths.add(length_bytes)
         if transport == ShmTransport.name:
-            self._unseen_by(member, digest)
+            self._unseen_by(member, [digest])
         if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
             self._slow.append(SlowRead(digest, member, transport, seconds, 0, key))
 
-    def _unseen_by(self, member: int, digest: bytes) -> None:
+    def _unseen_by(self, member: int, digests: Sequence[bytes]) -> None:
         """Nobody but this client knows that the holder was read; its eviction is to know as well."""
-        if (digest, member) in self._unseen or len(self._unseen) < MAX_UNSEEN:
-            self._unseen[digest, member] = self._unseen.get((digest, member), 0) + 1
+        counts = self._unseen.setdefault(member, Counter())
+        room = MAX_UNSEEN - sum(map(len, self._unseen.values()))
+        if len(digests) > room:
+            digests = [digest for digest in digests if digest in counts]
+        counts.update(digests)
 
     def _fell_back(self, report: HolderReport) -> None:
         where = report.member, report.transport
@@ -138,8 +143,12 @@ class PullLedger:
         objects: int = 0,
         length_bytes: int = 0,
         failures: int = 0,
+        unseen: Sequence[bytes] = (),
     ) -> None:
-        """Objects came together from one holder: how long each of them is counts as their mean."""
+        """Objects came together from one holder: how long each of them is counts as their mean. `unseen`: the digests
+        of what the holder did not see read."""
+        if unseen:
+            self._unseen_by(member, unseen)
         counted = self._add(
             member, transport, objects=objects, length_bytes=length_bytes, failures=failures
         )
@@ -186,5 +195,9 @@ class PullLedger:
         misses, self._misses = self._misses, 0
         unseen, self._unseen = self._unseen, {}
         pulls = [counted.message(*where) for where, counted in list(counts.items())]
-        reads = [UnseenRead(*which, count) for which, count in list(unseen.items())]
+        reads = [
+            UnseenRead(digest, member, count)
+            for member, counts in list(unseen.items())
+            for digest, count in list(counts.items())
+        ]
         return pulls, slow, list(fallbacks.values()), misses, reads

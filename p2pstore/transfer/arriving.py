@@ -98,12 +98,17 @@ class BufferDestination:
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
         if slot.length > len(self._view):
-            raise BufferTooSmall(
-                f"the object has {slot.length:,} bytes ({format_bytes(slot.length)}); "
-                f"the buffer has room for {len(self._view):,}: give one of that length, or use get()",
-                slot.length,
-            )
+            raise too_small(slot.length, self._view)
         return self._view[: slot.length]
+
+
+def too_small(length: int, room: memoryview) -> BufferTooSmall:
+    """The error of a read into a buffer that has less room than the object needs."""
+    return BufferTooSmall(
+        f"the object has {length:,} bytes ({format_bytes(length)}); the buffer has room for "
+        f"{len(room):,}: give one of that length, or use get()",
+        length,
+    )
 
 
 def watch_of(destination: Destination) -> ReadWatch | None:

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -217,6 +217,8 @@ SLOT_FLAG_SOFT: Final = 1
 """A soft replica: kept because it was hot, evicted first."""
 SLOT_FLAG_TENSOR: Final = 2
 """The trailer has dtype and shape."""
+SLOT_FLAG_LASTING: Final = 4
+"""The object has no time to live. Its reader need not look that up in the trailer; without the flag, it must."""
 
 
 class Slot(msgspec.Struct, frozen=True, gc=False):
@@ -302,11 +304,14 @@ FREE_SLOT: Final = bytes(SLOT_BYTES)
 _SLOT_COLUMNS: Final = np.dtype(
     {
         "names": [
-            *("format", "state", "writer", "first", "second", "clock"),
-            *("length", "root", "checked", "checksum"),
+            *("format", "state", "writer", "trailer", "flags", "first", "second", "clock"),
+            *("offset", "length", "root", "checked", "checksum"),
         ],
-        "formats": ["u1", "u1", "<u2", "<u8", "<u8", "<u8", "<u8", "<u8", "V56", "<u8"],
-        "offsets": [0, 1, 2, 8, 16, 24, 40, 48, 0, 56],
+        "formats": [
+            *("u1", "u1", "<u2", "<u2", "<u2", "<u8", "<u8", "<u8"),
+            *("<u8", "<u8", "<u8", "V56", "<u8"),
+        ],
+        "offsets": [0, 1, 2, 4, 6, 8, 16, 24, 32, 40, 48, 0, 56],
         "itemsize": SLOT_BYTES,
     }
 )
@@ -317,17 +322,65 @@ _DIGEST_COLUMNS: Final = np.dtype([("first", "<u8"), ("second", "<u8")])
 class SlotRows:
     """Many packed slots, in a private copy, one after the other."""
 
-    def __init__(self, packed: bytes | memoryview) -> None:
+    def __init__(self, packed: bytes | memoryview | NDArray[Any]) -> None:
         self._rows = np.frombuffer(packed, _SLOT_COLUMNS)
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __getitem__(self, number: int) -> bytes:
+        """One slot, packed."""
+        packed: bytes = self._rows[number].tobytes()
+        return packed
+
+    def only(self, wanted: NDArray[np.bool_]) -> SlotRows:
+        """The rows for which `wanted` is true."""
+        return SlotRows(self._rows[wanted])
 
     @property
     def lengths(self) -> list[int]:
         """What they say that the values' lengths are, in bytes; nothing is checked yet."""
         listed: list[int] = self._rows["length"].tolist()
         return listed
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where they say that the values begin, in bytes from the segment's start; nothing is checked yet."""
+        listed: list[int] = self._rows["offset"].tolist()
+        return listed
+
+    @property
+    def roots(self) -> list[int]:
+        """The values' root checksums."""
+        listed: list[int] = self._rows["root"].tolist()
+        return listed
+
+    def need_trailers(self) -> NDArray[np.bool_]:
+        """`needs_trailer` of each."""
+        rows = self._rows
+        lasting = (rows["flags"] & SLOT_FLAG_LASTING) != 0
+        needed: NDArray[np.bool_] = (
+            ~lasting | (rows["length"] == 0) | (rows["length"] > CHUNK_BYTES)
+        )
+        return needed
+
+    def match(self, digests: NDArray[np.uint64], geometry: Geometry) -> NDArray[np.bool_]:
+        """`slot_matches` of each that is whole, by digests as rows of two words."""
+        rows = self._rows
+        good = self._are_live(digests.view(_DIGEST_COLUMNS)[:, 0])
+        offsets, lengths = rows["offset"], rows["length"]
+        good &= (offsets >= geometry.data_offset) & (offsets <= geometry.total_bytes)
+        room = np.uint64(geometry.total_bytes) - offsets
+        good &= lengths <= room
+        good &= (lengths + np.uint64(7) & ~np.uint64(7)) + rows["trailer"] <= room
+        return good
+
+    def _are_live(self, digests: NDArray[Any]) -> NDArray[np.bool_]:
+        rows = self._rows
+        good: NDArray[np.bool_] = (rows["format"] == SLOT_FORMAT) & (rows["state"] == _LIVE)
+        good &= (rows["first"] == digests["first"]) & (rows["second"] == digests["second"])
+        good &= rows["checksum"] == _sums_of(rows["checked"].tolist())
+        return good
 
     def are_announced(self, writer: int, versions: Sequence[Version]) -> NDArray[np.bool_]:
         """Which of them are versions of this writer, not older than these; or one of these, each at its place. Without
@@ -348,14 +401,12 @@ class SlotRows:
     def are_only_chunks(self, digests: bytes, packed_sums: bytes) -> NDArray[np.bool_]:
         """`is_only_chunk` of each, by packed digests, and what `xxh3_64_digest` gives for each payload, one after the
         other. That the payloads have the slots' lengths is the caller's word."""
-        rows, wanted = self._rows, np.frombuffer(digests, _DIGEST_COLUMNS)
+        rows = self._rows
         lengths_and_sums = np.empty((len(rows), 2), np.uint64)
         lengths_and_sums[:, 0] = rows["length"]
         lengths_and_sums[:, 1] = np.frombuffer(packed_sums, _SUMS)
-        good: NDArray[np.bool_] = (rows["format"] == SLOT_FORMAT) & (rows["state"] == _LIVE)
-        good &= (rows["first"] == wanted["first"]) & (rows["second"] == wanted["second"])
+        good = self._are_live(np.frombuffer(digests, _DIGEST_COLUMNS))
         good &= (rows["length"] > 0) & (rows["length"] <= CHUNK_BYTES)
-        good &= rows["checksum"] == _sums_of(rows["checked"].tolist())
         roots = _sums_of(lengths_and_sums.view("V16")[:, 0].tolist())
         good &= rows["root"] == roots
         return good
@@ -454,6 +505,12 @@ def slot_matches(slot: Slot, digest: bytes, geometry: Geometry) -> bool:
         and slot.offset >= geometry.data_offset
         and slot.offset + trailer_offset(slot.length) + slot.trailer_length <= geometry.total_bytes
     )
+
+
+def needs_trailer(slot: Slot) -> bool:
+    """Whether a reader has to look at the trailer: for the sums of several chunks, or a time to live. The root of one
+    chunk is made of the length and the only sum, so that the bytes alone show whether they are the slot's."""
+    return not (slot.flags & SLOT_FLAG_LASTING and 0 < slot.length <= CHUNK_BYTES)
 
 
 def trailer_matches(trailer: TrailerBody, slot: Slot) -> bool:

@@ -23,6 +23,7 @@ from p2pstore.transfer.layout import (
     MAX_TRAILER_BYTES,
     SEGMENT_STATE_OFFSET,
     SLOT_BYTES,
+    SLOT_FLAG_LASTING,
     SLOT_FLAG_SOFT,
     SLOT_FLAG_TENSOR,
     Geometry,
@@ -50,7 +51,9 @@ def slot_of(entry: ObjectEntry) -> Slot:
         offset=entry.offset,
         length=entry.length,
         trailer_length=entry.trailer_length,
-        flags=SLOT_FLAG_SOFT * entry.soft | SLOT_FLAG_TENSOR * bool(entry.dtype),
+        flags=SLOT_FLAG_SOFT * entry.soft
+        | SLOT_FLAG_TENSOR * bool(entry.dtype)
+        | SLOT_FLAG_LASTING * (not entry.expires_unix_ms),
     )
 
 
@@ -163,9 +166,8 @@ class ObjectTable:
         if len(packed) > room:
             packed = encode_trailer(care)
         self._write(entry.offset + trailer_offset(entry.length), packed)
-        if len(packed) != entry.trailer_length:
-            entry.trailer_length = len(packed)
-            self.write_slot(entry)
+        entry.trailer_length = len(packed)
+        self._restore(self._slot_offset(entry.slot), encode_slot(slot_of(entry)))
 
     def write_proof(self, entry: ObjectEntry, proof: bytes) -> None:
         """Add a proof to a trailer that has none, where the extent has room for it."""

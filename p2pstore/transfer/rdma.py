@@ -62,7 +62,8 @@ from p2pstore.transfer.rdma_staging import (
     Staging,
 )
 from p2pstore.transfer.rdma_verbs import Device
-from p2pstore.transfer.shm import ON_SSD, expired
+from p2pstore.transfer.reader import expired
+from p2pstore.transfer.shm import ON_SSD
 from p2pstore.transfer.trace import ReadWatch
 from p2pstore.transfer.transport import (
     Destination,

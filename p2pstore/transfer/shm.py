@@ -13,13 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from p2pstore.errors import BufferTooSmall, DeadlineExceeded, P2PStoreError
+from p2pstore.errors import DeadlineExceeded, P2PStoreError
 from p2pstore.local.connection import LocalConnection
 from p2pstore.local.messages import Access, ItemError, Lease, Leased, LocalKind, Release
 from p2pstore.objects import DEFAULT_NAMESPACE
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
-from p2pstore.transfer.layout import TrailerBody
-from p2pstore.transfer.reader import Copied, SegmentReader
+from p2pstore.transfer.reader import Copied, SegmentReader, Spots, expired
 from p2pstore.transfer.trace import ReadWatch
 from p2pstore.transfer.transport import (
     Destination,
@@ -40,38 +39,32 @@ NOT_THERE: Final = "the object is not in the holder's memory segment"
 ON_SSD: Final = "on its holder's SSD, who is asked for it over tcp"
 
 
-async def copy_in_pieces(
+async def copy_spots(
     driver: Driver,
     reader: SegmentReader,
-    digest: bytes,
-    view: memoryview,
+    spots: Spots,
+    rooms: Sequence[memoryview],
     watch: ReadWatch | None = None,
-) -> Copied | None:
-    """`reader.copy_into`, after the first 4 MiB in steps on a thread, and to be cancelled
-    between them. `watch` hears of each step; it counts against the whole `view`."""
-    pieces = reader.copy_pieces(digest, view)
+) -> bytearray:
+    """`reader.copy_steps`, after the first 4 MiB in steps on a thread, and to be cancelled between them. `watch` hears
+    of each step."""
+    steps = reader.copy_steps(spots, rooms)
+    done: bytearray | None = None
 
-    def step() -> tuple[bool, Copied | None]:
+    def step() -> None:
+        nonlocal done
         try:
-            done_bytes = next(pieces)
-            if watch is not None and done_bytes:
-                watch.advanced(done_bytes, len(view))
+            done_bytes = next(steps)
         except StopIteration as stop:
-            copied: Copied | None = stop.value
-            if watch is not None and copied is not None and copied.length:
-                watch.advanced(copied.length, len(view))
-            return True, copied
-        return False, None
+            done = stop.value
+            done_bytes = sum(spots.lengths) if all(stop.value) else 0
+        if watch is not None and done_bytes:
+            watch.advanced(done_bytes, sum(map(len, rooms)))
 
-    done, copied = step()
-    while not done:
-        done, copied = await driver.run_in_thread(step)
-    return copied
-
-
-def expired(trailer: TrailerBody) -> bool:
-    """Whether the object's time to live is over, though its owner did not collect it yet."""
-    return 0 < trailer.expires_unix_ms <= time.time() * 1000
+    step()
+    while done is None:
+        await driver.run_in_thread(step)
+    return done
 
 
 async def read_mapped(
@@ -90,12 +83,10 @@ async def read_mapped(
         if expired(trailer):
             return None
         view = checked_view(destination, slot, trailer)
-        try:
-            copied = await copy_in_pieces(driver, reader, digest, view, watch_of(destination))
-        except BufferTooSmall:  # replaced meanwhile by a longer version
-            continue
-        if copied is not None and copied.slot == slot:
-            return copied
+        spots = Spots()
+        spots.add(0, slot, trailer.sums)
+        if all(await copy_spots(driver, reader, spots, [view], watch_of(destination))):
+            return Copied(slot.length, slot, trailer)
     return None
 
 
@@ -183,6 +174,10 @@ class ShmTransport:
         """The memory of a copy's holder, where a session with it is open; else nothing."""
         peer = self._peers.get((copy.socket, copy.peer_id))
         return peer.readers if peer is not None and peer.usable() else ()
+
+    async def open(self, copy: RemoteCopy) -> None:
+        """Have the memory of a copy's holder `mapped`. Raises `PullFailed`."""
+        await self._session(copy)
 
     async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
         """Copy the object out of the holder's segment. What the mapping does not show, the holder may still have, and

@@ -69,6 +69,7 @@ from p2pstore.transfer.tickets import Scope, issue_ticket, open_ticket
 from p2pstore.wire import encode_body
 from tests.fuzz.mutation import HEADER, Mutator
 from tests.fuzz.victim import Problem
+from tests.mapped_copies import copy_one
 from tests.unit.digest_rows import digest_from
 
 UNIX: Final = 1_800_000_000.0
@@ -166,7 +167,7 @@ def segment_memory(rng: Random, sent: list[bytes]) -> None:
         reader.contains(digest)
         with suppress(ProtocolError):
             reader.find(digest)
-            copied = reader.copy_into(digest, memoryview(destination))
+            copied = copy_one(reader, digest, memoryview(destination))
             if copied is not None and bytes(destination[: len(value)]) != value:
                 raise Problem("a reader delivered wrong bytes")
 

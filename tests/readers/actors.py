@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -36,7 +36,7 @@ from p2pstore.objects import key_digest
 from p2pstore.results import ItemResult
 from p2pstore.transfer.layout import Slot, TrailerBody
 from p2pstore.transfer.messages import SMALL_OBJECT_BYTES
-from p2pstore.transfer.reader import SegmentReader
+from p2pstore.transfer.reader import SegmentReader, Spots
 from tests.readers.values import KEYS_PER_PEER, LONGEST_BYTES, is_right, key_name, value_of
 
 OWNERS: Final = 2
@@ -49,6 +49,8 @@ REMOTE_VIEWS: Final = 0.1
 BRISK: Final = 32
 """Reads of one value, each right after the other: most of them are answered by a thread of the holder."""
 BATCH: Final = 8
+TOGETHER: Final = 0.2
+"""Of the reads from the own peer's memory."""
 READS, WRONG, FAILED, CHANGES, LIMIT = range(5)
 """Columns of the counts: values compared, those that were wrong, reads and puts without a result, puts and removals;
 and how many values to compare before waiting for more to be wanted, which the parent says."""
@@ -149,6 +151,13 @@ class Actor:
         length = client.get_into(key, self.buffer)
         self.compare(key, self.buffer[:length], how)
 
+    def copy_here(self, client: BlockingClient, peer: int) -> None:
+        """Copy a value of the own peer's, or all of them at once."""
+        if self.rng.random() < TOGETHER:
+            self.copy_together(client, peer)
+        else:
+            self.copy(client, peer, "copy")
+
     def copy_briskly(self, client: BlockingClient, peer: int) -> None:
         """Copy one value of that peer's again and again, while others change it."""
         key = self.key(peer)
@@ -233,18 +242,29 @@ class Actor:
 def preempt(rng: Random) -> None:
     """Have some reads of this process wait, after they looked up where a value is, until it is not there any more (or
     for a while): as when the kernel lets others run at the worst moment, which it does too seldom for a test."""
-    find = SegmentReader.find
+    find, spots = SegmentReader.find, SegmentReader.spots
+
+    def wait_for_change(reader: SegmentReader, digests: Sequence[bytes]) -> None:
+        if not digests or rng.random() >= PREEMPTED:
+            return
+        before = find(reader, digest := rng.choice(digests))
+        deadline = time.monotonic() + rng.uniform(0, MAX_PREEMPTED_SECONDS)
+        while time.monotonic() < deadline and find(reader, digest) == before is not None:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.005))  # its place is used again
 
     def find_and_wait(reader: SegmentReader, digest: bytes) -> tuple[Slot, TrailerBody] | None:
         found = find(reader, digest)
-        if found is not None and rng.random() < PREEMPTED:
-            deadline = time.monotonic() + rng.uniform(0, MAX_PREEMPTED_SECONDS)
-            while time.monotonic() < deadline and find(reader, digest) == found:
-                time.sleep(0.001)
-            time.sleep(rng.uniform(0, 0.005))  # its place is used again
+        wait_for_change(reader, [digest] if found is not None else ())
+        return found
+
+    def spots_and_wait(reader: SegmentReader, digests: Sequence[bytes], *more: Any) -> Spots:
+        found = spots(reader, digests, *more)
+        wait_for_change(reader, [digests[place] for place in found.places])
         return found
 
     SegmentReader.find = find_and_wait  # type: ignore[method-assign, assignment] # on purpose
+    SegmentReader.spots = spots_and_wait  # type: ignore[method-assign, assignment] # on purpose
 
 
 def move_holders_away() -> None:
@@ -269,7 +289,7 @@ def play(role: str, actor: Actor) -> None:
         case "change":
             actor.run(actor.owner, actor.change)
         case "copy":
-            actor.run(actor.owner, lambda client, peer: actor.copy(client, peer, role))
+            actor.run(actor.owner, actor.copy_here)
         case "view":
             actor.run(actor.owner, actor.view)
         case "trust":

@@ -40,6 +40,7 @@ from p2pstore.transfer.layout import (
 )
 from p2pstore.transfer.reader import SegmentReader
 from p2pstore.transfer.segment import EARLIER_CLIENTS, SOFT_PIN_SECONDS, Segment
+from tests.mapped_copies import copy_one
 from tests.unit.test_segment import KEYS, NAMESPACE, SegmentAgainstDictionary, put, value_of
 
 BOOT = bytes(range(16))
@@ -237,8 +238,8 @@ def test_damage_costs_objects_and_never_shows_other_bytes(
     reader = SegmentReader(lives.view)
     target = memoryview(bytearray(32_768))
     for key in KEYS:
-        copied = reader.copy_into(key_digest(key, NAMESPACE), target)
-        assert copied is None or bytes(target[: copied.length]) in put_ever
+        copied = copy_one(reader, key_digest(key, NAMESPACE), target)
+        assert copied is None or bytes(target[:copied]) in put_ever
 
 
 def test_a_slot_torn_while_a_client_looks_at_its_bytes_ends_the_memory() -> None:

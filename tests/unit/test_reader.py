@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from p2pstore.errors import BufferTooSmall, ProtocolError
+from p2pstore.errors import ProtocolError
 from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.side_by_side import PIECE_BYTES
 from p2pstore.transfer import reader as reader_module
@@ -29,6 +29,7 @@ from p2pstore.transfer.layout import (
 from p2pstore.transfer.memory import create_memory, map_read_only
 from p2pstore.transfer.reader import SegmentReader
 from p2pstore.transfer.segment import Segment
+from tests.mapped_copies import copy_many, copy_one
 from tests.threads import with_threads
 
 KEYS = [f"key {number}" for number in range(40)]
@@ -84,16 +85,15 @@ def test_a_copy_is_what_was_put(length: int) -> None:
     entry = put(segment, "k", 5, value)
     reader = SegmentReader(view.toreadonly())
     target = empty(length + 10)
-    copied = reader.copy_into(key_digest("k"), target)
-    assert copied is not None
-    assert copied.length == length
+    assert copy_one(reader, key_digest("k"), target) == length
     assert bytes(target) == value + bytes(10)
-    assert copied.slot.version == entry.version
-    assert copied.trailer.key == "k"
     found = reader.find(key_digest("k"))
-    assert found == (copied.slot, copied.trailer)
-    assert reader.view_of(copied.slot) == value
-    assert reader.view_of(copied.slot).readonly
+    assert found is not None
+    slot, trailer = found
+    assert slot.version == entry.version
+    assert trailer.key == "k"
+    assert reader.view_of(slot) == value
+    assert reader.view_of(slot).readonly
     assert reader.contains(key_digest("k"))
 
 
@@ -105,15 +105,17 @@ def test_a_miss() -> None:
         segment.remove(key_digest("removed"))
         assert not reader.contains(key_digest(key))
         assert reader.find(key_digest(key)) is None
-        assert reader.copy_into(key_digest(key), empty(10)) is None
+        assert copy_one(reader, key_digest(key), empty(10)) is None
 
 
-def test_a_small_buffer_says_how_much_is_needed() -> None:
-    segment, view = new_segment(MIB)
-    put(segment, "k", 1, bytes(5000))
-    with pytest.raises(BufferTooSmall) as caught:
-        SegmentReader(view).copy_into(key_digest("k"), empty(4999))
-    assert caught.value.needed == 5000
+@pytest.mark.parametrize("length", [1, 5000, 3 * MIB])
+def test_a_room_that_is_too_small_gets_nothing(length: int) -> None:
+    segment, view = new_segment(8 * MIB)
+    put(segment, "k", 1, b"x" * length)
+    room = empty(length - 1)
+    assert copy_one(SegmentReader(view), key_digest("k"), room) is None
+    assert room == bytes(length - 1)
+    assert SegmentReader(view).spots([key_digest("k")]).lengths == [length]
 
 
 def test_colliding_digests_are_all_found_while_others_go() -> None:
@@ -187,10 +189,14 @@ def test_damage_anywhere_is_a_miss(length: int) -> None:
     target = empty(length)
     for place in places:
         view[place] ^= 0x10
-        assert reader.copy_into(key_digest("k"), target) is None, place
+        # What one chunk is made of, its slot says: the trailer has nothing to add.
+        needless = length <= CHUNK_BYTES and trailer <= place < trailer + entry.trailer_length
+        copied = copy_one(reader, key_digest("k"), target)
+        assert copied == (length if needless else None), place
+        assert not needless or target == pattern(KEYS[0], 1, length)
         view[place] ^= 0x10
         assert reader.find(key_digest("k")) is not None
-    assert reader.copy_into(key_digest("k"), target) is not None
+    assert copy_one(reader, key_digest("k"), target) is not None
 
 
 def test_a_trailer_of_another_value_is_a_miss() -> None:
@@ -203,7 +209,7 @@ def test_a_trailer_of_another_value_is_a_miss() -> None:
     view[start : start + len(trailer)] = trailer
     reader = SegmentReader(view)
     assert reader.find(key_digest("k")) is None
-    assert reader.copy_into(key_digest("k"), empty(12)) is None
+    assert copy_one(reader, key_digest("k"), empty(12)) is None
 
 
 def test_a_freed_slot_holds_nothing() -> None:
@@ -243,7 +249,7 @@ def test_what_changes_between_pieces_counts_only_while_it_is_not_copied() -> Non
     reader = SegmentReader(view)
     for place, survives in ((10, True), (PIECE_BYTES - 1, True), (PIECE_BYTES, False)):
         target = empty(length)
-        pieces = reader.copy_pieces(key_digest("k"), target)
+        pieces = reader.copy_steps(reader.spots([key_digest("k")]), [target])
         assert next(pieces) == PIECE_BYTES
         view[entry.offset + place] ^= 1
         if survives:
@@ -251,7 +257,7 @@ def test_what_changes_between_pieces_counts_only_while_it_is_not_copied() -> Non
         with pytest.raises(StopIteration) as stop:
             next(pieces)
         view[entry.offset + place] ^= 1
-        assert (stop.value.value is not None) == survives
+        assert stop.value.value == bytes([survives])
         assert not survives or target == value
 
 
@@ -266,15 +272,13 @@ def test_each_piece_is_verified_whoever_copies_it(
     entry = put(segment, "k", 1, value)
     reader = SegmentReader(view)
     target = empty(length)
-    copied = reader.copy_into(key_digest("k"), target)
-    assert copied is not None
-    assert copied.length == length
+    assert copy_one(reader, key_digest("k"), target) == length
     assert target == value
     for place in (*range(17, length, PIECE_BYTES), length - 1):
         view[entry.offset + place] ^= 1
-        assert reader.copy_into(key_digest("k"), target) is None
+        assert copy_one(reader, key_digest("k"), target) is None
         view[entry.offset + place] ^= 1
-    assert reader.copy_into(key_digest("k"), target) is not None
+    assert copy_one(reader, key_digest("k"), target) is not None
 
 
 def test_a_copy_from_an_extent_that_is_reused_meanwhile_fails() -> None:
@@ -282,13 +286,13 @@ def test_a_copy_from_an_extent_that_is_reused_meanwhile_fails() -> None:
     segment, view = new_segment(8 * MIB)
     offset = put(segment, KEYS[0], 1, pattern(KEYS[0], 1, length)).offset
     reader = SegmentReader(view)
-    pieces = reader.copy_pieces(DIGESTS[KEYS[0]], empty(length))
+    pieces = reader.copy_steps(reader.spots([DIGESTS[KEYS[0]]]), [empty(length)])
     next(pieces)
     segment.remove(DIGESTS[KEYS[0]])
     assert put(segment, KEYS[1], 2, pattern(KEYS[1], 2, length)).offset == offset
     with pytest.raises(StopIteration) as stop:
         next(pieces)
-    assert stop.value.value is None
+    assert stop.value.value == b"\0"
 
 
 @pytest.mark.parametrize("value", [b"", b"the same bytes"])
@@ -333,18 +337,27 @@ def read_many(reader: SegmentReader, attempts: int, seed: int) -> dict[str, int]
     """Counts of copies that were right, misses, and wrong copies."""
     rng = random.Random(seed)
     target = empty(2 * MIB)
+    rooms = [empty(2 * MIB) for _ in KEYS]
     counts = {"right": 0, "missing": 0, "refused": 0, "wrong": 0}
-    for _ in range(attempts):
+    for number in range(attempts):
         key = rng.choice(KEYS)
         listed = reader.contains(DIGESTS[key])
-        copied = reader.copy_into(DIGESTS[key], target)
-        if copied is None:
-            counts["refused" if listed else "missing"] += 1
-        else:
-            value = target[: copied.length]
-            good = value == pattern(key, copied.slot.version.clock, copied.length)
-            counts["right" if good and copied.trailer.key == key else "wrong"] += 1
+        count(counts, key, copy_many(reader, [DIGESTS[key]], [target])[0], target, listed)
+        if number % len(KEYS) == 0:
+            lengths = copy_many(reader, list(DIGESTS.values()), rooms)
+            for each, length, room in zip(KEYS, lengths, rooms, strict=True):
+                count(counts, each, length, room, listed=False)
     return counts
+
+
+def count(counts: dict[str, int], key: str, length: int, room: memoryview, listed: bool) -> None:
+    """What came of one copy. Every value says by itself which version it is."""
+    if length < 0:
+        counts["refused" if listed else "missing"] += 1
+    else:
+        value = bytes(room[:length])
+        clock = int.from_bytes(value[16:24], "little")
+        counts["right" if value == pattern(key, clock, length) else "wrong"] += 1
 
 
 class Unverified(SegmentReader):

@@ -39,6 +39,7 @@ from p2pstore.transfer.loans import Loan
 from p2pstore.transfer.reader import SegmentReader
 from p2pstore.transfer.segment import MAX_RESERVATIONS_PER_HOLDER, SOFT_PIN_SECONDS, Segment
 from p2pstore.transfer.victims import AHEAD_SHARE
+from tests.mapped_copies import copy_one
 
 NONE, SOFT, HARD = PinKind.NONE, PinKind.SOFT, PinKind.HARD
 NAMESPACE = "tests"
@@ -458,11 +459,12 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         for key in KEYS:
             digest = key_digest(key, NAMESPACE)
             expected = self.model.get(key)
-            copied = self.reader.copy_into(digest, target)
+            copied = copy_one(self.reader, digest, target)
             assert self.reader.contains(digest) == (expected is not None)
             if expected is None:
                 assert segment.find(digest, self.now) is None
                 assert copied is None
+                assert self.reader.find(digest) is None
                 continue
             entry = expected.entry
             expired = 0 < expected.expires_unix_ms / 1000 <= self.now
@@ -470,9 +472,12 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
             assert segment.payload(entry) == expected.value
             assert (entry.pin, entry.pin_until) == (expected.pin, expected.pin_until)
             assert entry.soft == expected.soft
-            assert copied is not None
-            assert target[: copied.length] == expected.value
-            assert copied.trailer.pin == expected.pin
+            if copied is not None:  # by the clock of the reader it has expired, otherwise
+                assert target[:copied] == expected.value
+            assert copied is not None or expected.expires_unix_ms
+            found = self.reader.find(digest)
+            assert found is not None
+            assert found[1].pin == expected.pin
 
     @invariant()
     def what_is_held_stays(self) -> None:
@@ -974,7 +979,7 @@ def test_what_clients_write_where_only_the_owner_may_is_restored(data: st.DataOb
     reader = SegmentReader(memoryview(buffer))
     for key, value in values.items():
         copied = bytearray(len(value))
-        found = reader.copy_into(key_digest(key, NAMESPACE), memoryview(copied))
+        found = copy_one(reader, key_digest(key, NAMESPACE), memoryview(copied))
         assert (found is not None and copied == value) == (key not in ("k3", "k4"))
 
 

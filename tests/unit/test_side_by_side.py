@@ -19,14 +19,16 @@ from tests.interrupts import interrupted_after_each_call, interrupted_at_each_li
     ("cores", "limit", "threads"),
     [
         (1, math.inf, 1),
-        (2, math.inf, 1),
-        (4, math.inf, 1),
-        (7, math.inf, 1),
+        (2, math.inf, 2),
+        (4, math.inf, 2),
+        (7, math.inf, 2),
+        (12, math.inf, 3),
         (8, math.inf, 2),
         (16, math.inf, 4),
         (256, math.inf, 4),
         (256, 0.5, 1),
-        (256, 7.9, 1),
+        (256, 1.9, 1),
+        (256, 7.9, 2),
         (256, 8, 2),
         (8, 256, 2),
     ],
@@ -64,10 +66,10 @@ def test_where_there_may_be_no_more_threads_it_goes_without(
 ) -> None:
     """As at the end of a program, or at a limit."""
 
-    def refused(self: threading.Thread) -> None:
+    def refused(function: object, arguments: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(side_by_side, "start_new_thread", refused)
     for _ in range(3 * side_by_side.MOST_THREADS):
         assert side_by_side.side_by_side(3, str, range(4)) == ["0", "1", "2", "3"]
 
@@ -81,7 +83,7 @@ def test_all_values_together_take_a_few_threads() -> None:
         at_once.append(threading.active_count())
         return number
 
-    before = threading.active_count()
+    before = threading.active_count()  # which counts those at work once they call this
     callers = [
         threading.Thread(target=lambda: side_by_side.side_by_side(4, piece, [0]), daemon=True)
         for _ in range(7)
@@ -105,8 +107,12 @@ def test_an_interrupt_leaves_no_thread_at_work(
 ) -> None:
     monkeypatch.setattr(side_by_side, "_others", threading.BoundedSemaphore(1000))
 
-    def piece(_: int) -> None:  # so that this thread is the one that waits
+    at_work: set[int] = set()
+
+    def piece(number: int) -> None:  # so that this thread is the one that waits
+        at_work.add(number)
         time.sleep(0.001 if threading.current_thread() is threading.main_thread() else 0.02)
+        at_work.discard(number)
 
     def copy() -> None:
         side_by_side.side_by_side(3, piece, range(6))
@@ -114,7 +120,6 @@ def test_an_interrupt_leaves_no_thread_at_work(
     places = []
     for place in strike(copy, side_by_side):
         places.append(place)
-        others = [each for each in threading.enumerate() if each.name == "p2pstore copy"]
-        assert not others, f"one was left when it was interrupted at {place}"
+        assert not at_work, f"one was left when it was interrupted at {place}"
     assert len(places) >= 10
     assert side_by_side.side_by_side(3, str, range(4)) == ["0", "1", "2", "3"]
