@@ -29,6 +29,7 @@ from p2pstore.core.effects import (
     PullFailure,
     PullObject,
     PullOutcome,
+    PullTogether,
     Reply,
     SaveClusterRecord,
     WriteObject,
@@ -78,6 +79,7 @@ from p2pstore.peer.later_replies import LaterReplies
 from p2pstore.peer.load import LoadMeter
 from p2pstore.peer.saving import StateSaver
 from p2pstore.peer.status.checkup import Checkup
+from p2pstore.peer.taken_copies import TakenCopies
 from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
 from p2pstore.stepping import Steps, run_through
@@ -191,6 +193,7 @@ class Node:
         self._tick_due = float("inf")
         self._refused_by: set[PeerId] = set()
         self.copy_checks = CopyChecks(self)
+        self._copies = TakenCopies(self)
         self._drained = trio.Event()
         self._hand_over: HandOverOperation | None = None
         self._all_handed_over = False
@@ -396,6 +399,8 @@ class Node:
             self._later_replies.give(effect)
         elif isinstance(effect, PullObject):
             self._nursery.start_soon(self._carry_out, self._pull, effect)
+        elif isinstance(effect, PullTogether):
+            self._nursery.start_soon(self._carry_out, self._copies.take, effect)
         elif isinstance(effect, FetchSnapshot):
             self._nursery.start_soon(self._carry_out, self._fetch_snapshot, effect)
         elif isinstance(effect, Contact):

@@ -7,7 +7,7 @@ transport of `p2pstore.simulation.transport`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +19,7 @@ from p2pstore.core.effects import (
     OperationFinished,
     PullObject,
     PullOutcome,
+    PullTogether,
     Reply,
     SaveClusterRecord,
 )
@@ -59,7 +60,7 @@ from p2pstore.objects import (
 )
 from p2pstore.put_facts import PutFacts
 from p2pstore.simulation.disk import Disk
-from p2pstore.simulation.pull import pull_object
+from p2pstore.simulation.pull import pull_object, pull_together
 from p2pstore.simulation.signer import SimulatedSigner, SimulatedVerifier
 from p2pstore.simulation.tasks import Task
 from p2pstore.transfer import messages as data
@@ -238,6 +239,7 @@ class SimulatedPeer:
             load_permille=0,
             head=LogHead(),
             checkpoints=self.core.checkpoints.told if self.core is not None else [],
+            max_protocol=data.MAX_DATA_VERSION,
         )
 
     def crash(self) -> None:
@@ -298,7 +300,9 @@ class SimulatedPeer:
         elif isinstance(effect, AskPeer):
             self._ask_data(effect)
         elif isinstance(effect, PullObject):
-            self._pull(effect)
+            self._pull(effect.operation, lambda: pull_object(self, effect))
+        elif isinstance(effect, PullTogether):
+            self._pull(effect.operation, lambda: pull_together(self, effect))
         elif isinstance(effect, FetchSnapshot):
             self._fetch_snapshot(effect)
         elif isinstance(effect, Contact):
@@ -328,16 +332,18 @@ class SimulatedPeer:
         else:
             raise TypeError(f"the simulator does not know the effect {effect!r}")
 
-    def _pull(self, effect: PullObject) -> None:
+    def _pull(
+        self, operation: int, pull: Callable[[], Coroutine[Any, Any, PullOutcome | None]]
+    ) -> None:
         def end() -> None:
             assert self.core is not None
             self._pulls.remove(task)
             outcome = task.result()
             if outcome is not None:
-                self.core.pulled(effect.operation, outcome, self.cluster.kernel.now)
+                self.core.pulled(operation, outcome, self.cluster.kernel.now)
                 self.settle()
 
-        task = Task(self.cluster.kernel, lambda: pull_object(self, effect), end)
+        task = Task(self.cluster.kernel, pull, end)
         self._pulls.append(task)
 
     def _check_object(self, life: int, effect: CheckObject) -> None:
