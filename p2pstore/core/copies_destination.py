@@ -70,7 +70,11 @@ class RoomDestination:
 def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[Thing]:
     """What the sender wants copies of. Raises `ProtocolError` for what no writer of them sends."""
     count = len(request.trailers)
-    if len(request.slots) != count * SLOT_BYTES or len(request.signature) != SIGNATURE_BYTES:
+    if (
+        not count
+        or len(request.slots) != count * SLOT_BYTES
+        or len(request.signature) != SIGNATURE_BYTES
+    ):
         raise ProtocolError("a request to replicate with slots or a signature of another size")
     writer = writer_of(sender)
     found: list[tuple[Slot, TrailerBody]] = []

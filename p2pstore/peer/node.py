@@ -517,7 +517,7 @@ class Node:
 
     def remote_peer(self, peer_id: PeerId) -> RemotePeer:
         """How to reach a peer's data server."""
-        record = self._record_of(peer_id)
+        record = self.record_of(peer_id)
         return RemotePeer(peer_id, tuple(record.data) if record is not None else ())
 
     def remote_copy(self, copy: KnownCopy) -> RemoteCopy:
@@ -530,7 +530,7 @@ class Node:
     def way_to(self, copy: KnownCopy) -> RemoteCopy:
         """How to read what the holder of a copy has in memory; a strict transport leaves the other ways out, for
         clients as well."""
-        record = self._record_of(copy.peer_id)
+        record = self.record_of(copy.peer_id)
         strict = self.config.transport
         by_socket = (
             record is not None and record.host_id == self.host_id and strict in ("auto", "shm")
@@ -566,7 +566,8 @@ class Node:
             ordered += [equals[copy.member] for copy in order_copies(remote, self.rng)]
         return ordered
 
-    def _record_of(self, peer_id: PeerId) -> PeerRecord | None:
+    def record_of(self, peer_id: PeerId) -> PeerRecord | None:
+        """What a member says of itself."""
         state = self.core.gossip.membership.get(peer_id)
         return state.record if state is not None else None
 

@@ -314,7 +314,7 @@ class ReplicateMany(Message, frozen=True):
     """
 
     slots: bytes
-    trailers: Annotated[list[bytes], Meta(min_length=1, max_length=MAX_REPLICATED)]
+    trailers: Annotated[list[bytes], Meta(max_length=MAX_REPLICATED)]
     signature: bytes
     record_body: bytes = b""
     record_signature: bytes = b""
