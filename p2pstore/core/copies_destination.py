@@ -202,26 +202,27 @@ class CopiesDestination:
 
     def publish(self, brought: Collection[int], now: float) -> None:
         """Publish those, by their places, whose bytes are in their rooms and were verified. Raises nothing."""
-        core = self._core
-        rows: list[tuple[int, Written]] = []
+        core, here = self._core, self._core.segment.digests()
+        floors = core.gossip.cluster_records.floors
+        namespace = core.namespace_digest(self._things[0].trailer.namespace)
+        new: list[tuple[int, Written]] = []
         for place in sorted(self._reservations.keys() & set(brought)):
             slot, trailer = self._things[place]
-            code = self._code_of(self._things[place], -1, now)
-            if code is not None:
-                self.codes[place] = code
-            elif not core.floors.distrusts(self._operation, slot.version):
-                number = self._reservations[place].number
-                row = Written(number, slot.digest, slot.version, trailer, slot.length)
-                rows.append((place, row))
-        here, new = core.segment.digests(), list[tuple[int, Written]]()
-        for place, row in rows:
-            if row.digest in here:  # an older version, or one that may not be served
+            if core.floors.distrusts(self._operation, slot.version):
+                continue
+            number = self._reservations[place].number
+            row = Written(number, slot.digest, slot.version, trailer, slot.length)
+            if slot.digest in here:  # an older version, or one that came meanwhile
                 self._publish_one(place, row, now)
-            else:
+            elif not floors.forbids(slot.digest, namespace, slot.version):
                 new.append((place, row))
         self._publish_new(new, now)
 
     def _publish_one(self, place: int, row: Written, now: float) -> None:
+        existing = self._core.find(row.digest, now)
+        if existing is not None and existing.version.covers(row.version):
+            self.codes[place] = HELD
+            return
         self._core.gossip.directory.touch(row.digest)
         try:
             entry = self._core.publish(row, holder=self._holder, soft=False, now=now)

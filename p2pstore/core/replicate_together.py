@@ -71,10 +71,12 @@ class ReplicateTogether(Operation):
         self._next_tag = 0
 
     def start(self, now: float) -> None:
-        by_target: dict[PeerId, list[_Row]] = {}
+        core, by_target = self.core, dict[PeerId, list[_Row]]()
+        able = [peer_id for peer_id in core.live_peers() if offers_memory(core, peer_id)]
+        understanding = set(filter(self._understands, able))
         for row in self._rows:
             self.core.segment.acquire(row.entry)  # not evicted before its copies are made
-            for target in self._targets_of(row):
+            for target in understanding.intersection(self._targets_of(row, able)):
                 row.waiting += 1
                 by_target.setdefault(target, []).append(row)
         for target, rows in by_target.items():
@@ -84,14 +86,15 @@ class ReplicateTogether(Operation):
             if not row.waiting:
                 self._go_on(row, now)
 
-    def _targets_of(self, row: _Row) -> list[PeerId]:
-        """Whom to ask for a copy, those left out that do not understand many at once."""
-        core, chosen = self.core, list[PeerId]()
-        ranked = core.ranked_peers(row.entry.digest)
-        candidates = [peer_id for peer_id in ranked if offers_memory(core, peer_id)]
+    def _targets_of(self, row: _Row, able: Sequence[PeerId]) -> Sequence[PeerId]:
+        """The peers to ask for a copy, of those that can hold any."""
+        if row.wanted > len(able):
+            return able
+        ranked, chosen = self.core.ranked_peers(row.entry.digest), list[PeerId]()
+        candidates = [peer_id for peer_id in ranked if peer_id in able]
         while len(chosen) < row.wanted - 1 and candidates:
-            chosen.append(take_target(core, candidates, chosen))
-        return [peer_id for peer_id in chosen if self._understands(peer_id)]
+            chosen.append(take_target(self.core, candidates, chosen))
+        return chosen
 
     def _understands(self, peer_id: PeerId) -> bool:
         state = self.core.gossip.membership.get(peer_id)

@@ -14,7 +14,7 @@ from p2pstore.gossip.records import LocationRecord, PeerId, member_of
 from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.transfer.arriving import Announced
 from p2pstore.transfer.layout import GRANULE_BYTES, round_up
-from p2pstore.transfer.small_reads import in_parts
+from p2pstore.transfer.small_reads import MOST_ITEMS, Part, Parts, part_slices
 from p2pstore.transfer.transport import RemotePeer, pull_with_failover
 from p2pstore.turns import take_turns
 
@@ -75,11 +75,13 @@ class TakenCopies:
 
     async def _pull_small(self, holder: PeerId, rooms: Sequence[Room]) -> set[int]:
         slots = [room.slot for room in rooms]
-        parts = in_parts(
-            [slot.digest for slot in slots],
-            [room.view for room in rooms],
-            max(slot.length for slot in slots),
-            [slot.version for slot in slots],
+        parts = _parts(
+            Part(
+                [slot.digest for slot in slots],
+                [room.view for room in rooms],
+                max(slot.length for slot in slots),
+                [slot.version for slot in slots],
+            )
         )
         data = self._node.remote_peer(holder).data
         peer = RemotePeer(holder, data, announced=Announced(NO_WRITER))
@@ -105,3 +107,11 @@ class TakenCopies:
         except (P2PStoreError, ValueError):
             return False
         return report.pulled is not None
+
+
+def _parts(everything: Part) -> Parts:
+    """As few requests as it takes: the holder answers other requests at the same time."""
+    digests, views, most_bytes, versions = everything
+    slices = part_slices(views, most_bytes, MOST_ITEMS)
+    parts = [Part(digests[some], views[some], most_bytes, versions[some]) for some in slices]
+    return lambda: iter([[part] for part in parts])
