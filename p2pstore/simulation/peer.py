@@ -27,8 +27,10 @@ from p2pstore.core.flush import FlushOperation
 from p2pstore.core.hand_over import HandOverOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
+from p2pstore.core.publishing import publish_new
 from p2pstore.core.put import PutOperation
 from p2pstore.core.remove import RemoveOperation
+from p2pstore.core.replicate_together import PutAmongMany
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.gossip import messages as control
@@ -533,8 +535,10 @@ class SimulatedPeer:
             core.segment.trailer_bytes(entry),
         )
 
-    def when_done(self, operation: Operation, action: Callable[[], None]) -> None:
+    def when_done(self, operation: Operation | PutAmongMany, action: Callable[[], None]) -> None:
         """Run `action` when the operation has its result."""
+        if isinstance(operation, PutAmongMany):
+            operation = operation.operation
         if operation.done:
             action()
             return
@@ -599,7 +603,7 @@ class SimulatedPeer:
         namespace: str = NAMESPACE,
         replicas: int = 1,
         overwrite: bool = False,
-    ) -> PutOperation | None:
+    ) -> PutOperation | PutAmongMany | None:
         """Put through the core; None when there is no room."""
         assert self.core is not None
         core, now = self.core, self.cluster.kernel.now
@@ -617,19 +621,21 @@ class SimulatedPeer:
             return None
         core.announce_withdrawn(now)
         core.segment.reservation_view(reservation.number, holder="client")[: len(value)] = value
-        operation = PutOperation(
-            core,
-            PutFacts(
-                *(reservation.number, key, len(value), sums, root_checksum(len(value), sums)),
-                replicas=replicas,
-                overwrite=overwrite,
-            ),
-            holder="client",
-            namespace=namespace,
+        facts = PutFacts(
+            *(reservation.number, key, len(value), sums, root_checksum(len(value), sums)),
+            replicas=replicas,
+            overwrite=overwrite,
         )
-        core.start(operation, now)
+        put: PutOperation | PutAmongMany
+        many = [] if replicas == 1 else [facts]
+        ends = publish_new(core, many, holder="client", namespace=namespace, now=now)
+        if ends and isinstance(ends[0], PutAmongMany):
+            put = ends[0]
+        else:
+            put = PutOperation(core, facts, holder="client", namespace=namespace)
+            core.start(put, now)
         self.settle()
-        return operation
+        return put
 
     def get(self, digest: bytes, done: Callable[[bytes | Exception], None]) -> None:
         """Fetch (or find) the object and hand over its bytes or the error."""
