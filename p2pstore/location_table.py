@@ -37,13 +37,15 @@ flags are the tier."""
 LOCATION_BYTES: Final = LOCATION.size
 assert LOCATION_BYTES == 42
 TIER_FLAGS: Final = 3
+VERSION_BYTES: Final = 18
+"""Clock, writer and root, as a record has them behind its digest."""
 RECORD: Final = np.dtype(
     {
-        "names": ["first", "second", "clock", "writer", "root", "flags"],
-        "formats": ["<u8", "<u8", "<u8", "<u2", "<u8", "u1"],
+        "names": ["first", "second", "clock", "writer", "root", "version", "flags"],
+        "formats": ["<u8", "<u8", "<u8", "<u2", "<u8", f"V{VERSION_BYTES}", "u1"],
         "offsets": [
             *(0, 8, DIGEST_BYTES, DIGEST_BYTES + 8),
-            *(DIGEST_BYTES + 10, LOCATION_BYTES - 1),
+            *(DIGEST_BYTES + 10, DIGEST_BYTES, LOCATION_BYTES - 1),
         ],
         "itemsize": LOCATION_BYTES,
     }
@@ -190,6 +192,7 @@ class LocationTable:
         self.first, self.second = self.fields["first"], self.fields["second"]
         self._clocks = self.fields["clock"]
         self._writers = self.fields["writer"]
+        self._versions = self.fields["version"]
         secret = bytes(view[8 * Word.SALT : 8 * Word.SALT + 16])
         self._factors = tuple(xxh3_64_intdigest(secret, seed=number) for number in range(4))
         self._many_factors = np.array(self._factors, np.uint64)
@@ -333,6 +336,11 @@ class LocationTable:
         """The clocks of the versions in these rows."""
         clocks: Words = self._clocks[rows]
         return clocks
+
+    def versions(self, rows: Rows) -> npt.NDArray[np.void]:
+        """The packed versions in these rows."""
+        versions: npt.NDArray[np.void] = self._versions[rows]
+        return versions
 
     def writers(self, rows: Rows) -> npt.NDArray[np.uint16]:
         """The hashes of the writers of the versions in these rows."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from p2pstore.core.cold_return import ColdSorted
 from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, writer_of
 from p2pstore.objects import ZERO_VERSION, Version
 from p2pstore.transfer.entries import ObjectEntry
 from p2pstore.wire import Failure, Message
+
+if TYPE_CHECKING:
+    from p2pstore.core.copies_destination import CopiesDestination
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,19 @@ class PullObject:
     progress_seconds: float
     insist: bool = False
     """Not to be sent on to those who keep a hot object."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullTogether:
+    """Bring objects into this peer's memory, all from one holder.
+
+    The shell has `copies` choose which and where to, pulls these, has them published, and reports with
+    `core.pulled(...)`.
+    """
+
+    operation: int
+    holder: PeerId
+    copies: CopiesDestination
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +157,7 @@ class PullOutcome:
 Effect = (
     AskPeer
     | PullObject
+    | PullTogether
     | LoadObject
     | WriteObject
     | CheckReturned

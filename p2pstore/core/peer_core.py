@@ -632,8 +632,9 @@ class PeerCore:
         Two concurrent first puts both succeed; the lower version goes when the higher one is heard of from its
         holder. What others say of a holder gives up nothing.
         """
-        for digest in self.gossip.directory.take_touched(self.keys_per_step):
-            self.tell_waiting([digest], now)
+        touched = self.gossip.directory.take_touched(self.keys_per_step)
+        self.tell_waiting(touched, now)
+        for digest in self._of_other_versions(touched, now):
             entry = self.segment.find(digest, self.unix(now))
             copies, doubtful = self.sorted_copies(digest, now)
             if entry is not None or self.cold.find(digest, now) is not None:
@@ -646,6 +647,18 @@ class PeerCore:
             else:  # as new, or newer, than what the SSD may have
                 self.cold.discard(digest, before(newest.record.version), now)
         self.floors.arrived(now)
+
+    def _of_other_versions(self, digests: Sequence[bytes], now: float) -> list[bytes]:
+        """Those but for what is here, and known in the very version that this peer has: as nearly all are."""
+        here: dict[bytes, Version] = {}
+        for digest in digests:
+            entry = self.find(digest, now)
+            if entry is not None:
+                here[digest] = entry.version
+        if not here:
+            return list(digests)
+        same = here.keys() - self.gossip.locations.of_other_versions(here)
+        return [digest for digest in digests if digest not in same]
 
     def _prove_newer(
         self, copies: Sequence[KnownCopy], doubtful: Sequence[KnownCopy], now: float

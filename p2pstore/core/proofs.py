@@ -11,14 +11,20 @@ import heapq
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.effects import KnownCopy, Reply
 from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import Member, PeerId, Tier, writer_of_member
-from p2pstore.gossip.version_proofs import MAX_LEAVES, SignedTree, read_proof, sign_versions
+from p2pstore.gossip.version_proofs import (
+    MAX_LEAVES,
+    SignedTree,
+    read_proof,
+    sign_versions,
+    signature_of,
+)
 from p2pstore.objects import Version
 from p2pstore.transfer.layout import decode_trailer
 from p2pstore.transfer.messages import MAX_PROVED, DataKind, Proofs, Prove
@@ -108,6 +114,16 @@ class VersionProofs:
             other = self._core.find(digest, now)
             if other is not None and self._core.is_own(other.version):
                 versions.append((digest, other.version))
+        self._sign_together(versions)
+
+    def sign(self, entries: Sequence[ObjectEntry]) -> bytes:
+        """One signature for these own versions, 1 to 64 of them: see `signed_proofs`."""
+        for entry in entries:
+            self._unsigned.pop(entry.digest, None)
+        proofs = self._sign_together([(entry.digest, entry.version) for entry in entries])
+        return signature_of(proofs[0])
+
+    def _sign_together(self, versions: Sequence[tuple[bytes, Version]]) -> list[bytes]:
         self._core.counters["version_signatures"] += 1
         proofs = sign_versions(versions, self._core.signer)
         for (digest, version), proof in zip(versions, proofs, strict=True):
@@ -115,6 +131,7 @@ class VersionProofs:
             self._signed.move_to_end(digest)
         while len(self._signed) > MAX_SIGNED:
             self._signed.popitem(last=False)
+        return proofs
 
     # --- versions of others ------------------------------------------------------------------
 

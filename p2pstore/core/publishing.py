@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.describe import location_of
 from p2pstore.core.put import PutEnd, check_put, trailer_of
+from p2pstore.core.replicate_together import PutAmongMany, ReplicateTogether
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import writer_of
 from p2pstore.local.messages import PutStatus
@@ -32,9 +33,10 @@ def publish_new(
     holder: Hashable,
     namespace: str,
     now: float,
-) -> list[PutEnd | None]:
-    """Publish those values whose keys nobody knows of. Per item its end, or None: a `PutOperation` decides."""
-    ends: list[PutEnd | None] = [None] * len(items)
+) -> list[PutEnd | PutAmongMany | None]:
+    """Publish those values whose keys nobody knows of, and begin to have their copies made. Per item its end, now or
+    later, or None: a `PutOperation` decides."""
+    ends: list[PutEnd | PutAmongMany | None] = [None] * len(items)
     places = [place for place, facts in enumerate(items) if _is_plain(facts)]
     if not places or not _may_publish(core, now):
         return ends
@@ -61,20 +63,31 @@ def publish_new(
         )
         taken.append(place)
     entries = core.segment.commit_new(rows, holder=holder, now=unix)
-    _announce(core, [entry for entry in entries if entry is not None], now)
+    published = [entry for entry in entries if entry is not None]
+    announce_new(core, published, now)
+    core.proofs.wrote([entry.digest for entry in published])
+    to_copy = [entry for entry in published if entry.replicas > 1]
+    copying = ReplicateTogether(core, to_copy)
+    row = 0
     for place, entry in zip(taken, entries, strict=True):
-        if entry is not None:
+        if entry is not None and entry.replicas > 1:
+            ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
+            row += 1
+        elif entry is not None:
             ends[place] = PutEnd(PutStatus.CREATED, 1, 1, entry.version)
+    if to_copy:
+        core.start(copying, now)
     return ends
 
 
 def _is_plain(facts: PutFacts) -> bool:
-    """Whether the value is to be one copy of a new object, and is what its sums say."""
-    if facts.overwrite or facts.replicas != 1 or facts.durable:
+    """Whether the value is to be a new object in memory, and is what its sums say."""
+    if facts.overwrite or facts.durable:
         return False
-    if facts.pin or facts.ttl_ms:
+    length, replicas = facts.length, facts.replicas
+    if facts.pin or facts.ttl_ms or replicas != 1:
         try:
-            check_put(length=facts.length, replicas=1, pin=facts.pin, ttl_ms=facts.ttl_ms)
+            check_put(length=length, replicas=replicas, pin=facts.pin, ttl_ms=facts.ttl_ms)
         except (P2PStoreError, ValueError):
             return False
     if not 0 <= facts.length <= MAX_OBJECT_BYTES:
@@ -102,10 +115,9 @@ def _new_keys(core: PeerCore, digests: Sequence[bytes], now: float) -> set[bytes
     return new
 
 
-def _announce(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
-    """Tell the others of what was published."""
+def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
+    """Tell the others of what was published, of keys of which this peer held nothing."""
     core.announce_withdrawn(now)
     core.gossip.hold_new(map(location_of, entries), now)
     core.tell_waiting([entry.digest for entry in entries], now)
-    core.proofs.wrote([entry.digest for entry in entries])
     core.counters["objects_published"] += len(entries)

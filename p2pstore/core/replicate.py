@@ -33,7 +33,7 @@ class ReplicateOperation(Operation):
     Targets pull. They are asked in rendezvous order, those on hosts that have no copy yet before others, and those
     with a soft copy, which only has to be kept, before those without; one that fails is replaced by the next. Holders
     that have not heard how many copies are wanted are told. With `candidates`, these peers are asked instead of all
-    others, in their order.
+    others, in their order. `made` are peers that have just made a copy, `tried` are those that failed to.
     """
 
     def __init__(
@@ -44,10 +44,14 @@ class ReplicateOperation(Operation):
         on_finish: Callable[[Any, float], None] | None = None,
         *,
         candidates: Sequence[PeerId] | None = None,
+        made: Sequence[PeerId] = (),
+        tried: Sequence[PeerId] = (),
     ) -> None:
         super().__init__(core, on_finish)
         self.made = 0
         """How many peers said that they hold a copy now."""
+        self._made_before = made
+        self._tried_before = tried
         self._entry = entry
         self._wanted = wanted
         self._holders: list[PeerId] = []
@@ -71,23 +75,20 @@ class ReplicateOperation(Operation):
         holding = [copy for copy in copies if not copy.record.soft]
         soft = [copy.peer_id for copy in copies if copy.record.soft]
         told = min(entry.replicas, MOST_ANNOUNCED)
-        self._holders = [copy.peer_id for copy in holding if copy.record.replicas >= told]
+        holders = [copy.peer_id for copy in holding if copy.record.replicas >= told]
+        self._holders = list(dict.fromkeys((*holders, *self._made_before)))
         to_tell = [copy.peer_id for copy in holding if copy.record.replicas < told]
-        known = {copy.peer_id for copy in holding}
+        known = {copy.peer_id for copy in holding}.union(self._made_before, self._tried_before)
         ranked = self.core.ranked_peers(entry.digest) if self._chosen is None else self._chosen
         self._candidates = [
             peer_id
             for peer_id in dict.fromkeys((*soft, *ranked))
-            if peer_id not in known and self._offers_memory(peer_id)
+            if peer_id not in known and offers_memory(self.core, peer_id)
         ]
         self.core.segment.acquire(entry)  # the source of copies is not evicted before they are made
         for peer_id in to_tell:
             self._ask(peer_id, now)
         self._proceed(now)
-
-    def _offers_memory(self, peer_id: PeerId) -> bool:
-        state = self.core.gossip.membership.get(peer_id)
-        return state is not None and state.memory_capacity > 0
 
     def _proceed(self, now: float) -> None:
         while self._copies + len(self._pending) < self._wanted and self._candidates:
@@ -97,23 +98,9 @@ class ReplicateOperation(Operation):
             self.finish(self._copies, now)
 
     def _next_candidate(self) -> PeerId:
-        """The first that is on a host without a copy; where there is none, the first."""
         if self._chosen is not None:
             return self._candidates.pop(0)
-        own = self.core.gossip.membership.own.record
-        hosts = {self._host_of(peer_id) for peer_id in (*self._holders, *self._pending.values())}
-        hosts.add(own.host_id if own is not None else b"")
-        elsewhere = (
-            place
-            for place, peer_id in enumerate(self._candidates)
-            if self._host_of(peer_id) not in hosts
-        )
-        return self._candidates.pop(next(elsewhere, 0))
-
-    def _host_of(self, peer_id: PeerId) -> bytes:
-        state = self.core.gossip.membership.get(peer_id)
-        record = None if state is None else state.record
-        return peer_id if record is None else record.host_id
+        return take_target(self.core, self._candidates, [*self._holders, *self._pending.values()])
 
     def _ask(self, target: PeerId, now: float) -> None:
         entry = self._entry
@@ -147,3 +134,27 @@ class ReplicateOperation(Operation):
         if not self.done:
             self.core.segment.let_go(self._entry)
         super().cancel(now)
+
+
+def offers_memory(core: PeerCore, peer_id: PeerId) -> bool:
+    """Whether the member can hold copies at all."""
+    state = core.gossip.membership.get(peer_id)
+    return state is not None and state.memory_capacity > 0
+
+
+def take_target(core: PeerCore, candidates: list[PeerId], taken: Sequence[PeerId]) -> PeerId:
+    """Take out the first candidate that is on a host without a copy; where there is none, the first. `taken` have, or
+    make, the other copies."""
+    own = core.gossip.membership.own.record
+    hosts = {_host_of(core, peer_id) for peer_id in taken}
+    hosts.add(own.host_id if own is not None else b"")
+    elsewhere = (
+        place for place, peer_id in enumerate(candidates) if _host_of(core, peer_id) not in hosts
+    )
+    return candidates.pop(next(elsewhere, 0))
+
+
+def _host_of(core: PeerCore, peer_id: PeerId) -> bytes:
+    state = core.gossip.membership.get(peer_id)
+    record = None if state is None else state.record
+    return peer_id if record is None else record.host_id

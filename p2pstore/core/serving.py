@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core import home_messages
 from p2pstore.core.checking import CheckOperation
+from p2pstore.core.copies_destination import TakeCopiesOperation, read_copies
 from p2pstore.core.describe import key_info
 from p2pstore.core.effects import (
     KnownCopy,
@@ -57,6 +58,8 @@ from p2pstore.transfer.messages import (
     RecordsTaken,
     Replicate,
     Replicated,
+    ReplicatedMany,
+    ReplicateMany,
     SetExpiry,
     SetPins,
 )
@@ -90,6 +93,8 @@ def serve(
         return _serve_push(core, sender, request, now)
     if isinstance(request, Replicate):
         return _serve_replicate(core, sender, request, now)
+    if isinstance(request, ReplicateMany):
+        return _serve_replicate_many(core, sender, request, now)
     if isinstance(request, SetPins):
         return serve_pins(core, request, now)
     if isinstance(request, SetExpiry):
@@ -241,11 +246,7 @@ def _serve_replicate(
     if core.closing:
         return Failure(int(Code.UNAVAILABLE), "this peer is leaving")
     minimum = Version(request.clock, request.writer, request.root)
-    if request.record_body:
-        me = SignedRecord(request.record_body, request.record_signature)
-        _, effects = core.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
-        for effect in effects:
-            core.emit(effect)
+    _introduce(core, sender, request, now)
     if core.gossip.doubts(member_of(sender), minimum, now):
         return Failure(int(Code.UNAVAILABLE), "the sender has yet to hear of floors that are gone")
     entry = core.find(request.digest, now)
@@ -277,6 +278,27 @@ def _serve_replicate(
     return core.start(operation, now)
 
 
+def _introduce(
+    core: PeerCore, sender: PeerId, request: Replicate | ReplicateMany, now: float
+) -> None:
+    """Take in the record that came along."""
+    if request.record_body:
+        me = SignedRecord(request.record_body, request.record_signature)
+        _, effects = core.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
+        for effect in effects:
+            core.emit(effect)
+
+
+def _serve_replicate_many(
+    core: PeerCore, sender: PeerId, request: ReplicateMany, now: float
+) -> Message | Operation:
+    if core.closing:
+        return Failure(int(Code.UNAVAILABLE), "this peer is leaving")
+    things = read_copies(core, sender, request)
+    _introduce(core, sender, request, now)
+    return core.start(TakeCopiesOperation(core, sender, things), now)
+
+
 def _is_proved(core: PeerCore, sender: PeerId, request: Replicate, version: Version) -> bool:
     """Whether what is to be copied was written by whom it says: the sender itself, or with a proof. A writer's
     signature is not checked here (100 us a put): a wrong one harms nobody's versions but its own."""
@@ -286,10 +308,13 @@ def _is_proved(core: PeerCore, sender: PeerId, request: Replicate, version: Vers
 
 
 def reply_of(operation: Operation) -> Message:
-    """The answer to REPLICATE once its fetch has finished, to CLUSTER_RECORDS once what they forbid
-    is gone, to PUSH once it was taken in, to LIST, to LOOKUP and to CHECK_COPY."""
+    """The answer to REPLICATE once its fetch has finished, to REPLICATE_MANY once all were pulled, to CLUSTER_RECORDS
+    once what they forbid is gone, to PUSH once it was taken in, to LIST, to LOOKUP and to CHECK_COPY."""
     result = operation.result
-    if isinstance(result, RecordsTaken | Pushed | Keys | Locations | CopyChecked | Proofs):
+    if isinstance(
+        result,
+        RecordsTaken | Pushed | Keys | Locations | CopyChecked | Proofs | ReplicatedMany,
+    ):
         return result
     if isinstance(result, ObjectEntry):
         return Replicated(result.version.clock, result.version.writer)

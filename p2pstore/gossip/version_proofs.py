@@ -26,7 +26,9 @@ from p2pstore.objects import Version
 
 MAX_LEAVES: Final = 64
 _HASH_BYTES: Final = 16
-_FIXED_BYTES: Final = 32 + 64 + 2
+SIGNATURE_BYTES: Final = 64
+_SIGNATURE: Final = slice(32, 32 + SIGNATURE_BYTES)
+_FIXED_BYTES: Final = 32 + SIGNATURE_BYTES + 2
 MAX_PROOF_BYTES: Final = _FIXED_BYTES + 6 * _HASH_BYTES
 _LEAF: Final = struct.Struct("<16sQHQ")
 _LEAF_PERSON: Final = b"p2pstore.vleaf.1"
@@ -44,22 +46,27 @@ class SignedTree(NamedTuple):
 
 def sign_versions(versions: Sequence[tuple[bytes, Version]], signer: Signer) -> list[bytes]:
     """A proof for each of 1 to 64 versions, by the digests of their keys."""
-    levels = [[_leaf(digest, version) for digest, version in versions]]
-    while len(levels[-1]) > 1:
-        levels.append(_above(levels[-1]))
-    count = len(versions)
-    signature = signer.sign(_message(count, levels[-1][0]))
-    begin = public_key_from_peer_id(signer.peer_id) + signature
-    return [
-        begin + bytes((place, count)) + b"".join(_path(levels, place)) for place in range(count)
-    ]
+    levels = _levels(versions)
+    return _proofs(levels, signer.peer_id, signer.sign(_message(len(versions), levels[-1][0])))
+
+
+def signed_proofs(
+    versions: Sequence[tuple[bytes, Version]], signer: PeerId, signature: bytes
+) -> list[bytes]:
+    """What `sign_versions` of all these made, out of its signature. They are good if that is."""
+    return _proofs(_levels(versions), signer, signature)
+
+
+def signature_of(proof: bytes) -> bytes:
+    """The signature in a proof."""
+    return proof[_SIGNATURE]
 
 
 def read_proof(proof: bytes, digest: bytes, version: Version) -> SignedTree | None:
     """What a proof says of this version, without a look at the signature; None when it is none of it."""
     if not _FIXED_BYTES <= len(proof) <= MAX_PROOF_BYTES:
         return None
-    key, signature, place, count = proof[:32], proof[32:96], proof[96], proof[97]
+    key, signature, place, count = proof[:32], proof[_SIGNATURE], proof[96], proof[97]
     hashes = [proof[at : at + _HASH_BYTES] for at in range(_FIXED_BYTES, len(proof), _HASH_BYTES)]
     signer = peer_id_from_public_key(key)
     if place >= count or count > MAX_LEAVES or writer_of(signer) != version.writer:
@@ -75,6 +82,22 @@ def read_proof(proof: bytes, digest: bytes, version: Version) -> SignedTree | No
     if hashes:
         return None
     return SignedTree(signer, _message(count, node), signature)
+
+
+def _levels(versions: Sequence[tuple[bytes, Version]]) -> list[list[bytes]]:
+    """The tree's hashes, from the leaves up to the root."""
+    levels = [[_leaf(digest, version) for digest, version in versions]]
+    while len(levels[-1]) > 1:
+        levels.append(_above(levels[-1]))
+    return levels
+
+
+def _proofs(levels: list[list[bytes]], signer: PeerId, signature: bytes) -> list[bytes]:
+    count = len(levels[0])
+    begin = public_key_from_peer_id(signer) + signature
+    return [
+        begin + bytes((place, count)) + b"".join(_path(levels, place)) for place in range(count)
+    ]
 
 
 def _message(count: int, root: bytes) -> bytes:

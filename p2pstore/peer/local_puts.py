@@ -12,7 +12,8 @@ import trio
 from p2pstore.core.operation import Operation
 from p2pstore.core.placing import place
 from p2pstore.core.publishing import PUBLISHED_PER_STEP, publish_new
-from p2pstore.core.put import PutOperation, check_put
+from p2pstore.core.put import PutEnd, PutOperation, check_put
+from p2pstore.core.replicate_together import PutAmongMany
 from p2pstore.errors import (
     CapacityExceeded,
     P2PStoreError,
@@ -46,7 +47,7 @@ _NO_ROOM_AHEAD: Final = local.Reservation(
 )
 ABORTED_PER_STEP: Final = 64
 
-Started: TypeAlias = Operation | local.PutOutcome
+Started: TypeAlias = Operation | PutAmongMany | local.PutOutcome
 """A put that was begun, or that failed at once."""
 
 
@@ -134,7 +135,7 @@ class LocalPuts:
             )
             for item, end in zip(some, ends, strict=True):
                 if end is not None:
-                    started.append(put_outcome(end))
+                    started.append(put_outcome(end) if isinstance(end, PutEnd) else end)
                     continue
                 if started:
                     yield
@@ -162,7 +163,8 @@ class LocalPuts:
         started: list[Started] | Awaitable[list[Started]],
     ) -> local.Committed:
         operations = await started if isinstance(started, Awaitable) else started
-        for operation in operations:
+        for each in operations:
+            operation = each.operation if isinstance(each, PutAmongMany) else each
             if isinstance(operation, Operation) and not operation.done:
                 await self._node.settle(operation)
         await self._make_durable(message, operations)
@@ -197,7 +199,9 @@ class LocalPuts:
             if outcomes:
                 yield
             each = operations.pop()
-            outcomes.append(put_outcome(each.result) if isinstance(each, Operation) else each)
+            outcomes.append(
+                each if isinstance(each, local.PutOutcome) else put_outcome(each.result)
+            )
         if message.at_hand:
             rooms = yield from self._rooms_for(client, message.again, message.namespace)
             return local.Committed(outcomes, rooms)

@@ -29,6 +29,7 @@ from p2pstore.core.effects import (
     PullFailure,
     PullObject,
     PullOutcome,
+    PullTogether,
     Reply,
     SaveClusterRecord,
     WriteObject,
@@ -78,6 +79,7 @@ from p2pstore.peer.later_replies import LaterReplies
 from p2pstore.peer.load import LoadMeter
 from p2pstore.peer.saving import StateSaver
 from p2pstore.peer.status.checkup import Checkup
+from p2pstore.peer.taken_copies import TakenCopies
 from p2pstore.peer.watching import PeerWatch
 from p2pstore.statedir import StateDirectory
 from p2pstore.stepping import Steps, run_through
@@ -192,6 +194,7 @@ class Node:
         self._tick_due = float("inf")
         self._refused_by: set[PeerId] = set()
         self.copy_checks = CopyChecks(self)
+        self._copies = TakenCopies(self)
         self._drained = trio.Event()
         self._hand_over: HandOverOperation | None = None
         self._all_handed_over = False
@@ -397,6 +400,8 @@ class Node:
             self._later_replies.give(effect)
         elif isinstance(effect, PullObject):
             self._nursery.start_soon(self._carry_out, self._pull, effect)
+        elif isinstance(effect, PullTogether):
+            self._nursery.start_soon(self._carry_out, self._copies.take, effect)
         elif isinstance(effect, FetchSnapshot):
             self._nursery.start_soon(self._carry_out, self._fetch_snapshot, effect)
         elif isinstance(effect, Contact):
@@ -513,7 +518,7 @@ class Node:
 
     def remote_peer(self, peer_id: PeerId) -> RemotePeer:
         """How to reach a peer's data server."""
-        record = self._record_of(peer_id)
+        record = self.record_of(peer_id)
         return RemotePeer(peer_id, tuple(record.data) if record is not None else ())
 
     def remote_copy(self, copy: KnownCopy) -> RemoteCopy:
@@ -526,7 +531,7 @@ class Node:
     def way_to(self, copy: KnownCopy) -> RemoteCopy:
         """How to read what the holder of a copy has in memory; a strict transport leaves the other ways out, for
         clients as well."""
-        record = self._record_of(copy.peer_id)
+        record = self.record_of(copy.peer_id)
         strict = self.config.transport
         by_socket = (
             record is not None and record.host_id == self.host_id and strict in ("auto", "shm")
@@ -562,7 +567,8 @@ class Node:
             ordered += [equals[copy.member] for copy in order_copies(remote, self.rng)]
         return ordered
 
-    def _record_of(self, peer_id: PeerId) -> PeerRecord | None:
+    def record_of(self, peer_id: PeerId) -> PeerRecord | None:
+        """What a member says of itself."""
         state = self.core.gossip.membership.get(peer_id)
         return state.record if state is not None else None
 

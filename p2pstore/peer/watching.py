@@ -13,7 +13,7 @@ from typing import Any, Final, get_args
 from p2pstore.config import TransportName
 from p2pstore.core.effects import AskPeer, LoadObject, PullObject, Reply
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.gossip.records import Member, PeerId
+from p2pstore.gossip.records import Member, PeerId, member_of
 from p2pstore.local import messages as local
 from p2pstore.local.messages import MAX_BATCH, LocalKind, PutStatus
 from p2pstore.local.server import LocalClient
@@ -29,12 +29,14 @@ from p2pstore.peer.slow_operations import (
     describe,
 )
 from p2pstore.peer.traffic import Traffic
+from p2pstore.transfer.layout import digests_in_slots
 from p2pstore.transfer.messages import (
     CheckCopy,
     DataKind,
     Get,
     Lookup,
     Replicate,
+    ReplicateMany,
     SetExpiry,
     SetPins,
 )
@@ -308,6 +310,17 @@ class PeerWatch:
                 stage = Stage("pull", seconds, outcome=text[:MAX_OUTCOME_LETTERS])
         self.slow.stage([effect.digest], stage, time.monotonic())
 
+    def pulled_together(
+        self, holder: PeerId, lengths: Sequence[int], failures: int, seconds: float
+    ) -> None:
+        """Copies came from their writer in one pull; so many did not."""
+        member, total = member_of(holder), sum(lengths)
+        self._came(member, "tcp", objects=len(lengths), length_bytes=total, failures=failures)
+        for length in lengths:
+            self.measures.pulled("tcp", seconds / len(lengths), length)
+        self._counters["pulls_delivered"] += len(lengths)
+        self._counters["pulls_failed"] += failures
+
     def loaded(self, effect: LoadObject, length_bytes: int, seconds: float) -> None:
         """A read of this peer's SSD ended; -1 bytes when it brought nothing."""
         outcome = "ok" if length_bytes >= 0 else "not read"
@@ -378,6 +391,7 @@ _ASKED_FOR: Final = {
     int(DataKind.LOOKUP): "lookup",
     int(DataKind.GET): "compare",
     int(DataKind.REPLICATE): "replicate",
+    int(DataKind.REPLICATE_MANY): "replicate",
     int(DataKind.SET_PINS): "pin",
     int(DataKind.SET_EXPIRY): "set_ttl",
     int(DataKind.CHECK_COPY): "check_copy",
@@ -396,6 +410,8 @@ def _asked_about(request: Message) -> Sequence[bytes]:
         return [item.digest for item in request.items]
     if isinstance(request, Replicate | CheckCopy):
         return [request.digest]
+    if isinstance(request, ReplicateMany):
+        return digests_in_slots(request.slots)
     if isinstance(request, SetPins | SetExpiry):
         return [item.digest for item in request.items]
     return ()

@@ -7,7 +7,7 @@ transport of `p2pstore.simulation.transport`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +19,7 @@ from p2pstore.core.effects import (
     OperationFinished,
     PullObject,
     PullOutcome,
+    PullTogether,
     Reply,
     SaveClusterRecord,
 )
@@ -29,6 +30,7 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.publishing import publish_new
 from p2pstore.core.put import PutOperation
 from p2pstore.core.remove import RemoveOperation
+from p2pstore.core.replicate_together import PutAmongMany
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.gossip import messages as control
@@ -60,7 +62,7 @@ from p2pstore.objects import (
 )
 from p2pstore.put_facts import PutFacts
 from p2pstore.simulation.disk import Disk
-from p2pstore.simulation.pull import pull_object
+from p2pstore.simulation.pull import pull_object, pull_together
 from p2pstore.simulation.signer import SimulatedSigner, SimulatedVerifier
 from p2pstore.simulation.tasks import Task
 from p2pstore.transfer import messages as data
@@ -239,6 +241,7 @@ class SimulatedPeer:
             load_permille=0,
             head=LogHead(),
             checkpoints=self.core.checkpoints.told if self.core is not None else [],
+            max_protocol=data.MAX_DATA_VERSION,
         )
 
     def crash(self) -> None:
@@ -299,7 +302,9 @@ class SimulatedPeer:
         elif isinstance(effect, AskPeer):
             self._ask_data(effect)
         elif isinstance(effect, PullObject):
-            self._pull(effect)
+            self._pull(effect.operation, lambda: pull_object(self, effect))
+        elif isinstance(effect, PullTogether):
+            self._pull(effect.operation, lambda: pull_together(self, effect))
         elif isinstance(effect, FetchSnapshot):
             self._fetch_snapshot(effect)
         elif isinstance(effect, Contact):
@@ -329,16 +334,18 @@ class SimulatedPeer:
         else:
             raise TypeError(f"the simulator does not know the effect {effect!r}")
 
-    def _pull(self, effect: PullObject) -> None:
+    def _pull(
+        self, operation: int, pull: Callable[[], Coroutine[Any, Any, PullOutcome | None]]
+    ) -> None:
         def end() -> None:
             assert self.core is not None
             self._pulls.remove(task)
             outcome = task.result()
             if outcome is not None:
-                self.core.pulled(effect.operation, outcome, self.cluster.kernel.now)
+                self.core.pulled(operation, outcome, self.cluster.kernel.now)
                 self.settle()
 
-        task = Task(self.cluster.kernel, lambda: pull_object(self, effect), end)
+        task = Task(self.cluster.kernel, pull, end)
         self._pulls.append(task)
 
     def _check_object(self, life: int, effect: CheckObject) -> None:
@@ -528,8 +535,10 @@ class SimulatedPeer:
             core.segment.trailer_bytes(entry),
         )
 
-    def when_done(self, operation: Operation, action: Callable[[], None]) -> None:
+    def when_done(self, operation: Operation | PutAmongMany, action: Callable[[], None]) -> None:
         """Run `action` when the operation has its result."""
+        if isinstance(operation, PutAmongMany):
+            operation = operation.operation
         if operation.done:
             action()
             return
@@ -594,7 +603,7 @@ class SimulatedPeer:
         namespace: str = NAMESPACE,
         replicas: int = 1,
         overwrite: bool = False,
-    ) -> PutOperation | None:
+    ) -> PutOperation | PutAmongMany | None:
         """Put through the core; None when there is no room."""
         assert self.core is not None
         core, now = self.core, self.cluster.kernel.now
@@ -617,14 +626,17 @@ class SimulatedPeer:
             replicas=replicas,
             overwrite=overwrite,
         )
-        operation = PutOperation(core, facts, holder="client", namespace=namespace)
+        put: PutOperation | PutAmongMany
+        put = PutOperation(core, facts, holder="client", namespace=namespace)
         [end] = publish_new(core, [facts], holder="client", namespace=namespace, now=now)
-        if end is None:
-            core.start(operation, now)
+        if isinstance(end, PutAmongMany):
+            put = end
+        elif end is None:
+            core.start(put, now)
         else:
-            operation.finish(end, now)
+            put.finish(end, now)
         self.settle()
-        return operation
+        return put
 
     def get(self, digest: bytes, done: Callable[[bytes | Exception], None]) -> None:
         """Fetch (or find) the object and hand over its bytes or the error."""

@@ -1,20 +1,24 @@
-"""A `PullObject` of a simulated peer, through the engine that real peers and clients use."""
+"""A `PullObject` or `PullTogether` of a simulated peer, through the engine that real peers and clients use."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.effects import PullFailure, PullObject, PullOutcome
+from p2pstore.core.copies_destination import RoomDestination
+from p2pstore.core.effects import PullFailure, PullObject, PullOutcome, PullTogether
 from p2pstore.errors import NoSuchKey, P2PStoreError
-from p2pstore.gossip.records import writer_of
+from p2pstore.gossip.records import member_of, writer_of
 from p2pstore.simulation.transport import SimulatedTransport
+from p2pstore.stepping import run_through
 from p2pstore.transfer.arriving import Announced
 from p2pstore.transfer.messages import Keeps
-from p2pstore.transfer.transport import PullReport, RemoteCopy, pull_with_failover
+from p2pstore.transfer.transport import PullFailed, PullReport, RemoteCopy, pull_with_failover
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:
     from p2pstore.simulation.peer import SimulatedPeer
+
+PROGRESS_SECONDS: Final = 5.0
 
 
 async def pull_object(peer: SimulatedPeer, effect: PullObject) -> PullOutcome | None:
@@ -28,13 +32,7 @@ async def pull_object(peer: SimulatedPeer, effect: PullObject) -> PullOutcome | 
         destination = core.copy_destination(effect.operation, cluster.kernel.now)
     except NoSuchKey:
         return None
-    transport = SimulatedTransport(
-        cluster.network,
-        peer.number,
-        cluster.by_peer_id,
-        cluster.pull_seconds,
-        effect.progress_seconds,
-    )
+    transport = _transport(peer, effect.progress_seconds)
     copies = [
         RemoteCopy(
             copy.peer_id,
@@ -56,6 +54,39 @@ async def pull_object(peer: SimulatedPeer, effect: PullObject) -> PullOutcome | 
         destination.abort()
     cluster.refused_copies += sum(failure.code is Code.STALE for failure in report.failures)
     return _outcome(report)
+
+
+async def pull_together(peer: SimulatedPeer, effect: PullTogether) -> PullOutcome:
+    """Bring copies that their writer wants kept, one after the other. Runs as a task, too."""
+    core, cluster, copies = peer.core, peer.cluster, effect.copies
+    assert core is not None
+    transport = _transport(peer, PROGRESS_SECONDS)
+    holder = RemoteCopy(effect.holder, member=member_of(effect.holder))
+    brought: set[int] = set()
+    try:
+        run_through(copies.reserve(cluster.kernel.now))
+        for room in copies.rooms:
+            try:
+                await transport.pull(holder, room.slot.digest, RoomDestination(room))
+            except (P2PStoreError, ValueError) as error:
+                cluster.refused_copies += isinstance(error, PullFailed) and error.code is Code.STALE
+            else:
+                brought.add(room.place)
+        copies.publish(brought, cluster.kernel.now)
+    finally:
+        copies.abort()
+    return PullOutcome(delivered=True)
+
+
+def _transport(peer: SimulatedPeer, progress_seconds: float) -> SimulatedTransport:
+    cluster = peer.cluster
+    return SimulatedTransport(
+        cluster.network,
+        peer.number,
+        cluster.by_peer_id,
+        cluster.pull_seconds,
+        progress_seconds,
+    )
 
 
 def _outcome(report: PullReport) -> PullOutcome:

@@ -24,7 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from p2pstore.errors import ProtocolError
-from p2pstore.objects import CHUNK_BYTES, MIB, Version, are_sums_of
+from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES, MIB, Version, are_sums_of
 from p2pstore.wire import Message, decode_body
 
 SEGMENT_MAGIC: Final = b"P2PSSEG\0"
@@ -198,6 +198,7 @@ def decode_index_entry(data: bytes | memoryview, offset: int = 0) -> tuple[bytes
 _SLOT: Final = struct.Struct("<BBHHH16sQQQQQ")
 assert _SLOT.size == SLOT_BYTES
 _CHECKED_PART: Final = struct.Struct("<BBHHH16sQQQQ")
+_DIGEST_OFFSET: Final = 8
 _SLOT_SUM: Final = struct.Struct("<Q")
 
 
@@ -283,6 +284,12 @@ def slot_version(packed: bytes) -> Version:
     """The version in a slot that was found good."""
     _, _, writer, _, _, _, clock, _, _, root, _ = _SLOT.unpack(packed)
     return Version(clock, writer, root)
+
+
+def digests_in_slots(packed: bytes) -> list[bytes]:
+    """The digests in packed slots, one after the other, good or not."""
+    places = range(_DIGEST_OFFSET, len(packed), SLOT_BYTES)
+    return [packed[at : at + DIGEST_BYTES] for at in places]
 
 
 def is_only_chunk(packed: bytes, digest: bytes, payload_bytes: int, payload_sum: int) -> bool:

@@ -36,12 +36,14 @@ from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES
 from p2pstore.wire import Message
 
 MIN_DATA_VERSION: Final = 1
-MAX_DATA_VERSION: Final = 3
-"""Versions of the data protocol. 2: requests with bulk bytes. 3: GET_SMALL."""
+MAX_DATA_VERSION: Final = 4
+"""Versions of the data protocol. 2: requests with bulk bytes. 3: GET_SMALL. 4: REPLICATE_MANY."""
 STORE_VERSION: Final = 2
 """The first version in which values can be stored."""
 SMALL_VERSION: Final = 3
 """The first version with GET_SMALL."""
+REPLICATE_MANY_VERSION: Final = 4
+"""The first version with REPLICATE_MANY; older peers are asked to REPLICATE each object."""
 
 
 class DataKind(IntEnum):
@@ -72,6 +74,7 @@ class DataKind(IntEnum):
     PROVE = 38
     REMOVE = 39
     FLUSH = 40
+    REPLICATE_MANY = 41
 
 
 class Ticket(Message, frozen=True):
@@ -298,6 +301,31 @@ class Replicate(Message, frozen=True):
     replicas: int = 0
     root: int = 0
     proof: bytes = b""
+
+
+MAX_REPLICATED: Final = 64
+"""Objects of one REPLICATE_MANY: as many as one signature proves."""
+
+
+class ReplicateMany(Message, frozen=True):
+    """Fetch these objects from me, who wrote them, and keep a copy of each: 1 to 64, all of one namespace.
+
+    `slots` (64 bytes each) and `trailers` exactly as in the sender's memory. `signature`: the sender's, of the tree of
+    all these versions (`gossip.version_proofs`), of which the receiver makes the proofs that the copies keep. The
+    sender's signed peer record comes along as with REPLICATE.
+    """
+
+    slots: bytes
+    trailers: Annotated[list[bytes], Meta(max_length=MAX_REPLICATED)]
+    signature: bytes
+    record_body: bytes = b""
+    record_signature: bytes = b""
+
+
+class ReplicatedMany(Message, frozen=True):
+    """A byte per object: 0 where the receiver now holds that version or a higher one, else a `wire.Code`."""
+
+    codes: bytes
 
 
 MAX_PROVED: Final = 64
@@ -656,6 +684,7 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     DataKind.LOOKUP: Lookup,
     DataKind.PUSH: Push,
     DataKind.REPLICATE: Replicate,
+    DataKind.REPLICATE_MANY: ReplicateMany,
     DataKind.SNAPSHOT: Snapshot,
     DataKind.CLUSTER_RECORDS: ClusterRecords,
     DataKind.LIST: ListKeys,
@@ -684,6 +713,7 @@ REPLIES: Final[dict[int, type[Message]]] = {
     DataKind.LOOKUP: Locations,
     DataKind.PUSH: Pushed,
     DataKind.REPLICATE: Replicated,
+    DataKind.REPLICATE_MANY: ReplicatedMany,
     DataKind.SNAPSHOT: SnapshotReply,
     DataKind.CLUSTER_RECORDS: RecordsTaken,
     DataKind.LIST: Keys,

@@ -344,7 +344,7 @@ async def test_addresses_that_are_none(tmp_path: Path, address: str) -> None:
         await c.put("k", os.urandom(5000), replicas=2)
         b.node.core.gossip.own_record.describe = lie
         b.node.core.gossip.own_record.changed()
-        record = a.node._record_of
+        record = a.node.record_of
         await until(lambda: [address] == record(b.node.core.peer_id).data)  # type: ignore[union-attr]
         with trio.fail_after(20):
             await b.put("there", b"value")

@@ -44,11 +44,10 @@ async def until(condition: object, seconds: float = 30.0) -> None:
 async def peer(folder: Path, name: str, *others: Peer, **settings: object) -> AsyncIterator[Peer]:
     config = PeerConfig(
         name=name,
-        memory="32MiB",
         listen="127.0.0.1:0",
         socket=str(folder / f"{name}.sock"),
         bootstrap=[other.control for other in others],
-        **{"drain_timeout": 2.0, **settings},  # type: ignore[arg-type]  # settings of every type
+        **{"memory": "32MiB", "drain_timeout": 2.0, **settings},  # type: ignore[arg-type]  # settings of every type
     )
     async with open_peer(config) as running:
         yield running

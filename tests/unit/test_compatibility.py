@@ -573,8 +573,8 @@ async def test_a_data_server_that_picks_another_version_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with data_server() as harness:
-        monkeypatch.setattr("p2pstore.transfer.data_server.negotiate_version", lambda *_: 4)
-        with pytest.raises(ProtocolMismatch, match="the other side 4 to 4"):
+        monkeypatch.setattr("p2pstore.transfer.data_server.negotiate_version", lambda *_: 5)
+        with pytest.raises(ProtocolMismatch, match="the other side 5 to 5"):
             await DataConnection.open(await connect(harness.address), grant())
 
 

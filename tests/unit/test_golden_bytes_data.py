@@ -57,6 +57,8 @@ from p2pstore.transfer.messages import (
     Remove,
     Removed,
     Replicate,
+    ReplicatedMany,
+    ReplicateMany,
     SetExpiry,
     SetPins,
     SmallObjects,
@@ -146,6 +148,12 @@ FRAMES: dict[str, tuple[int, int, Message, int, int]] = {
     "pushed": (DataKind.PUSH, 3, Pushed([1023], [Holding(1, 2, 3, b"record")]), REPLY, 0),
     "locations": (DataKind.LOOKUP, 2, Locations([[Holding(1, 2, 3, b"r")], []], [1]), REPLY, 0),
     "replicate": (DataKind.REPLICATE, 4, Replicate(DIGEST, 5, 6, 12, True, replicas=3), 0, 0),
+    "replicate many": (
+        *(DataKind.REPLICATE_MANY, 14),
+        ReplicateMany(b"s" * 64, [b"trailer"], b"signature", b"record", b"its signature"),
+        *(0, 0),
+    ),
+    "replicated many": (DataKind.REPLICATE_MANY, 14, ReplicatedMany(b"\0\x0b"), REPLY, 0),
     "prove": (DataKind.PROVE, 9, Prove(DIGEST), 0, 0),
     "proofs": (DataKind.PROVE, 9, Proofs([b"proof", b""]), REPLY, 0),
     "ping": (DataKind.PING, 5, Ping(), 0, 0),
@@ -238,6 +246,12 @@ GOLDEN: dict[str, str] = {
     ),
     "pushed": "120001000300000012000000000000009291cd03ff9194010203c4067265636f7264",
     "locations": "11000100020000000d0000000000000092929194010203c40172909101",
+    "replicate many": (
+        "270000000e0000006f0000000000000095c4407373737373737373737373737373737373737373737373737373"
+        "737373737373737373737373737373737373737373737373737373737373737373737373737391c40774726169"
+        "6c6572c4097369676e6174757265c4067265636f7264c40d697473207369676e6174757265"
+    ),
+    "replicated many": "270001000e000000050000000000000091c402000b",
     "replicate": (
         "13000000040000001f000000000000009ac410dccec363d9fb256bb2d52a0704475a0005060cc3c4"
         "00c4000300c400"

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from p2pstore.core.publishing import publish_new
 from p2pstore.core.put import PutEnd
+from p2pstore.core.replicate_together import PutAmongMany
 from p2pstore.gossip.records import writer_of
 from p2pstore.local.messages import PutStatus
 from p2pstore.put_facts import PutFacts
@@ -18,7 +19,7 @@ from p2pstore.transfer.layout import Pin, decode_trailer
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, clock_at, digest_of
 
 
-def publish(world: Harness, items: list[PutFacts]) -> list[PutEnd | None]:
+def publish(world: Harness, items: list[PutFacts]) -> list[PutEnd | PutAmongMany | None]:
     return publish_new(world.core, items, holder=HOLDER, namespace=NAMESPACE, now=world.now)
 
 
@@ -30,7 +31,7 @@ def test_values_of_new_keys_are_published_under_one_stamp() -> None:
         world.facts("c", b""),
     ]
     ends = publish(world, items)
-    assert all(end is not None and end.status is PutStatus.CREATED for end in ends)
+    assert all(isinstance(end, PutEnd) and end.status is PutStatus.CREATED for end in ends)
     entries = [world.segment.find(digest_of(key), world.core.unix(world.now)) for key in "abc"]
     assert all(entries)
     a, b, c = (entry for entry in entries if entry is not None)
@@ -73,7 +74,7 @@ def unusual(world: Harness, what: str) -> PutFacts:
         world.push(world.others[0], world.hold(world.others[0], "odd", b"other"), removed=True)
     changes: dict[str, dict[str, Any]] = {
         "overwrite": {"overwrite": True},
-        "replicas": {"replicas": 2},
+        "too many replicas": {"replicas": 65},
         "durable": {"durable": True},
         "false sums": {"sums": bytes(8)},
         "too few sums": {"sums": b""},
@@ -91,7 +92,7 @@ def unusual(world: Harness, what: str) -> PutFacts:
 @pytest.mark.parametrize(
     "what",
     [
-        *("here", "elsewhere", "removed elsewhere", "overwrite", "replicas"),
+        *("here", "elsewhere", "removed elsewhere", "overwrite", "too many replicas"),
         *("durable", "false sums", "too few sums", "false root", "bad pin", "bad end", "negative"),
         *("longer than its room", "no reservation", "a stranger's reservation"),
     ],
@@ -156,7 +157,7 @@ def test_a_batch_ends_as_its_values_do_one_by_one(
     together, items = prepared()
     ends = publish(together, items)
     statuses = [
-        put_alone(together, facts) if end is None else end.status
+        end.status if isinstance(end, PutEnd) else put_alone(together, facts)
         for facts, end in zip(items, ends, strict=True)
     ]
     alone, items = prepared()

@@ -8,7 +8,7 @@ which shows where to look and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Final
@@ -21,7 +21,7 @@ from p2pstore.gossip.locations.denials import Denials
 from p2pstore.gossip.locations.directory import Directory, Location, Position
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.records import Member, decode_location
-from p2pstore.objects import DIGEST_BYTES
+from p2pstore.objects import DIGEST_BYTES, Version
 
 _NEVER: Final[Position] = (-1, 0)
 
@@ -179,6 +179,12 @@ class KnownLocations:
             with self.lock:
                 found |= self.views.known(digests) | self.cache.known(digests)
         return found
+
+    def of_other_versions(self, versions: Mapping[bytes, Version]) -> set[bytes]:
+        """Those of the keys of which another version than this may be known."""
+        if self._mode.phase is not Phase.FULL:
+            return set(versions)
+        return self._directory.of_other_versions(versions)
 
     def first_hand(self, digest: bytes, now: float) -> list[Location]:
         """Holders that this peer heard of from themselves or from a home, itself included."""

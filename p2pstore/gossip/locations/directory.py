@@ -18,12 +18,13 @@ owner's log and has no effect once the view has passed it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
-from itertools import compress
+from itertools import compress, starmap
+from struct import Struct
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
@@ -47,11 +48,13 @@ from p2pstore.gossip.records import (
     Member,
     decode_location,
 )
-from p2pstore.location_table import Matches
-from p2pstore.objects import DIGEST_BYTES
+from p2pstore.location_table import VERSION_BYTES, Matches
+from p2pstore.objects import DIGEST_BYTES, Version
 
 _FLAGS: Final = LOCATION_BYTES - 1
 _CLOCK: Final = slice(DIGEST_BYTES, DIGEST_BYTES + 8)
+_VERSION: Final = Struct("<QHQ")
+_VERSION_PLACE: Final = slice(DIGEST_BYTES, DIGEST_BYTES + VERSION_BYTES)
 _MAX_CLOCK: Final = (1 << 64) - 1
 
 _P = ParamSpec("_P")
@@ -623,6 +626,25 @@ class Directory:
         keys = list(digests)
         found = {keys[place] for place in self._index.known(b"".join(keys))}
         return found | (self._early.digests & digests)
+
+    @_exclusive
+    def of_other_versions(self, versions: Mapping[bytes, Version]) -> set[bytes]:
+        """Those of the keys of which a log, or what was pushed ahead of it, names another version than this."""
+        keys = list(versions)
+        matches = self._index.find_many(b"".join(keys))
+        mine = np.frombuffer(
+            b"".join(starmap(_VERSION.pack, versions.values())), f"V{VERSION_BYTES}"
+        )
+        differ = matches.queries[self._index.versions(matches.rows) != mine[matches.queries]]
+        found = {keys[place] for place in differ.tolist()}
+        for digest in self._early.digests & versions.keys():
+            packed = _VERSION.pack(*versions[digest])
+            if any(
+                early.operation[_VERSION_PLACE] != packed
+                for early in self._early.of(digest).values()
+            ):
+                found.add(digest)
+        return found
 
     def _believed(
         self, matches: Matches, believed: Callable[[Member], range]

@@ -162,6 +162,10 @@ class LocationIndex:
         """The clocks of the versions in these rows."""
         return self._table.clocks(rows)
 
+    def versions(self, rows: Rows) -> npt.NDArray[np.void]:
+        """The packed versions in these rows."""
+        return self._table.versions(rows)
+
     # --- changing ------------------------------------------------------------------------------
 
     def put(self, slot: int, record: bytes) -> bool:

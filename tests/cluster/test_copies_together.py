@@ -1,0 +1,165 @@
+"""Batches of puts whose copies other peers pull together, with real peers."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from p2pstore.errors import ProtocolMismatch
+from p2pstore.objects import KIB, MIB
+from p2pstore.peer import Peer
+from p2pstore.transfer.messages import DataKind
+from tests.cluster.test_cli import eventually, new_machine
+from tests.cluster.test_hung_ssd import peer, until
+
+LENGTHS = {
+    "small": [1, 100, 4 * KIB, 5_000, 0, 16 * KIB] * 30,
+    "medium": [64 * KIB, 64 * KIB + 1, 300 * KIB, 0, 7] * 5,
+    "large": [MIB, MIB + 1, 3 * MIB, 5, 2 * MIB],
+}
+
+
+@asynccontextmanager
+async def cluster(folder: Path, count: int, **settings: object) -> AsyncIterator[list[Peer]]:
+    async with AsyncExitStack() as stack:
+        peers: list[Peer] = []
+        for number in range(count):
+            opened = peer(folder, f"p{number}", *peers[:1], **{"memory": "64MiB", **settings})
+            peers.append(await stack.enter_async_context(opened))
+        await until(lambda: all(len(each.node.core.live_peers()) == count - 1 for each in peers))
+        yield peers
+
+
+def values(lengths: Sequence[int]) -> list[tuple[str, bytes]]:
+    return [(f"k{n}", random.Random(n).randbytes(length)) for n, length in enumerate(lengths)]
+
+
+def held(peer: Peer) -> dict[str, bytes]:
+    segment = peer.node.core.segment
+    return {entry.key: bytes(segment.payload(entry)) for entry in segment.entries()}
+
+
+def check_idle(peers: Sequence[Peer]) -> None:
+    """Nothing is held, reserved or under way."""
+    for each in peers:
+        core = each.node.core
+        live = sum(entry.extent_bytes for entry in core.segment.entries())
+        assert core.segment.used_bytes == live, "a reservation was left behind"
+        assert not any(entry.references for entry in core.segment.entries())
+        core.segment.check()
+
+
+def signatures(peer: Peer) -> int:
+    return peer.node.core.counters["version_signatures"]
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("sizes", LENGTHS)
+@pytest.mark.parametrize("replicas", [2, 3])
+async def test_all_copies_are_made(
+    sizes: str, replicas: int, transport: str, tmp_path: Path
+) -> None:
+    async with cluster(tmp_path, 3, transport=transport) as peers:
+        items = values(LENGTHS[sizes])
+        results = await peers[0].put_many(items, replicas=replicas)
+        assert [result.unwrap().copies for result in results] == [replicas] * len(items)
+        found = [held(each) for each in peers]
+        assert found[0] == dict(items)
+        for key, value in items:
+            copies = [each[key] for each in found if key in each]
+            assert copies == [value] * replicas
+        assert 0 < signatures(peers[0]) <= 2 * (len(items) // 64 + 1) * (replicas - 1)
+        await until(
+            lambda: all(
+                len(each.locate_nowait(key)) == replicas for each in peers for key, _ in items
+            )
+        )
+        check_idle(peers)
+        for each in peers:  # also once the writer has gone over to others
+            got = await each.get_many([key for key, _ in items])
+            assert [result.unwrap() for result in got] == [value for _, value in items]
+
+
+async def test_full_memory_makes_room_for_copies(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 2, memory="8MiB") as peers:
+        for turn in range(6):
+            items = [(f"{turn}-{key}", value) for key, value in values([100 * KIB] * 40)]
+            results = await peers[0].put_many(items, replicas=2)
+            assert [result.unwrap().copies for result in results] == [2] * len(items)
+            there = held(peers[1])
+            assert all(there[key] == value for key, value in items)
+        check_idle(peers)
+
+
+async def test_peers_of_the_version_before_copy_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's record says that it understands, and its connections that it does not."""
+    refused = 0
+
+    async with cluster(tmp_path, 2) as peers:
+        serve = peers[1].node.core.serve
+
+        def older(sender: bytes, kind: int, request: object, now: float) -> object:
+            nonlocal refused
+            if kind == DataKind.REPLICATE_MANY:
+                refused += 1
+                raise ProtocolMismatch("no such kind")
+            return serve(sender, kind, request, now)  # type: ignore[arg-type]  # passed on
+
+        monkeypatch.setattr(peers[1].node.core, "serve", older)
+        items = values(LENGTHS["small"])
+        results = await peers[0].put_many(items, replicas=2)
+        assert [result.unwrap().copies for result in results] == [2] * len(items)
+        assert refused
+        assert held(peers[1]) == dict(items)
+        check_idle(peers)
+
+
+async def test_a_client_that_gives_up_leaves_nothing_held(tmp_path: Path) -> None:
+    async with cluster(tmp_path, 2) as peers:
+        items = values(LENGTHS["medium"])
+        with trio.move_on_after(0.01):
+            await peers[0].put_many(items, replicas=2)
+        for each in peers:
+            await until(lambda core=each.node.core: not core.operations_under_way)
+        check_idle(peers)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_target_killed_in_the_middle_costs_no_put(replicas: int) -> None:
+    """It is stopped first, so that all copies that it is asked for are under way when it is killed."""
+    with new_machine() as machine, ThreadPoolExecutor(1) as thread:
+        memory = ("--network", "local", "--memory", "128MiB")
+        first = machine.join("first", *memory)
+        contact = ("--bootstrap", first.ready["control"])
+        dying, left = (machine.join(name, *memory, *contact) for name in ("second", "third"))
+        eventually(lambda: all(each.alive() == 3 for each in (first, dying, left)))
+
+        def batch(turn: int) -> list[tuple[str, bytes]]:
+            return [(f"{turn}-{key}", value) for key, value in values([100 * KIB] * 48)]
+
+        def copies(turn: int) -> list[int]:
+            results = first.client.put_many(batch(turn), replicas=replicas)
+            return [result.unwrap().copies for result in results]
+
+        assert copies(0) == [replicas] * 48
+        dying.process.send_signal(signal.SIGSTOP)
+        putting = thread.submit(copies, 1)
+        eventually(lambda: left.client.contains("1-k47"))
+        assert not putting.done()
+        dying.stop(signal.SIGKILL)
+        assert putting.result(60.0) == [2] * 48
+        assert copies(2) == [2] * 48
+        for turn in range(3):
+            for key, value in batch(turn):
+                assert left.client.get(key) == value
+                assert {found.peer for found in left.client.locate(key)} >= {"first"}
+        eventually(lambda: first.client.statistics()["peer"]["leased_bytes"] == 0)
