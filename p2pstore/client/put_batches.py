@@ -33,12 +33,17 @@ class PutRow(NamedTuple):
 class RowWriter(Protocol):
     """What a batch needs of the writer of single values."""
 
+    window_bytes: int
+    """Of values that are reserved, written and published together."""
+
     async def reserve(self, rows: Sequence[PutRow]) -> list[local.Reservation]:
         """Room for each in the local peer's memory, or why there is none."""
         ...
 
-    async def fill(self, row: PutRow, reservation: local.Reservation) -> PutFacts:
-        """Copy the value there. Raises `GpuCopyFailed`."""
+    async def fill(
+        self, rows: Sequence[PutRow], rooms: Sequence[local.Reservation]
+    ) -> list[PutFacts | GpuCopyFailed]:
+        """Copy the values there."""
         ...
 
     async def commit_ahead(
@@ -73,9 +78,9 @@ class PutBatch:
         self._link = link
         self._writer = writer
         self._results = results
-        self._windows = [
-            rows[some.start : some.stop] for some in windows([len(row.source) for row in rows])
-        ]
+        sizes = [len(row.source) for row in rows]
+        cuts = windows(sizes, writer.window_bytes)
+        self._windows = [rows[some.start : some.stop] for some in cuts]
         self._rooms: dict[int, local.Reservation] = {}
         """Room that was granted, by the row's place, until the peer has said what became of it."""
         self._alone: list[PutRow] = []
@@ -121,18 +126,16 @@ class PutBatch:
 
     async def _fill(self, window: Sequence[PutRow]) -> tuple[list[PutRow], list[PutFacts]]:
         """Write those that have room."""
+        there = [row for row in window if row.place in self._rooms]
+        filled = await self._writer.fill(there, [self._rooms[row.place] for row in there])
         rows, items = [], []
-        for row in window:
-            room = self._rooms.get(row.place)
-            if room is None:
-                continue
-            try:
-                items.append(await self._writer.fill(row, room))
-            except GpuCopyFailed as error:
+        for row, facts in zip(there, filled, strict=True):
+            if isinstance(facts, GpuCopyFailed):
                 self._give_back(row)
-                self._failed(row, answers.plain_error(error))
+                self._failed(row, answers.plain_error(facts))
             else:
                 rows.append(row)
+                items.append(facts)
         return rows, items
 
     async def _take_answer(self) -> None:

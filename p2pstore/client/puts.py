@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from p2pstore.client.device_memory import GpuCopyFailed
 from p2pstore.client.gathered import SMALL_COPY_BYTES, Source
 from p2pstore.local.batching import MOST_ITEMS
 from p2pstore.local.messages import LocalKind, Reservation, ReserveItem
@@ -23,7 +24,9 @@ AHEAD_SHARE: Final = 256
 """A reservation made ahead takes at most this fraction of the peer's memory."""
 MAX_AHEAD: Final = 4
 WINDOW_ITEMS: Final = MOST_ITEMS[LocalKind.COMMIT]
-WINDOW_BYTES: Final = 16 * MIB
+WINDOW_BYTES: Final = 32 * MIB
+WINDOW_SHARE: Final = 16
+"""A window takes at most this fraction of the peer's memory: up to three have room at a time."""
 
 _TRAILER_FIXED_BYTES: Final = 96
 """Prefix, msgpack headers and numbers of a trailer, generously."""
@@ -82,19 +85,53 @@ async def fill(
     return b"".join(sums)
 
 
+async def fill_many(
+    driver: Driver,
+    targets: Sequence[memoryview],
+    sources: Sequence[Source],
+    check: Callable[[], None],
+) -> list[bytes | GpuCopyFailed]:
+    """`fill` of each; where they are much together, several threads share them. In place of sums: a GPU failed."""
+    threads = threads_for(sum(map(len, sources)))
+    if threads == 1 or not all(isinstance(source, memoryview) for source in sources):
+        made: list[bytes | GpuCopyFailed] = []
+        for target, source in zip(targets, sources, strict=True):
+            try:
+                made.append(await fill(driver, target, source, check))
+            except GpuCopyFailed as error:
+                made.append(error)
+        return made
+
+    def copy_piece(piece: tuple[int, int]) -> bytes:
+        place, start = piece
+        check()
+        return _copy_part(targets[place][start : start + PIECE_BYTES], sources[place], start)
+
+    pieces = [
+        (place, start)
+        for place, source in enumerate(sources)
+        for start in range(0, len(source), PIECE_BYTES)
+    ]
+    parts = await driver.run_in_thread(partial(side_by_side, threads, copy_piece, pieces))
+    sums = [b""] * len(sources)
+    for (place, _), part in zip(pieces, parts, strict=True):
+        sums[place] += part
+    return list(sums)
+
+
 def _copy_part(target: memoryview, source: Source, start: int) -> bytes:
     if isinstance(source, memoryview):
         return copy_and_sum(target, source[start : start + len(target)])
     return source.copy_and_sum(target, start)
 
 
-def windows(sizes: Sequence[int]) -> list[range]:
-    """Cut a batch into runs of at most 64 items and 16 MiB (or one item): what is reserved at one time cannot be
+def windows(sizes: Sequence[int], most_bytes: int = WINDOW_BYTES) -> list[range]:
+    """Cut a batch into runs of at most 64 items and so many bytes (or one item): what is reserved at one time cannot be
     evicted, and while the peer publishes one run the next is written."""
     cuts: list[range] = []
     start = total = 0
     for index, size in enumerate(sizes):
-        if index > start and (total + size > WINDOW_BYTES or index - start >= WINDOW_ITEMS):
+        if index > start and (total + size > most_bytes or index - start >= WINDOW_ITEMS):
             cuts.append(range(start, index))
             start, total = index, 0
         total += size

@@ -6,13 +6,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from p2pstore.client import answers, arguments
+from p2pstore.client.device_memory import GpuCopyFailed
 from p2pstore.client.elsewhere import ElsewhereWriter
 from p2pstore.client.fetch import deadline_ms
 from p2pstore.client.gathered import Source, value_of
 from p2pstore.client.link import PeerLink
 from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.client.put_batches import PutBatch, PutRow
-from p2pstore.client.puts import fill, trailer_bound
+from p2pstore.client.puts import (
+    WINDOW_BYTES,
+    WINDOW_SHARE,
+    fill,
+    fill_many,
+    trailer_bound,
+)
 from p2pstore.errors import (
     CapacityExceeded,
     ObjectTooLarge,
@@ -62,14 +69,17 @@ class _RowWriter:
     """Writes the values of one batch, which all have the same options."""
 
     def __init__(self, writer: Writer, options: PutOptions) -> None:
+        self.window_bytes = writer.window_bytes
         self._writer = writer
         self._options = options
 
     async def reserve(self, rows: Sequence[PutRow]) -> list[local.Reservation]:
         return await self._writer.reserve(self._rooms_for(rows))
 
-    async def fill(self, row: PutRow, reservation: local.Reservation) -> PutFacts:
-        return await self._writer.fill(row, reservation, self._options)
+    async def fill(
+        self, rows: Sequence[PutRow], rooms: Sequence[local.Reservation]
+    ) -> list[PutFacts | GpuCopyFailed]:
+        return await self._writer.fill_many(rows, rooms, self._options)
 
     async def commit_ahead(
         self, items: list[PutFacts], next_rows: Sequence[PutRow]
@@ -94,7 +104,9 @@ class Writer:
         self._digest = key_hasher(namespace)
         self._namespace_bytes = len(encode_namespace(namespace))
         self._elsewhere = ElsewhereWriter(link, namespace)
-        self._peer_has_memory = any(reader.geometry.data_bytes for reader in link.readers)
+        memory_bytes = max((reader.geometry.data_bytes for reader in link.readers), default=0)
+        self._peer_has_memory = memory_bytes > 0
+        self.window_bytes = min(WINDOW_BYTES, memory_bytes // WINDOW_SHARE)
 
     def close(self) -> None:
         """Close the connections to other peers."""
@@ -207,16 +219,27 @@ class Writer:
         progress: Progress | None = None,
     ) -> PutFacts:
         """Copy a value there, and sum it. Raises `GpuCopyFailed`."""
-        length = len(row.source)
-        segment = self._link.connection.segment(reservation.segment)
-        target = segment[reservation.offset : reservation.offset + length]
+        target = self._room(row, reservation)
         # Closed by another task or thread, the peer gives this room to somebody else.
         check = self._link.connection.check_usable
         sums = await fill(self._link.driver, target, row.source, check, progress)
-        root = root_checksum(length, sums)
-        return PutFacts(
-            reservation.reservation, row.key, length, sums, root, **options, follows=row.follows
-        )
+        return _facts(row, reservation, sums, options)
+
+    async def fill_many(
+        self, rows: Sequence[PutRow], rooms: Sequence[local.Reservation], options: PutOptions
+    ) -> list[PutFacts | GpuCopyFailed]:
+        """`fill` of each."""
+        targets = list(map(self._room, rows, rooms))
+        check = self._link.connection.check_usable
+        made = await fill_many(self._link.driver, targets, [row.source for row in rows], check)
+        return [
+            sums if isinstance(sums, GpuCopyFailed) else _facts(row, room, sums, options)
+            for row, room, sums in zip(rows, rooms, made, strict=True)
+        ]
+
+    def _room(self, row: PutRow, reservation: local.Reservation) -> memoryview:
+        segment = self._link.connection.segment(reservation.segment)
+        return segment[reservation.offset : reservation.offset + len(row.source)]
 
     async def commit_ahead(
         self, items: list[PutFacts], rooms: list[local.ReserveItem]
@@ -251,6 +274,16 @@ class Writer:
     def _keep(self, again: list[local.ReserveItem], reply: local.Committed) -> None:
         if again:
             self._link.abort(self._link.ahead.granted(again[0], reply.again))
+
+
+def _facts(
+    row: PutRow, reservation: local.Reservation, sums: bytes, options: PutOptions
+) -> PutFacts:
+    length = len(row.source)
+    root = root_checksum(length, sums)
+    return PutFacts(
+        reservation.reservation, row.key, length, sums, root, **options, follows=row.follows
+    )
 
 
 def _commit_seconds(items: Iterable[PutFacts]) -> float:

@@ -51,9 +51,15 @@ def slot_of(entry: ObjectEntry) -> Slot:
         offset=entry.offset,
         length=entry.length,
         trailer_length=entry.trailer_length,
-        flags=SLOT_FLAG_SOFT * entry.soft
+        flags=_flags_of(entry),
+    )
+
+
+def _flags_of(entry: ObjectEntry) -> int:
+    return (
+        SLOT_FLAG_SOFT * entry.soft
         | SLOT_FLAG_TENSOR * bool(entry.dtype)
-        | SLOT_FLAG_LASTING * (not entry.expires_unix_ms),
+        | SLOT_FLAG_LASTING * (not entry.expires_unix_ms)
     )
 
 
@@ -138,7 +144,6 @@ class ObjectTable:
 
     def write_slot(self, entry: ObjectEntry) -> None:
         """Bring the slot up to date with the entry."""
-        flags = SLOT_FLAG_SOFT * entry.soft | SLOT_FLAG_TENSOR * bool(entry.dtype)
         packed = pack_slot(
             entry.state,
             entry.digest,
@@ -146,7 +151,7 @@ class ObjectTable:
             entry.offset,
             entry.length,
             entry.trailer_length,
-            flags,
+            _flags_of(entry),
         )
         start = self._slots_offset + entry.slot * SLOT_BYTES
         self._buffer[start : start + SLOT_BYTES] = packed

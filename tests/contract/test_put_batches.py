@@ -63,7 +63,7 @@ def test_every_value_is_stored_under_its_key(peer: SmallPeer, count: int) -> Non
 
 def test_a_window_is_reserved_with_the_commit_of_an_earlier_one(peer: SmallPeer) -> None:
     with blocking.connect(str(peer.path)) as client:
-        client.put_many(values(6 * WINDOW_ITEMS))
+        client.put_many([(f"k{number}", b"v") for number in range(6 * WINDOW_ITEMS)])
     requests = [
         each for each in peer.backend.requests if each in (LocalKind.RESERVE, LocalKind.COMMIT)
     ]
