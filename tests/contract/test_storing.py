@@ -27,6 +27,7 @@ from p2pstore.transfer.data_server import ServerLimits
 from p2pstore.transfer.entries import Written
 from p2pstore.transfer.layout import TrailerBody, encode_trailer
 from p2pstore.transfer.messages import (
+    WRITE_KINDS,
     DataKind,
     Ping,
     Pong,
@@ -301,7 +302,7 @@ async def test_a_ticket_to_write_reads_nothing_and_is_no_peers(
     harness, _ = tcp
     stream = await authenticated(harness.address, grant(Scope.WRITE), 2)
     for kind in DataKind:
-        if kind in (DataKind.HELLO, DataKind.PROOF, DataKind.STORE, DataKind.STORE_PART):
+        if kind in (DataKind.HELLO, DataKind.PROOF, *WRITE_KINDS):
             continue
         await stream.send(encode_frame(kind, 3, Ping()))
         *_, body, _ = await read_frame(stream)

@@ -74,8 +74,8 @@ def _keys_to_tell(ring: KeyRing) -> Sequence[bytes]:
 
     if ring.role is not Role.MEMBER:
         raise CommandFailed(
-            "the local peer's key file holds a reader's key, which an invite cannot carry: copy the file, and make an "
-            "invite --without-key"
+            "the local peer's key file holds no key of members, so an invite cannot carry it: copy the file, and make "
+            "an invite --without-key"
         )
     return ring.keys
 
