@@ -92,6 +92,7 @@ from p2pstore.transfer.messages import (
 )
 from p2pstore.transfer.read_answers import LentObject
 from p2pstore.transfer.segment import Segment
+from p2pstore.transfer.span_reads import ItemOutcome
 from p2pstore.transfer.store_intake import StoreBackend
 from p2pstore.transfer.tickets import (
     GrantedTicket,
@@ -791,30 +792,33 @@ async def test_a_buffer_too_small_for_one_large_item_costs_no_other_its_result(s
 
 @pytest.mark.parametrize("length", [100, 100_000, MIB, 3 * MIB])
 async def test_a_version_that_was_not_announced_is_not_delivered(side: Side, length: int) -> None:
-    """Of whatever length, alone and with others; whoever wrote it vouches for what it holds."""
+    """Of whatever length, alone and with others; its writer vouches for what it holds."""
     async with TcpHarness.open(segment_of(SEGMENT_BYTES)) as harness:
         value = pattern(length)
         digest = put(harness.segment, "key", value)  # by writer 1
         pool = harness.pool(side.driver)
-        for writer in (1, 2):
-            copy = replace(harness.copy(), announced=Announced(writer))
-            buffers = [bytearray(length) for _ in range(3)]
-            items = [(digest, announcing(BufferDestination(b), copy.announced)) for b in buffers]
-            outcomes = await side.run(lambda: pool.pull_many(harness.copy(), items))  # noqa: B023  # awaited at once
-            if writer == 1:
-                assert all(isinstance(each, Pulled | int) for each in outcomes)
-                assert buffers == [value] * 3
-                continue
-            assert [type(each) for each in outcomes] == [Unannounced] * 3
-            assert not any(map(any, buffers))
-            destination = announcing(BufferDestination(buffers[0]), copy.announced)
-            with pytest.raises(Unannounced):
-                await side.run(lambda: pool.pull(copy, digest, destination))  # noqa: B023  # awaited at once
-            if length <= MIB:
-                told, _ = await side.run(
-                    lambda: pool.pull_small(copy, [digest], [memoryview(buffers[0])])
-                )  # awaited at once
-                assert told == [-1]
+
+        async def read(announced: Announced) -> tuple[list[ItemOutcome], list[bytearray]]:
+            copy = replace(harness.copy(), announced=announced)
+            buffers = [bytearray(length) for _ in range(4)]
+            rooms = [announcing(BufferDestination(each), announced) for each in buffers]
+            items = [(digest, room) for room in rooms[:3]]
+            outcomes = await side.run(lambda: pool.pull_many(copy, items))
+            try:
+                outcomes.append(await side.run(lambda: pool.pull(copy, digest, rooms[3])))
+            except PullFailed as failure:
+                outcomes.append(failure)
+            view = memoryview(bytearray(length))[:MIB]
+            (told,), _ = await side.run(lambda: pool.pull_small(copy, [digest], [view]))
+            assert (told == length) == (announced.writer == 1 and length <= MIB)
+            return outcomes, buffers
+
+        outcomes, buffers = await read(Announced(1))
+        assert all(isinstance(each, Pulled | int) for each in outcomes)
+        assert buffers == [value] * 4
+        outcomes, buffers = await read(Announced(2))
+        assert [type(each) for each in outcomes] == [Unannounced] * 4
+        assert not any(map(any, buffers))
 
 
 async def test_what_does_not_fit_into_a_reply_is_said_to_be_too_large() -> None:
