@@ -287,8 +287,9 @@ class PeerLink:
         self._give_all_back = False
         for some in Cuts(LocalKind.RELEASE, len(ended)):
             frames.append(_one_way(LocalKind.RELEASE, Release(ended[some.start : some.stop])))
-        while self._aborts:  # each alone: one that has ended already must not hold up others
-            frames.append(_one_way(LocalKind.ABORT, Abort([self._aborts.popleft()])))
+        aborted = [self._aborts.popleft() for _ in range(len(self._aborts))]
+        for some in Cuts(LocalKind.ABORT, len(aborted)):
+            frames.append(_one_way(LocalKind.ABORT, Abort(aborted[some.start : some.stop])))
         if self._failures or self._reads or self._pulls:
             now = time.monotonic()
             if self._failures or now - self._reported_at >= REPORT_SECONDS:

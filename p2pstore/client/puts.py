@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 
 from p2pstore.client.gathered import SMALL_COPY_BYTES, Source
-from p2pstore.local.messages import Reservation, ReserveItem
+from p2pstore.local.batching import MOST_ITEMS
+from p2pstore.local.messages import LocalKind, Reservation, ReserveItem
 from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum
 from p2pstore.side_by_side import PIECE_BYTES, side_by_side, step_bytes, threads_for
 from p2pstore.streams import Driver
@@ -21,7 +22,7 @@ AHEAD_MAX_BYTES: Final = MIB
 AHEAD_SHARE: Final = 256
 """A reservation made ahead takes at most this fraction of the peer's memory."""
 MAX_AHEAD: Final = 4
-WINDOW_ITEMS: Final = 64
+WINDOW_ITEMS: Final = MOST_ITEMS[LocalKind.COMMIT]
 WINDOW_BYTES: Final = 16 * MIB
 
 _TRAILER_FIXED_BYTES: Final = 96

@@ -626,16 +626,14 @@ class SimulatedPeer:
             replicas=replicas,
             overwrite=overwrite,
         )
-        put: PutOperation | PutAmongMany
-        many = [] if replicas == 1 else [facts]
-        ends = publish_new(core, many, holder="client", namespace=namespace, now=now)
-        if ends and isinstance(ends[0], PutAmongMany):
-            put = ends[0]
-        else:
-            put = PutOperation(core, facts, holder="client", namespace=namespace)
-            core.start(put, now)
+        operation = PutOperation(core, facts, holder="client", namespace=namespace)
+        [end] = publish_new(core, [facts], holder="client", namespace=namespace, now=now)
+        if end is None:
+            core.start(operation, now)
+        elif not isinstance(end, PutAmongMany):
+            operation.finish(end, now)
         self.settle()
-        return put
+        return end if isinstance(end, PutAmongMany) else operation
 
     def get(self, digest: bytes, done: Callable[[bytes | Exception], None]) -> None:
         """Fetch (or find) the object and hand over its bytes or the error."""

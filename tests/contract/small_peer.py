@@ -173,7 +173,8 @@ class SmallBackend:
 
     def _abort(self, client: LocalClient, message: local.Abort) -> None:
         for number in message.reservations:
-            self.segment.abort(number, holder=client.holder)
+            with contextlib.suppress(ValueError):  # it has ended already
+                self.segment.abort(number, holder=client.holder)
 
     def _lease(self, client: LocalClient, message: local.Lease) -> Message:
         return local.Leased([self._lease_one(client, each) for each in split(message.digests)])

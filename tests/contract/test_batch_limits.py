@@ -108,6 +108,7 @@ LARGEST: dict[LocalKind, tuple[int, Any]] = {
             [PutFacts(BIG, "k" * 1024, BIG, bytes(512), BIG, follows=DIGEST)] * n,
         ),
     ),
+    LocalKind.ABORT: (0, lambda n: local.Abort([BIG] * n)),
     LocalKind.LEASE: (0, lambda n: local.Lease(DIGEST * n, key="k" * 1024)),
     LocalKind.RELEASE: (0, lambda n: local.Release([BIG] * n)),
     LocalKind.PLAN: (0, lambda n: local.Plan(DIGEST * n, exclude=[BIG] * 64, key="k" * 1024)),
