@@ -203,7 +203,7 @@ class CopiesDestination:
     def publish(self, brought: Collection[int], now: float) -> None:
         """Publish those, by their places, whose bytes are in their rooms and were verified. Raises nothing."""
         core, here = self._core, self._core.segment.digests()
-        floors = core.gossip.cluster_records.floors
+        floors, cold = core.gossip.cluster_records.floors, core.cold.store
         namespace = core.namespace_digest(self._things[0].trailer.namespace)
         new: list[tuple[int, Written]] = []
         for place in sorted(self._reservations.keys() & set(brought)):
@@ -212,7 +212,8 @@ class CopiesDestination:
                 continue
             number = self._reservations[place].number
             row = Written(number, slot.digest, slot.version, trailer, slot.length)
-            if slot.digest in here:  # an older version, or one that came meanwhile
+            on_ssd = cold is not None and cold.find(slot.digest) is not None
+            if on_ssd or slot.digest in here:  # an older version, or one that came meanwhile
                 self._publish_one(place, row, now)
             elif not floors.forbids(slot.digest, namespace, slot.version):
                 new.append((place, row))
@@ -243,7 +244,6 @@ class CopiesDestination:
             del self._reservations[place]
             self.codes[place] = HELD
             entry.verified = True
-            core.cold.came_to_memory(entry)
             if entry.digest in known:  # a newer version may be, by now
                 core.gossip.directory.touch(entry.digest)
         announce_new(core, [entry for entry in entries if entry is not None], now)

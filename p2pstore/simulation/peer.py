@@ -626,17 +626,14 @@ class SimulatedPeer:
             replicas=replicas,
             overwrite=overwrite,
         )
-        put: PutOperation | PutAmongMany
-        put = PutOperation(core, facts, holder="client", namespace=namespace)
+        operation = PutOperation(core, facts, holder="client", namespace=namespace)
         [end] = publish_new(core, [facts], holder="client", namespace=namespace, now=now)
-        if isinstance(end, PutAmongMany):
-            put = end
-        elif end is None:
-            core.start(put, now)
-        else:
-            put.finish(end, now)
+        if end is None:
+            core.start(operation, now)
+        elif not isinstance(end, PutAmongMany):
+            operation.finish(end, now)
         self.settle()
-        return put
+        return end if isinstance(end, PutAmongMany) else operation
 
     def get(self, digest: bytes, done: Callable[[bytes | Exception], None]) -> None:
         """Fetch (or find) the object and hand over its bytes or the error."""

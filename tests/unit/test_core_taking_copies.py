@@ -14,7 +14,7 @@ from p2pstore.core.copies_destination import CopiesDestination, RoomDestination
 from p2pstore.core.effects import PullOutcome, PullTogether
 from p2pstore.core.serving import reply_of
 from p2pstore.errors import NoSuchKey, ProtocolError
-from p2pstore.gossip.records import writer_of
+from p2pstore.gossip.records import Tier, writer_of
 from p2pstore.gossip.version_proofs import sign_versions, signature_of
 from p2pstore.objects import KIB, Version, root_checksum
 from p2pstore.simulation.signer import SimulatedSigner
@@ -22,6 +22,7 @@ from p2pstore.stepping import run_through
 from p2pstore.transfer.layout import TrailerBody, decode_trailer, encode_slot, encode_trailer
 from p2pstore.transfer.messages import DataKind, ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
+from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import (
     NAMESPACE,
     Harness,
@@ -187,6 +188,26 @@ def test_an_older_version_here_is_replaced() -> None:
     things = [written(world.others[0], key, b"newer", clock_at(5.0)) for key in ("a", "k")]
     assert take(world, things) == [HELD, HELD]
     assert world.value("k") == b"newer"
+    world.check_idle()
+
+
+def test_what_is_on_the_ssd_is_not_pulled_and_an_older_version_there_goes() -> None:
+    world = ColdWorld(others=1)
+    for key in ("newer", "older"):
+        world.cool(key, b"mine")
+    other = world.others[0]
+    things = [
+        written(other, "newer", b"theirs"),
+        written(other, "older", b"theirs", clock_at(5.0)),
+        written(other, "k", b"theirs"),
+    ]
+    assert take(world, things) == [HELD] * 3
+    assert [world.value(key) for key in ("newer", "older", "k")] == [None, b"theirs", b"theirs"]
+    cold = world.core.cold.find(digest_of("older"), world.now)
+    assert cold is None or cold.version == things[1].version
+    record = world.announced("older")
+    assert record is not None
+    assert (record.version, record.tier) == (things[1].version, Tier.DRAM)
     world.check_idle()
 
 

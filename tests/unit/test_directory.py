@@ -22,7 +22,7 @@ from p2pstore.gossip.locations.directory import (
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
-from p2pstore.gossip.records import LOCATION_BYTES, LogHead
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead
 from p2pstore.objects import Version
 from tests.unit.gossip_network import (
     digest_of,
@@ -176,6 +176,25 @@ def test_a_snapshot_may_be_of_nothing() -> None:
     assert install(directory, log)
     assert (directory.position(A), directory.record_count) == ((1, 2), 0)
     assert directory.snapshot(A) == (1, 2, 0, b"")
+
+
+def test_keys_of_which_another_version_is_named() -> None:
+    """In the log or pushed ahead of it, whatever differs: clock, writer or root."""
+    versions = {bytes([number]) * 16: Version(5, 6, number) for number in range(12)}
+    digests = list(versions)
+    log = OwnLog(1)
+    for number, digest in enumerate(digests[:6]):
+        clock, writer, root = versions[digest]
+        named = [(clock, writer, root), (clock + 1, writer, root), (clock, 7, root), (clock, 6, 99)]
+        log.add(LocationRecord(digest, Version(*named[number % 4]), 0, 1))
+    directory = reading(log)
+    for place, digest in enumerate(digests[6:10]):
+        version = versions[digest] if place % 2 else Version(4, 6, 1)
+        operation = LocationRecord(digest, version, 0, 1).encode()
+        directory.early(A, 1, [log.sequence + 1 + place], operation, 0.0)
+    others = directory.of_other_versions(versions)
+    assert others == {digests[place] for place in (1, 2, 3, 5, 6, 8)}
+    assert directory.of_other_versions({}) == set()
 
 
 def test_newest_first_and_the_dead_last() -> None:
