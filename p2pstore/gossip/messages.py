@@ -140,6 +140,8 @@ class LogChunk(Message, frozen=True):
     first_sequence: int
     operations: bytes
     signature: bytes = b""
+    count: int = 0
+    """So many operations, packed (`packed_runs`). 0: they are there as they are."""
 
 
 MAX_RECORDS: Final = 1024

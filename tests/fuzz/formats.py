@@ -317,8 +317,8 @@ def packed_lists(rng: Random, sent: list[bytes]) -> None:
     with suppress(ProtocolError):
         packed = _mutated(rng, sent, b"\0\0\1\0\1\0\0\0\0" * 3)
         signatures = bytes(SIGNATURE_BYTES * (len(packed) // 9))
-        rows = check_runs(packed, operations, signatures)
-        list(read_runs(rows, operations, signatures, members))
+        rows, plain = check_runs(packed, operations, signatures)
+        list(read_runs(rows, plain, signatures, members))
 
 
 # --- text ------------------------------------------------------------------------------------

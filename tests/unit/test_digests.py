@@ -94,14 +94,16 @@ def test_runs_name_members_by_place() -> None:
         Run(2, SignedRun(9, b"c" * LOCATION_BYTES, b"C" * 64)),
     ]
     packed = pack_runs(sent)
-    assert list(read_runs(check_runs(*packed), *packed[1:], members)) == [
+    rows, operations = check_runs(*packed)
+    assert list(read_runs(rows, operations, packed[2], members)) == [
         LogChunk(90, 7, MAX_PACKED_SEQUENCE, b"a" * LOCATION_BYTES, b"A" * 64),
         LogChunk(70, 5, 1, b"b" * 2 * LOCATION_BYTES, b"B" * 64),
         LogChunk(90, 7, 9, b"c" * LOCATION_BYTES, b"C" * 64),
     ]
     with pytest.raises(ProtocolError, match="member 3 of 3"):
         packed = pack_runs([Run(3, SignedRun(1, b"a" * LOCATION_BYTES, bytes(64)))])
-        list(read_runs(check_runs(*packed), *packed[1:], members))
+        rows, operations = check_runs(*packed)
+        list(read_runs(rows, operations, packed[2], members))
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,8 @@ def test_what_those_say_who_know_the_same_members() -> None:
     assert runs.hex() == "010002000506070809000001000100000000"
     assert operations == bytes(84) + b"\1" * 42
     assert signatures == b"\2" * 64 + b"\3" * 64
-    rows = check_runs(runs, operations, signatures)
-    assert list(read_runs(rows, operations, signatures, digest.of)) == [
+    rows, plain = check_runs(runs, operations, signatures)
+    assert list(read_runs(rows, plain, signatures, digest.of)) == [
         LogChunk(2, 5, 0x0908070605, bytes(84), b"\2" * 64),
         LogChunk(1, 2, 1, b"\1" * 42, b"\3" * 64),
     ]

@@ -17,6 +17,7 @@ from random import Random
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.digest_table import DigestTable
@@ -34,7 +35,12 @@ from p2pstore.gossip.floors.cluster_comparison import TheirRecords, records_for
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.locations.directory import Directory, Outcome
 from p2pstore.gossip.locations.log import OwnLog, Position, check_run
-from p2pstore.gossip.locations.signed_runs import SignedRun, is_signed
+from p2pstore.gossip.locations.packed_runs import (
+    MAX_OPERATION_BYTES,
+    pack_operations,
+    unpack_operations,
+)
+from p2pstore.gossip.locations.signed_runs import MAX_SIGNED_OPERATIONS, SignedRun, is_signed
 from p2pstore.gossip.members.membership import (
     MAX_INCARNATION,
     Membership,
@@ -270,19 +276,20 @@ class Knowledge:
         if len(delta.logs) > self.membership.config.max_members:
             raise ProtocolError("a delta with more logs than a cluster may have members")
         chunks = delta.logs[:MAX_READ_RUNS]
+        if sum(chunk.count for chunk in chunks) * LOCATION_BYTES > MAX_OPERATION_BYTES:
+            raise ProtocolError("runs of more operations than go together")
+        chunks = list(map(plain_chunk, chunks))
         for chunk in chunks:
             if not 1 <= chunk.first_sequence <= MAX_SEQUENCE:
                 raise ProtocolError(f"operations numbered from {chunk.first_sequence}")
             if not check_run(chunk.operations):
                 raise ProtocolError("a run of no operations")
         check_claims(delta.claims)
-        rows = check_runs(delta.runs, delta.operations, delta.signatures)
+        rows, operations = check_runs(delta.runs, delta.operations, delta.signatures)
         of = self.table.known_set(delta.members_hash)
         # Members that were this peer's some sets ago: the next digest asks again.
         runs = (
-            []
-            if of is None
-            else read_runs(rows[:MAX_READ_RUNS], delta.operations, delta.signatures, of)
+            [] if of is None else read_runs(rows[:MAX_READ_RUNS], operations, delta.signatures, of)
         )
         records, cluster_records = self._check_signed(delta, now)
         logs = self._check_runs([*chunks, *runs], [record for record, _ in records], sender)
@@ -461,7 +468,23 @@ class Knowledge:
 
 def chunk_of(member: Member, incarnation: int, run: SignedRun) -> LogChunk:
     """A run as it travels."""
-    return LogChunk(member, incarnation, run.first_sequence, run.operations, run.signature)
+    return LogChunk(
+        *(member, incarnation, run.first_sequence, pack_operations(run.operations)),
+        signature=run.signature,
+        count=len(run.operations) // LOCATION_BYTES,
+    )
+
+
+def plain_chunk(chunk: LogChunk) -> LogChunk:
+    """What travelled, with its operations as they were before `chunk_of`. Raises `ProtocolError`."""
+    if not chunk.count:
+        return chunk
+    if chunk.count > MAX_SIGNED_OPERATIONS:
+        raise ProtocolError(f"a run of {chunk.count:,} operations")
+    operations, end = unpack_operations(chunk.operations, 0, chunk.count)
+    if end != len(chunk.operations):
+        raise ProtocolError("a run of operations that is longer than it says")
+    return replace(chunk, operations=operations, count=0)
 
 
 def run_of(chunk: LogChunk) -> SignedRun:

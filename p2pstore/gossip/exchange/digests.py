@@ -20,6 +20,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from p2pstore.errors import ProtocolError
+from p2pstore.gossip.locations.packed_runs import (
+    MAX_OPERATION_BYTES,
+    pack_operations,
+    unpack_operations,
+)
 from p2pstore.gossip.locations.signed_runs import SIGNATURE_BYTES, SignedRun
 from p2pstore.gossip.messages import LogChunk
 from p2pstore.gossip.records import LOCATION_BYTES
@@ -180,7 +185,7 @@ class Run:
 
 
 def pack_runs(runs: list[Run]) -> tuple[bytes, bytes, bytes]:
-    """(9 bytes a run, all their operations one after the other, 64 bytes of signature a run)."""
+    """(9 bytes a run, their packed operations one after the other, 64 bytes of signature a run)."""
     rows = np.empty(len(runs), _RUN)
     rows["place"] = [run.place for run in runs]
     rows["count"] = [len(run.signed.operations) // LOCATION_BYTES for run in runs]
@@ -189,26 +194,33 @@ def pack_runs(runs: list[Run]) -> tuple[bytes, bytes, bytes]:
     rows["first_high"] = first >> _HIGH_SHIFT
     return (
         rows.tobytes(),
-        b"".join(run.signed.operations for run in runs),
+        b"".join(pack_operations(run.signed.operations) for run in runs),
         b"".join(run.signed.signature for run in runs),
     )
 
 
-def check_runs(packed: bytes, operations: bytes, signatures: bytes) -> NDArray[Any]:
-    """The runs as rows. Raises `ProtocolError` when they make no sense, whoever the members are."""
+def check_runs(packed: bytes, operations: bytes, signatures: bytes) -> tuple[NDArray[Any], bytes]:
+    """The runs as rows, and their operations as they were before `pack_runs`. Raises `ProtocolError` when they make no
+    sense, whoever the members are."""
     rows = _rows(packed, _RUN, "a list of runs")
     if len(signatures) not in (0, SIGNATURE_BYTES * len(rows)):  # older peers send none
         raise ProtocolError(f"{len(signatures):,} bytes of signatures for {len(rows):,} runs")
     counts = rows["count"]
-    if int(counts.sum(dtype=np.uint64)) * LOCATION_BYTES != len(operations):
-        raise ProtocolError(
-            f"{len(operations):,} bytes of operations for runs of another length altogether"
-        )
+    if int(counts.sum(dtype=np.uint64)) * LOCATION_BYTES > MAX_OPERATION_BYTES:
+        raise ProtocolError("runs of more operations than go together")
     if len(rows) and not int(counts.min()):
         raise ProtocolError("a run of no operations")
     if np.any((rows["first_low"] == 0) & (rows["first_high"] == 0)):
         raise ProtocolError("a run that begins with operation 0; logs begin with 1")
-    return rows
+    plain, end = [], 0
+    for count in counts.tolist():
+        some, end = unpack_operations(operations, end, count)
+        plain.append(some)
+    if end != len(operations):
+        raise ProtocolError(
+            f"{len(operations):,} bytes of operations for runs of another length altogether"
+        )
+    return rows, b"".join(plain)
 
 
 def read_runs(
