@@ -57,6 +57,7 @@ from p2pstore.objects import (
     clock_from_unix_seconds,
     unix_seconds_from_clock,
 )
+from p2pstore.stepping import Steps
 
 COMPARE_SECONDS: Final = 5.0
 COMPARE_SOON_SECONDS: Final = 0.5
@@ -81,6 +82,8 @@ HURRY_ABOVE: Final = 0.9
 """Above this share every peer compacts, not only the first of the living that are waited for."""
 PATIENCE_SECONDS: Final = 300.0
 """Shortest time for which a living member that confirms nothing is waited for."""
+SETTLED_PER_STEP: Final = 2_000
+"""Members, at a microsecond each."""
 SAVED_SLACK: Final = clock_from_unix_seconds(30.0)
 """Floors stay for so long after all have confirmed them: a peer that is killed knows only what it had saved that it had
 seen, every ten seconds, and would distrust its objects when it is back."""
@@ -181,6 +184,7 @@ class FloorSync:
         self._saw_all: dict[Member, int] = {}
         """Doubted members that said to have seen all of this peer's horizon, and its hash at that time."""
         self.agreements = Agreements()
+        self._settling: Steps[int] | None = None
         self._living = {me}
         self.quorum = Quorum()
         self._alive_clock = 0
@@ -214,6 +218,7 @@ class FloorSync:
         self._floors.lower_horizon(limit, by)
         self.seen = lower_stamps(self.seen, limit, by)
         self.agreements.clear()
+        self._settling = None
         self._offers.clear()
         self._announced_end = self._agreed_by_all = self._may_drop = 0
         if self.newest_heard > limit:
@@ -464,33 +469,41 @@ class FloorSync:
         self.agreements.announced |= agreed
         raise_stamps(self.seen, agreed)
 
-    def _settle_agreement(self, members: Sequence[ShownFloors], now: float) -> int:
-        """Up to where floors may be dropped: all members agree with this peer and say that they agree with all."""
+    def _settle_agreement(self, members: Sequence[ShownFloors], now: float) -> Steps[int]:
+        """Up to where floors may be dropped: all members agree with this peer and say that they agree with all. Some
+        thousands of members a step."""
         patience = max(self._floors.kept_seconds, PATIENCE_SECONDS)
         mine, everybody = self._announced_end, self._announced_end
         agreements = self.agreements
         late = self._announced_end - clock_from_unix_seconds(patience / 20)
-        self.waits_for, self.passed_over, self.disputed, self._late = [], [], [], []
+        waits_for: list[Member] = []
+        passed_over: list[Member] = []
+        disputing: list[Member] = []
+        late_ones: list[Member] = []
         same = [shown.floors_horizon for shown in members].count(self._floors.horizon_hash)
         steady = 2 * (1 + same) > self.quorum.living
-        for shown in members:
+        for place, shown in enumerate(members, start=1):
+            if place % SETTLED_PER_STEP == 0:
+                yield
             member = shown.member
             agreed = agreements.with_me(member)
             with_all = agreements.with_all(member, shown.floors_seen)
             waited = agreements.waited(member, agreed, self._announced_end, now)
             if with_all < late:
-                self._late.append(member)
+                late_ones.append(member)
             slack = self._dispute_slack(shown, steady)
             disputed = agreements.in_dispute(member, len(self.records), slack)
             if disputed:
-                self.disputed.append(member)
+                disputing.append(member)
             if disputed or waited > patience:
-                self.passed_over.append(member)
+                passed_over.append(member)
                 continue
             if waited > patience / 20:
-                self.waits_for.append(member)
+                waits_for.append(member)
             mine = min(mine, agreed)
             everybody = min(everybody, with_all)
+        self.waits_for, self.passed_over = waits_for, passed_over
+        self.disputed, self._late = disputing, late_ones
         for member in self.quorum.waited_for(now):
             agreed = agreements.with_me(member)
             if agreements.waited(member, agreed, self._announced_end, now) <= patience:
@@ -522,7 +535,14 @@ class FloorSync:
         return self.agreements.take_to_ask(self._late, self.quorum.living, now)
 
     def _compact(self, members: Sequence[ShownFloors], now: float) -> None:
-        up_to = self._settle_agreement(members, now)
+        if self._settling is None:
+            self._settling = self._settle_agreement(members, now)
+        try:
+            next(self._settling)
+        except StopIteration as end:
+            self._settling, up_to = None, end.value
+        else:
+            return  # the rest of very many members next time
         if now < self._started_at + START_SECONDS or up_to <= 0:
             return
         living = self._living
@@ -554,6 +574,7 @@ class FloorSync:
             raise_stamps(self.seen, {self._me: end})
         self._track(members, clock_now, now, alone=alone)
         if not self.crowded:
+            self._settling = None
             self.agreements.end_waiting()
             self.waits_for, self.passed_over, self.disputed, self._late = [], [], [], []
         else:
