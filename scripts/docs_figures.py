@@ -70,7 +70,7 @@ def draw(figure: Figure) -> str:
 def figures(page: str) -> dict[str, Figure]:
     """By file name, with the numbers of docs/measurements.md. Raises `ValueError` when a row is not there."""
     sizes = ("1 MiB", "16 MiB", "64 MiB", "256 MiB")
-    ratios = [_numbers(_row(page, f"get_into {size}, blocking / trio client")[3]) for size in sizes]
+    ratios = [_numbers(_row(page, f"get_into {size} |")[3]) for size in sizes]
     tcp = {
         name: [both[number] for both in ratios] for number, name in enumerate(("blocking", "trio"))
     }
