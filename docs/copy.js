@@ -1,5 +1,6 @@
 // A button on each block of code that copies it; of a session with prompts, the commands alone.
 for (const code of document.querySelectorAll("pre > code")) {
+  if (code.closest(".language-text")) continue; // messages
   const button = document.createElement("button");
   button.className = "copy";
   button.textContent = "copy";
