@@ -101,6 +101,11 @@ VAGUE: Final = re.compile(
     r"\b(somebody|nobody|whoever|anybody|everybody|so (?:many|much|long|few|often|seldom))\b", re.I
 )
 
+HEADLESS: Final = re.compile(
+    r"(?:^|[.;:(\"]\s*)(?:Who|What|who|what) (?:[a-z]+s|is|was|are|had|has|came|can|may|wants?)\b",
+    re.M,
+)
+
 
 def words(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").split())
@@ -126,6 +131,8 @@ def test_paragraphs_are_short() -> None:
 
 
 def test_subjects_are_nouns() -> None:
+    for page in [*documents(), ROOT / "CHANGELOG.md"]:
+        assert not HEADLESS.findall(prose(page)), page.name
     found = [f"{page.name}: {word}" for page in documents() for word in VAGUE.findall(prose(page))]
     assert len(found) <= MOST_VAGUE_WORDS, found
 
