@@ -1,6 +1,6 @@
 """What an object is: its key's digest, its version, its chunk sums and their root.
 
-Everything here is part of formats that peers exchange; ARCHITECTURE.md lists them and
+Everything here is part of formats that peers exchange; docs/formats.md lists them and
 `tests/unit/test_golden_bytes.py` holds them still.
 """
 

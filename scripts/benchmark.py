@@ -85,20 +85,20 @@ class Report:
         Console(width=max(100, Console().width)).print(table)
 
     def markdown(self) -> str:
-        """The rows for a README: one line a figure, whatever it was compared with."""
-        lines = ["| what | value | against | ratio | wanted |", "|---|---|---|---|---|"]
+        """A table for docs/measurements.md: one row a figure, one column for each system that was compared."""
         named: dict[str, list[Row]] = {}
         for row in self.rows:
             named.setdefault(row.name, []).append(row)
+        others = list(dict.fromkeys(row.against for row in self.rows if row.baseline is not None))
+        lines = [
+            f"| operation | {' | '.join(['p2pstore', *others])} |",
+            "|---" * (2 + len(others)) + "|",
+        ]
         for name, rows in named.items():
-            with_baseline = [row for row in rows if row.baseline is not None]
-            against = "; ".join(
-                f"{row.against}: {_number(row.baseline or 0.0)} {row.unit}" for row in with_baseline
-            )
-            ratios = "; ".join(f"{row.ratio:.2f}" for row in with_baseline if row.ratio is not None)
-            wanted = "; ".join(row.wanted for row in rows if row.wanted)
-            value = f"{_number(rows[0].value)} {rows[0].unit}"
-            lines.append(f"| {name} | {value} | {against} | {ratios} | {wanted} |")
+            beside = {row.against: row.baseline for row in rows if row.baseline is not None}
+            values = [rows[0].value, *map(beside.get, others)]
+            cells = ["" if each is None else f"{_number(each)} {rows[0].unit}" for each in values]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
         return "\n".join(lines) + "\n"
 
     def write(self, path: str) -> None:

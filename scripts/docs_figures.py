@@ -1,4 +1,4 @@
-"""The figures of docs/figures, drawn from the tables of README.md: run it after their numbers change.
+"""The figures of docs/figures, drawn from the tables of docs/measurements.md: run it after their numbers change.
 
 Scalable vector graphics written by hand: neither a plotting library nor its fonts are needed, and the same numbers
 always give the same file.
@@ -14,6 +14,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
 FIGURES: Final = ROOT / "docs" / "figures"
+MEASUREMENTS: Final = ROOT / "docs" / "measurements.md"
 WIDTH: Final = 720
 HEIGHT: Final = 360
 LEFT: Final = 60
@@ -66,21 +67,31 @@ def draw(figure: Figure) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def figures(readme: str) -> dict[str, Figure]:
-    """By file name, with the numbers that are in README.md now. Raises `ValueError` when a row is not there."""
+def figures(page: str) -> dict[str, Figure]:
+    """By file name, with the numbers of docs/measurements.md. Raises `ValueError` when a row is not there."""
     sizes = ("1 MiB", "16 MiB", "64 MiB", "256 MiB")
-    ratios = [
-        _numbers(_row(readme, f"get_into {size}, blocking / trio client")[3]) for size in sizes
-    ]
+    ratios = [_numbers(_row(page, f"get_into {size} |")[3]) for size in sizes]
     tcp = {
         name: [both[number] for both in ratios] for number, name in enumerate(("blocking", "trio"))
     }
-    rooms = _row(readme, "room for blocks")[1:]
-    policies = {name: _row(readme, f"`{name}`") for name in ("lru", "s3-fifo")}
-    policies["prefix"] = _row(readme, "`prefix` (default)")
-    p99 = [_numbers(cell)[0] for cell in _row(readme, "spread of one put to 99 %, p99")[1:4]]
-    median = [_numbers(cell)[0] for cell in _row(readme, "the same, median")[1:4]]
+    beside = [_row(page, f"remote, get_into {size} ") for size in sizes]
+    stores = ("p2pstore", "Mooncake", "Redis", "plain sockets")
+    rooms = _row(page, "room for blocks")[1:]
+    policies = {name: _row(page, f"`{name}`") for name in ("lru", "s3-fifo")}
+    policies["prefix"] = _row(page, "`prefix` (default)")
+    p99 = [_numbers(cell)[0] for cell in _row(page, "spread of one put to 99 %, p99")[1:4]]
+    median = [_numbers(cell)[0] for cell in _row(page, "the same, median")[1:4]]
     return {
+        "reads.svg": Figure(
+            "Reads of another process over TCP (p2pstore verifies every byte)",
+            " GB/s",
+            sizes,
+            {
+                name: [_numbers(row[number])[0] for row in beside]
+                for number, name in enumerate(stores, start=1)
+            },
+            "scripts/bench_vs_mooncake, two cores, loopback, 2026-11-23",
+        ),
         "tcp.svg": Figure(
             "Verified reads over TCP, as a share of plain sockets' rate",
             "",
@@ -111,24 +122,24 @@ def figures(readme: str) -> dict[str, Figure]:
 def write(folder: Path = FIGURES) -> None:
     """Draw all of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in figures((ROOT / "README.md").read_text(encoding="utf-8")).items():
+    for name, figure in figures(MEASUREMENTS.read_text(encoding="utf-8")).items():
         (folder / name).write_text(draw(figure), encoding="utf-8")
 
 
-def _row(readme: str, start: str) -> list[str]:
+def _row(page: str, start: str) -> list[str]:
     """The cells of the first row that begins so."""
-    found = re.search(rf"^\| {re.escape(start)}.*$", readme, re.MULTILINE)
+    found = re.search(rf"^\| {re.escape(start)}.*$", page, re.MULTILINE)
     if found is None:
-        raise ValueError(f"README.md has no row that begins with {start!r}")
+        raise ValueError(f"docs/measurements.md has no row that begins with {start!r}")
     return [cell.strip() for cell in found[0].strip("|").split("|")]
 
 
 def _numbers(cell: str) -> list[float]:
-    return [float(number) for number in re.findall(r"\d+\.\d+", cell)]
+    return [float(number) for number in re.findall(r"\d*\.\d+", cell)]
 
 
 def _round_up(value: float) -> float:
-    steps = (0.1, 0.2, 0.4, 0.8, 1.2, 1.6, 2.0, 4.0)
+    steps = (0.1, 0.2, 0.4, 0.8, 1.2, 1.6, 2.0, 4.0, 6.0)
     return next(step for step in steps if step >= value)
 
 

@@ -1,4 +1,4 @@
-"""The pages in docs/ and their parts, for the tests that hold them to what they say."""
+"""The documents and their parts, for the tests that compare them with the program."""
 
 from __future__ import annotations
 
@@ -39,6 +39,14 @@ class Step:
 def pages() -> list[Path]:
     """All pages."""
     return sorted(DOCS.rglob("*.md"))
+
+
+def documents() -> list[Path]:
+    """All pages, and the documents of the root but for the changelog."""
+    return [
+        *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
+        *pages(),
+    ]
 
 
 def blocks(page: Path, *kinds: str) -> list[Block]:

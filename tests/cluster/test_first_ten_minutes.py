@@ -1,4 +1,4 @@
-"""docs/first-ten-minutes.md: every command, in order, in one shell; each prints what the page says.
+"""docs/first-ten-minutes.md and README.md: every command, in order, in one shell, prints what the page says.
 
 Numbers, identities and times are those of the moment, so they are compared by their kind. Two things are put in place
 of the page's: the session's directory for sockets, and ports.
@@ -20,10 +20,11 @@ from typing import Final
 
 import pytest
 
-from tests.pages import DOCS, Step, blocks, steps
+from tests.pages import DOCS, ROOT, Step, blocks, steps
 from tests.ports import free_port
 
 PAGE: Final = DOCS / "first-ten-minutes.md"
+README: Final = ROOT / "README.md"
 COMMAND_SECONDS: Final = 120.0
 SESSION_DIRECTORY: Final = "/run/user/1000"
 """As the page has it."""
@@ -128,8 +129,17 @@ def shell() -> Iterator[Shell]:
 
 
 def test_the_first_ten_minutes_are_as_the_page_says(shell: Shell) -> None:
-    session = [step for block in blocks(PAGE, "console") for step in steps(block)]
-    assert len(session) > 20
+    compare(shell, PAGE, least=20)
+
+
+def test_one_minute_is_as_the_readme_says(shell: Shell) -> None:
+    compare(shell, README, least=6)
+
+
+def compare(shell: Shell, page: Path, *, least: int) -> None:
+    """Run all commands of the page; fewer than `least` would mean that they were not found."""
+    session = [step for block in blocks(page, "console") for step in steps(block)]
+    assert len(session) >= least
     for step in session:
         printed = shell.run(step)
         assert like(printed) == like(step.printed), f"$ {step.command}\n{printed}"

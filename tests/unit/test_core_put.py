@@ -1,4 +1,4 @@
-"""Puts, row by row of ARCHITECTURE's table: what exists decides, here or elsewhere."""
+"""Puts, row by row of the table in docs/design/data-path.md: what exists decides, here or elsewhere."""
 
 from __future__ import annotations
 
