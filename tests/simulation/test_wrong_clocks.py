@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.core.put import PutEnd, PutOperation
+from p2pstore.core.put import PutEnd
 from p2pstore.errors import P2PStoreError, Unavailable
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import clock_from_unix_seconds, key_digest
@@ -37,7 +37,7 @@ def put(
     cluster: SimulatedCluster, peer: SimulatedPeer, key: str, value: bytes, **options: bool | int
 ) -> PutEnd | P2PStoreError:
     operation = peer.put(key, value, **options)  # type: ignore[arg-type]
-    assert isinstance(operation, PutOperation)
+    assert operation is not None
     cluster.kernel.run_until(cluster.kernel.now + 30.0, lambda: operation.done)
     result = operation.result
     assert isinstance(result, PutEnd | P2PStoreError)
