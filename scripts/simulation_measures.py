@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from p2pstore.simulation.measures.figures import Case, Curve, Measured
+from simulation.measures.figures import Case, Curve, Measured
 
 NAMES = (
     "spread",
@@ -91,7 +91,7 @@ def resident_bytes() -> int:
 
 def _module(name: str) -> ModuleType:
     """They all have `SIZES` and `measure`, some fewer or smaller `QUICK_SIZES`, and some `PARTS`."""
-    return import_module(f"p2pstore.simulation.measures.{name.replace('-', '_')}")
+    return import_module(f"simulation.measures.{name.replace('-', '_')}")
 
 
 def print_table(taken: Sequence[Taken], seconds: float) -> None:

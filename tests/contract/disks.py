@@ -13,8 +13,8 @@ import pytest
 import trio
 
 from p2pstore.errors import ConfigError
-from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.disk import Disk, FileDisk, open_disk
+from simulation.faulty_disk import FaultyDisk
 
 KIB, MIB = 1024, 1024 * 1024
 SIZE = 24 * MIB

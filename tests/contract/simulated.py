@@ -11,13 +11,13 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from p2pstore.simulation.kernel import Faults, FaultyNetwork, Kernel
-from p2pstore.simulation.tasks import Task
-from p2pstore.simulation.transport import SimulatedTransport
 from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
 from p2pstore.transfer.messages import ObjectReply, ObjectStatus
 from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.transport import Destination, Pulled, RemoteCopy
+from simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.tasks import Task
+from simulation.transport import SimulatedTransport
 
 READ_SECONDS = 0.002
 

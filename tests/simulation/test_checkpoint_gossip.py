@@ -22,8 +22,8 @@ from p2pstore.checkpoint.group import (
 from p2pstore.core.checkpoints import Checkpoints
 from p2pstore.gossip.checkpoints import Head, short_version
 from p2pstore.gossip.records import Participation, TakesPart
-from p2pstore.simulation.cluster import SimulatedCluster, SimulatedPeer
-from p2pstore.simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.cluster import SimulatedCluster, SimulatedPeer
+from simulation.kernel import Faults, FaultyNetwork, Kernel
 
 LOSSY = Faults(loss=0.05, duplication=0.02, slow=0.05, slow_latency=0.4)
 STEP_SECONDS = 0.1

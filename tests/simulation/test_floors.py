@@ -10,10 +10,10 @@ import pytest
 from p2pstore.core.put import PutEnd
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.objects import key_digest
-from p2pstore.simulation.absences import AbsenceScenario, run_absences
-from p2pstore.simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
-from p2pstore.simulation.kernel import Faults, FaultyNetwork, Kernel
-from p2pstore.simulation.removals import RemovalScenario, run_removals
+from simulation.absences import AbsenceScenario, run_absences
+from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
+from simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.removals import RemovalScenario, run_removals
 
 LIMIT = 24
 COMPACTED_SECONDS = 420.0

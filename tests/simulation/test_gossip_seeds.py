@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from p2pstore.gossip.locations import directory as directory_module
-from p2pstore.simulation.gossip_run import GossipOutcome, GossipScenario, run_gossip_seed
+from simulation.gossip_run import GossipOutcome, GossipScenario, run_gossip_seed
 
 SEEDS = range(1000, 1200)
 BLOCKS = [SEEDS[start : start + 25] for start in range(0, len(SEEDS), 25)]

@@ -11,15 +11,15 @@ import pytest
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.messages import Status
-from p2pstore.simulation.gossip_cluster import GossipCluster
-from p2pstore.simulation.gossip_faults import FaultPlan, plan_of
-from p2pstore.simulation.gossip_invariants import Watch
-from p2pstore.simulation.gossip_network import CONNECTION_SECONDS, MESSAGE_SECONDS, GossipNetwork
-from p2pstore.simulation.gossip_peer import GossipPeer
-from p2pstore.simulation.gossip_run import key_of
-from p2pstore.simulation.gossip_truth import LogTruth
-from p2pstore.simulation.kernel import Faults, Kernel
-from p2pstore.simulation.measures.figures import (
+from simulation.gossip_cluster import GossipCluster
+from simulation.gossip_faults import FaultPlan, plan_of
+from simulation.gossip_invariants import Watch
+from simulation.gossip_network import CONNECTION_SECONDS, MESSAGE_SECONDS, GossipNetwork
+from simulation.gossip_peer import GossipPeer
+from simulation.gossip_run import key_of
+from simulation.gossip_truth import LogTruth
+from simulation.kernel import Faults, Kernel
+from simulation.measures.figures import (
     Case,
     Figure,
     percentile,

@@ -11,8 +11,8 @@ from p2pstore.core.put import PutEnd
 from p2pstore.gossip.config import GossipConfig
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.objects import MIB, key_digest
-from p2pstore.simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
-from p2pstore.simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
+from simulation.kernel import Faults, FaultyNetwork, Kernel
 
 VALUE = bytes(50_000)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.simulation.cluster import SimulatedPeer
+from simulation.cluster import SimulatedPeer
 from tests.simulation.test_floors import KEEPING, World
 
 INVENTED = 0xDEAD_BEEF

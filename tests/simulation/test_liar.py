@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import pytest
 
-from p2pstore.simulation.liar_run import LiarOutcome, LiarScenario, run_liar
-from p2pstore.simulation.lies import BEHAVIOURS
+from simulation.liar_run import LiarOutcome, LiarScenario, run_liar
+from simulation.lies import BEHAVIOURS
 
 SMALL = LiarScenario(
     seconds=13.0, keys=50, operations_per_second=40.0, floors_per_second=5.0, settle_seconds=15.0

@@ -20,9 +20,9 @@ from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.machine import FetchSnapshot, Gossip, SnapshotHead
 from p2pstore.gossip.members import membership as membership_module
 from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId
-from p2pstore.simulation.gossip_cluster import GossipCluster, packed_hash
-from p2pstore.simulation.gossip_peer import GossipPeer
-from p2pstore.simulation.gossip_run import GossipOutcome, GossipScenario, run_gossip_seed
+from simulation.gossip_cluster import GossipCluster, packed_hash
+from simulation.gossip_peer import GossipPeer
+from simulation.gossip_run import GossipOutcome, GossipScenario, run_gossip_seed
 
 SCENARIO = GossipScenario(most_peers=10, seconds=5.0, operations_per_second=20.0)
 HARD = replace(SCENARIO, most_peers=6, faults="hard")

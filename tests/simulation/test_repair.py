@@ -12,9 +12,9 @@ from p2pstore.core.repair import RepairTiming
 from p2pstore.gossip.config import GossipConfig
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.objects import MIB, key_digest
-from p2pstore.simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
-from p2pstore.simulation.kernel import Faults, FaultyNetwork, Kernel
 from p2pstore.transfer.messages import DataKind
+from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
+from simulation.kernel import Faults, FaultyNetwork, Kernel
 
 TIMING = RepairTiming()
 DETECTED_SECONDS = 20.0

@@ -12,9 +12,6 @@ from dataclasses import replace
 import pytest
 
 from p2pstore.objects import CHUNK_BYTES, MIB, key_digest
-from p2pstore.simulation.kernel import Faults
-from p2pstore.simulation.tasks import Task
-from p2pstore.simulation.transport import SimulatedTransport
 from p2pstore.transfer.layout import plan_geometry
 from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.transport import (
@@ -25,6 +22,9 @@ from p2pstore.transfer.transport import (
     pull_with_failover,
 )
 from p2pstore.wire import Code
+from simulation.kernel import Faults
+from simulation.tasks import Task
+from simulation.transport import SimulatedTransport
 from tests.contract.simulated import READ_SECONDS, SimulatedHarness
 from tests.contract.test_transport import Unprepared, pattern, put
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.simulation.kernel import Faults
-from p2pstore.simulation.workload import Scenario, run_seed
+from simulation.kernel import Faults
+from simulation.workload import Scenario, run_seed
 
 LOSSY = Faults(loss=0.05, duplication=0.02, slow=0.05, slow_latency=0.4)
 VERY_LOSSY = Faults(loss=0.2, duplication=0.05, slow=0.1, slow_latency=1.0)

@@ -11,9 +11,9 @@ from p2pstore.core.put import PutEnd
 from p2pstore.errors import P2PStoreError, Unavailable
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import clock_from_unix_seconds, key_digest
-from p2pstore.simulation.cluster import NAMESPACE, SimulatedCluster
-from p2pstore.simulation.kernel import Faults, FaultyNetwork, Kernel
-from p2pstore.simulation.peer import UNIX_START, SimulatedPeer
+from simulation.cluster import NAMESPACE, SimulatedCluster
+from simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.peer import UNIX_START, SimulatedPeer
 
 HOUR = 3600.0
 YEAR = 365 * 86_400.0

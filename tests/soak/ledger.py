@@ -27,7 +27,7 @@ from p2pstore.gossip.homes.partition_homes import HOME_COUNT
 from tests.soak.timeline import Life, Timeline
 
 SPREAD_SECONDS: Final = 60.0
-"""As in `p2pstore.simulation.oracle`; not scaled: what gossip brings takes a second."""
+"""As in `simulation.oracle`; not scaled: what gossip brings takes a second."""
 EXPIRY_SECONDS: Final = 2.0
 """Clocks and tickets may lag by so much."""
 

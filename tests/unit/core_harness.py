@@ -47,7 +47,6 @@ from p2pstore.objects import (
     root_checksum,
 )
 from p2pstore.put_facts import PutFacts
-from p2pstore.simulation.signer import SimulatedSigner, SimulatedVerifier
 from p2pstore.transfer.kept import Kept
 from p2pstore.transfer.layout import (
     Slot,
@@ -70,6 +69,7 @@ from p2pstore.transfer.messages import (
 )
 from p2pstore.transfer.segment import NO_QUOTAS, ObjectEntry, Segment
 from p2pstore.wire import Code, Message, decode_body, encode_body
+from simulation.signer import SimulatedSigner, SimulatedVerifier
 from tests.unit.gossip_network import inform_of_death
 
 NAMESPACE = "unit"

@@ -35,8 +35,8 @@ from p2pstore.gossip.records import (
     PeerRecord,
 )
 from p2pstore.objects import Version, clock_from_unix_seconds
-from p2pstore.simulation.signer import SimulatedVerifier, simulated_signature
 from p2pstore.wire import Failure, Message, decode_body, encode_body
+from simulation.signer import SimulatedVerifier, simulated_signature
 
 UNIX = 1_800_000_000.0
 """Wall-clock time at the beginning of the virtual one."""

@@ -17,9 +17,9 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
-from p2pstore.simulation.signer import SimulatedVerifier
 from p2pstore.transfer.messages import ClusterRecords, DataKind, Holding, Locations, Replicate
 from p2pstore.wire import Empty
+from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import (
     NAMESPACE,
     Harness,

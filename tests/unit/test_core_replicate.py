@@ -14,9 +14,9 @@ from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import SignedRecord, open_peer_record
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import Version
-from p2pstore.simulation.signer import SimulatedVerifier
 from p2pstore.transfer.messages import DataKind, Replicate, Replicated
 from p2pstore.wire import Code, Failure
+from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import Harness, digest_of, remote_object
 
 

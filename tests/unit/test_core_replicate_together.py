@@ -20,7 +20,6 @@ from p2pstore.gossip.records import PeerId, SignedRecord, open_peer_record
 from p2pstore.gossip.version_proofs import signed_proofs
 from p2pstore.local.messages import PutStatus
 from p2pstore.objects import KIB
-from p2pstore.simulation.signer import SimulatedVerifier
 from p2pstore.transfer.layout import Pin, SlotState, decode_slot, digests_in_slots
 from p2pstore.transfer.messages import (
     REPLICATE_MANY_VERSION,
@@ -31,6 +30,7 @@ from p2pstore.transfer.messages import (
     ReplicateMany,
 )
 from p2pstore.wire import Code, Failure
+from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, digest_of
 
 FULL = int(Code.CAPACITY_EXCEEDED)

@@ -11,7 +11,6 @@ from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.machine import Duplicate
 from p2pstore.gossip.records import decode_location
 from p2pstore.objects import Version
-from p2pstore.simulation.signer import SimulatedSigner
 from p2pstore.transfer.layout import Pin
 from p2pstore.transfer.messages import (
     MAX_LOOKUP_DIGESTS,
@@ -31,6 +30,7 @@ from p2pstore.transfer.messages import (
     Statistics,
 )
 from p2pstore.wire import Code, Empty, Failure
+from simulation.signer import SimulatedSigner
 from tests.unit.core_harness import (
     NAMESPACE,
     OTHER_INCARNATION,

@@ -17,11 +17,11 @@ from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import Tier, writer_of
 from p2pstore.gossip.version_proofs import sign_versions, signature_of
 from p2pstore.objects import KIB, Version, root_checksum
-from p2pstore.simulation.signer import SimulatedSigner
 from p2pstore.stepping import run_through
 from p2pstore.transfer.layout import TrailerBody, decode_trailer, encode_slot, encode_trailer
 from p2pstore.transfer.messages import DataKind, ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
+from simulation.signer import SimulatedSigner
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import (
     NAMESPACE,

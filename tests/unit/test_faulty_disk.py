@@ -8,9 +8,9 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from p2pstore.simulation.faulty_disk import DiskFaults, FaultyDisk, at_once
 from p2pstore.ssd_tier.disk import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import SECTOR_BYTES
+from simulation.faulty_disk import DiskFaults, FaultyDisk, at_once
 
 PAGE = 4096
 SIZE = 64 * PAGE

@@ -8,9 +8,9 @@ import pytest
 
 from p2pstore.gossip.members.membership import MemberChange
 from p2pstore.gossip.messages import Claim, Status
-from p2pstore.simulation.gossip_cluster import GossipCluster
-from p2pstore.simulation.gossip_peer import GossipPeer
-from p2pstore.simulation.kernel import Faults
+from simulation.gossip_cluster import GossipCluster
+from simulation.gossip_peer import GossipPeer
+from simulation.kernel import Faults
 from tests.unit.gossip_network import inform_of_death
 
 Changes = list[tuple[GossipPeer, MemberChange]]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.simulation import kernel as kernel_module
-from p2pstore.simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation import kernel as kernel_module
+from simulation.kernel import Faults, FaultyNetwork, Kernel
 
 # --- time ------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from p2pstore.simulation.kernel import Kernel
-from p2pstore.simulation.tasks import Answer, Task, sleep
+from simulation.kernel import Kernel
+from simulation.tasks import Answer, Task, sleep
 
 
 def recorder(kernel: Kernel) -> tuple[list[tuple[float, str]], Callable[[str], None]]:

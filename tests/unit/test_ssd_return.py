@@ -18,10 +18,10 @@ from p2pstore.objects import Version, namespace_digest
 from p2pstore.peer.copy_checks import CopyChecks
 from p2pstore.peer.node import Node
 from p2pstore.peer.ssd import PeerSsd
-from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.admission import AdmissionPolicy
 from p2pstore.ssd_tier.aligned import aligned_buffer
 from p2pstore.ssd_tier.tier import open_tier
+from simulation.faulty_disk import FaultyDisk
 from tests.unit.cold_harness import SEGMENT_BYTES, simulated_disk
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of
 

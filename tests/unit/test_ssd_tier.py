@@ -14,7 +14,6 @@ import trio
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import KIB, MIB, Version, key_digest, namespace_digest
-from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
 from p2pstore.ssd_tier.disk import aligned_buffer
 from p2pstore.ssd_tier.health import TierOff, TierState
@@ -22,6 +21,7 @@ from p2pstore.ssd_tier.keeping import Keeper
 from p2pstore.ssd_tier.layout import LOG_START_BYTES, PAGE_BYTES, ColdFacts, record_position
 from p2pstore.ssd_tier.misses import ColdMiss, Miss
 from p2pstore.ssd_tier.segments import SegmentState
+from simulation.faulty_disk import FaultyDisk
 from tests.unit.cold_harness import (
     NAMESPACE,
     SEGMENT_BYTES,

@@ -10,9 +10,9 @@ import pytest
 import trio
 
 from p2pstore.objects import key_digest
-from p2pstore.simulation.faulty_disk import FaultyDisk
 from p2pstore.ssd_tier.disk_protocol import Check
 from p2pstore.ssd_tier.layout import LOG_START_BYTES, PAGE_BYTES, record_position
+from simulation.faulty_disk import FaultyDisk
 from tests.unit.cold_harness import (
     NAMESPACE,
     SEGMENT_BYTES,

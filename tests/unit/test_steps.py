@@ -38,7 +38,6 @@ from p2pstore.peer import statistics
 from p2pstore.peer.local_gets import LocalGets
 from p2pstore.peer.local_puts import LocalPuts
 from p2pstore.put_facts import PutFacts
-from p2pstore.simulation.signer import SimulatedSigner
 from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer import segment as segments
 from p2pstore.transfer.allocator import GROWN_PER_STEP
@@ -51,6 +50,7 @@ from p2pstore.transfer.stretches import LOOKED_AT_PER_STEP
 from p2pstore.transfer.victims import EVICTED_PER_STEP
 from p2pstore.turns import in_turns, take_turns
 from p2pstore.wire import decode_body, encode_body
+from simulation.signer import SimulatedSigner
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of, peer_record
 

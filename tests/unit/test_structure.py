@@ -55,7 +55,7 @@ JOIN = "cli/mooncake_p2p/commands/join.py"
 
 PURE = (
     "p2pstore/core/*.py",
-    "p2pstore/simulation/*.py",
+    "simulation/*.py",
     "p2pstore/trace/*.py",
     "p2pstore/transfer/policies/*.py",
     *(

@@ -1,0 +1,221 @@
+"""A hostile member: a real peer with a valid identity, whose messages are changed on their way out, or added to.
+
+It takes part as every peer does, with the project's own codecs, so it is believed until it lies. What it tells comes
+from `lies`, which are put in and taken out at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+
+from p2pstore.gossip.machine import Duplicate, SnapshotHead
+from p2pstore.gossip.messages import REPLIES as CONTROL_REPLIES
+from p2pstore.gossip.messages import ControlKind, Delta, ExchangeReply, Leave
+from p2pstore.gossip.records import (
+    Member,
+    PeerId,
+    PeerRecord,
+    SignedRecord,
+    read_peer_record,
+    sign_peer_record,
+)
+from p2pstore.transfer.messages import REPLIES as DATA_REPLIES
+from p2pstore.transfer.messages import DataKind, ObjectReply
+from p2pstore.wire import Failure, Message, decode_body, encode_body
+from simulation.peer import SimulatedPeer
+
+if TYPE_CHECKING:
+    from simulation.cluster import SimulatedCluster
+
+TOLD_TIMEOUT_SECONDS: Final = 2.0
+
+
+class Lie(Protocol):
+    """One way to lie. Each method is given the truth, and returns what is told in its place."""
+
+    def step(self) -> None:
+        """Called several times a second: send what nobody asked for."""
+        ...
+
+    def told(self, message: Message, to: PeerId) -> Message | None:
+        """A request or a reply that goes to `to`. None keeps it back for good."""
+        ...
+
+    def record(self, record: PeerRecord) -> PeerRecord:
+        """The liar's own peer record."""
+        ...
+
+    def shown(self, digest: bytes, truth: ObjectReply | None) -> ObjectReply | None:
+        """Slot and trailer of an object whose bytes somebody is about to read."""
+        ...
+
+    def sending_seconds(self, size_bytes: int) -> float:
+        """How long it takes to answer who reads an object."""
+        ...
+
+    def snapshot(self, truth: tuple[SnapshotHead, bytes]) -> tuple[SnapshotHead, bytes]:
+        """The liar's own log as a whole."""
+        ...
+
+    def heard(self, sender: PeerId, kind: int, request: Message) -> None:
+        """A request of another peer."""
+        ...
+
+
+class LyingPeer(SimulatedPeer):
+    """See the module's docstring."""
+
+    def __init__(self, cluster: SimulatedCluster, number: int, memory_bytes: int) -> None:
+        super().__init__(cluster, number, memory_bytes)
+        self.lies: list[Lie] = []
+        self.lies_told = 0
+
+    @property
+    def victims(self) -> list[SimulatedPeer]:
+        """The other peers that run."""
+        return [peer for peer in self.cluster.running if peer is not self]
+
+    # --- what is added -----------------------------------------------------------------------
+
+    def tell(self, peer: SimulatedPeer, kind: ControlKind, request: Message) -> None:
+        """Send a control request that no lie changes any more."""
+        self.lies_told += 1
+        super().send_control(
+            peer.signer.peer_id, kind, request, TOLD_TIMEOUT_SECONDS, lambda reply: None
+        )
+
+    def tell_data(self, peer: SimulatedPeer, kind: DataKind, request: Message) -> None:
+        """Send a data request that no lie changes any more."""
+        self.lies_told += 1
+        super().send_data(
+            peer.signer.peer_id, kind, request, TOLD_TIMEOUT_SECONDS, lambda reply: None
+        )
+
+    # --- what is changed ---------------------------------------------------------------------
+
+    def send_control(
+        self,
+        target: PeerId,
+        kind: int,
+        request: Message,
+        timeout_seconds: float,
+        finish: Callable[[Any], None],
+    ) -> None:
+        changed = self._changed(request, target)
+        if changed is not None:
+            super().send_control(target, kind, changed, timeout_seconds, finish)
+        else:
+            self._never_answered(timeout_seconds, finish)
+
+    def send_data(
+        self,
+        target: PeerId,
+        kind: int,
+        request: Message,
+        timeout_seconds: float,
+        finish: Callable[[Any], None],
+    ) -> None:
+        changed = self._changed(request, target)
+        if changed is not None:
+            super().send_data(target, kind, changed, timeout_seconds, finish)
+        else:
+            self._never_answered(timeout_seconds, finish)
+
+    def _never_answered(self, timeout_seconds: float, finish: Callable[[Any], None]) -> None:
+        life = self.life
+
+        def end() -> None:
+            if life == self.life and self.core is not None:
+                finish(None)
+                self.settle()
+
+        self.cluster.kernel.after(timeout_seconds, end)
+
+    def serve_control(
+        self, sender: PeerId, kind: int, request: Message, reply: Callable[[Message], None]
+    ) -> None:
+        def send(answer: Message) -> None:
+            changed = self._changed(answer, sender)
+            if changed is not None:
+                reply(changed)
+
+        self._note(sender, kind, request)
+        assert kind in CONTROL_REPLIES
+        super().serve_control(sender, kind, request, send)
+
+    def serve_data(
+        self, sender: PeerId, kind: int, request: Message, reply: Callable[[Any], None]
+    ) -> None:
+        def send(answer: Message) -> None:
+            changed = self._changed(answer, sender)
+            if changed is not None:
+                told = Failure if isinstance(changed, Failure) else DATA_REPLIES[DataKind(kind)]
+                reply(decode_body(told, encode_body(changed)))
+
+        self._note(sender, kind, request)
+        super().serve_data(sender, kind, request, send)
+
+    def sending_seconds(self, size_bytes: int) -> float:
+        return max((lie.sending_seconds(size_bytes) for lie in self.lies), default=0.0)
+
+    def look(self, digest: bytes) -> ObjectReply | None:
+        shown = super().look(digest)
+        for lie in self.lies if self.core is not None else ():
+            shown = lie.shown(digest, shown)
+        return shown
+
+    def snapshot_of(self, member: Member) -> tuple[SnapshotHead, bytes] | None:
+        truth = super().snapshot_of(member)
+        if truth is not None and self.core is not None and member == self.core.member:
+            for lie in self.lies:
+                truth = lie.snapshot(truth)
+        return truth
+
+    def _execute(self, effect: object) -> None:
+        if not isinstance(effect, Duplicate):  # its own forged records, told to it by others
+            super()._execute(effect)
+
+    def _note(self, sender: PeerId, kind: int, request: Message) -> None:
+        for lie in self.lies:
+            lie.heard(sender, kind, request)
+
+    def _changed(self, message: Message, to: PeerId) -> Message | None:
+        if not self.lies:
+            return message
+        changed: Message | None = self._with_own_record(message)
+        for lie in self.lies:
+            if changed is not None:
+                changed = lie.told(changed, to)
+        self.lies_told += changed is not message
+        return changed
+
+    def _with_own_record(self, message: Message) -> Message:
+        """The message with the liar's own record as its lies have it."""
+        if isinstance(message, Delta):
+            records = [self.forged(signed) for signed in message.records]
+            return (
+                message
+                if records == message.records
+                else msgspec.structs.replace(message, records=records)
+            )
+        if isinstance(message, ExchangeReply):
+            delta = self._with_own_record(message.delta)
+            return (
+                message if delta is message.delta else msgspec.structs.replace(message, delta=delta)
+            )
+        if isinstance(message, Leave):
+            return Leave(self.forged(message.record))
+        return message
+
+    def forged(self, signed: SignedRecord) -> SignedRecord:
+        """The liar's own record, changed and signed again; those of others as they are."""
+        record = read_peer_record(signed)
+        if record.peer_id != self.signer.peer_id:
+            return signed
+        changed = record
+        for lie in self.lies:
+            changed = lie.record(changed)
+        return signed if changed is record else sign_peer_record(changed, self.signer)
