@@ -13,7 +13,8 @@ from p2pstore.core.effects import PullOutcome, PullTogether
 from p2pstore.core.operation import Operation
 from p2pstore.core.publishing import announce_new
 from p2pstore.core.put import MAX_REPLICAS
-from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge, ProtocolError
+from p2pstore.core.reserving import reserve_many
+from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import PeerId, member_of, writer_of
 from p2pstore.gossip.version_proofs import SIGNATURE_BYTES, signed_proofs
 from p2pstore.stepping import Steps
@@ -126,7 +127,7 @@ class CopiesDestination:
 
     def reserve(self, now: float) -> Steps[None]:
         """Decide which of them are to be pulled, and reserve room for these."""
-        core, segment = self._core, self._core.segment
+        core = self._core
         doubted = core.gossip.doubted_up_to(member_of(self._sender), now)
         wanted: list[int] = []
         for place, thing in enumerate(self._things):
@@ -136,28 +137,15 @@ class CopiesDestination:
             else:
                 self.codes[place] = code
         namespace, sizes = self._things[0].trailer.namespace, list(map(self._size_of, wanted))
-        begin = 0
-        while begin < len(wanted):
-            yield
-            free = segment.reserve_free(sizes[begin:], holder=self._holder, namespace=namespace)
-            for reservation in free:
-                self._reserved(wanted[begin], reservation)
-                begin += 1
-            if begin == len(wanted):
-                return
-            try:
-                reservation = yield from core.reserve(
-                    *sizes[begin],
-                    holder=self._holder,
-                    namespace=namespace,
-                    now=now,
-                    alike=sizes[begin:].count(sizes[begin]),
-                )
-            except (CapacityExceeded, ObjectTooLarge):
-                self.codes[wanted[begin]] = int(Code.CAPACITY_EXCEEDED)
+        yield
+        made = yield from reserve_many(
+            core, sizes, holder=self._holder, namespace=namespace, now=now
+        )
+        for place, reserved in zip(wanted, made, strict=True):
+            if isinstance(reserved, Exception):
+                self.codes[place] = int(Code.CAPACITY_EXCEEDED)
             else:
-                self._reserved(wanted[begin], reservation)
-            begin += 1
+                self._reserved(place, reserved)
 
     def _code_of(self, thing: Thing, doubted: int, now: float) -> int | None:
         """The answer where nothing is to be pulled. Cases:

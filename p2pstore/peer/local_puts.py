@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
-from itertools import takewhile
 from typing import Final, TypeAlias
 
 import trio
@@ -14,6 +13,7 @@ from p2pstore.core.placing import place
 from p2pstore.core.publishing import PUBLISHED_PER_STEP, publish_new
 from p2pstore.core.put import PutEnd, PutOperation, check_put
 from p2pstore.core.replicate_together import PutAmongMany
+from p2pstore.core.reserving import Reserved, reserve_many
 from p2pstore.errors import (
     CapacityExceeded,
     P2PStoreError,
@@ -34,7 +34,6 @@ from p2pstore.peer.node import Node
 from p2pstore.peer.tickets import TicketOffice
 from p2pstore.put_facts import PutFacts
 from p2pstore.stepping import Steps
-from p2pstore.transfer.entries import Reservation
 from p2pstore.turns import in_turns, take_turns
 from p2pstore.wire import Code, Empty
 
@@ -73,41 +72,11 @@ class LocalPuts:
     def _rooms_for(
         self, client: LocalClient, items: Sequence[local.ReserveItem], namespace: str
     ) -> Steps[list[local.Reservation]]:
-        made: list[local.Reservation] = []
-        try:
-            while len(made) < len(items):
-                if made:
-                    yield
-                some = items[len(made) : len(made) + PUBLISHED_PER_STEP]
-                sizes = [(item.length, item.trailer_length) for item in some]
-                free = self._segment.reserve_free(sizes, holder=client.holder, namespace=namespace)
-                made += map(_granted, free)
-                if len(free) < len(some):
-                    left = items[len(made) :]
-                    made.append((yield from self._reserve_one(client, left, namespace)))
-        except BaseException:  # nobody will hear of them
-            self._abort_all(client, [each.reservation for each in made])
-            raise
-        return made
-
-    def _reserve_one(
-        self, client: LocalClient, items: Sequence[local.ReserveItem], namespace: str
-    ) -> Steps[local.Reservation]:
-        """Room for the first of these."""
-        item = items[0]
-        try:
-            check_object_length(item.length)
-            reservation = yield from self._core.reserve(
-                item.length,
-                item.trailer_length,
-                holder=client.holder,
-                namespace=namespace,
-                now=self._node.now,
-                alike=1 + sum(1 for _ in takewhile(item.__eq__, items[1:])),
-            )
-        except (P2PStoreError, ValueError) as error:
-            return local.Reservation(0, 0, 0, 0, item_error(error))
-        return _granted(reservation)
+        sizes = [(item.length, item.trailer_length) for item in items]
+        made = yield from reserve_many(
+            self._core, sizes, holder=client.holder, namespace=namespace, now=self._node.now
+        )
+        return list(map(_room, made))
 
     def commit(self, client: LocalClient, message: local.Commit) -> Answer:
         """Publish what was written; with more replicas than one, once they exist."""
@@ -222,7 +191,7 @@ class LocalPuts:
         """Room for a put that may never come, where some can be spared."""
         if not self._segment.can_spare(item.length, item.trailer_length, namespace=namespace):
             return _NO_ROOM_AHEAD
-        reservation = yield from self._reserve_one(client, [item], namespace)
+        [reservation] = yield from self._rooms_for(client, [item], namespace)
         if not reservation.error.code:
             self._next_put = item, namespace
         return reservation
@@ -311,5 +280,7 @@ class LocalPuts:
         return Empty()
 
 
-def _granted(reservation: Reservation) -> local.Reservation:
-    return local.Reservation(reservation.number, 0, reservation.offset, reservation.length)
+def _room(reserved: Reserved) -> local.Reservation:
+    if isinstance(reserved, Exception):
+        return local.Reservation(0, 0, 0, 0, item_error(reserved))
+    return local.Reservation(reserved.number, 0, reserved.offset, reserved.length)

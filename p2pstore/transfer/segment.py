@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
-from p2pstore.objects import DIGEST_BYTES, Version, are_sums_of, format_bytes
+from p2pstore.objects import DIGEST_BYTES, MAX_OBJECT_BYTES, Version, are_sums_of, format_bytes
 from p2pstore.stepping import Steps, run_through
 from p2pstore.transfer.areas import NO_CAPS, Areas, Places, QuotaUse
 from p2pstore.transfer.entries import (
@@ -299,7 +299,7 @@ class Segment:
         made: list[Reservation] = []
         taken = 0
         for length, trailer_length in sizes[: self._reservations_left(holder)]:
-            if length < 0 or not 0 <= trailer_length <= MAX_TRAILER_BYTES:
+            if not (0 <= length <= MAX_OBJECT_BYTES and 0 <= trailer_length <= MAX_TRAILER_BYTES):
                 break
             capacity = extent_bytes(length, max(1, trailer_length))
             taken += capacity
