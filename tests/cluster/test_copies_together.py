@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from p2pstore.client.puts import WINDOW_SHARE, windows
 from p2pstore.errors import ProtocolMismatch
 from p2pstore.objects import KIB, MIB
 from p2pstore.peer import Peer
@@ -19,6 +20,7 @@ from p2pstore.transfer.messages import DataKind
 from tests.cluster.test_cli import eventually, new_machine
 from tests.cluster.test_hung_ssd import peer, until
 
+MEMORY_BYTES = 64 * MIB
 LENGTHS = {
     "small": [1, 100, 4 * KIB, 5_000, 0, 16 * KIB] * 30,
     "medium": [64 * KIB, 64 * KIB + 1, 300 * KIB, 0, 7] * 5,
@@ -31,7 +33,7 @@ async def cluster(folder: Path, count: int, **settings: object) -> AsyncIterator
     async with AsyncExitStack() as stack:
         peers: list[Peer] = []
         for number in range(count):
-            opened = peer(folder, f"p{number}", *peers[:1], **{"memory": "64MiB", **settings})
+            opened = peer(folder, f"p{number}", *peers[:1], **{"memory": MEMORY_BYTES, **settings})
             peers.append(await stack.enter_async_context(opened))
         await until(lambda: all(len(each.node.core.live_peers()) == count - 1 for each in peers))
         yield peers
@@ -75,7 +77,8 @@ async def test_all_copies_are_made(
         for key, value in items:
             copies = [each[key] for each in found if key in each]
             assert copies == [value] * replicas
-        assert 0 < signatures(peers[0]) <= 2 * (len(items) // 64 + 1) * (replicas - 1)
+        cuts = windows([len(value) for _, value in items], MEMORY_BYTES // WINDOW_SHARE)
+        assert 0 < signatures(peers[0]) <= 2 * len(cuts) * (replicas - 1)
         await until(
             lambda: all(
                 len(each.locate_nowait(key)) == replicas for each in peers for key, _ in items
