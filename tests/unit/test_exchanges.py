@@ -134,7 +134,7 @@ def test_the_cost_of_a_loaded_cluster() -> None:
     net.run(seconds)
     ideal = (PEERS - 1) * CHANGES_PER_SECOND * seconds
     received = sum(net.received_bytes.values()) / PEERS
-    assert 0.9 * ideal * LOCATION_BYTES < received < 1.3 * ideal * LOCATION_BYTES
+    assert 0.5 * ideal * LOCATION_BYTES < received < ideal * LOCATION_BYTES  # packed
     assert net.operations_received / PEERS < ideal * 1.07  # hardly anything comes twice
     bound = net.config.messages_per_second * seconds + net.config.message_burst
     assert max(net.messages_of.values()) <= bound
@@ -332,7 +332,7 @@ def test_one_delta_brings_no_more_than_its_receiver_can_carry_out_at_once() -> N
     member, incarnation = node.gossip.member, node.gossip.incarnation
     whole = operations_after(node.gossip.log, 0)
     delta = node.gossip.knowledge.delta_for(digest_from([]), 1 << 22)
-    work = [work_microseconds(len(chunk.operations) // LOCATION_BYTES) for chunk in delta.logs]
+    work = [work_microseconds(chunk.count) for chunk in delta.logs]
     assert len(work) == 2
     assert SEND_MICROSECONDS / 2 < sum(work) <= SEND_MICROSECONDS
 
