@@ -622,7 +622,11 @@ class SimulatedPeer:
         core.announce_withdrawn(now)
         core.segment.reservation_view(reservation.number, holder="client")[: len(value)] = value
         facts = PutFacts(
-            *(reservation.number, key, len(value), sums, root_checksum(len(value), sums)),
+            reservation.number,
+            key,
+            len(value),
+            sums,
+            root_checksum(len(value), sums),
             replicas=replicas,
             overwrite=overwrite,
         )

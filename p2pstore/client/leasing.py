@@ -95,7 +95,8 @@ def note_viewed(link: PeerLink, holder: Holder, views: Sequence[memoryview]) -> 
     if views:
         length_bytes = sum(map(len, views))
         link.note_pulls(
-            *(holder.member, ShmTransport.name),
+            holder.member,
+            ShmTransport.name,
             objects=len(views),
             length_bytes=length_bytes,
             failures=0,
@@ -198,7 +199,10 @@ async def ask(
             LocalKind.LEASE,
             local.Lease(
                 b"".join(digests),
-                *(fetch, round(wait_seconds * 1000), deadline_ms(link.timeout_seconds), key),
+                fetch,
+                round(wait_seconds * 1000),
+                deadline_ms(link.timeout_seconds),
+                key,
             ),
             local.Leased,
             extra_seconds=wait_seconds + fetch_seconds if fetch else 0.0,

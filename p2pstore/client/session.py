@@ -478,7 +478,7 @@ class ClientSession:
         keys = arguments.key_list(keys)
         parts = self._live
         views = await take_many(
-            *(parts.link, parts.fetcher, parts.neighbours, keys, self._digests), here=here
+            parts.link, parts.fetcher, parts.neighbours, keys, self._digests, here=here
         )
         return [
             ItemResult(key, view) if isinstance(view, memoryview) else ItemResult(key, None, view)

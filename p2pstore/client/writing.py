@@ -247,7 +247,7 @@ class Writer:
         """Have these published, and reserve rooms for values at hand. The answer is received later."""
         link = self._link
         commit = local.Commit(
-            *(self._namespace, items, deadline_ms(link.timeout_seconds), rooms), at_hand=True
+            self._namespace, items, deadline_ms(link.timeout_seconds), rooms, at_hand=True
         )
         return await link.ask_ahead(
             LocalKind.COMMIT,

@@ -449,7 +449,10 @@ class PeerCore:
             reachable = state.status in (Status.ALIVE, Status.SUSPECT) and not holding.hidden
             proved = not holding.hearsay or self.proofs.knows(digest, version)
             copy = KnownCopy(
-                *(member, state.peer_id, holding.record, reachable),
+                member,
+                state.peer_id,
+                holding.record,
+                reachable,
                 proved=proved,
                 hearsay=holding.hearsay,
             )
@@ -786,7 +789,8 @@ class PeerCore:
     ) -> Steps[Reservation]:
         """`Segment.reserve_in_steps`, which announces with each step what went for it."""
         steps = self.segment.reserve_in_steps(
-            *(length, trailer_length),
+            length,
+            trailer_length,
             holder=holder,
             now=self.unix(now),
             namespace=namespace,

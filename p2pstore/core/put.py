@@ -58,7 +58,9 @@ MAX_REPLICAS: Final = 64
 def trailer_of(facts: PutFacts, namespace: str, unix: float) -> TrailerBody:
     """The object's trailer when it is put at this wall-clock time."""
     return TrailerBody(
-        *(namespace, facts.key, facts.sums),
+        namespace,
+        facts.key,
+        facts.sums,
         expires_unix_ms=int((unix + facts.ttl_ms / 1000) * 1000) if facts.ttl_ms else 0,
         replicas=facts.replicas,
         pin=facts.pin,
@@ -391,8 +393,12 @@ class PutOperation(Operation):
         try:
             entry = self.core.publish(
                 Written(
-                    *(facts.reservation, self.digest, version, trailer),
-                    *(facts.length, facts.follows),
+                    facts.reservation,
+                    self.digest,
+                    version,
+                    trailer,
+                    facts.length,
+                    facts.follows,
                 ),
                 holder=self._holder,
                 soft=soft,
@@ -422,7 +428,10 @@ class PutOperation(Operation):
             return
         expires_unix_ms = trailer_of(facts, self._named, self.core.unix(now)).expires_unix_ms
         self.core.expiries.change(
-            *(self.digest, entry.version, expires_unix_ms, now),
+            self.digest,
+            entry.version,
+            expires_unix_ms,
+            now,
             lambda later: self._replicate(entry, later),
         )
 

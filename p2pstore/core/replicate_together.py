@@ -148,7 +148,9 @@ class ReplicateTogether(Operation):
             self._ended(row, 1 + len(made), now)
             return
         row.alone = ReplicateOperation(
-            *(self.core, entry, row.wanted),
+            self.core,
+            entry,
+            row.wanted,
             lambda copies, at: self._ended(row, copies, at),
             made=made,
             tried=row.failed,

@@ -80,7 +80,10 @@ class IncomingStores:
         everybodys = [length for _, length in self._open.values()]
         _check_room(everybodys, request.length, MAX_INCOMING, share, "to this peer")
         _check_room(
-            *(own, request.length, MAX_INCOMING // MEMBER_PART, share // MEMBER_PART),
+            own,
+            request.length,
+            MAX_INCOMING // MEMBER_PART,
+            share // MEMBER_PART,
             "from one member to this peer",
         )
         holder = object()
@@ -110,7 +113,8 @@ class IncomingStores:
     def put(self, incoming: Incoming, now: float) -> Operation:
         """The value has arrived, verified: decide as for a put of this peer's own clients."""
         operation = PutOperation(
-            *(self._core, incoming.facts),
+            self._core,
+            incoming.facts,
             holder=incoming.holder,
             namespace=incoming.namespace,
             verified=True,
@@ -135,8 +139,15 @@ def _check_room(
 
 def _facts(request: Store, reservation: int) -> PutFacts:
     return PutFacts(
-        *(reservation, request.key, request.length, request.sums, request.root, request.replicas),
-        *(request.pin, request.ttl_ms, request.overwrite),
+        reservation,
+        request.key,
+        request.length,
+        request.sums,
+        request.root,
+        request.replicas,
+        request.pin,
+        request.ttl_ms,
+        request.overwrite,
         dtype=request.dtype,
         shape=request.shape,
     )

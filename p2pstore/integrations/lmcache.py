@@ -181,7 +181,9 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         if not self.save_chunk_meta:
             return view
         about = RemoteMetadata(
-            *(len(view), memory_obj.get_shapes(), memory_obj.get_dtypes()),
+            len(view),
+            memory_obj.get_shapes(),
+            memory_obj.get_dtypes(),
             memory_obj.get_memory_format(),
         )
         return about.serialize() + view

@@ -157,7 +157,11 @@ class LocalConnection:
             if trusted_users is not None and connection.peer_user not in trusted_users:
                 raise NoLocalPeer(f"the socket {path} belongs to another user's process")
             hello = Hello(
-                *(MIN_PROTOCOL_VERSION, MAX_PROTOCOL_VERSION, namespace, access, os.getpid()),
+                MIN_PROTOCOL_VERSION,
+                MAX_PROTOCOL_VERSION,
+                namespace,
+                access,
+                os.getpid(),
                 location_table=location_table,
                 directory=directory >= 0,
                 checkpoint=checkpoint,
@@ -332,7 +336,7 @@ class LocalConnection:
         time. `receive` or `abandon` must follow. Raises as `request`."""
         waiter, frame = self._register(kind, message)
         ahead = RequestAhead(
-            *(self, waiter, kind, message, reply_type, progress_seconds, on_late_reply)
+            self, waiter, kind, message, reply_type, progress_seconds, on_late_reply
         )
         try:
             await self._send(frame)

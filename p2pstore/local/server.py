@@ -378,7 +378,11 @@ class _Connection:
         if self._limited:
             access = Access.READ
         client = LocalClient(
-            *(next(_holders), hello.namespace, access, hello.process_id, hello.client[:64]),
+            next(_holders),
+            hello.namespace,
+            access,
+            hello.process_id,
+            hello.client[:64],
             reads_locations=hello.location_table,
             directory=self._passed[0] if hello.directory and self._passed else -1,
             checkpoint=hello.checkpoint,

@@ -489,7 +489,11 @@ class _Assembly:
         nursery.start_soon(groups.watch)
         erasing = Erasing(node, office)
         backend = PeerLocalBackend(
-            *(node, self.memory, self.location_memory, office, max_leased_bytes),
+            node,
+            self.memory,
+            self.location_memory,
+            office,
+            max_leased_bytes,
             checkpoints=checkpoints,
             groups=groups,
             erasing=erasing,

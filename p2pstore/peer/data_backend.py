@@ -224,7 +224,9 @@ def _trailer_on_ssd(cold: ColdEntry) -> bytes:
         return b""
     return encode_trailer(
         TrailerBody(
-            *(cold.namespace, cold.key, b""),
+            cold.namespace,
+            cold.key,
+            b"",
             expires_unix_ms=cold.expires_unix_ms,
             replicas=cold.replicas,
             pin=cold.pin,

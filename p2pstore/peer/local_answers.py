@@ -120,7 +120,10 @@ def peer_entry(
         -1.0 if round_trip_seconds is None else round(round_trip_seconds, 6),
         [
             local.TransportUse(
-                *(name, use.objects, use.bytes, use.failures),
+                name,
+                use.objects,
+                use.bytes,
+                use.failures,
                 median_microseconds=use.durations.quantile(0.5),
                 p99_microseconds=use.durations.quantile(0.99),
             )

@@ -97,7 +97,8 @@ class LocalPuts:
                 yield
             some = items[begin : begin + PUBLISHED_PER_STEP]
             ends = publish_new(
-                *(self._core, some),
+                self._core,
+                some,
                 holder=client.holder,
                 namespace=message.namespace,
                 now=self._node.now,

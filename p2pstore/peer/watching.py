@@ -303,7 +303,11 @@ class PeerWatch:
                 outcome = f"ok after {text}" if text else "ok"
                 name = self._core.name_of(report.copy.peer_id)
                 stage = Stage(
-                    *("pull", seconds, name, transport, outcome[:MAX_OUTCOME_LETTERS]),
+                    "pull",
+                    seconds,
+                    name,
+                    transport,
+                    outcome[:MAX_OUTCOME_LETTERS],
                     parts=_parts(trace),
                 )
             else:

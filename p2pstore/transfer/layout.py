@@ -251,7 +251,7 @@ def pack_slot(
     """`encode_slot` of these fields."""
     clock, writer, root = version
     packed = _CHECKED_PART.pack(
-        *(SLOT_FORMAT, state, writer, trailer_length, flags, digest, clock, offset, length, root)
+        SLOT_FORMAT, state, writer, trailer_length, flags, digest, clock, offset, length, root
     )
     return packed + _SLOT_SUM.pack(xxhash.xxh3_64_intdigest(packed))
 

@@ -82,8 +82,13 @@ def _mbind(address: int, length: int, mask: ctypes.Array[ctypes.c_ulong], mask_b
             "`numactl --membind=N mooncake-p2p join ...`"
         )
     code = _libc.syscall(
-        *(ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(length)),
-        *(ctypes.c_ulong(_MPOL_BIND), mask, ctypes.c_ulong(mask_bits), ctypes.c_ulong(0)),
+        ctypes.c_long(number),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(length),
+        ctypes.c_ulong(_MPOL_BIND),
+        mask,
+        ctypes.c_ulong(mask_bits),
+        ctypes.c_ulong(0),
     )
     return 0 if code == 0 else ctypes.get_errno()
 

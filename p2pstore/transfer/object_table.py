@@ -233,8 +233,14 @@ class ObjectTable:
         """The same for the trailer of an object whose payload has these chunk sums. False, too, when it cannot be made
         anew."""
         trailer = TrailerBody(
-            *(entry.namespace, entry.key, sums, entry.expires_unix_ms, entry.replicas),
-            *(int(entry.pin), entry.dtype, tuple(entry.shape)),
+            entry.namespace,
+            entry.key,
+            sums,
+            entry.expires_unix_ms,
+            entry.replicas,
+            int(entry.pin),
+            entry.dtype,
+            tuple(entry.shape),
         )
         packed = encode_trailer(trailer)
         if len(packed) != entry.trailer_length:

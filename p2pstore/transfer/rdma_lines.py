@@ -275,13 +275,16 @@ class Lines:
         """Connect both queue pairs; what may be read at the other end, and through how many devices."""
         own = pair.endpoint
         request = RdmaConnect(
-            *(own.queue_pair, own.packet_number, own.gid, own.path_mtu_bytes, own.reads)
+            own.queue_pair, own.packet_number, own.gid, own.path_mtu_bytes, own.reads
         )
         reply = await connection.request(DataKind.RDMA_CONNECT, request)
         assert isinstance(reply, RdmaConnected)
         other = Endpoint(
-            *(reply.queue_pair, reply.packet_number, reply.gid),
-            *(reply.path_mtu_bytes, reply.reads),
+            reply.queue_pair,
+            reply.packet_number,
+            reply.gid,
+            reply.path_mtu_bytes,
+            reply.reads,
         )
         path: Path = agree(own, other)
         await wake_neighbour(engine.device.interface, other.gid, trio.sleep)

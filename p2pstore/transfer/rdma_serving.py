@@ -65,8 +65,15 @@ class ServedReader:
     ) -> None:
         end = pair.endpoint
         self.reply = RdmaConnected(
-            *(end.queue_pair, end.packet_number, end.gid, end.path_mtu_bytes, end.reads),
-            *(region.address, region.length_bytes, region.remote_key, server.preferred),
+            end.queue_pair,
+            end.packet_number,
+            end.gid,
+            end.path_mtu_bytes,
+            end.reads,
+            region.address,
+            region.length_bytes,
+            region.remote_key,
+            server.preferred,
         )
         self.issuer = issuer
         self.number = number
@@ -101,8 +108,11 @@ class RdmaServer:
     async def connect(self, request: RdmaConnect, claims: TicketClaims) -> ServedReader:
         """See `RdmaBackend`."""
         other = Endpoint(
-            *(request.queue_pair, request.packet_number, request.gid),
-            *(request.path_mtu_bytes, request.reads),
+            request.queue_pair,
+            request.packet_number,
+            request.gid,
+            request.path_mtu_bytes,
+            request.reads,
         )
         number = self._choose(other, claims.issuer)
         device = self._devices[number]

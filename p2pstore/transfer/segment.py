@@ -867,10 +867,16 @@ class Segment:
                     self._marks[number] = 0
         entries = [
             _new_entry(
-                *(each.number, each.slot.offset, each.slot.digest, each.slot.version, each.trailer),
-                *(each.slot.length, each.slot.trailer_length),
+                each.number,
+                each.slot.offset,
+                each.slot.digest,
+                each.slot.version,
+                each.trailer,
+                each.slot.length,
+                each.slot.trailer_length,
                 extent_bytes(each.slot.length, each.slot.trailer_length),
-                *(bool(each.slot.flags & SLOT_FLAG_SOFT), now),
+                bool(each.slot.flags & SLOT_FLAG_SOFT),
+                now,
             )
             for each in kept.objects
         ]

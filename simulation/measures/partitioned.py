@@ -144,7 +144,12 @@ class _Work:
                 # As by an audit, of which one in a round is enough.
                 seconds = math.ceil(self._sample.round_seconds)
                 push = Push(
-                    *(0, home.peer_id, 0.5, gossip.incarnation, [], b""),
+                    0,
+                    home.peer_id,
+                    0.5,
+                    gossip.incarnation,
+                    [],
+                    b"",
                     sequence=gossip.log.sequence,
                     sets=whole,
                     audit_seconds=seconds,

@@ -112,7 +112,7 @@ def bench_trace(
     from p2pstore.trace.prefix_hits import Model
 
     model = Model(kv_bytes_per_token=_at_least_one(parse_bytes(token_bytes, "--token-bytes")))
-    settings = _settings(*(peers, memory, ssd, model, policy, routing, load_bound, keep_after))
+    settings = _settings(peers, memory, ssd, model, policy, routing, load_bound, keep_after)
     if plot is not None:
         _pyplot()  # that it is missing is said now, not after minutes
     requests = _read(file)

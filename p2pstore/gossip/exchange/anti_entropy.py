@@ -469,7 +469,10 @@ class Knowledge:
 def chunk_of(member: Member, incarnation: int, run: SignedRun) -> LogChunk:
     """A run as it travels."""
     return LogChunk(
-        *(member, incarnation, run.first_sequence, pack_operations(run.operations)),
+        member,
+        incarnation,
+        run.first_sequence,
+        pack_operations(run.operations),
         signature=run.signature,
         count=len(run.operations) // LOCATION_BYTES,
     )

@@ -120,8 +120,12 @@ class Connection:
         """What decides whether it stays open."""
         activity, owner = self.activity, self.account.owner
         return Use(
-            *(kept, not self.incoming, activity.in_flight > 0, activity.used_at),
-            *(owner.host, owner.member),
+            kept,
+            not self.incoming,
+            activity.in_flight > 0,
+            activity.used_at,
+            owner.host,
+            owner.member,
         )
 
     def abort(self) -> None:

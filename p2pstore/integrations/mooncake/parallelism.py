@@ -190,8 +190,15 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """`u32 magic | u16 version | u16 96 | i32 dtype | i32 rank | i32 split | i32 count | i64 0 | 8 i64 shape`."""
     shape = [*manifest.whole, *[-1] * (MAX_RANK - len(manifest.whole))]
     return _MANIFEST.pack(
-        *(_MANIFEST_MAGIC, _MANIFEST_VERSION, _MANIFEST.size, DTYPES[manifest.dtype]),
-        *(len(manifest.whole), manifest.split_dim, manifest.count, 0, 0),
+        _MANIFEST_MAGIC,
+        _MANIFEST_VERSION,
+        _MANIFEST.size,
+        DTYPES[manifest.dtype],
+        len(manifest.whole),
+        manifest.split_dim,
+        manifest.count,
+        0,
+        0,
         *shape,
     )
 

@@ -86,8 +86,15 @@ def encode_header(header: TensorHeader) -> bytes:
     if len(header.shape) > MAX_RANK:
         raise ValueError(f"a tensor has at most {MAX_RANK} dimensions, not {len(header.shape)}")
     head = _HEAD.pack(
-        *(MAGIC, VERSION, HEADER_BYTES, DTYPES[header.dtype], len(header.shape)),
-        *(bool(header.axes), 0, HEADER_BYTES, header.data_bytes),
+        MAGIC,
+        VERSION,
+        HEADER_BYTES,
+        DTYPES[header.dtype],
+        len(header.shape),
+        bool(header.axes),
+        0,
+        HEADER_BYTES,
+        header.data_bytes,
         *_padded(header.whole),
         *_padded(header.shape),
     )

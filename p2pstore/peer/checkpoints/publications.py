@@ -69,7 +69,8 @@ class Publications:
         if place is None:
             logger.info(
                 "%s is not found under its path: after a restart, %s has to be published again",
-                *(held.shown, format_version(version)),
+                held.shown,
+                format_version(version),
             )
             return
         times = [(file.stamp[0], file.stamp[2]) for file in source.files]
@@ -79,7 +80,8 @@ class Publications:
         except OSError as error:
             logger.warning(
                 "after a restart, checkpoint %s has to be published again: %s",
-                *(format_version(version), error),
+                format_version(version),
+                error,
             )
             return
         self._kept.add(version)

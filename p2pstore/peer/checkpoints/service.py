@@ -230,7 +230,9 @@ class PeerCheckpoints:
         if kept.manifest.signer != self._core.peer_id:
             logger.warning(
                 "checkpoint %s@%s was published by %s, which this peer was before: publish it again, from %s",
-                *(manifest.name, format_version(version), format_peer_id(kept.manifest.signer)),
+                manifest.name,
+                format_version(version),
+                format_peer_id(kept.manifest.signer),
                 os.fsdecode(kept.directory),
                 extra={"event": "checkpoint_failed"},
             )
@@ -242,7 +244,9 @@ class PeerCheckpoints:
         except (P2PStoreError, OSError) as error:  # the others are published all the same
             logger.warning(
                 "checkpoint %s@%s is not published again: %s",
-                *(manifest.name, format_version(version), error),
+                manifest.name,
+                format_version(version),
+                error,
                 extra={"event": "checkpoint_failed"},
             )
 
@@ -267,7 +271,8 @@ class PeerCheckpoints:
             why = f"{where}: {error.strerror if isinstance(error, OSError) else error}"
             logger.warning(
                 "checkpoint %s is not published any more: %s; publish it again",
-                *(called, why),
+                called,
+                why,
                 extra={"event": "checkpoint_failed"},
             )
             self._teller(digest, version)(TakesPart.FAILED, 0, why)
@@ -282,7 +287,8 @@ class PeerCheckpoints:
         part.say(TakesPart.PUBLISHING)
         logger.info(
             "checkpoint %s is published again, from %s",
-            *(called, where),
+            called,
+            where,
             extra={"event": "checkpoint_published"},
         )
 

@@ -217,8 +217,13 @@ def _without_replaced(members: Survey, live: Sequence[MemberState]) -> list[Memb
 def _taken_places(what: str, document: Mapping[str, Any], refused: int) -> TakenPlaces:
     largest = document["largest"]
     return TakenPlaces(
-        *(what, document["taken"], document["limit"], refused),
-        *(shown(largest["name"]), largest["places"], largest.get("host", "")),
+        what,
+        document["taken"],
+        document["limit"],
+        refused,
+        shown(largest["name"]),
+        largest["places"],
+        largest.get("host", ""),
         host_places=largest["host_places"],
     )
 
