@@ -109,7 +109,9 @@ class PutBatch:
             rows, items = await self._fill(window)
             after = self._windows[number + 2 : number + 3]
             next_rows = after[0] if after else ()
-            if items or next_rows:
+            if not items:
+                self._grant(next_rows, await self._writer.reserve(next_rows))
+            else:
                 request = await self._writer.commit_ahead(items, next_rows)
                 self._sent.append(_Sent(rows, next_rows, request))
         while self._sent:
@@ -158,9 +160,10 @@ class PutBatch:
                 self._results[row.place] = ItemResult(row.key, result)
 
     async def put_alone(self) -> None:
-        """`put` of one row or none: one round trip, where room was reserved by the put before."""
+        """Store one after the other: each in one round trip, where room was reserved by the put before."""
         for window in self._windows:
-            await self._put_alone(window[0])
+            for row in window:
+                await self._put_alone(row)
 
     async def _put_alone(self, row: PutRow) -> None:
         try:

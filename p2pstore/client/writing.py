@@ -181,7 +181,8 @@ class Writer:
             rows.append(PutRow(place, key, source, before))
             before = digest
         batch = PutBatch(self._link, _RowWriter(self, options), rows, results)
-        await (batch.put() if len(rows) > 1 else batch.put_alone())
+        together = len(rows) > 1 and self._peer_has_memory
+        await (batch.put() if together else batch.put_alone())
         return results
 
     def room_for(self, row: PutRow, options: PutOptions) -> local.ReserveItem:
