@@ -101,7 +101,7 @@ async def test_a_batch_that_is_cancelled_anywhere_leaves_no_room_behind(peer: Sm
             for key, value in items:
                 if held[key]:
                     assert await client.get(key) == value
-            await trio.to_thread.run_sync(peer.wait_until, lambda: reserved_now(peer) == 0)
+            await trio.to_thread.run_sync(peer.wait_until, lambda: reserved_now(peer) == 0, 20.0)
 
 
 PUTS_FOR_EVER = """

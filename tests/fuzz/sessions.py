@@ -117,11 +117,19 @@ def _data_hints(victim: Victim, rng: Random) -> dict[str, Any]:
     }
 
 
+REMOVING = (DataKind.REMOVE, DataKind.FLUSH)
+"""What takes objects away: not those that are checked."""
+
+
 async def data_requests(victim: Victim, rng: Random, sent: Sent) -> None:
     """Mutated requests on a connection that was let in."""
     scope = Scope(rng.choice((1, 1, 2, 3, 4, 5, 7)))
     granted = victim.office.ticket(victim.peer.node.core.peer_id, scope)
-    frames = corpus(data.REQUESTS, rng, _data_hints(victim, rng), skip=16)
+    hints = _data_hints(victim, rng)
+    others = {kind: each for kind, each in data.REQUESTS.items() if kind not in REMOVING}
+    frames = corpus(others, rng, hints, skip=16)
+    own = hints | {"namespace": "fuzz", "keys": ["fuzz1", "fuzz2"]}
+    frames += corpus({kind: data.REQUESTS[kind] for kind in REMOVING}, rng, own, skip=16)
     stream = await TrioDriver().connect_tcp(*split_address(victim.peer.data[0], "data"), 5.0)
     try:
         await DataConnection.open(stream, granted)
