@@ -7,6 +7,7 @@ import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from types import FrameType
 
 import msgspec
@@ -16,7 +17,7 @@ from p2pstore.gossip.effects import Ask, Effect
 from p2pstore.gossip.homes.partition_homes import HomeTable
 from p2pstore.gossip.homes.partitioned_directory import FOLLOWED_AT_ONCE
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.gossip.members.membership import PARSED_RECORDS, Membership
+from p2pstore.gossip.members.membership import JUDGED_AT_ONCE, PARSED_RECORDS, Membership
 from p2pstore.gossip.messages import REQUESTS, Claim, ControlKind, Delta, Ping, Status
 from p2pstore.gossip.records import (
     LogHead,
@@ -243,3 +244,22 @@ def test_the_table_of_homes_follows_before_many_have_come(monkeypatch: pytest.Mo
     observer.turn()
     assert sum(joined) == 1000
     assert max(joined) < FOLLOWED_AT_ONCE + 40
+
+
+def test_members_that_die_together_are_judged_some_at_a_time() -> None:
+    observer = Observer()
+    observer.hear_of(1, 500)
+    membership = observer.gossip.membership
+    others = membership.others()
+    for state in others:
+        claim = Claim(state.peer_id, state.incarnation, int(Status.DEAD), 7)
+        membership.observe_claims([claim], observer.now)
+        membership.suspect(state.peer_id, observer.now)
+    left = [len(membership.others())]
+    while left[-1]:
+        assert membership.next_tick() <= observer.now
+        membership.tick(observer.now)
+        left.append(len(membership.others()))
+    steps = [before - after for before, after in pairwise(left)]
+    assert max(steps) == JUDGED_AT_ONCE
+    assert steps[:-1] == [JUDGED_AT_ONCE] * (len(steps) - 1)

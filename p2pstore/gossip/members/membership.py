@@ -90,6 +90,8 @@ REFUTATIONS_AT_ONCE: Final = 4
 REFUTATIONS_A_SECOND: Final = 0.2
 """Each is a rumour that all members pass on. Those accused more often refute a few seconds later, for all at once."""
 
+JUDGED_AT_ONCE: Final = 128
+"""Suspects: where thousands die together, the table of homes follows some at a time."""
 STALL_SECONDS: Final = 0.5
 """Between two ticks of a process that runs lie at most 0.25 s (see `machine`): more is a stall."""
 
@@ -468,9 +470,9 @@ class Membership:
         if self.next_tick() > now:
             return
         self._due_at = None
-        for peer_id, suspicion in list(self._suspects.items()):
-            if self._due(suspicion) <= now:
-                self._judge(self._states[peer_id], suspicion, now)
+        due = [each for each in self._suspects.items() if self._due(each[1]) <= now]
+        for peer_id, suspicion in due[:JUDGED_AT_ONCE]:  # the others with the next tick, at once
+            self._judge(self._states[peer_id], suspicion, now)
 
     def _judge(self, state: MemberState, suspicion: Suspicion, now: float) -> None:
         if not suspicion.is_proved:
