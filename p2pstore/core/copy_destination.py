@@ -153,7 +153,8 @@ class CopyDestination:
     def _good_proof(self, slot: Slot, trailer: TrailerBody) -> bytes:
         """The proof that stays beside the copy, of those that came along; empty where none is good."""
         given = self._operation.proof  # its writer's, or checked
-        if given and read_proof(given, slot.digest, slot.version) is not None:
+        promised = slot.version == self._operation.minimum  # else that is of what this replaced
+        if promised and given and read_proof(given, slot.digest, slot.version) is not None:
             return given
         if trailer.proof and self._core.proofs.accept(slot.digest, slot.version, trailer.proof):
             return trailer.proof

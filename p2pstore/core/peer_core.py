@@ -637,7 +637,7 @@ class PeerCore:
         """
         touched = self.gossip.directory.take_touched(self.keys_per_step)
         self.tell_waiting(touched, now)
-        for digest in self._of_other_versions(touched, now):
+        for digest in sorted(self._of_other_versions(touched, now)):
             entry = self.segment.find(digest, self.unix(now))
             copies, doubtful = self.sorted_copies(digest, now)
             if entry is not None or self.cold.find(digest, now) is not None:
@@ -672,11 +672,14 @@ class PeerCore:
             copy
             for copy in (*copies, *doubtful)
             if not (copy.proved and copy in copies)
+            and copy.reachable
             and copy.record.version[:2] > sure[:2]
-            and self.proofs.may_ask(copy, now)
         ]
-        if newer and self.proofs.begin_asking(newer[0].record.digest):
-            self.start(ProveOperation(self, newer), now)
+        may_be_asked = [copy for copy in newer if self.proofs.may_ask(copy, now)]
+        if may_be_asked and self.proofs.begin_asking(newer[0].record.digest):
+            self.start(ProveOperation(self, may_be_asked), now)
+        elif newer and not may_be_asked:
+            self.proofs.look_later(newer[0].record.digest, now)
 
     def withdraw(self, entry: ObjectEntry, now: float) -> None:
         """This peer no longer holds the object: it was removed, replaced, or is not to be trusted."""

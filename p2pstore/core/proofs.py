@@ -77,6 +77,8 @@ class VersionProofs:
         """Copies here without a proof, and the pause after the next question, in seconds."""
         self._due: list[tuple[float, bytes]] = []
         """When to ask, a heap."""
+        self._unanswered: OrderedDict[bytes, float] = OrderedDict()
+        """Keys of which newer versions could not be asked for, and when they can be; the first is due first."""
         self._asking: set[bytes] = set()
         """Keys of which newer versions are to be proved."""
         self._told: set[Member] = set()
@@ -188,12 +190,22 @@ class VersionProofs:
             self._lacking[digest] = FIRST_PAUSE_SECONDS
             heapq.heappush(self._due, (now, digest))
 
+    def look_later(self, digest: bytes, now: float) -> None:
+        """Nobody answers who may prove what is newer: look again when they may be asked again. A lost answer must not
+        leave an older copy here for good."""
+        if len(self._unanswered) < MAX_DOUBTED:
+            self._unanswered.setdefault(digest, now + DOUBT_SECONDS)
+
     def next_tick(self) -> float:
         """When `tick` has something to do."""
-        return self._due[0][0] if self._due else math.inf
+        look_at = next(iter(self._unanswered.values()), math.inf)
+        return min(look_at, self._due[0][0] if self._due else math.inf)
 
     def tick(self, now: float) -> None:
         """Ask for some proofs of copies that are here, holders of many at once."""
+        while next(iter(self._unanswered.values()), math.inf) <= now:
+            digest, _ = self._unanswered.popitem(last=False)
+            self._core.gossip.directory.touch(digest)
         wanted: list[KnownCopy] = []
         for _ in range(MAX_PROVED):
             if not self._due or self._due[0][0] > now:
@@ -276,8 +288,9 @@ class ProveOperation(Operation):
         proofs = self.core.proofs
         items = reply.items if isinstance(reply, Proofs) else None
         if items is None or len(items) != len(copies):
-            for member in {copy.member for copy in copies}:
-                proofs.doubt(member, b"", now)
+            for copy in copies:
+                proofs.doubt(copy.member, b"", now)
+                proofs.look_later(copy.record.digest, now)
         for copy, proof in zip(copies, items or (), strict=False):
             digest, version = copy.record.digest, copy.record.version
             if proofs.accept(digest, version, proof):

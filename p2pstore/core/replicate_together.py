@@ -76,7 +76,7 @@ class ReplicateTogether(Operation):
         understanding = set(filter(self._understands, able))
         for row in self._rows:
             self.core.segment.acquire(row.entry)  # not evicted before its copies are made
-            for target in understanding.intersection(self._targets_of(row, able)):
+            for target in filter(understanding.__contains__, self._targets_of(row, able)):
                 row.waiting += 1
                 by_target.setdefault(target, []).append(row)
         for target, rows in by_target.items():

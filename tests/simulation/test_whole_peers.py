@@ -57,8 +57,8 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_the_same_seed_gives_the_same_run_in_another_process() -> None:
     """Sets of bytes are in another order there: where that matters, no failure can be replayed."""
     program = (
-        "from tests.simulation.test_whole_peers import LOSSY, Scenario, run_seed\n"
-        "print(run_seed(7, Scenario(seconds=3.0, keys=10, faults=LOSSY)).trace_hash)"
+        "from tests.simulation.test_whole_peers import VERY_LOSSY, Scenario, run_seed\n"
+        "print(run_seed(7, Scenario(seconds=6.0, keys=20, faults=VERY_LOSSY)).trace_hash)"
     )
     printed = {
         subprocess.run(
@@ -70,6 +70,6 @@ def test_the_same_seed_gives_the_same_run_in_another_process() -> None:
             check=True,
             timeout=120,
         ).stdout
-        for hash_seed in ("1", "2")
+        for hash_seed in ("1", "2", "3")
     }
     assert len(printed) == 1

@@ -1,12 +1,23 @@
-"""Copies whose writer nobody knows any more become their holder's own, after a while and not before."""
+"""Copies whose writer nobody knows any more become their holder's own, after a while and not before; and proofs of
+newer ones are asked for until somebody answers."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from p2pstore.gossip.records import writer_of
+from p2pstore.core.effects import AskPeer
+from p2pstore.core.proofs import DOUBT_SECONDS
+from p2pstore.gossip.records import LocationRecord, writer_of
+from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.objects import Version
-from tests.unit.core_harness import Harness, digest_of
+from p2pstore.transfer.messages import DataKind, Proofs, Push
+from tests.unit.core_harness import (
+    OTHER_INCARNATION,
+    Harness,
+    clock_at,
+    digest_of,
+    remote_object,
+)
 
 LONG_SECONDS: Final = 3_600
 
@@ -54,3 +65,27 @@ def test_what_is_gone_meanwhile_is_not_adopted() -> None:
     tick_for(world, LONG_SECONDS)
     assert world.core.counters["copies_adopted"] == 0
     assert world.gossip.holders(digest_of("k"), world.now) == []
+
+
+def test_who_did_not_answer_is_asked_again_for_what_is_newer() -> None:
+    """One lost answer must not leave an older copy here for good."""
+    world = Harness(others=2)
+    world.stored("k", b"older")
+    writer, holder = world.others
+    thing = remote_object("k", b"newer", clock_at(5.0), writer_of(writer.peer_id))
+    (proof,) = sign_versions([(thing.slot.digest, thing.version)], writer.signer)
+    location = LocationRecord(thing.slot.digest, thing.version, 5, 1).encode()
+    world.serve(holder, DataKind.PUSH, Push(OTHER_INCARNATION, [1], location))
+    for reply in (None, Proofs([proof])):
+        world.core.gossip_arrived(world.now)
+        (ask,) = [
+            effect
+            for effect in world.core.take_effects()
+            if isinstance(effect, AskPeer) and effect.kind == DataKind.PROVE
+        ]
+        assert ask.peer_id == holder.peer_id
+        world.answer(ask, reply)
+        world.core.gossip_arrived(world.now)
+        assert (world.value("k") == b"older") is (reply is None)
+        world.now += DOUBT_SECONDS
+        world.core.proofs.tick(world.now)

@@ -9,7 +9,8 @@ from p2pstore.core.fetch import FetchOperation
 from p2pstore.core.serving import MAX_HOLDINGS, reply_of
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.machine import Duplicate
-from p2pstore.gossip.records import decode_location
+from p2pstore.gossip.records import decode_location, writer_of
+from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.objects import Version
 from p2pstore.transfer.layout import Pin
 from p2pstore.transfer.messages import (
@@ -172,6 +173,22 @@ def test_a_replica_is_pulled_from_whoever_asks_and_is_firm() -> None:
     assert reply == Replicated(thing.version.clock, thing.version.writer)
     assert not world.asks(DataKind.LOOKUP)
     world.check_idle()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_proof_stays_beside_the_version_that_it_is_of(replaced: bool) -> None:
+    """The writer may replace what it asked to copy before that is pulled: the proof is of the older version then."""
+    world = Harness(others=1)
+    writer = world.others[0].signer
+    older, newer = (
+        remote_object("k", value, clock_at(at), writer_of(writer.peer_id))
+        for value, at in ((b"older", -60.0), (b"newer", -50.0))
+    )
+    (proof,) = sign_versions([(older.slot.digest, older.version)], writer)
+    assert isinstance(asked(world, older, proof=proof), FetchOperation)
+    entry = world.deliver(world.pull_wanted(), newer if replaced else older)
+    assert entry is not None
+    assert world.core.proofs.of(entry, world.now) == (b"" if replaced else proof)
 
 
 def test_a_replica_that_is_here_needs_no_pull_and_becomes_firm() -> None:
