@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from p2pstore.results import PutResult as PutResult
     from p2pstore.results import TransferRequest as TransferRequest
     from p2pstore.results import TransferStatus as TransferStatus
-    from p2pstore.transfer.trace import FetchTrace as FetchTrace
+    from p2pstore.transfer.transfer_trace import FetchTrace as FetchTrace
 
 __version__ = "0.1.0"
 
@@ -88,7 +88,7 @@ _NAMES_IN = {
         ),
         *("PutResult", "TransferRequest", "TransferStatus"),
     ),
-    "p2pstore.transfer.trace": ("FetchTrace",),
+    "p2pstore.transfer.transfer_trace": ("FetchTrace",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 

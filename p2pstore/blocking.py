@@ -6,7 +6,7 @@ import os
 
 from p2pstore.client.blocking_client import BlockingClient
 from p2pstore.objects import DEFAULT_NAMESPACE
-from p2pstore.streams import DEFAULT_PROGRESS_SECONDS
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 
 __all__ = ["BlockingClient", "connect"]
 

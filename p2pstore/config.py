@@ -12,12 +12,12 @@ from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from p2pstore.cgroups import memory_limits
 from p2pstore.errors import ConfigError
+from p2pstore.memory.areas import MAX_QUOTAS
+from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName
+from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import GIB, MIB, encode_namespace, format_bytes, parse_bytes
-from p2pstore.transfer.areas import MAX_QUOTAS
-from p2pstore.transfer.eviction_policies import DEFAULT_POLICY, PolicyName
-from p2pstore.transfer.layout import GRANULE_BYTES, round_up
+from p2pstore.runtime.cgroups import memory_limits
 
 DEFAULT_CONTROL_PORT: Final = 17946
 ENVIRONMENT_PREFIX: Final = "MOONCAKE_P2P_"
@@ -31,7 +31,7 @@ MAX_MEMORY_PIECES: Final = 7
 MINIMUM_SSD_BYTES: Final = 256 * MIB
 MAX_NAME_BYTES: Final = 64
 USER_KEY_NAME: Final = "user.key"
-"""A file among the state directories, which are named by peers (`p2pstore.user_key`)."""
+"""A file among the state directories, which are named by peers (`p2pstore.state.user_key`)."""
 
 NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from p2pstore.client.registered import RegisteredBuffer
     from p2pstore.client.transfers import TransferBatch
-    from p2pstore.transfer.trace import FetchTrace, Progress
+    from p2pstore.transfer.transfer_trace import FetchTrace, Progress
 
     T_co = TypeVar("T_co", covariant=True, default=Any)
 else:

@@ -28,7 +28,7 @@ from p2pstore.config import (
     usable_memory_bytes,
 )
 from p2pstore.errors import ConfigError
-from p2pstore.local.paths import socket_directories
+from p2pstore.local.socket_paths import socket_directories
 from p2pstore.objects import format_bytes, parse_duration
 
 MAX_FILE_BYTES: Final = 1024 * 1024

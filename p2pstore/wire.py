@@ -43,7 +43,7 @@ MAX_CONTROL_VERSION: Final = 2
 
 MIN_PROTOCOL_VERSION: Final = 1
 MAX_PROTOCOL_VERSION: Final = 1
-"""Of the local socket. Data connections have versions of their own (`p2pstore.transfer.messages`)."""
+"""Of the local socket. Data connections have versions of their own (`p2pstore.transfer.data_messages`)."""
 
 _KEPT_BYTES: Final = 64 * 1024
 """What a `FrameBuffer` may keep of a frame that was taken."""

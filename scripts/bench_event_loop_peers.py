@@ -17,11 +17,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tests.unit.core_harness as harness
-from p2pstore.core.flush import FlushOperation
-from p2pstore.core.put import PutOperation, PutSpec
-from p2pstore.gossip.locations.signed_runs import MAX_SIGNED_OPERATIONS, sign_run
-from p2pstore.gossip.messages import REQUESTS as GOSSIP
-from p2pstore.gossip.messages import (
+from p2pstore.core.puts.put_operation import PutOperation, PutSpec
+from p2pstore.core.removals.flush import FlushOperation
+from p2pstore.gossip.gossip_messages import REQUESTS as GOSSIP
+from p2pstore.gossip.gossip_messages import (
     Claim,
     ControlKind,
     Delta,
@@ -30,6 +29,7 @@ from p2pstore.gossip.messages import (
     Ping,
     Status,
 )
+from p2pstore.gossip.locations.signed_runs import MAX_SIGNED_OPERATIONS, sign_run
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
     LOCATION_BYTES,
@@ -40,9 +40,9 @@ from p2pstore.gossip.records import (
     SignedRecord,
     sign_cluster_record,
 )
+from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.layout import Pin
-from p2pstore.transfer.messages import (
+from p2pstore.transfer.data_messages import (
     ClusterRecords,
     DataKind,
     ListKeys,

@@ -19,7 +19,7 @@ from benchmark import Report
 from p2pstore.objects import MIB, Version
 from p2pstore.ssd_tier.footer import Footer, encode_footer
 from p2pstore.ssd_tier.index import ColdIndex
-from p2pstore.ssd_tier.layout import (
+from p2pstore.ssd_tier.log_layout import (
     FIRST_RECORD_PAGE,
     PAGE_BYTES,
     SEGMENT_BYTES,

@@ -16,11 +16,11 @@ from benchmark import Report
 from fio import Fio, Load, Measured
 
 from p2pstore.objects import GIB, KIB, MIB, Version, chunk_sums, format_bytes, root_checksum
-from p2pstore.ssd_tier.admission import AdmissionPolicy
 from p2pstore.ssd_tier.disk import aligned_buffer, open_disk
-from p2pstore.ssd_tier.layout import LOG_START_BYTES, ColdFacts
+from p2pstore.ssd_tier.log_layout import LOG_START_BYTES, ColdFacts
 from p2pstore.ssd_tier.misses import ColdMiss
 from p2pstore.ssd_tier.tier import SsdTier, open_tier
+from p2pstore.ssd_tier.write_admission import AdmissionPolicy
 
 SIZES = (
     (64 * KIB, 32, "", ">= 0.7"),

@@ -23,9 +23,9 @@ from shaped_hosts import Host
 
 from p2pstore import blocking
 from p2pstore.errors import P2PStoreError
-from p2pstore.readiness import is_ready
 from p2pstore.results import CheckpointProgress
-from p2pstore.streams import tune_tcp
+from p2pstore.runtime.readiness import is_ready
+from p2pstore.runtime.streams import tune_tcp
 
 READY_SECONDS: Final = 120.0
 END_SECONDS: Final = 10.0

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from p2pstore.core.put import PutEnd
+from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.local.messages import PutStatus
+from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version, key_digest, namespace_digest
 from simulation.cluster import SimulatedPeer
 from simulation.kernel import Faults

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
-from p2pstore.checkpoint.effects import (
+from p2pstore.checkpoint.content.piece_map import NO_PIECES, PieceMap, full_map
+from p2pstore.checkpoint.swarm.swarm import Swarm, SwarmConfig
+from p2pstore.checkpoint.swarm.swarm_effects import (
     Abandon,
     Asked,
     Complete,
@@ -39,9 +41,7 @@ from p2pstore.checkpoint.effects import (
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.messages import Refusal
-from p2pstore.checkpoint.piece_map import NO_PIECES, PieceMap, full_map
-from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
+from p2pstore.checkpoint.swarm.swarm_messages import Refusal
 from simulation.kernel import Kernel
 
 SOURCE: Final = 0

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from p2pstore.core.cold_return import ColdObject, ColdSorted
+from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.gossip.records import PeerId, SignedRecord
+from p2pstore.memory.entries import Written
+from p2pstore.memory.segment_layout import TrailerBody, decode_trailer, encode_trailer
 from p2pstore.objects import Version, namespace_digest
-from p2pstore.transfer.entries import Written
-from p2pstore.transfer.layout import TrailerBody, decode_trailer, encode_trailer
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.core import home_messages
-from p2pstore.gossip.effects import FetchSnapshot, Push, SnapshotHead
-from p2pstore.transfer import messages as data
+from p2pstore.gossip.gossip_effects import FetchSnapshot, Push, SnapshotHead
+from p2pstore.transfer import data_messages as data
 from p2pstore.wire import HEADER_BYTES, encode_body
 from simulation.gossip_network import MESSAGE_SECONDS
 

@@ -8,6 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.errors import ProtocolError
+from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.machine import (
     Answer,
     Ask,
@@ -19,7 +20,6 @@ from p2pstore.gossip.machine import (
     SnapshotHead,
 )
 from p2pstore.gossip.members.membership import MemberChange
-from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     ClusterRecord,

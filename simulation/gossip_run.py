@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 from typing import Final
 
-from p2pstore.gossip.config import GossipConfig
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.locations.directory import DirectoryConfig
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.membership import MembershipConfig

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
+from p2pstore.gossip.gossip_messages import REPLIES as CONTROL_REPLIES
+from p2pstore.gossip.gossip_messages import ControlKind, Delta, ExchangeReply, Leave
 from p2pstore.gossip.machine import Duplicate, SnapshotHead
-from p2pstore.gossip.messages import REPLIES as CONTROL_REPLIES
-from p2pstore.gossip.messages import ControlKind, Delta, ExchangeReply, Leave
 from p2pstore.gossip.records import (
     Member,
     PeerId,
@@ -22,8 +22,8 @@ from p2pstore.gossip.records import (
     read_peer_record,
     sign_peer_record,
 )
-from p2pstore.transfer.messages import REPLIES as DATA_REPLIES
-from p2pstore.transfer.messages import DataKind, ObjectReply
+from p2pstore.transfer.data_messages import REPLIES as DATA_REPLIES
+from p2pstore.transfer.data_messages import DataKind, ObjectReply
 from p2pstore.wire import Failure, Message, decode_body, encode_body
 from simulation.peer import SimulatedPeer
 

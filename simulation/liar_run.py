@@ -13,10 +13,10 @@ from functools import partial
 from random import Random
 from typing import Final
 
-from p2pstore.core.put import PutEnd
+from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.local.messages import PutStatus
+from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import ZERO_VERSION, Version, key_digest, namespace_digest
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
 from simulation.kernel import Faults

@@ -15,13 +15,7 @@ import msgspec
 
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.floors.floor_stamps import Stamps, hash_stamps, pack_stamps
-from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
-from p2pstore.gossip.homes.hot_locations import MAX_HOT, pack_hot
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
-from p2pstore.gossip.locations.directory import Location
-from p2pstore.gossip.locations.log import REMOVED
-from p2pstore.gossip.machine import SnapshotHead
-from p2pstore.gossip.messages import (
+from p2pstore.gossip.gossip_messages import (
     Ack,
     Claim,
     ControlKind,
@@ -32,6 +26,12 @@ from p2pstore.gossip.messages import (
     Ping,
     Status,
 )
+from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
+from p2pstore.gossip.homes.hot_locations import MAX_HOT, pack_hot
+from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
+from p2pstore.gossip.locations.directory import Location
+from p2pstore.gossip.locations.log import REMOVED
+from p2pstore.gossip.machine import SnapshotHead
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     LocationRecord,
@@ -44,6 +44,15 @@ from p2pstore.gossip.records import (
     member_of,
     sign_peer_record,
 )
+from p2pstore.memory.entries import Written
+from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.segment_layout import (
+    TrailerBody,
+    decode_slot,
+    decode_trailer,
+    encode_slot,
+    encode_trailer,
+)
 from p2pstore.objects import (
     DIGEST_BYTES,
     Version,
@@ -51,17 +60,8 @@ from p2pstore.objects import (
     clock_from_unix_seconds,
     root_checksum,
 )
-from p2pstore.transfer import messages as data
-from p2pstore.transfer.entries import Written
-from p2pstore.transfer.layout import (
-    TrailerBody,
-    decode_slot,
-    decode_trailer,
-    encode_slot,
-    encode_trailer,
-)
-from p2pstore.transfer.messages import DataKind, ObjectReply, ObjectStatus
-from p2pstore.transfer.segment import ObjectEntry
+from p2pstore.transfer import data_messages as data
+from p2pstore.transfer.data_messages import DataKind, ObjectReply, ObjectStatus
 from p2pstore.wire import Code, Failure, Message
 from simulation.peer import NAMESPACE, SimulatedPeer
 from simulation.signer import SimulatedSigner

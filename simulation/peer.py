@@ -11,8 +11,10 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.cold_return import ColdSorted
-from p2pstore.core.effects import (
+from p2pstore.core.copies.cold_return import ColdSorted
+from p2pstore.core.copies.hand_over import HandOverOperation
+from p2pstore.core.copies.replicate_together import PutAmongMany
+from p2pstore.core.core_effects import (
     AskPeer,
     CheckObject,
     CheckReturned,
@@ -23,17 +25,15 @@ from p2pstore.core.effects import (
     Reply,
     SaveClusterRecord,
 )
-from p2pstore.core.flush import FlushOperation
-from p2pstore.core.hand_over import HandOverOperation
+from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.core.publishing import publish_new
-from p2pstore.core.put import PutOperation
-from p2pstore.core.remove import RemoveOperation
-from p2pstore.core.replicate_together import PutAmongMany
-from p2pstore.core.serving import reply_of
+from p2pstore.core.puts.publishing import publish_new
+from p2pstore.core.puts.put_operation import PutOperation
+from p2pstore.core.removals.flush import FlushOperation
+from p2pstore.core.removals.remove import RemoveOperation
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
-from p2pstore.gossip import messages as control
+from p2pstore.gossip import gossip_messages as control
 from p2pstore.gossip.machine import (
     Answer,
     Ask,
@@ -53,16 +53,7 @@ from p2pstore.gossip.records import (
     TransportOffer,
     open_cluster_record,
 )
-from p2pstore.objects import (
-    MIB,
-    HybridClock,
-    chunk_sums,
-    clock_from_unix_seconds,
-    root_checksum,
-)
-from p2pstore.put_facts import PutFacts
-from p2pstore.transfer import messages as data
-from p2pstore.transfer.kept import (
+from p2pstore.memory.kept_memory import (
     Expected,
     Kept,
     Note,
@@ -71,13 +62,22 @@ from p2pstore.transfer.kept import (
     tail_bytes,
     tail_offset,
 )
-from p2pstore.transfer.layout import (
+from p2pstore.memory.segment import ObjectEntry, Segment
+from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     TrailerBody,
     encode_trailer,
     plan_geometry,
 )
-from p2pstore.transfer.segment import ObjectEntry, Segment
+from p2pstore.objects import (
+    MIB,
+    HybridClock,
+    chunk_sums,
+    clock_from_unix_seconds,
+    root_checksum,
+)
+from p2pstore.put_facts import PutFacts
+from p2pstore.transfer import data_messages as data
 from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
 from simulation.disk import Disk
 from simulation.pull import pull_object, pull_together

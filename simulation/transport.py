@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Protocol, TypeVar
 
 from p2pstore.objects import chunk_bounds
-from p2pstore.transfer.messages import ObjectReply, ObjectStatus
+from p2pstore.transfer.data_messages import ObjectReply, ObjectStatus
 from p2pstore.transfer.transport import (
     Destination,
     Pulled,

@@ -8,9 +8,9 @@ from functools import partial
 from random import Random
 from typing import Final
 
-from p2pstore.core.put import PutEnd
+from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import NoSuchKey, P2PStoreError
-from p2pstore.local.messages import PutStatus
+from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import key_digest
 from simulation.cluster import NAMESPACE, SimulatedPeer
 from simulation.kernel import Faults

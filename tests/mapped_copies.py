@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from p2pstore.transfer.reader import FEW_DIGESTS, SegmentReader, Spots
+from p2pstore.transfer.reading.segment_reader import FEW_DIGESTS, SegmentReader, Spots
 
 
 def copy_spots(reader: SegmentReader, spots: Spots, rooms: Sequence[memoryview]) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore import side_by_side
+from p2pstore.runtime import side_by_side
 
 
 def with_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:

@@ -286,7 +286,7 @@ def _of_peer(question: Callable[[BlockingClient, str], Iterable[str]]) -> Source
 
     def ask(options: Options, word: str) -> Iterable[str]:
         from p2pstore.errors import P2PStoreError
-        from p2pstore.local.paths import answers, find_socket
+        from p2pstore.local.socket_paths import answers, find_socket
 
         try:
             path = find_socket(options.get("socket"))
@@ -331,7 +331,7 @@ def _addresses(client: BlockingClient, word: str) -> Iterator[str]:
 
 
 def _sockets(options: Options, word: str) -> Iterator[str]:
-    from p2pstore.local.paths import live_sockets
+    from p2pstore.local.socket_paths import live_sockets
 
     yield from map(str, live_sockets())
 

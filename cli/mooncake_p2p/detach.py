@@ -17,13 +17,13 @@ from typing import IO, Any, Final
 
 import typer
 
-from mooncake_p2p.errors import CommandFailed, ExitCode
+from mooncake_p2p.exit_errors import CommandFailed, ExitCode
 from mooncake_p2p.interrupts import Interrupts
 from mooncake_p2p.join_settings import gather, read_line_of_invite, refuse_name_of_another
 from mooncake_p2p.options import connected
 from mooncake_p2p.output import progress, remark
 from p2pstore.errors import P2PStoreError
-from p2pstore.readiness import read_line
+from p2pstore.runtime.readiness import read_line
 
 DETACHED_VARIABLE: Final = "MOONCAKE_P2P_DETACHED"
 """Set for the process that is to serve on its own."""

@@ -11,7 +11,7 @@ from mooncake_p2p.output import format_rate, printable
 from p2pstore.objects import format_bytes
 
 if TYPE_CHECKING:
-    from p2pstore.transfer.trace import FetchTrace, TransportTry
+    from p2pstore.transfer.transfer_trace import FetchTrace, TransportTry
 
 REASON_COLUMNS: Final = 80
 RDMA: Final = "rdma"

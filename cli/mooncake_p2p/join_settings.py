@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mooncake_p2p.output import remark
 
 if TYPE_CHECKING:
-    from p2pstore.invite import Invite
+    from p2pstore.access.invite import Invite
     from p2pstore.settings import Settings
 
 CONFIG_VARIABLE: Final = "MOONCAKE_P2P_CONFIG"
@@ -25,9 +25,9 @@ def gather(given: Mapping[str, Any]) -> tuple[Settings, Invite | None]:
     `given` holds `join`'s options, without those that were not given. Raises `ConfigError` naming origin,
     value and what is allowed.
     """
-    from p2pstore.invite import parse_invite
-    from p2pstore.places import settle
+    from p2pstore.access.invite import parse_invite
     from p2pstore.settings import load_settings, refuse_empty
+    from p2pstore.state.places import settle
 
     for name, variable in (("config", CONFIG_VARIABLE), ("invite", INVITE_VARIABLE)):
         refuse_empty(given.get(name), f"--{name}")
@@ -77,7 +77,7 @@ def spelled_as_given(settings: Settings) -> Iterator[None]:
 def refuse_name_of_another(settings: Settings) -> None:
     """Raise `ConfigError` when a peer that runs has the name that was given. Say so on stderr when it has this host's
     name, so that this peer takes another one."""
-    from p2pstore.places import HOST_NAME, chose_name, name_in_use
+    from p2pstore.state.places import HOST_NAME, chose_name, name_in_use
 
     problem = name_in_use(settings)
     if problem is not None:
@@ -92,7 +92,7 @@ def refuse_name_of_another(settings: Settings) -> None:
 def refuse_socket_of_another(settings: Settings) -> None:
     """Raise `ConfigError` when environment or file name the socket of a peer that runs: a client's setting."""
     from p2pstore.errors import ConfigError
-    from p2pstore.local.paths import answers
+    from p2pstore.local.socket_paths import answers
 
     origin, path = settings.origins.get("socket"), settings.values.get("socket")
     if path and origin != "--socket" and answers(path):

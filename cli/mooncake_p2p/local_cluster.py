@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mooncake_p2p.errors import CommandFailed
+from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.interrupts import Interrupts
-from p2pstore.readiness import is_ready, read_line
+from p2pstore.runtime.readiness import is_ready, read_line
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient

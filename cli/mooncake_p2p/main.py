@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import p2pstore
-from mooncake_p2p.errors import (
+from mooncake_p2p.exit_errors import (
     STANDARD_OUTPUT,
     AlreadyTold,
     ExitCode,

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from mooncake_p2p.errors import CommandFailed
+from mooncake_p2p.exit_errors import CommandFailed
 
 NO_UNNAMED_FILES: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
 """How file systems and kernels say that they have no files without a name."""

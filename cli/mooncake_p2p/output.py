@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from mooncake_p2p.errors import AlreadyTold, CommandFailed, ExitCode, describe
+from mooncake_p2p.exit_errors import AlreadyTold, CommandFailed, ExitCode, describe
 from p2pstore.errors import NoSuchKey
 from p2pstore.objects import MIB, format_bytes
 from p2pstore.objects import printable as printable

@@ -14,21 +14,21 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from mooncake_p2p.errors import CommandFailed
+from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.local_cluster import LocalCluster, wait_until
 from mooncake_p2p.trace_outages import OutagePlan, Outages
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import MIB
 from p2pstore.trace.outages import PeerChange, next_up
 from p2pstore.trace.prefix_hits import HitCounts, Model
-from p2pstore.trace.routing import make_router
+from p2pstore.trace.trace_routing import make_router
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from p2pstore.blocking import BlockingClient
     from p2pstore.trace.pool import PoolSettings
-    from p2pstore.trace.requests import Request
+    from p2pstore.trace.trace_requests import Request
 
 PAGE_BYTES: Final = 4096
 TRAILER_BYTES: Final = PAGE_BYTES

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from mooncake_p2p.errors import describe
+from mooncake_p2p.exit_errors import describe
 from mooncake_p2p.options import connected
 from mooncake_p2p.output import print_json_line
 from mooncake_p2p.statistics_view import Reading, clip, draws_blocks, overview, rates

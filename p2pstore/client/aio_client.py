@@ -9,12 +9,12 @@ from collections.abc import Generator
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from p2pstore.asyncio_streams import AsyncioDriver
-from p2pstore.client.link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
+from p2pstore.client.peer_link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
 from p2pstore.client.session import ClientSession
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
-from p2pstore.streams import DEFAULT_PROGRESS_SECONDS
+from p2pstore.runtime.asyncio_streams import AsyncioDriver
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 
 
 class AioClient(ClientSession):

@@ -12,15 +12,21 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from p2pstore.client.answers import plain_error
-from p2pstore.client.fetch import Fetcher
+from p2pstore.client.fetcher import Fetcher
 from p2pstore.client.known_holders import DRAM, is_far, remote_copy
 from p2pstore.client.values import destination_views
 from p2pstore.errors import P2PStoreError, StoreClosed
-from p2pstore.local.messages import PlanItem
+from p2pstore.local.local_messages import PlanItem
 from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES, Version
-from p2pstore.transfer.arriving import Announced, announcing, too_small
 from p2pstore.transfer.failover import SilentHolders, is_silence
-from p2pstore.transfer.small_reads import PARTS_TOGETHER, Part, in_parts, part_items, part_slices
+from p2pstore.transfer.reading.arriving import Announced, announcing, too_small
+from p2pstore.transfer.reading.small_reads import (
+    PARTS_TOGETHER,
+    Part,
+    in_parts,
+    part_items,
+    part_slices,
+)
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
     BufferDestination,

@@ -11,14 +11,14 @@ from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from p2pstore.client.checkpoint_groups import (
+from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints, CheckpointWatch
+from p2pstore.checkpoint.client.group_calls import (
     UPDATE_SECONDS,
     FollowWatch,
     StatusWatch,
     UpdateWatch,
 )
-from p2pstore.client.checkpoints import Checkpoints, CheckpointWatch
-from p2pstore.client.link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
+from p2pstore.client.peer_link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
 from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.session import ClientSession
 from p2pstore.client.transfers import TransferBatch
@@ -43,8 +43,8 @@ from p2pstore.results import (
     TransferRequest,
     TransferStatus,
 )
-from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, BlockingDriver, run_blocking
-from p2pstore.transfer.trace import FetchTrace, Progress
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, BlockingDriver, run_blocking
+from p2pstore.transfer.transfer_trace import FetchTrace, Progress
 
 if TYPE_CHECKING:
     from p2pstore.client.tensors import CheckpointTensors, Rows

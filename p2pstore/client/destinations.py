@@ -12,8 +12,8 @@ from p2pstore.client.values import (
     fresh_bytes,
 )
 from p2pstore.errors import P2PStoreError
+from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.results import Framework
-from p2pstore.transfer.layout import Slot, TrailerBody
 
 
 class BytesDestination:

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from p2pstore.client.values import dense_bytes, device_type, source_view
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import check_object_length
-from p2pstore.streams import Driver
+from p2pstore.runtime.streams import Driver
 
 T = TypeVar("T")
 

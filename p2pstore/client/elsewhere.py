@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from p2pstore.client import answers
-from p2pstore.client.link import PeerLink
+from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import (
     AuthenticationFailed,
     CapacityExceeded,
@@ -19,16 +19,16 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.local import messages as local
-from p2pstore.local.messages import LocalKind
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_messages import LocalKind
 from p2pstore.objects import chunk_sums, format_bytes, key_digest, root_checksum
 from p2pstore.results import PutResult
-from p2pstore.side_by_side import PIECE_BYTES
-from p2pstore.streams import Driver
-from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.messages import Store, Stored, Ticket
-from p2pstore.transfer.tickets import GrantedTicket
-from p2pstore.transfer.trace import Progress
+from p2pstore.runtime.side_by_side import PIECE_BYTES
+from p2pstore.runtime.streams import Driver
+from p2pstore.transfer.data_messages import Store, Stored, Ticket
+from p2pstore.transfer.read_tickets import GrantedTicket
+from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.transfer_trace import Progress
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Empty
 

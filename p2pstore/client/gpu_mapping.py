@@ -21,11 +21,11 @@ import numpy as np
 from p2pstore.client.device_memory import Copy, OnDevice, Staged, copy_all, run
 from p2pstore.client.gathered import PutSource
 from p2pstore.client.leasing import shared_view
-from p2pstore.client.link import PeerLink
+from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import CHUNK_BYTES, KIB, MIB, chunk_count, chunk_sums
-from p2pstore.side_by_side import PIECE_BYTES, side_by_side, threads_for
-from p2pstore.streams import Driver
+from p2pstore.runtime.side_by_side import PIECE_BYTES, side_by_side, threads_for
+from p2pstore.runtime.streams import Driver
 
 _PORTABLE: Final = 1
 """A flag of cudaHostRegister: for all GPUs."""

@@ -20,12 +20,12 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
-from p2pstore.local.messages import Holder, PlanItem
+from p2pstore.local.local_messages import Holder, PlanItem
 from p2pstore.location_table import LOCATION
 from p2pstore.objects import SIZE_UNIT_BYTES, ZERO_VERSION, Version
-from p2pstore.transfer.arriving import Announced
-from p2pstore.transfer.messages import Keeps, Ticket
-from p2pstore.transfer.tickets import GrantedTicket
+from p2pstore.transfer.data_messages import Keeps, Ticket
+from p2pstore.transfer.read_tickets import GrantedTicket
+from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.transport import RemoteCopy
 
 TRUSTED_SECONDS: Final = 50.0

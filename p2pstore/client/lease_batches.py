@@ -7,7 +7,8 @@ from functools import partial
 from typing import Final, TypeVar
 
 from p2pstore.client.answers import error_in, plain_error
-from p2pstore.client.fetch import FETCH_SECONDS, Fetcher
+from p2pstore.client.fetcher import FETCH_SECONDS, Fetcher
+from p2pstore.client.host_neighbours import Neighbours
 from p2pstore.client.known_holders import SSD
 from p2pstore.client.leasing import (
     announced,
@@ -19,11 +20,10 @@ from p2pstore.client.leasing import (
     version_of,
     view_under,
 )
-from p2pstore.client.link import PeerLink
-from p2pstore.client.neighbours import Neighbours
+from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import DeadlineExceeded, P2PStoreError
 from p2pstore.local.batching import MOST_ITEMS
-from p2pstore.local.messages import Holder, LeaseGrant, LocalKind
+from p2pstore.local.local_messages import Holder, LeaseGrant, LocalKind
 from p2pstore.wire import Code
 
 T = TypeVar("T")

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from p2pstore.memory.hazards import HazardPage
 from p2pstore.objects import Version
-from p2pstore.transfer.arriving import Announced
-from p2pstore.transfer.hazards import HazardPage
-from p2pstore.transfer.reader import Sighting
+from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.transfer.reading.segment_reader import Sighting
 
 KEEP_COUNT: Final = 256
 KEEP_SECONDS: Final = 0.05

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from p2pstore.client import answers
-from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
+from p2pstore.client.fetcher import FETCH_SECONDS, Fetcher, deadline_ms
+from p2pstore.client.host_neighbours import Neighbours
 from p2pstore.client.known_holders import SSD
-from p2pstore.client.link import PeerLink
-from p2pstore.client.neighbours import Neighbours
+from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import DeadlineExceeded, ProtocolError
-from p2pstore.local import messages as local
-from p2pstore.local.messages import Holder, LocalKind
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_messages import Holder, LocalKind
 from p2pstore.objects import Version
-from p2pstore.transfer.arriving import Announced
-from p2pstore.transfer.shm import ShmTransport
+from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.transport import HURRIED_ANSWER_SECONDS
 from p2pstore.wire import Code
 

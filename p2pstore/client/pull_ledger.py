@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from p2pstore.histograms import Histogram
-from p2pstore.local.messages import PullCount, SlowRead, TransportFallback, UnseenRead
+from p2pstore.local.local_messages import PullCount, SlowRead, TransportFallback, UnseenRead
+from p2pstore.runtime.histograms import Histogram
 from p2pstore.transfer.failover import HolderReport, is_silence
-from p2pstore.transfer.shm import ShmTransport
+from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.transport import PullReport
 
 MAX_HOLDERS: Final = 1024

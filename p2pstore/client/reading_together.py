@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Final
 
-from p2pstore.streams import Driver, Event
+from p2pstore.runtime.streams import Driver, Event
 from p2pstore.transfer.failover import PullFailed, is_silence
 from p2pstore.transfer.transport import RemoteCopy
 

@@ -11,34 +11,34 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
+from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
 from p2pstore.client import answers, arguments, device_memory
 from p2pstore.client.answers import plain_error
 from p2pstore.client.batches import fetch_many, fetch_many_new
-from p2pstore.client.checkpoints import Checkpoints
 from p2pstore.client.destinations import (
     BytesDestination,
     NewMemoryDestination,
     TensorDestination,
 )
 from p2pstore.client.device_memory import GpuCopyFailed
-from p2pstore.client.fetch import FETCH_SECONDS, Fetcher, deadline_ms
+from p2pstore.client.fetcher import FETCH_SECONDS, Fetcher, deadline_ms
 from p2pstore.client.gathered import Source, value_of
 from p2pstore.client.gpu_mapping import GpuMapping, GpuSource, read_in_place, usable_gpu
+from p2pstore.client.host_neighbours import Neighbours
 from p2pstore.client.lease_batches import take_many
 from p2pstore.client.leasing import Leaser
-from p2pstore.client.link import PeerLink
-from p2pstore.client.neighbours import Neighbours
+from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.prefix_chains import PrefixChains
-from p2pstore.client.presence import Presence
+from p2pstore.client.presence_calls import Presence
 from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.transfers import TransferBatch
 from p2pstore.client.values import describe_tensor, destination_view
 from p2pstore.client.writing import Writer, put_options
 from p2pstore.errors import AnswerTooLarge, NoSuchKey, P2PStoreError, ProtocolError, StoreClosed
-from p2pstore.local import messages as local
+from p2pstore.local import local_messages as local
 from p2pstore.local.batching import MOST_ITEMS, Cuts, text_bytes
-from p2pstore.local.messages import Access, LocalKind
-from p2pstore.local.paths import find_socket
+from p2pstore.local.local_messages import Access, LocalKind
+from p2pstore.local.socket_paths import find_socket
 from p2pstore.objects import (
     DEFAULT_NAMESPACE,
     batch_key_hasher,
@@ -59,8 +59,8 @@ from p2pstore.results import (
     PutResult,
     TransferRequest,
 )
-from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
-from p2pstore.transfer.trace import FetchTrace, Progress, ReadWatch
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
+from p2pstore.transfer.transfer_trace import FetchTrace, Progress, ReadWatch
 from p2pstore.transfer.transport import BufferDestination
 from p2pstore.wire import Empty, Message
 

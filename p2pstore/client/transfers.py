@@ -26,8 +26,8 @@ from p2pstore.results import (
     TransferState,
     TransferStatus,
 )
-from p2pstore.streams import Driver, Event, HelperTask, StartHelper
-from p2pstore.transfer.trace import Progress
+from p2pstore.runtime.streams import Driver, Event, HelperTask, StartHelper
+from p2pstore.transfer.transfer_trace import Progress
 
 MAX_TRANSFERS: Final = 65_536
 """Of one batch that have not ended."""

@@ -11,12 +11,12 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import trio
 
-from p2pstore.client.link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
+from p2pstore.client.peer_link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
 from p2pstore.client.session import ClientSession
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
-from p2pstore.streams import DEFAULT_PROGRESS_SECONDS
-from p2pstore.trio_streams import TrioDriver
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
+from p2pstore.runtime.trio_streams import TrioDriver
 
 C = TypeVar("C", bound="Client")
 

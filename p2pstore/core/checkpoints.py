@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from p2pstore.checkpoint.paths import check_checkpoint_name
+from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
 from p2pstore.errors import CheckpointRefused, NoSuchKey
-from p2pstore.gossip.checkpoints import (
+from p2pstore.gossip.checkpoint_records import (
     NO_VERSION,
     VERSION_BYTES,
     Head,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from p2pstore.core.lookup import holding_record
-from p2pstore.gossip.effects import Push
+from p2pstore.core.gets.lookup import holding_record
+from p2pstore.gossip.gossip_effects import Push
 from p2pstore.gossip.locations.directory import Location
-from p2pstore.transfer import messages
+from p2pstore.transfer import data_messages as messages
 
 
 def message_of(push: Push) -> messages.Push:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from p2pstore.core.effects import (
+from p2pstore.core.core_effects import (
     AskPeer,
     OperationFinished,
     PullOutcome,

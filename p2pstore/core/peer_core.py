@@ -15,13 +15,15 @@ from dataclasses import replace
 from random import Random
 from typing import Any, Final
 
-from p2pstore.core.checking import CheckOperation, Checks
 from p2pstore.core.checkpoints import Checkpoints
-from p2pstore.core.cold_copies import ColdCopies
-from p2pstore.core.comparing import Comparisons
-from p2pstore.core.copy_destination import CopyDestination
-from p2pstore.core.describe import location_of, location_on_ssd
-from p2pstore.core.effects import (
+from p2pstore.core.copies.checking import CheckOperation, Checks
+from p2pstore.core.copies.cold_copies import ColdCopies
+from p2pstore.core.copies.copy_destination import CopyDestination
+from p2pstore.core.copies.own_copies import is_kept_elsewhere
+from p2pstore.core.copies.proofs import ProveOperation, VersionProofs
+from p2pstore.core.copies.repair import Repair, RepairTiming
+from p2pstore.core.copies.write_back import WriteBack
+from p2pstore.core.core_effects import (
     AskPeer,
     Effect,
     KnownCopy,
@@ -29,27 +31,25 @@ from p2pstore.core.effects import (
     PullOutcome,
     Reply,
 )
-from p2pstore.core.fetch import FetchOperation
-from p2pstore.core.floors import Floors
+from p2pstore.core.gets.fetch_operation import FetchOperation
+from p2pstore.core.gets.hot_objects import HotObjects
+from p2pstore.core.gets.lookup import check_holding_record
+from p2pstore.core.gets.prefetching import Prefetching
+from p2pstore.core.gets.read_reports import UNSEEN_TRANSPORTS, ReadReports
+from p2pstore.core.gets.serving import serve
 from p2pstore.core.home_messages import message_of, rivals_of
-from p2pstore.core.hot_objects import HotObjects
-from p2pstore.core.lookup import check_holding_record
 from p2pstore.core.operation import Operation
-from p2pstore.core.own_copies import is_kept_elsewhere
-from p2pstore.core.prefetching import Prefetching
-from p2pstore.core.proofs import ProveOperation, VersionProofs
-from p2pstore.core.read_reports import UNSEEN_TRANSPORTS, ReadReports
-from p2pstore.core.repair import Repair, RepairTiming
-from p2pstore.core.serving import serve
+from p2pstore.core.puts.comparing import Comparisons
+from p2pstore.core.puts.describe import location_of, location_on_ssd
+from p2pstore.core.puts.times_to_live import Expiries
+from p2pstore.core.removals.floors import Floors
 from p2pstore.core.taking_pushes import PushesComing
 from p2pstore.core.timekeeping import Timekeeping
-from p2pstore.core.times_to_live import Expiries
-from p2pstore.core.write_back import WriteBack
 from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
+from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import (
     LocationRecord,
     Member,
@@ -61,7 +61,14 @@ from p2pstore.gossip.records import (
     writer_of,
     writer_of_member,
 )
-from p2pstore.local.messages import HolderFailure
+from p2pstore.local.local_messages import HolderFailure
+from p2pstore.memory.entries import Reservation, SmallObjectsLent, Written
+from p2pstore.memory.loans import Loan
+from p2pstore.memory.segment import SOFT_PIN_SECONDS, ObjectEntry, Segment
+from p2pstore.memory.segment_layout import (
+    MAX_TRAILER_BYTES,
+    Pin,
+)
 from p2pstore.objects import (
     CHUNK_BYTES,
     ZERO_VERSION,
@@ -71,14 +78,8 @@ from p2pstore.objects import (
     key_hasher,
     namespace_digest,
 )
-from p2pstore.stepping import Steps
-from p2pstore.transfer.entries import Reservation, SmallObjectsLent, Written
-from p2pstore.transfer.layout import (
-    MAX_TRAILER_BYTES,
-    Pin,
-)
-from p2pstore.transfer.loans import Loan
-from p2pstore.transfer.messages import (
+from p2pstore.runtime.stepping import Steps
+from p2pstore.transfer.data_messages import (
     MAX_SMALL_BULK_BYTES,
     CheckCopy,
     DataKind,
@@ -87,7 +88,6 @@ from p2pstore.transfer.messages import (
     ObjectStatus,
     Pushed,
 )
-from p2pstore.transfer.segment import SOFT_PIN_SECONDS, ObjectEntry, Segment
 from p2pstore.wire import Code, Message
 
 DOUBT_SECONDS: Final = 10.0
@@ -371,7 +371,7 @@ class PeerCore:
         return len(self._operations)
 
     def serve(self, sender: PeerId, kind: int, request: Message, now: float) -> Message | Operation:
-        """Answer another peer's data request: see `p2pstore.core.serving`."""
+        """Answer another peer's data request: see `p2pstore.core.gets.serving`."""
         return serve(self, sender, kind, request, now)
 
     # --- what is known -----------------------------------------------------------------------

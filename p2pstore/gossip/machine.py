@@ -25,18 +25,6 @@ from typing import Final
 import msgspec
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.effects import (
-    Answer,
-    Ask,
-    Contact,
-    Duplicate,
-    Effect,
-    FetchSnapshot,
-    Later,
-    Push,
-    SnapshotHead,
-)
 from p2pstore.gossip.exchange.anti_entropy import (
     Knowledge,
     News,
@@ -51,6 +39,30 @@ from p2pstore.gossip.floors.cluster_records import (
     ClusterRecords,
 )
 from p2pstore.gossip.floors.floor_sync import FloorSync
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_effects import (
+    Answer,
+    Ask,
+    Contact,
+    Duplicate,
+    Effect,
+    FetchSnapshot,
+    Later,
+    Push,
+    SnapshotHead,
+)
+from p2pstore.gossip.gossip_messages import (
+    Ack,
+    Claim,
+    ControlKind,
+    Delta,
+    Exchange,
+    ExchangeReply,
+    Leave,
+    Ping,
+    PingRequest,
+    Status,
+)
 from p2pstore.gossip.homes.directory_mode import Phase
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, HomeUpdate
 from p2pstore.gossip.homes.hot_locations import unpack_hot
@@ -78,18 +90,6 @@ from p2pstore.gossip.members.membership import (
 from p2pstore.gossip.members.own_record import OwnRecord
 from p2pstore.gossip.members.peer_clocks import ClockView, PeerClocks
 from p2pstore.gossip.members.probing import Probing
-from p2pstore.gossip.messages import (
-    Ack,
-    Claim,
-    ControlKind,
-    Delta,
-    Exchange,
-    ExchangeReply,
-    Leave,
-    Ping,
-    PingRequest,
-    Status,
-)
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     ClusterRecord,

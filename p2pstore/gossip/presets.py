@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from p2pstore.gossip.config import GossipConfig
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.members.membership import MembershipConfig
 
 Network = Literal["lan", "wan", "local"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from p2pstore.errors import AnswerTooLarge
-from p2pstore.local.messages import LocalKind
+from p2pstore.local.local_messages import LocalKind
 from p2pstore.wire import LOCAL_LIMITS
 
 MAX_REPORTED_FAILURES: Final = 1024

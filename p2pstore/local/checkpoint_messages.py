@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from p2pstore.checkpoint.pieces import MAX_PIECES
+from p2pstore.checkpoint.content.pieces import MAX_PIECES
 from p2pstore.wire import Message
 
 MAX_PATTERNS: Final = 256
@@ -24,8 +24,8 @@ class Publish(Message, frozen=True):
 
     namespace: str
     name: str
-    include: Patterns = []  # noqa: RUF012  # msgspec copies it
-    exclude: Patterns = []  # noqa: RUF012  # msgspec copies it
+    include: Patterns = []  # msgspec copies it
+    exclude: Patterns = []  # msgspec copies it
     piece_bytes: int = 0
     wait_seeded: bool = False
     path: str = ""
@@ -62,8 +62,8 @@ class Fetch(Message, frozen=True):
     memory: bool = False
     """To memory instead, for this client: who says HELLO with the version then, while this connection is open, has it
     passed."""
-    include: Patterns = []  # noqa: RUF012  # msgspec copies it
-    exclude: Patterns = []  # noqa: RUF012  # msgspec copies it
+    include: Patterns = []  # msgspec copies it
+    exclude: Patterns = []  # msgspec copies it
     pieces: Annotated[bytes, Meta(max_length=MAX_PIECES // 8)] | None = None
     """To memory: only these, as packed by `pack_map`; empty for none yet, None for all."""
 
@@ -77,7 +77,7 @@ class Fetched(Message, frozen=True):
     total_bytes: int
     fetched_bytes: int
     whole: bool = True
-    unmatched: list[str] = []  # noqa: RUF012  # msgspec copies it
+    unmatched: list[str] = []  # msgspec copies it
 
 
 class Progress(Message, frozen=True):

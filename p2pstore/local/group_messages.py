@@ -19,8 +19,8 @@ class Follow(Message, frozen=True):
     keep: int = 2
     path: str = ""
     """How the client calls the directory: for people."""
-    include: list[str] = []  # noqa: RUF012  # msgspec copies it
-    exclude: list[str] = []  # noqa: RUF012
+    include: list[str] = []  # msgspec copies it
+    exclude: list[str] = []
 
 
 class FollowNews(Message, frozen=True):
@@ -84,7 +84,7 @@ class UpdateNewsReply(Message, frozen=True):
     ready: int
     using: int
     switched: bool
-    laggards: list[FollowerEntry] = []  # noqa: RUF012  # msgspec copies it
+    laggards: list[FollowerEntry] = []  # msgspec copies it
     ended: bool = False
 
 
@@ -98,7 +98,7 @@ class Updated(Message, frozen=True):
     followers: int
     ready: int
     using: int
-    laggards: list[FollowerEntry] = []  # noqa: RUF012  # msgspec copies it
+    laggards: list[FollowerEntry] = []  # msgspec copies it
 
 
 class ListCheckpoints(Message, frozen=True):
@@ -144,7 +144,7 @@ class CheckpointEntry(Message, frozen=True):
     trusted: bool = False
     mine: bool = False
     alive: bool = False
-    members: list[MemberEntry] = []  # noqa: RUF012  # msgspec copies it
+    members: list[MemberEntry] = []  # msgspec copies it
 
 
 class Checkpoints(Message, frozen=True):

@@ -14,8 +14,8 @@ from typing import Final
 import trio
 
 from p2pstore.errors import ConfigError
-from p2pstore.local.paths import answers, not_a_socket
-from p2pstore.place_owners import lock_owner
+from p2pstore.local.socket_paths import answers, not_a_socket
+from p2pstore.runtime.place_owners import lock_owner
 
 MAX_CONNECTIONS: Final = 1024
 LOCK_SECONDS: Final = 10.0

@@ -24,7 +24,6 @@ from typing import Final, Protocol
 import msgspec
 import trio
 
-from p2pstore.accepting import Accepting
 from p2pstore.errors import (
     AnswerTooLarge,
     AuthenticationFailed,
@@ -35,12 +34,13 @@ from p2pstore.errors import (
     StoreClosed,
 )
 from p2pstore.local.listener import MAX_CONNECTIONS, file_identity, listen_at
-from p2pstore.local.messages import REQUESTS, Access, Hello, HelloReply, LocalKind
-from p2pstore.local.paths import check_socket_path
+from p2pstore.local.local_messages import REQUESTS, Access, Hello, HelloReply, LocalKind
+from p2pstore.local.socket_paths import check_socket_path
 from p2pstore.objects import encode_namespace
-from p2pstore.shortage import is_shortage, shortage
-from p2pstore.streams import ANCILLARY_BYTES, check_descriptors
-from p2pstore.trio_streams import TrioStream
+from p2pstore.runtime.accepting import Accepting
+from p2pstore.runtime.shortage import is_shortage, shortage
+from p2pstore.runtime.streams import ANCILLARY_BYTES, check_descriptors
+from p2pstore.runtime.trio_streams import TrioStream
 from p2pstore.wire import (
     ERROR,
     HEADER_BYTES,

@@ -17,12 +17,15 @@ from typing import Final
 import trio
 
 import p2pstore
-from p2pstore import memory_barrier
+from p2pstore.access.keyring import Role
+from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints
+from p2pstore.checkpoint.peer.local_groups import LocalGroups
+from p2pstore.checkpoint.peer.publications import Publications
 from p2pstore.client import answers
 from p2pstore.client.trio_client import Client, open_client, require_trio
 from p2pstore.config import PeerConfig
+from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.core.repair import TIMING, RepairTiming
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.homes.directory_mode import ModeLimits
 from p2pstore.gossip.links.host import open_control_host
@@ -39,22 +42,16 @@ from p2pstore.gossip.records import (
     TransportOffer,
     format_peer_id,
 )
-from p2pstore.keyring import Role
-from p2pstore.local.paths import answers as somebody_answers
-from p2pstore.local.paths import default_socket_path
 from p2pstore.local.server import serve_local
+from p2pstore.local.socket_paths import answers as somebody_answers
+from p2pstore.local.socket_paths import default_socket_path
 from p2pstore.location_table import LocationTable, block_count, format_table, table_bytes
-from p2pstore.nursery import open_background_nursery
+from p2pstore.memory.eviction_policies import make_policy
+from p2pstore.memory.mapped.kept_file import KeptMemory
+from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_table_memory
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
 from p2pstore.objects import HybridClock, clock_from_unix_seconds, key_digest, parse_bytes
-from p2pstore.peer.addresses import (
-    advertised,
-    control_listen_address,
-    data_listen_addresses,
-    host_identity,
-    link_bytes_per_second,
-)
-from p2pstore.peer.checkpoints.publications import Publications
-from p2pstore.peer.checkpoints.service import PeerCheckpoints
 from p2pstore.peer.credentials import (
     Credentials,
     fitted_to_role,
@@ -66,33 +63,36 @@ from p2pstore.peer.erasing import Erasing
 from p2pstore.peer.kept_memory import begin_with_kept, tell_what_returned, watch_earlier_clients
 from p2pstore.peer.local_answers import known_copy
 from p2pstore.peer.local_backend import PeerLocalBackend
-from p2pstore.peer.local_groups import LocalGroups
-from p2pstore.peer.metrics_server import address_of, open_metrics_listeners, serve_metrics
 from p2pstore.peer.node import Node
-from p2pstore.peer.pages import metrics_pages
+from p2pstore.peer.peer_addresses import (
+    advertised,
+    control_listen_address,
+    data_listen_addresses,
+    host_identity,
+    link_bytes_per_second,
+)
+from p2pstore.peer.peer_rdma import PeerRdma, open_rdma
+from p2pstore.peer.peer_ssd import open_ssd
 from p2pstore.peer.prefaulting import provide_pages
-from p2pstore.peer.rdma import PeerRdma, open_rdma
 from p2pstore.peer.segment_memory import SegmentMemory, create_segment_memory
-from p2pstore.peer.ssd import open_ssd
-from p2pstore.peer.status.source import StatusSource
 from p2pstore.peer.store_backend import PeerStoreBackend
-from p2pstore.peer.tickets import TicketOffice
-from p2pstore.places import MAX_LOCAL_PEERS
+from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.results import Location
-from p2pstore.statedir import StateDirectory, ephemeral
+from p2pstore.runtime import memory_barrier
+from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.state.places import MAX_LOCAL_PEERS
+from p2pstore.state.state_directory import StateDirectory, ephemeral
+from p2pstore.status.metrics.metrics_server import address_of, open_metrics_listeners, serve_metrics
+from p2pstore.status.pages import metrics_pages
+from p2pstore.status.source import StatusSource
 from p2pstore.transfer.data_addresses import over_tls
-from p2pstore.transfer.data_pool import DataPool, TcpTransport
-from p2pstore.transfer.data_server import DataServer, open_data_listeners
-from p2pstore.transfer.eviction_policies import make_policy
-from p2pstore.transfer.kept_file import KeptMemory
-from p2pstore.transfer.layout import SEGMENT_ID_BYTES, plan_geometry
-from p2pstore.transfer.memory import SharedMemory, create_table_memory
-from p2pstore.transfer.messages import MAX_DATA_VERSION, MIN_DATA_VERSION
-from p2pstore.transfer.rdma_rules import NAME as RDMA
-from p2pstore.transfer.segment import Segment
-from p2pstore.transfer.shm import ShmTransport
+from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
+from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
+from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.transport import Transport
-from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import decode_body
 
 logger = logging.getLogger("p2pstore.peer")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
+from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import chunk_sums
-from p2pstore.side_by_side import PIECE_BYTES
-from p2pstore.transfer.entries import ObjectEntry
+from p2pstore.runtime.side_by_side import PIECE_BYTES
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node

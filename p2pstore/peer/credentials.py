@@ -11,14 +11,14 @@ from typing import Final
 import msgspec
 import trio
 
-from p2pstore.allowlist import AllowList, parse_peer_ids
+from p2pstore.access.allowlist import AllowList, parse_peer_ids
+from p2pstore.access.keyring import KeyRing, Role
 from p2pstore.config import PeerConfig, is_loopback, join_address
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.records import PeerId, format_peer_id
-from p2pstore.keyring import KeyRing, Role
-from p2pstore.regular_file import open_regular_file
-from p2pstore.statedir import load_cluster_key_file
-from p2pstore.user_key import user_ring
+from p2pstore.state.regular_file import open_regular_file
+from p2pstore.state.state_directory import load_cluster_key_file
+from p2pstore.state.user_key import user_ring
 
 logger = logging.getLogger("p2pstore.peer")
 

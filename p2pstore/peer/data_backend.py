@@ -10,22 +10,23 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from p2pstore.core.comparing import SLOT_ONLY
-from p2pstore.core.hot_objects import HOT_BYTES, SentOn
+from p2pstore.checkpoint.peer.running import RunningSwarms
+from p2pstore.core.gets.hot_objects import HOT_BYTES, SentOn
+from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import Operation
-from p2pstore.core.serving import reply_of
+from p2pstore.core.puts.comparing import SLOT_ONLY
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import member_of
+from p2pstore.memory.entries import SmallObjectsLent
+from p2pstore.memory.loans import Loan
+from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.objects import KIB
-from p2pstore.peer.checkpoints.running import RunningSwarms
 from p2pstore.peer.erasing import Erasing
 from p2pstore.peer.node import Node
-from p2pstore.peer.statistics import peer_document
-from p2pstore.streams import BytesLike
-from p2pstore.transfer.entries import SmallObjectsLent
-from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
-from p2pstore.transfer.loans import Loan
-from p2pstore.transfer.messages import (
+from p2pstore.runtime.streams import BytesLike
+from p2pstore.status.statistics import peer_document
+from p2pstore.transfer.data_messages import (
     DataKind,
     Flush,
     GetItem,
@@ -41,9 +42,8 @@ from p2pstore.transfer.messages import (
     StatisticsReply,
     keeps_of,
 )
-from p2pstore.transfer.read_answers import LentObject
-from p2pstore.transfer.segment import ObjectEntry
-from p2pstore.transfer.tickets import TicketClaims
+from p2pstore.transfer.read_tickets import TicketClaims
+from p2pstore.transfer.serving.read_answers import LentObject
 from p2pstore.wire import Failure, Message, error_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ COPIED_BYTES: Final = 16 * KIB
 
 
 class PeerDataBackend:
-    """Satisfies `p2pstore.transfer.data_server.DataBackend`."""
+    """Satisfies `p2pstore.transfer.serving.data_server.DataBackend`."""
 
     def __init__(self, node: Node, swarms: RunningSwarms, erasing: Erasing) -> None:
         self._node = node

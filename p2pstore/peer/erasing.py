@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from p2pstore.core.flush import FlushEnd, FlushOperation
-from p2pstore.core.remove import RemoveOperation
+from p2pstore.access.keyring import Role
+from p2pstore.core.removals.flush import FlushEnd, FlushOperation
+from p2pstore.core.removals.remove import RemoveOperation
 from p2pstore.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
@@ -21,11 +22,10 @@ from p2pstore.errors import (
     Unavailable,
 )
 from p2pstore.gossip.records import PeerId, format_peer_id
-from p2pstore.keyring import Role
 from p2pstore.peer.local_answers import MAX_WAIT_SECONDS
 from p2pstore.peer.node import Node
-from p2pstore.peer.tickets import TicketOffice
-from p2pstore.transfer.messages import (
+from p2pstore.peer.ticket_desk import TicketOffice
+from p2pstore.transfer.data_messages import (
     MAX_REMOVED_KEYS,
     DataKind,
     Flush,

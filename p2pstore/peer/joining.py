@@ -18,7 +18,7 @@ import trio
 
 from p2pstore.config import is_loopback, split_address
 from p2pstore.errors import ConfigError
-from p2pstore.gossip.links.link import LinkError, OwnAddress, TwinAddress
+from p2pstore.gossip.links.control_link import LinkError, OwnAddress, TwinAddress
 from p2pstore.gossip.links.sockets import resolve
 from p2pstore.gossip.machine import Effect, Gossip
 from p2pstore.gossip.records import PeerId

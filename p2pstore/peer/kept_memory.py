@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from p2pstore.core.memory_return import FATES
+from p2pstore.core.copies.memory_return import FATES
+from p2pstore.memory.kept_memory import Kept
+from p2pstore.memory.mapped.kept_file import KeptMemory
+from p2pstore.memory.segment import Segment
 from p2pstore.objects import format_bytes
-from p2pstore.transfer.kept import Kept
-from p2pstore.transfer.kept_file import KeptMemory
-from p2pstore.transfer.segment import Segment
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node

@@ -9,7 +9,7 @@ from typing import Final
 
 import trio
 
-from p2pstore.gossip.effects import Answer, Later
+from p2pstore.gossip.gossip_effects import Answer, Later
 from p2pstore.wire import Code, Failure, Message
 
 GRACE_SECONDS: Final = 1.0

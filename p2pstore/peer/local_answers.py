@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from typing import Any, Final
 
-from p2pstore.core.effects import KnownCopy
+from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.core.put import PutEnd
+from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import (
     DeadlineExceeded,
     ProtocolError,
 )
 from p2pstore.gossip.homes.directory_mode import kept_name
 from p2pstore.gossip.records import PeerRecord, member_of
-from p2pstore.local import messages as local
-from p2pstore.local.messages import MAX_BATCH
-from p2pstore.peer.traffic import Traffic
-from p2pstore.transfer.segment import ObjectEntry
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_messages import MAX_BATCH
+from p2pstore.memory.segment import ObjectEntry
+from p2pstore.status.traffic import Traffic
 from p2pstore.wire import Code, Message, code_of
 
 MAX_WAIT_SECONDS: Final = 24 * 3600.0

@@ -10,22 +10,26 @@ from typing import Any, Final
 import msgspec
 
 import p2pstore
-from p2pstore import memory_barrier
-from p2pstore.core.effects import KnownCopy
-from p2pstore.core.listing import ListedPage, ListOperation
-from p2pstore.core.lookup import LookupOperation, split_digests
-from p2pstore.core.pinning import PinEnd, PinOperation
-from p2pstore.core.presence import is_known, known_keys
-from p2pstore.core.put import MAX_REPLICAS
-from p2pstore.core.replicate import ReplicateOperation
+from p2pstore.access.keyring import KeyRing, Role
+from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints
+from p2pstore.checkpoint.peer.local_checkpoints import LocalCheckpoints
+from p2pstore.checkpoint.peer.local_groups import LocalGroups
+from p2pstore.core.copies.replicate import ReplicateOperation
+from p2pstore.core.core_effects import KnownCopy
+from p2pstore.core.gets.key_pages import ListedPage, ListOperation
+from p2pstore.core.gets.lookup import LookupOperation, split_digests
+from p2pstore.core.gets.presence_answers import is_known, known_keys
+from p2pstore.core.puts.pinning import PinEnd, PinOperation
+from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import AuthenticationFailed
-from p2pstore.gossip.messages import Status
-from p2pstore.keyring import KeyRing, Role
-from p2pstore.local import messages as local
-from p2pstore.local.messages import LocalKind
+from p2pstore.gossip.gossip_messages import Status
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_messages import LocalKind
 from p2pstore.local.server import WRITING, LocalClient
+from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
+from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_page
+from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import DIGEST_BYTES, namespace_digest
-from p2pstore.peer.checkpoints.service import PeerCheckpoints
 from p2pstore.peer.erasing import Erasing
 from p2pstore.peer.local_answers import (
     MAX_WAIT_SECONDS,
@@ -35,25 +39,21 @@ from p2pstore.peer.local_answers import (
     no_such_key,
     peer_entry,
 )
-from p2pstore.peer.local_checkpoints import LocalCheckpoints
 from p2pstore.peer.local_gets import LocalGets
-from p2pstore.peer.local_groups import LocalGroups
 from p2pstore.peer.local_puts import LocalPuts
 from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
-from p2pstore.peer.statistics import (
+from p2pstore.peer.ticket_desk import TicketOffice
+from p2pstore.runtime import memory_barrier
+from p2pstore.runtime.stepping import Steps
+from p2pstore.runtime.turns import in_turns, take_turns
+from p2pstore.status.statistics import (
     MEMBERS_PER_STEP,
     cluster_document,
     json_in_steps,
     peer_document,
 )
-from p2pstore.peer.tickets import TicketOffice
-from p2pstore.stepping import Steps
-from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES
-from p2pstore.transfer.layout import Pin
-from p2pstore.transfer.memory import SharedMemory, create_page
-from p2pstore.transfer.messages import ListKeys
-from p2pstore.turns import in_turns, take_turns
+from p2pstore.transfer.data_messages import ListKeys
 from p2pstore.wire import Empty, Message
 
 logger = logging.getLogger("p2pstore.local")

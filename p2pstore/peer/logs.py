@@ -17,7 +17,7 @@ from typing import Final
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.objects import printable
-from p2pstore.regular_file import open_log_file
+from p2pstore.state.regular_file import open_log_file
 
 LOGGER_NAME: Final = "p2pstore"
 BURST: Final = 20

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
-from p2pstore.byte_budget import ByteBudget
 from p2pstore.config import PeerConfig
-from p2pstore.core.checking import CheckOperation
-from p2pstore.core.cold_return import ColdSorted
-from p2pstore.core.effects import (
+from p2pstore.core.copies.checking import CheckOperation
+from p2pstore.core.copies.cold_return import ColdSorted
+from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
+from p2pstore.core.core_effects import (
     AskPeer,
     CheckObject,
     CheckReturned,
@@ -34,7 +34,6 @@ from p2pstore.core.effects import (
     SaveClusterRecord,
     WriteObject,
 )
-from p2pstore.core.hand_over import HandedOver, HandOverOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import (
@@ -48,8 +47,9 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
+from p2pstore.gossip.gossip_messages import Ack, ControlKind, Status
+from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.host import ControlHost
-from p2pstore.gossip.links.link import LinkError
 from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
 from p2pstore.gossip.machine import (
     Answer,
@@ -62,7 +62,6 @@ from p2pstore.gossip.machine import (
 )
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.members.membership import STALL_SECONDS, MemberChange
-from p2pstore.gossip.messages import Ack, ControlKind, Status
 from p2pstore.gossip.records import (
     Member,
     PeerId,
@@ -78,21 +77,24 @@ from p2pstore.peer.joining import MAX_REPORTED, Joining
 from p2pstore.peer.later_replies import LaterReplies
 from p2pstore.peer.load import LoadMeter
 from p2pstore.peer.saving import StateSaver
-from p2pstore.peer.status.checkup import Checkup
 from p2pstore.peer.taken_copies import TakenCopies
-from p2pstore.peer.watching import PeerWatch
-from p2pstore.statedir import StateDirectory
-from p2pstore.stepping import Steps, run_through
-from p2pstore.transfer.arriving import Announced
-from p2pstore.transfer.data_places import DataPlaces
-from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.data_session import ServerLimits
+from p2pstore.runtime.byte_budget import ByteBudget
+from p2pstore.runtime.stepping import Steps, run_through
+from p2pstore.runtime.turns import take_turns
+from p2pstore.state.state_directory import StateDirectory
+from p2pstore.status.checkup import Checkup
+from p2pstore.status.operation_watch import PeerWatch
+from p2pstore.transfer.data_messages import DataKind, Keeps, Snapshot, SnapshotReply
 from p2pstore.transfer.failover import HolderReport, order_copies
-from p2pstore.transfer.messages import DataKind, Keeps, Snapshot, SnapshotReply
-from p2pstore.transfer.rdma_rules import NAME as RDMA
-from p2pstore.transfer.read_answers import Traffic
-from p2pstore.transfer.shm import ShmTransport
-from p2pstore.transfer.trace import ReadWatch
+from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
+from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.serving.data_places import DataPlaces
+from p2pstore.transfer.serving.data_session import ServerLimits
+from p2pstore.transfer.serving.read_answers import Traffic
+from p2pstore.transfer.serving.uploads import Uploads
+from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import (
     PullReport,
     RemoteCopy,
@@ -100,14 +102,12 @@ from p2pstore.transfer.transport import (
     Transport,
     pull_with_failover,
 )
-from p2pstore.transfer.uploads import Uploads
-from p2pstore.turns import take_turns
 from p2pstore.wire import Code, Failure, Message, code_of, error_of
 
 if TYPE_CHECKING:
-    from p2pstore.peer.rdma import PeerRdma
-    from p2pstore.peer.ssd import PeerSsd
-    from p2pstore.transfer.kept_file import KeptMemory
+    from p2pstore.memory.mapped.kept_file import KeptMemory
+    from p2pstore.peer.peer_rdma import PeerRdma
+    from p2pstore.peer.peer_ssd import PeerSsd
 
 logger = logging.getLogger("p2pstore.peer")
 

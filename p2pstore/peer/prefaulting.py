@@ -8,8 +8,8 @@ from typing import Final
 import trio
 
 from p2pstore.config import PeerConfig
+from p2pstore.memory.mapped.mapped_memory import prefault
 from p2pstore.peer.segment_memory import SegmentMemory
-from p2pstore.transfer.memory import prefault
 
 PAUSE_SECONDS: Final = 0.001
 

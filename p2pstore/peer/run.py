@@ -18,17 +18,17 @@ import msgspec
 import trio
 
 import p2pstore
+from p2pstore.access.invite import Invite
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError, P2PStoreError
-from p2pstore.invite import Invite
-from p2pstore.local.paths import own_directory, unreachable_by_others
-from p2pstore.nursery import open_background_nursery, sole_cause
+from p2pstore.local.socket_paths import own_directory, unreachable_by_others
 from p2pstore.peer.api import Peer, open_peer
 from p2pstore.peer.garbage import short_collections
 from p2pstore.peer.logs import configure_logs, reopen_logs, send_stderr_to_log
 from p2pstore.peer.service_manager import ServiceManager
-from p2pstore.places import kept
-from p2pstore.terminal import has_terminal
+from p2pstore.runtime.nursery import open_background_nursery, sole_cause
+from p2pstore.runtime.terminal import has_terminal
+from p2pstore.state.places import kept
 from p2pstore.topology.matrix import is_matrix
 
 logger = logging.getLogger("p2pstore.peer")

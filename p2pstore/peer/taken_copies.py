@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from p2pstore.core.copies_destination import Room, RoomDestination
-from p2pstore.core.effects import KnownCopy, PullOutcome, PullTogether
+from p2pstore.core.copies.copies_destination import Room, RoomDestination
+from p2pstore.core.core_effects import KnownCopy, PullOutcome, PullTogether
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
+from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import CHUNK_BYTES, KIB
-from p2pstore.transfer.arriving import Announced
-from p2pstore.transfer.layout import GRANULE_BYTES, round_up
-from p2pstore.transfer.small_reads import MOST_ITEMS, Part, Parts, part_slices
+from p2pstore.runtime.turns import take_turns
+from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.transfer.reading.small_reads import MOST_ITEMS, Part, Parts, part_slices
 from p2pstore.transfer.transport import RemotePeer, pull_with_failover
-from p2pstore.turns import take_turns
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node

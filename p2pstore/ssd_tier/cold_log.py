@@ -15,21 +15,21 @@ from typing import Final, TypeVar
 import trio
 
 from p2pstore.objects import MIB, Version
-from p2pstore.ssd_tier.admission import Admission
 from p2pstore.ssd_tier.dead_marks import DeadMarks
 from p2pstore.ssd_tier.disk_protocol import Disk
 from p2pstore.ssd_tier.footer import encode_footer
 from p2pstore.ssd_tier.group_commit import GroupCommit
 from p2pstore.ssd_tier.health import Health, TierState
 from p2pstore.ssd_tier.index import ColdEntry, ColdIndex
-from p2pstore.ssd_tier.layout import RecordPlace, record_position, segment_position
-from p2pstore.ssd_tier.measures import Measures
+from p2pstore.ssd_tier.log_layout import RecordPlace, record_position, segment_position
+from p2pstore.ssd_tier.log_segments import Segment, SegmentState, SegmentTable
 from p2pstore.ssd_tier.patience import Waiting
-from p2pstore.ssd_tier.scratch import ScratchMemory
-from p2pstore.ssd_tier.segments import Segment, SegmentState, SegmentTable
+from p2pstore.ssd_tier.scratch_buffers import ScratchMemory
 from p2pstore.ssd_tier.shares import Shares, no_shares
 from p2pstore.ssd_tier.superblock import Superblock
+from p2pstore.ssd_tier.tier_measures import Measures
 from p2pstore.ssd_tier.waking import Condition, Signal
+from p2pstore.ssd_tier.write_admission import Admission
 
 _TRUSTED: Final = (SegmentState.OPEN, SegmentState.SEALING, SegmentState.SEALED)
 INLINE_BYTES: Final = MIB

@@ -13,7 +13,7 @@ from typing import Final
 import lz4.block
 
 from p2pstore.objects import CHUNK_BYTES, KIB, chunk_bounds
-from p2pstore.ssd_tier.layout import DamagedRecord, round_up_to_page
+from p2pstore.ssd_tier.log_layout import DamagedRecord, round_up_to_page
 
 WORTH_RATIO: Final = 0.85
 """What is not smaller than this is stored as it is."""

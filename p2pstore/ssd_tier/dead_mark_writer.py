@@ -8,7 +8,7 @@ import trio
 
 from p2pstore.ssd_tier.cold_log import ColdLog
 from p2pstore.ssd_tier.health import TierOff
-from p2pstore.ssd_tier.layout import PAGE_BYTES
+from p2pstore.ssd_tier.log_layout import PAGE_BYTES
 from p2pstore.ssd_tier.waking import Signal
 
 GATHER_SECONDS: Final = 0.5

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from p2pstore.ssd_tier.layout import PAGE_BYTES
+from p2pstore.ssd_tier.log_layout import PAGE_BYTES
 
 SECTOR_BYTES: Final = 512
 _SECTOR_BITS_BYTES: Final = SECTOR_BYTES - 8

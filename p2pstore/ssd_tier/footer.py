@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from p2pstore.ssd_tier.layout import (
+from p2pstore.ssd_tier.log_layout import (
     PAGE_BYTES,
     DamagedRecord,
     page_is_sealed,

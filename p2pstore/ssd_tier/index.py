@@ -18,7 +18,7 @@ from p2pstore.objects import PART_BYTES, Version
 from p2pstore.ssd_tier.digest_slots import NOT_FOUND, DigestSlots
 from p2pstore.ssd_tier.footer import Footer
 from p2pstore.ssd_tier.key_order import KeyOrder
-from p2pstore.ssd_tier.layout import ColdFacts, RecordPlace, part_count, record_bytes
+from p2pstore.ssd_tier.log_layout import ColdFacts, RecordPlace, part_count, record_bytes
 from p2pstore.ssd_tier.record_rows import (
     CLOCK,
     DIGEST,

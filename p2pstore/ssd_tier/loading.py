@@ -11,7 +11,7 @@ import trio
 from p2pstore.objects import PART_BYTES
 from p2pstore.ssd_tier.cold_log import ColdLog
 from p2pstore.ssd_tier.index import ColdEntry, with_care
-from p2pstore.ssd_tier.layout import (
+from p2pstore.ssd_tier.log_layout import (
     ColdFacts,
     DamagedRecord,
     part_count,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from p2pstore.objects import CHUNK_BYTES, chunk_bounds, chunk_sum
 from p2pstore.ssd_tier.compression import decompress_chunk, decompress_part
-from p2pstore.ssd_tier.layout import Codec, DamagedRecord
+from p2pstore.ssd_tier.log_layout import Codec, DamagedRecord
 from p2pstore.ssd_tier.record_header import RecordHeader
 
 

@@ -19,7 +19,7 @@ from p2pstore.objects import (
     chunk_count,
     root_checksum,
 )
-from p2pstore.ssd_tier.layout import (
+from p2pstore.ssd_tier.log_layout import (
     PAGE_CONTENT_BYTES,
     Codec,
     ColdFacts,

@@ -8,7 +8,7 @@ from functools import partial
 from p2pstore.ssd_tier.cold_log import ColdLog
 from p2pstore.ssd_tier.disk_protocol import Check
 from p2pstore.ssd_tier.index import ColdEntry
-from p2pstore.ssd_tier.layout import (
+from p2pstore.ssd_tier.log_layout import (
     PAGE_BYTES,
     Codec,
     DamagedRecord,

@@ -19,7 +19,7 @@ from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.ssd_tier.digest_walk import DigestWalk
 from p2pstore.ssd_tier.footer import Footer
 from p2pstore.ssd_tier.key_texts import KeyTexts, Namespaces
-from p2pstore.ssd_tier.layout import ColdFacts, RecordPlace, record_bytes
+from p2pstore.ssd_tier.log_layout import ColdFacts, RecordPlace, record_bytes
 from p2pstore.ssd_tier.rows import (
     MAX_REPLICAS,
     ROW,

@@ -22,7 +22,7 @@ from p2pstore.ssd_tier.footer import (
     decode_footer_tail,
     footer_from_headers,
 )
-from p2pstore.ssd_tier.layout import PAGE_BYTES, DamagedRecord, segment_position
+from p2pstore.ssd_tier.log_layout import PAGE_BYTES, DamagedRecord, segment_position
 from p2pstore.ssd_tier.rows import ROW
 from p2pstore.ssd_tier.segment_search import Bytes, Read, SegmentSearch
 from p2pstore.ssd_tier.superblock import (

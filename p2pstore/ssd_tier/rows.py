@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pstore.objects import PART_BYTES
-from p2pstore.ssd_tier.layout import PAGE_BYTES
+from p2pstore.ssd_tier.log_layout import PAGE_BYTES
 
 Rows = npt.NDArray[Any]
 """Rows of ROW."""

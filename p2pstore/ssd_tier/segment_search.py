@@ -14,7 +14,7 @@ import numpy as np
 
 from p2pstore.objects import KIB, MIB
 from p2pstore.ssd_tier.footer import footer_generation
-from p2pstore.ssd_tier.layout import (
+from p2pstore.ssd_tier.log_layout import (
     FIRST_RECORD_PAGE,
     PAGE_BYTES,
     DamagedRecord,

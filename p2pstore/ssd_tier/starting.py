@@ -17,10 +17,10 @@ from p2pstore.ssd_tier.disk import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import Disk
 from p2pstore.ssd_tier.footer import footer_pages
 from p2pstore.ssd_tier.index import ColdIndex
-from p2pstore.ssd_tier.layout import PAGE_BYTES, STORE_ID_BYTES, DamagedRecord
+from p2pstore.ssd_tier.log_layout import PAGE_BYTES, STORE_ID_BYTES, DamagedRecord
+from p2pstore.ssd_tier.log_segments import SegmentState, SegmentTable
 from p2pstore.ssd_tier.recovery import FoundSegment, FoundState, read_segment
 from p2pstore.ssd_tier.refill import refill
-from p2pstore.ssd_tier.segments import SegmentState, SegmentTable
 from p2pstore.ssd_tier.superblock import (
     Superblock,
     cluster_mark,

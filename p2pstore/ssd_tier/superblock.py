@@ -23,7 +23,7 @@ import xxhash
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB
 from p2pstore.ssd_tier.dead_marks import DeadMarks
-from p2pstore.ssd_tier.layout import (
+from p2pstore.ssd_tier.log_layout import (
     LOG_START_BYTES,
     PAGE_BYTES,
     SEGMENT_BYTES,

@@ -21,25 +21,25 @@ from typing import Any, Final
 
 import trio
 
-from p2pstore.nursery import open_background_nursery
 from p2pstore.objects import KIB, Version
-from p2pstore.ssd_tier.admission import Admission, AdmissionPolicy, Refusal
+from p2pstore.runtime.nursery import open_background_nursery
 from p2pstore.ssd_tier.cold_log import ColdLog, StateChanged, Withdraw
 from p2pstore.ssd_tier.dead_mark_writer import DeadMarkWriter
 from p2pstore.ssd_tier.disk_protocol import Disk, Waits
 from p2pstore.ssd_tier.disk_watch import DiskWatch
 from p2pstore.ssd_tier.health import TierOff, TierState
 from p2pstore.ssd_tier.index import ColdEntry
-from p2pstore.ssd_tier.layout import SEGMENT_BYTES, ColdFacts
 from p2pstore.ssd_tier.loading import Prepare, Reader
+from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES, ColdFacts
+from p2pstore.ssd_tier.log_segments import SegmentState
 from p2pstore.ssd_tier.misses import ColdMiss
 from p2pstore.ssd_tier.patience import PATIENCE_SECONDS, Overdue
-from p2pstore.ssd_tier.segments import SegmentState
+from p2pstore.ssd_tier.record_writing import Writer
 from p2pstore.ssd_tier.shares import Shares, no_shares
 from p2pstore.ssd_tier.starting import open_superblock, read_log, restore, unsafe_segments
-from p2pstore.ssd_tier.storing import Writer
 from p2pstore.ssd_tier.superblock import Superblock
 from p2pstore.ssd_tier.upkeep import Upkeep
+from p2pstore.ssd_tier.write_admission import Admission, AdmissionPolicy, Refusal
 
 CLOSE_SECONDS: Final = 5.0
 """For the last discards, when the tier is closed."""

@@ -9,12 +9,12 @@ from typing import Final
 
 import trio
 
+from p2pstore.ssd_tier.cold_keeping import Keeper
 from p2pstore.ssd_tier.cold_log import ColdLog
 from p2pstore.ssd_tier.dead_mark_writer import DeadMarkWriter
 from p2pstore.ssd_tier.dead_marks import DeadMarks
 from p2pstore.ssd_tier.health import TierOff
-from p2pstore.ssd_tier.keeping import Keeper
-from p2pstore.ssd_tier.segments import Segment, SegmentState
+from p2pstore.ssd_tier.log_segments import Segment, SegmentState
 from p2pstore.ssd_tier.superblock import encode_segment_start
 
 logger = logging.getLogger("p2pstore.ssd_tier")

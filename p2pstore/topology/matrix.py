@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from p2pstore.errors import ConfigError
-from p2pstore.topology.machine import Machine, memory_distance, pci_distance
+from p2pstore.topology.hardware import Machine, memory_distance, pci_distance
 
 _LOCATION: Final = re.compile(r"[a-z]+:[0-9]{1,4}")
 _EXAMPLE: Final = '{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}'

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from p2pstore.errors import ConfigError
-from p2pstore.regular_file import open_regular_file
-from p2pstore.topology.machine import Machine, Nic, NumaNode, Place
+from p2pstore.state.regular_file import open_regular_file
+from p2pstore.topology.hardware import Machine, Nic, NumaNode, Place
 from p2pstore.topology.matrix import Matrix, is_matrix, matrix_of, natural_order, overridden
 
 SYSFS: Final = Path("/sys")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.eviction import EvictionOrder
+from p2pstore.memory.policies.interface import EvictionPolicy
+from p2pstore.memory.segment_layout import GRANULE_BYTES, Pin, SlotState
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.trace.prefix_hits import HitCounts, leading_hits
-from p2pstore.trace.requests import Request
-from p2pstore.transfer.entries import ObjectEntry
-from p2pstore.transfer.eviction import EvictionOrder
-from p2pstore.transfer.layout import GRANULE_BYTES, Pin, SlotState
-from p2pstore.transfer.policies.interface import EvictionPolicy
+from p2pstore.trace.trace_requests import Request
 
 _VERSION = Version(1, 1)
 

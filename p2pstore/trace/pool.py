@@ -14,15 +14,15 @@ from enum import StrEnum
 from itertools import islice
 from random import Random
 
-from p2pstore.core.write_back import WRITTEN_SHARE
+from p2pstore.core.copies.write_back import WRITTEN_SHARE
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
 from p2pstore.trace.block_cache import BlockCache, block_of
 from p2pstore.trace.cold_blocks import ColdBlocks
 from p2pstore.trace.outages import PeerChange, next_up
 from p2pstore.trace.prefix_hits import LLAMA3_70B, HitCounts, Model, leading_hits
-from p2pstore.trace.requests import Request
-from p2pstore.trace.routing import DEFAULT_LOAD_BOUND, RoutingName, make_router
-from p2pstore.transfer.entries import ObjectEntry
-from p2pstore.transfer.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
+from p2pstore.trace.trace_requests import Request
+from p2pstore.trace.trace_routing import DEFAULT_LOAD_BOUND, RoutingName, make_router
 
 
 class Source(StrEnum):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from p2pstore.trace.requests import TOKENS_PER_BLOCK, Request
+from p2pstore.trace.trace_requests import TOKENS_PER_BLOCK, Request
 
 Block = TypeVar("Block")
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from p2pstore.errors import ProtocolError
 from p2pstore.objects import KIB, MIB
-from p2pstore.streams import ByteStream
+from p2pstore.runtime.streams import ByteStream
 from p2pstore.wire import ONE_WAY, FrameBuffer, Limits
 
 LINK_LIMITS: Final = Limits(64 * KIB, 0)

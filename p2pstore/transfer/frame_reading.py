@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pstore.streams import AcceptedStream
+from p2pstore.runtime.streams import AcceptedStream
 from p2pstore.wire import Code, FrameBuffer, FrameHeader, encode_failure
 
 

@@ -1,5 +1,5 @@
 """What all transports have in common: a remote copy, and the loop over holders. Where bytes go is in
-`p2pstore.transfer.arriving`."""
+`p2pstore.transfer.reading.arriving`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from p2pstore.errors import P2PStoreError
+from p2pstore.memory.segment_layout import (
+    Slot,
+    SlotState,
+    TrailerBody,
+    decode_slot,
+    decode_trailer,
+    trailer_matches,
+)
 from p2pstore.objects import MIB, ZERO_VERSION, Version
-from p2pstore.transfer.arriving import (
+from p2pstore.transfer.data_messages import Keeps
+from p2pstore.transfer.failover import Attempt, HolderReport, PullAttempts, PullFailed
+from p2pstore.transfer.read_tickets import GrantedTicket
+from p2pstore.transfer.reading.arriving import (
     ONLY_READER,
     Announced,
     Arriving,
@@ -25,18 +36,7 @@ from p2pstore.transfer.arriving import (
     verify_chunk,
     watch_of,
 )
-from p2pstore.transfer.failover import Attempt, HolderReport, PullAttempts, PullFailed
-from p2pstore.transfer.layout import (
-    Slot,
-    SlotState,
-    TrailerBody,
-    decode_slot,
-    decode_trailer,
-    trailer_matches,
-)
-from p2pstore.transfer.messages import Keeps
-from p2pstore.transfer.tickets import GrantedTicket
-from p2pstore.transfer.trace import ReadWatch, TransportTry
+from p2pstore.transfer.transfer_trace import ReadWatch, TransportTry
 from p2pstore.wire import Code
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from p2pstore.gossip.messages import ControlKind
+from p2pstore.gossip.gossip_messages import ControlKind
 from p2pstore.gossip.records import LOCATION_BYTES
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_peer import GossipPeer

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from p2pstore.gossip.config import GossipConfig
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.records import LocationRecord
 from p2pstore.objects import Version
 from simulation.gossip_cluster import GossipCluster

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from p2pstore.gossip.config import GossipConfig
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.members.membership import MembershipConfig
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_peer import GossipPeer

@@ -16,8 +16,8 @@ from functools import partial
 from random import Random
 from typing import Final
 
-from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.effects import PartitionSet, Push
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_effects import PartitionSet, Push
 from p2pstore.gossip.homes.partition_homes import table_of
 from p2pstore.gossip.homes.partitions import PARTITION_COUNT, PartitionConfig, partition_of
 from p2pstore.gossip.records import LocationRecord, Member

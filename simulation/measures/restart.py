@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from p2pstore.gossip.messages import Claim, ControlKind, Ping, Status
+from p2pstore.gossip.gossip_messages import Claim, ControlKind, Ping, Status
 from simulation.gossip_peer import GossipPeer
 from simulation.measures.figures import (
     Case,

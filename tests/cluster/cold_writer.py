@@ -21,11 +21,11 @@ from random import Random
 import trio
 
 from p2pstore.objects import MIB, Version, key_digest
-from p2pstore.ssd_tier.admission import AdmissionPolicy
 from p2pstore.ssd_tier.disk import open_disk
 from p2pstore.ssd_tier.index import ColdEntry
-from p2pstore.ssd_tier.layout import LOG_START_BYTES
+from p2pstore.ssd_tier.log_layout import LOG_START_BYTES
 from p2pstore.ssd_tier.tier import SsdTier, open_tier
+from p2pstore.ssd_tier.write_admission import AdmissionPolicy
 from tests.unit.cold_harness import NAMESPACE, aligned, facts_of, value_of
 
 SEGMENTS = 6

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
 from p2pstore import blocking
+from p2pstore.access.keyring import new_cluster_key
 from p2pstore.blocking import BlockingClient
-from p2pstore.keyring import new_cluster_key
 from tests.cluster.hosts import Host, Network, why_not
 from tests.ports import free_port
 

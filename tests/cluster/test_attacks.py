@@ -21,20 +21,20 @@ import trio
 
 import p2pstore
 from p2pstore import errors
+from p2pstore.access.keyring import KeyRing
 from p2pstore.client.trio_client import Client
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import LocationRecord, SignedRecord, member_of
-from p2pstore.keyring import KeyRing
-from p2pstore.local import messages as local
-from p2pstore.local.messages import LocalKind
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_messages import LocalKind
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
-from p2pstore.peer.tickets import TicketOffice
+from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.put_facts import PutFacts
-from p2pstore.statedir import StateDirectory
-from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.messages import (
+from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.state.state_directory import StateDirectory
+from p2pstore.transfer.data_messages import (
     ClusterRecords,
     DataKind,
     Holding,
@@ -50,9 +50,9 @@ from p2pstore.transfer.messages import (
     SetPins,
     Snapshot,
 )
-from p2pstore.transfer.tickets import Scope
+from p2pstore.transfer.read_tickets import Scope
+from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
-from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import Empty, Message
 from tests.cluster.test_cli import Peer as Process
 from tests.cluster.test_cli import eventually, new_machine

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mooncake_p2p.errors import ExitCode
+from mooncake_p2p.exit_errors import ExitCode
 from mooncake_p2p.main import run
 from tests.unit.trace_requests import conversations
 

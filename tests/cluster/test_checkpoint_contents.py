@@ -11,13 +11,13 @@ import trio
 
 import p2pstore
 from p2pstore import errors
-from p2pstore.checkpoint import manifest as manifest_module
-from p2pstore.checkpoint.manifest import Manifest
-from p2pstore.checkpoint.pieces import Extent
-from p2pstore.checkpoint.target_directory import FILES_A_STEP, TargetDirectory
+from p2pstore.checkpoint.content import manifest as manifest_module
+from p2pstore.checkpoint.content.manifest import Manifest
+from p2pstore.checkpoint.content.pieces import Extent
+from p2pstore.checkpoint.content.target_directory import FILES_A_STEP, TargetDirectory
+from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.gossip.records import TakesPart
 from p2pstore.peer import open_peer
-from p2pstore.peer.checkpoints.swarm_run import SwarmRun
 from p2pstore.results import CheckpointProgress
 from tests.cluster.test_checkpoints import write_safetensors
 from tests.cluster.test_open_peer import cluster, config, until

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.client.checkpoint_groups import has_version
+from p2pstore.checkpoint.client.group_calls import has_version
 from p2pstore.errors import FollowersLag
 from tests.cluster.test_cli import COMMAND, Machine, Peer, done, eventually, new_machine
 from tests.contract.swarm_world import make_files

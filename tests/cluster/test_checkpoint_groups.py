@@ -13,10 +13,10 @@ import pytest
 import trio
 
 from p2pstore import errors
+from p2pstore.checkpoint.peer import updating
 from p2pstore.peer import Peer
-from p2pstore.peer.checkpoints import updating
-from p2pstore.peer.statistics import peer_document
 from p2pstore.results import FollowedCheckpoint
+from p2pstore.status.statistics import peer_document
 from tests.cluster.test_open_peer import cluster, until
 from tests.contract.swarm_world import make_files, same_files
 

@@ -14,12 +14,12 @@ import trio
 
 import p2pstore
 from p2pstore import errors
-from p2pstore.checkpoint.hashing import PieceHashes
+from p2pstore.checkpoint.content.hashing import PieceHashes
+from p2pstore.checkpoint.peer import checkpoint_service as service
+from p2pstore.checkpoint.peer.memory_target import MemoryTarget
+from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.gossip.records import TakesPart
 from p2pstore.peer import Peer, open_peer
-from p2pstore.peer.checkpoints import service
-from p2pstore.peer.checkpoints.memory_target import MemoryTarget
-from p2pstore.peer.checkpoints.swarm_run import SwarmRun
 from p2pstore.results import CheckpointProgress
 from tests.cluster.test_open_peer import MIB, cluster, config, until
 from tests.contract.swarm_world import make_files, same_files

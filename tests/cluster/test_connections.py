@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import trio
 
+from p2pstore.gossip.gossip_messages import Ack, ControlKind, PingRequest
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
+from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.host import ControlHost, open_control_host
-from p2pstore.gossip.links.link import LinkError
-from p2pstore.gossip.messages import Ack, ControlKind, PingRequest
 from p2pstore.gossip.records import PeerId
-from p2pstore.peer.statistics import peer_document
+from p2pstore.status.statistics import peer_document
 from p2pstore.wire import Empty, Message
 from tests.cluster.test_control_host import Seen, address_of, opened, peer_id, ping, until
 from tests.cluster.test_open_peer import cluster

@@ -27,19 +27,19 @@ from libp2p.protocol_muxer.multiselect_client import MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.security.noise.transport import Transport as NoiseTransport
 
+from p2pstore.access.keyring import KeyRing
 from p2pstore.config import DEFAULT_CONTROL_PORT
 from p2pstore.errors import ConfigError
-from p2pstore.gossip.links import connection as connection_module
+from p2pstore.gossip.gossip_messages import Ack, ControlKind, Exchange, Ping, PingRequest
+from p2pstore.gossip.links import control_connection as connection_module
+from p2pstore.gossip.links import control_link as link_module
 from p2pstore.gossip.links import host as host_module
-from p2pstore.gossip.links import link as link_module
 from p2pstore.gossip.links import sockets as sockets_module
 from p2pstore.gossip.links.admission import Opener
+from p2pstore.gossip.links.control_link import LinkError, open_asking_stream
 from p2pstore.gossip.links.host import ControlHost, open_control_host
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.link import LinkError, open_asking_stream
-from p2pstore.gossip.messages import Ack, ControlKind, Exchange, Ping, PingRequest
 from p2pstore.gossip.records import PeerId
-from p2pstore.keyring import KeyRing
 from p2pstore.wire import HEADER, Code, Message, encode_frame
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
@@ -448,8 +448,8 @@ PEER = """
 import sys, trio
 from p2pstore.gossip.links.host import open_control_host
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.messages import Ack, Ping
-from p2pstore.keyring import KeyRing
+from p2pstore.gossip.gossip_messages import Ack, Ping
+from p2pstore.access.keyring import KeyRing
 
 async def handle(peer_id, kind, request):
     return Ack(request.incarnation + 1, []) if isinstance(request, Ping) else Ack(0, [])

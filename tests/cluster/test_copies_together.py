@@ -16,7 +16,7 @@ from p2pstore.client.puts import WINDOW_SHARE, windows
 from p2pstore.errors import ProtocolMismatch
 from p2pstore.objects import KIB, MIB
 from p2pstore.peer import Peer
-from p2pstore.transfer.messages import DataKind
+from p2pstore.transfer.data_messages import DataKind
 from tests.cluster.test_cli import eventually, new_machine
 from tests.cluster.test_hung_ssd import peer, until
 

@@ -18,20 +18,20 @@ import pytest
 import trio
 
 from p2pstore import blocking, errors
+from p2pstore.access.keyring import KeyRing, new_cluster_key, parse_cluster_keys
+from p2pstore.gossip.gossip_messages import Ack, ControlKind, Ping
+from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.host import ControlHost, open_control_host
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.link import LinkError
-from p2pstore.gossip.messages import Ack, ControlKind, Ping
 from p2pstore.gossip.records import format_peer_id
-from p2pstore.keyring import KeyRing, new_cluster_key, parse_cluster_keys
 from p2pstore.peer import Peer, open_peer
-from p2pstore.peer.tickets import TicketOffice
-from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.messages import DataKind
-from p2pstore.transfer.messages import Ping as DataPing
-from p2pstore.transfer.tickets import Scope
+from p2pstore.peer.ticket_desk import TicketOffice
+from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.data_messages import Ping as DataPing
+from p2pstore.transfer.read_tickets import Scope
+from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
-from p2pstore.trio_streams import TrioDriver
 from tests.cluster.test_cli import Machine, eventually, machine
 from tests.cluster.test_cli import Peer as Process
 from tests.cluster.test_open_peer import config, until

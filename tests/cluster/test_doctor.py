@@ -206,7 +206,7 @@ def test_another_version_is_told_and_does_not_stop_it(
 ) -> None:
     patch = (
         "import p2pstore; p2pstore.__version__ = '9.9.9'\n"
-        "from p2pstore.transfer import messages\n"
+        "from p2pstore.transfer import data_messages as messages\n"
         "del messages.REQUESTS[messages.DataKind.MEASURE]"
     )
     newer = patched_peer(monkeypatch, machine, patch)

@@ -10,11 +10,11 @@ import pytest
 import trio
 
 from p2pstore import PeerConfig, errors
-from p2pstore.core import sweeping
+from p2pstore.core.copies import sweeping
 from p2pstore.gossip.floors import floor_sync
 from p2pstore.objects import clock_from_unix_seconds
 from p2pstore.peer import Peer, open_peer
-from p2pstore.statedir import StateDirectory
+from p2pstore.state.state_directory import StateDirectory
 
 
 async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:

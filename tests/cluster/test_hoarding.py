@@ -18,26 +18,26 @@ import pytest
 import trio
 
 from p2pstore import errors
+from p2pstore.access.keyring import KeyRing
 from p2pstore.config import split_address
+from p2pstore.gossip.gossip_messages import ControlKind
+from p2pstore.gossip.gossip_messages import Ping as ControlPing
+from p2pstore.gossip.links import control_link as link_module
 from p2pstore.gossip.links import host as host_module
-from p2pstore.gossip.links import link as link_module
 from p2pstore.gossip.links.admission import Opener
+from p2pstore.gossip.links.control_link import open_asking_stream
 from p2pstore.gossip.links.host import ControlHost, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.libp2p_parts import MultiselectClient, MultiselectCommunicator
-from p2pstore.gossip.links.link import open_asking_stream
-from p2pstore.gossip.messages import ControlKind
-from p2pstore.gossip.messages import Ping as ControlPing
-from p2pstore.keyring import KeyRing
 from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
-from p2pstore.transfer import data_server
-from p2pstore.transfer.data_connection import DataConnection
-from p2pstore.transfer.data_session import ServerLimits
-from p2pstore.transfer.messages import DataKind, Get, GetItem, ListKeys, Ping
-from p2pstore.transfer.tickets import Scope, issue_ticket
-from p2pstore.trio_streams import TrioDriver
+from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.transfer.data_messages import DataKind, Get, GetItem, ListKeys, Ping
+from p2pstore.transfer.read_tickets import Scope, issue_ticket
+from p2pstore.transfer.reading.data_connection import DataConnection
+from p2pstore.transfer.serving import data_server
+from p2pstore.transfer.serving.data_session import ServerLimits
 from p2pstore.wire import HEADER, ONE_WAY, Message, encode_frame
 from tests.cluster.test_cli import Machine, eventually, new_machine
 from tests.cluster.test_cli import Peer as Process

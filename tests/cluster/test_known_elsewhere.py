@@ -20,7 +20,7 @@ from p2pstore import aio, blocking, connect, open_peer
 from p2pstore.blocking import BlockingClient
 from p2pstore.client import reading_together
 from p2pstore.client.known_holders import KnownHolders
-from p2pstore.client.link import PeerLink
+from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.session import ClientSession
 from p2pstore.config import PeerConfig
 from p2pstore.errors import (
@@ -31,10 +31,10 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.local.messages import LocalKind
+from p2pstore.local.local_messages import LocalKind
 from p2pstore.objects import key_digest
-from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.small_reads import Part, Parts
+from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.small_reads import Part, Parts
 from p2pstore.transfer.transport import RemotePeer
 from tests.cluster.processes import PeerProcess, new_cluster, until
 
@@ -462,7 +462,7 @@ async def test_without_room_to_map_the_table_the_peer_is_asked(
     def no_room(descriptor: int, length: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("p2pstore.local.connection.map_table", no_room)
+    monkeypatch.setattr("p2pstore.local.local_connection.map_table", no_room)
     with trio.fail_after(SECONDS):
         async with open_peer(config_in(tmp_path)) as peer:
             assert not await peer.contains("nowhere")

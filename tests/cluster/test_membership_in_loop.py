@@ -7,8 +7,8 @@ from pathlib import Path
 
 import trio
 
-from p2pstore.gossip.links.link import LinkError
-from p2pstore.gossip.messages import Ack, ControlKind, PingRequest, Status
+from p2pstore.gossip.gossip_messages import Ack, ControlKind, PingRequest, Status
+from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.records import PeerId
 from p2pstore.peer import Peer
 from p2pstore.wire import Message

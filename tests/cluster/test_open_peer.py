@@ -17,17 +17,18 @@ import trio
 
 import p2pstore
 from p2pstore import PeerConfig, errors
-from p2pstore.core import listing, serving
-from p2pstore.gossip.messages import ControlKind, Ping
-from p2pstore.keyring import new_cluster_key
+from p2pstore.access.keyring import new_cluster_key
+from p2pstore.core.gets import key_pages as listing
+from p2pstore.core.gets import serving
+from p2pstore.gossip.gossip_messages import ControlKind, Ping
+from p2pstore.memory.policies.least_recently_used import LeastRecentlyUsed
+from p2pstore.memory.policies.prefix_aware import PrefixAware
+from p2pstore.memory.segment_layout import SLOT_BYTES, trailer_offset
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer, saving
 from p2pstore.routing import Costs, Router
-from p2pstore.statedir import StateDirectory
-from p2pstore.transfer.layout import SLOT_BYTES, trailer_offset
-from p2pstore.transfer.messages import DataKind, Locations, Lookup, Replicate
-from p2pstore.transfer.policies.least_recently_used import LeastRecentlyUsed
-from p2pstore.transfer.policies.prefix_aware import PrefixAware
+from p2pstore.state.state_directory import StateDirectory
+from p2pstore.transfer.data_messages import DataKind, Locations, Lookup, Replicate
 
 MIB = 1024 * 1024
 
@@ -509,8 +510,8 @@ async def test_garbage_costs_a_connection_and_nothing_else(
 CLIENT = """
 import sys, numpy as np
 from p2pstore import blocking
-from p2pstore.local.messages import LocalKind, Reserve, Reserved, ReserveItem
-from p2pstore.streams import run_blocking
+from p2pstore.local.local_messages import LocalKind, Reserve, Reserved, ReserveItem
+from p2pstore.runtime.streams import run_blocking
 client = blocking.connect(sys.argv[1])
 lease = client.lease("k")
 view = lease.__enter__()

@@ -10,11 +10,11 @@ import pytest
 import trio
 
 from p2pstore import errors
+from p2pstore.memory.entries import Written
+from p2pstore.memory.segment_layout import TrailerBody, encode_trailer
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
-from p2pstore.transfer.entries import Written
-from p2pstore.transfer.layout import TrailerBody, encode_trailer
 from tests.cluster.test_open_peer import cluster, config, until
 
 KEYS = [f"key/{number}" for number in range(8)]

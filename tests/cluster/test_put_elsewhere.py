@@ -18,13 +18,13 @@ import trio
 
 import p2pstore
 from p2pstore import blocking, errors
+from p2pstore.access.keyring import KeyRing
 from p2pstore.client import elsewhere
 from p2pstore.client.known_holders import remote_copy
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.keyring import KeyRing
-from p2pstore.local import messages as local
-from p2pstore.local.connection import LocalConnection
-from p2pstore.local.messages import Access, LocalKind
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_messages import Access, LocalKind
 from p2pstore.objects import (
     MIB,
     chunk_sums,
@@ -34,13 +34,13 @@ from p2pstore.objects import (
 )
 from p2pstore.peer import Peer, open_peer
 from p2pstore.peer import api as peer_api
-from p2pstore.peer.tickets import TicketOffice
-from p2pstore.transfer import data_server
-from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.messages import DataKind, Statistics, Store, Stored, Ticket
-from p2pstore.transfer.tickets import GrantedTicket, Scope
+from p2pstore.peer.ticket_desk import TicketOffice
+from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.transfer.data_messages import DataKind, Statistics, Store, Stored, Ticket
+from p2pstore.transfer.read_tickets import GrantedTicket, Scope
+from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.transport import RemotePeer
-from p2pstore.trio_streams import TrioDriver
 from tests.cluster.test_cli import eventually, new_machine
 from tests.cluster.test_open_peer import config, until
 

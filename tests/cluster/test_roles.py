@@ -12,10 +12,8 @@ import trio
 from msgspec.structs import replace
 
 from p2pstore import connect, errors
-from p2pstore.gossip.links.host import ControlHost, open_control_host
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.link import LinkError
-from p2pstore.gossip.messages import (
+from p2pstore.access.keyring import KeyRing, new_cluster_key, parse_cluster_keys, reader_keys
+from p2pstore.gossip.gossip_messages import (
     Claim,
     ControlKind,
     Delta,
@@ -25,6 +23,9 @@ from p2pstore.gossip.messages import (
     PingRequest,
     Status,
 )
+from p2pstore.gossip.links.control_link import LinkError
+from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import (
     SCOPE_NAMESPACE,
     ClusterRecord,
@@ -36,11 +37,10 @@ from p2pstore.gossip.records import (
     sign_peer_record,
     writer_of,
 )
-from p2pstore.keyring import KeyRing, new_cluster_key, parse_cluster_keys, reader_keys
 from p2pstore.objects import clock_from_unix_seconds, namespace_digest
 from p2pstore.peer.api import Peer, open_peer
-from p2pstore.statedir import readers_key_file
-from p2pstore.transfer.messages import (
+from p2pstore.state.state_directory import readers_key_file
+from p2pstore.transfer.data_messages import (
     READER_KINDS,
     REQUESTS,
     ClusterRecords,
@@ -50,7 +50,7 @@ from p2pstore.transfer.messages import (
     Removed,
     Ticket,
 )
-from p2pstore.transfer.tickets import (
+from p2pstore.transfer.read_tickets import (
     GrantedTicket,
     Scope,
     TicketClaims,

@@ -23,19 +23,10 @@ import pytest
 import trio
 
 from p2pstore import blocking, errors
+from p2pstore.access.keyring import KeyRing, key_id_of
 from p2pstore.client.blocking_client import BlockingClient
 from p2pstore.config import split_address
-from p2pstore.gossip.links import connection as connection_module
-from p2pstore.gossip.links import host as host_module
-from p2pstore.gossip.links import link as link_module
-from p2pstore.gossip.links import refusals as refusals_module
-from p2pstore.gossip.links.admission import Opener
-from p2pstore.gossip.links.host import ControlHost, open_control_host
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.link import LinkError
-from p2pstore.gossip.links.multiplexer import MuxedStream
-from p2pstore.gossip.locations.log import REMOVED
-from p2pstore.gossip.messages import (
+from p2pstore.gossip.gossip_messages import (
     MAX_CLAIMS,
     MAX_LOG_CHUNKS,
     MAX_RECORDS,
@@ -50,6 +41,16 @@ from p2pstore.gossip.messages import (
     Proof,
     Status,
 )
+from p2pstore.gossip.links import control_connection as connection_module
+from p2pstore.gossip.links import control_link as link_module
+from p2pstore.gossip.links import host as host_module
+from p2pstore.gossip.links import refusals as refusals_module
+from p2pstore.gossip.links.admission import Opener
+from p2pstore.gossip.links.control_link import LinkError
+from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.links.multiplexer import MuxedStream
+from p2pstore.gossip.locations.log import REMOVED
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     ClusterRecord,
@@ -58,21 +59,20 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
     sign_peer_record,
 )
-from p2pstore.keyring import KeyRing, key_id_of
-from p2pstore.local import messages as local
+from p2pstore.local import local_messages as local
 from p2pstore.local import server as local_server
-from p2pstore.local.messages import LocalKind
+from p2pstore.local.local_messages import LocalKind
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
-from p2pstore.transfer import data_server
-from p2pstore.transfer import messages as data
-from p2pstore.transfer.data_connection import DataConnection
-from p2pstore.transfer.data_session import ServerLimits
-from p2pstore.transfer.messages import DataKind
-from p2pstore.transfer.tickets import GrantedTicket, Scope, issue_ticket
+from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
+from p2pstore.transfer import data_messages as data
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.read_tickets import GrantedTicket, Scope, issue_ticket
+from p2pstore.transfer.reading.data_connection import DataConnection
+from p2pstore.transfer.serving import data_server
+from p2pstore.transfer.serving.data_session import ServerLimits
 from p2pstore.transfer.transport import PullFailed
-from p2pstore.trio_streams import TrioDriver, TrioStream
 from p2pstore.wire import (
     CONTROL_LIMITS,
     HEADER,

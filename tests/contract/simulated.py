@@ -11,9 +11,9 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from p2pstore.streams import DEFAULT_PROGRESS_SECONDS, Driver
-from p2pstore.transfer.messages import ObjectReply, ObjectStatus
-from p2pstore.transfer.segment import Segment
+from p2pstore.memory.segment import Segment
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
+from p2pstore.transfer.data_messages import ObjectReply, ObjectStatus
 from p2pstore.transfer.transport import Destination, Pulled, RemoteCopy
 from simulation.kernel import Faults, FaultyNetwork, Kernel
 from simulation.tasks import Task

@@ -21,18 +21,18 @@ from typing import Any, TypeVar
 import msgspec
 import trio
 
-from p2pstore import memory_barrier
 from p2pstore.errors import CapacityExceeded, LeaseLimitExceeded, NoSuchKey, P2PStoreError
-from p2pstore.local import messages as local
-from p2pstore.local.messages import LocalKind
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_messages import LocalKind
 from p2pstore.local.server import LocalClient, serve_local
+from p2pstore.memory.entries import Written
+from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
+from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_memory, create_page
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import Pin, TrailerBody, plan_geometry
 from p2pstore.objects import DIGEST_BYTES, MIB, Version, key_digest
 from p2pstore.put_facts import PutFacts
-from p2pstore.transfer.entries import Written
-from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES
-from p2pstore.transfer.layout import Pin, TrailerBody, plan_geometry
-from p2pstore.transfer.memory import SharedMemory, create_memory, create_page
-from p2pstore.transfer.segment import Segment
+from p2pstore.runtime import memory_barrier
 from p2pstore.wire import Code, Empty, Message, code_of
 
 T = TypeVar("T")

@@ -15,28 +15,33 @@ from typing import Any
 import numpy as np
 import trio
 
-from p2pstore.checkpoint.hashing import hash_source
-from p2pstore.checkpoint.manifest import SignedManifest, read_manifest, sign_manifest, version_of
-from p2pstore.checkpoint.source_directory import SourceDirectory
-from p2pstore.checkpoint.swarm import SwarmConfig
-from p2pstore.checkpoint.target_directory import TargetDirectory
+from p2pstore.access.keyring import KeyRing
+from p2pstore.checkpoint.content.hashing import hash_source
+from p2pstore.checkpoint.content.manifest import (
+    SignedManifest,
+    read_manifest,
+    sign_manifest,
+    version_of,
+)
+from p2pstore.checkpoint.content.source_directory import SourceDirectory
+from p2pstore.checkpoint.content.target_directory import TargetDirectory
+from p2pstore.checkpoint.peer.running import RunningSwarms
+from p2pstore.checkpoint.peer.stores import PieceStore, PublishedPieces
+from p2pstore.checkpoint.peer.swarm_run import SwarmRun
+from p2pstore.checkpoint.swarm.swarm import SwarmConfig
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import member_of
-from p2pstore.keyring import KeyRing
-from p2pstore.peer.checkpoints.running import RunningSwarms
-from p2pstore.peer.checkpoints.stores import PieceStore, PublishedPieces
-from p2pstore.peer.checkpoints.swarm_run import SwarmRun
-from p2pstore.peer.tickets import TicketOffice
-from p2pstore.streams import BytesLike
+from p2pstore.memory.entries import SmallObjectsLent
+from p2pstore.peer.ticket_desk import TicketOffice
+from p2pstore.runtime.streams import BytesLike
+from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_addresses import over_tls
-from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.data_server import DataServer, listener_address, open_data_listeners
-from p2pstore.transfer.entries import SmallObjectsLent
-from p2pstore.transfer.messages import DataKind, GetItem, GetManifest, GetSmall, ObjectReply
-from p2pstore.transfer.read_answers import LentObject
-from p2pstore.transfer.tickets import TicketClaims
+from p2pstore.transfer.data_messages import DataKind, GetItem, GetManifest, GetSmall, ObjectReply
+from p2pstore.transfer.read_tickets import TicketClaims
+from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.serving.data_server import DataServer, listener_address, open_data_listeners
+from p2pstore.transfer.serving.read_answers import LentObject
 from p2pstore.transfer.transport import RemotePeer
-from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import Message
 
 PIECE = 64 * 1024

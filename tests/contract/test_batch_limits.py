@@ -14,7 +14,7 @@ from p2pstore.blocking import BlockingClient
 from p2pstore.errors import AnswerTooLarge
 from p2pstore.integrations.mooncake import removing
 from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
-from p2pstore.local import messages as local
+from p2pstore.local import local_messages as local
 from p2pstore.local.batching import (
     MAX_REPORTED_FAILURES,
     MOST_ITEMS,
@@ -22,7 +22,7 @@ from p2pstore.local.batching import (
     Cuts,
     text_bytes,
 )
-from p2pstore.local.messages import MAX_BATCH, LocalKind
+from p2pstore.local.local_messages import MAX_BATCH, LocalKind
 from p2pstore.put_facts import PutFacts
 from p2pstore.wire import LOCAL_LIMITS, encode_body
 from tests.contract.worlds import peer_process, until

@@ -15,14 +15,14 @@ import trio
 import p2pstore
 from p2pstore import blocking
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.local import messages as local
+from p2pstore.local import local_messages as local
 from p2pstore.local.batching import MOST_ITEMS
-from p2pstore.local.connection import LocalConnection
-from p2pstore.local.messages import Access, LocalKind
-from p2pstore.local.requests import Waiter
+from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_messages import Access, LocalKind
+from p2pstore.local.local_requests import Waiter
 from p2pstore.local.server import MAX_IN_FLIGHT, TURN_SECONDS
 from p2pstore.objects import DIGEST_BYTES
-from p2pstore.streams import BlockingDriver, run_blocking
+from p2pstore.runtime.streams import BlockingDriver, run_blocking
 from p2pstore.wire import PREFACE_LOCAL, Message, encode_frame
 from tests.contract.small_peer import SmallPeer, small_peer
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from p2pstore.core.hot_objects import HOT_READS
+from p2pstore.core.gets.hot_objects import HOT_READS
 from p2pstore.objects import MIB, key_digest
 from p2pstore.peer.data_backend import PeerDataBackend
-from p2pstore.transfer.messages import GetItem, GetSmall, Keeps
-from p2pstore.transfer.read_answers import LentObject
+from p2pstore.transfer.data_messages import GetItem, GetSmall, Keeps
+from p2pstore.transfer.serving.read_answers import LentObject
 from tests.contract.worlds import Cluster, open_cluster
 
 CHUNK, LONGER = key_digest("chunk"), key_digest("longer")

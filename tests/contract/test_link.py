@@ -11,12 +11,9 @@ import pytest
 import trio
 import trio.testing
 
+from p2pstore.access.keyring import KeyRing
 from p2pstore.errors import CapacityExceeded
-from p2pstore.gossip.links.host import open_control_host
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.link import Handler, Link, LinkError
-from p2pstore.gossip.links.memory_link import MemoryNetwork, open_memory_link
-from p2pstore.gossip.messages import (
+from p2pstore.gossip.gossip_messages import (
     Ack,
     Claim,
     ControlKind,
@@ -27,9 +24,12 @@ from p2pstore.gossip.messages import (
     Ping,
     PingRequest,
 )
+from p2pstore.gossip.links.control_link import Handler, Link, LinkError
+from p2pstore.gossip.links.host import open_control_host
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.links.memory_link import MemoryNetwork, open_memory_link
 from p2pstore.gossip.records import PeerId, SignedRecord
-from p2pstore.keyring import KeyRing
-from p2pstore.nursery import open_background_nursery
+from p2pstore.runtime.nursery import open_background_nursery
 from p2pstore.wire import Code, Empty, Message
 
 SECONDS = 10.0

@@ -45,16 +45,18 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.local import listener, paths, requests
-from p2pstore.local import messages as local
-from p2pstore.local.connection import LocalConnection
+from p2pstore.local import listener
+from p2pstore.local import local_messages as local
+from p2pstore.local import local_requests as requests
+from p2pstore.local import socket_paths as paths
 from p2pstore.local.listener import MAX_CONNECTIONS, listen_at
-from p2pstore.local.messages import Access, LocalKind
+from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_messages import Access, LocalKind
 from p2pstore.local.server import MAX_IN_FLIGHT
+from p2pstore.memory import hazards
 from p2pstore.objects import MIB, Version, key_digest
-from p2pstore.streams import BlockingDriver, run_blocking
-from p2pstore.transfer import hazards
-from p2pstore.trio_streams import TrioDriver, TrioStream
+from p2pstore.runtime.streams import BlockingDriver, run_blocking
+from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.wire import HEADER, PREFACE_LOCAL, Code, Empty, Message, encode_frame
 from tests.contract.small_peer import PEER_ID, SmallPeer, small_peer
 from tests.interrupts import interrupted_after_each_call, interrupted_at_each_line
@@ -786,8 +788,8 @@ async def test_the_peer_stops_under_a_client(kind: str, tmp_path: Path) -> None:
 CLIENT_THAT_DIES = """
 import os, sys, time
 from p2pstore import aio, blocking
-from p2pstore.local.messages import ReserveItem
-from p2pstore.streams import run_blocking
+from p2pstore.local.local_messages import ReserveItem
+from p2pstore.runtime.streams import run_blocking
 client = blocking.connect(sys.argv[1])
 client.put("k", b"x" * 5000)
 view = client.take_lease("k")

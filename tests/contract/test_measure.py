@@ -10,10 +10,9 @@ import trio
 
 from p2pstore.errors import AuthenticationFailed, P2PStoreError, ProtocolMismatch, Unavailable
 from p2pstore.objects import MIB
-from p2pstore.streams import Driver
-from p2pstore.transfer.data_connection import DataConnection
-from p2pstore.transfer.data_server import ServerLimits
-from p2pstore.transfer.messages import (
+from p2pstore.runtime.streams import Driver
+from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.transfer.data_messages import (
     MAX_MEASURE_BYTES,
     REQUESTS,
     DataKind,
@@ -22,8 +21,9 @@ from p2pstore.transfer.messages import (
     Ping,
     Pong,
 )
-from p2pstore.transfer.tickets import Scope
-from p2pstore.trio_streams import TrioDriver
+from p2pstore.transfer.read_tickets import Scope
+from p2pstore.transfer.reading.data_connection import DataConnection
+from p2pstore.transfer.serving.data_server import ServerLimits
 from tests.contract.test_transport import DRIVERS, Side, TcpHarness, grant, segment_of
 
 EVERYTHING = Scope.READ | Scope.PEER

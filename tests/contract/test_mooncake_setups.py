@@ -15,7 +15,7 @@ import pytest
 from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake import segments
 from p2pstore.integrations.mooncake.own_peer import OwnPeer, ssd_folder
-from p2pstore.local import paths
+from p2pstore.local import socket_paths as paths
 from tests.contract.worlds import until
 from tests.ports import free_port
 

@@ -24,14 +24,15 @@ import numpy as np
 import pytest
 
 from p2pstore import blocking, errors
-from p2pstore.client import leasing, neighbours
-from p2pstore.client.link import PeerLink
-from p2pstore.client.neighbours import Neighbours
-from p2pstore.local import messages as local
-from p2pstore.local.connection import LocalConnection
-from p2pstore.local.messages import Access, LocalKind
+from p2pstore.client import host_neighbours as neighbours
+from p2pstore.client import leasing
+from p2pstore.client.host_neighbours import Neighbours
+from p2pstore.client.peer_link import PeerLink
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_messages import Access, LocalKind
 from p2pstore.objects import MIB, key_digest
-from p2pstore.streams import BlockingDriver, BlockingStream, run_blocking
+from p2pstore.runtime.streams import BlockingDriver, BlockingStream, run_blocking
 from tests.contract.small_peer import PEER_ID, small_peer
 from tests.contract.worlds import (
     ASYNC_WORLDS,
@@ -154,7 +155,7 @@ def test_copies_out_of_a_neighbours_memory_after_the_first_need_no_plan(
     into = np.zeros(length + 10, np.uint8)
     assert store.get_into(key, into) == length
     until_known(store, key)
-    monkeypatch.setattr("p2pstore.client.fetch.pull_with_failover", refuse)
+    monkeypatch.setattr("p2pstore.client.fetcher.pull_with_failover", refuse)
     into[:] = 0
     assert store.get_into(key, into) == length
     assert np.array_equal(into[:length], value)
@@ -299,7 +300,7 @@ def test_a_batch_of_copies(
         assert [each.value for each in store.get_many(names)] == values
         for name in names:
             until_known(store, name)
-        monkeypatch.setattr("p2pstore.client.fetch.pull_with_failover", refuse)
+        monkeypatch.setattr("p2pstore.client.fetcher.pull_with_failover", refuse)
     monkeypatch.undo()
     assert not any(is_near(cluster, name) for name in names)
     spoil(cluster, names[1])

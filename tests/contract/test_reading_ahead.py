@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from p2pstore.objects import MIB
-from p2pstore.transfer.arriving import ALONE, PARTS_AHEAD, Arriving, resumable
-from p2pstore.transfer.span_reads import Span, SpanQueue
+from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.transfer.reading.arriving import ALONE, PARTS_AHEAD, Arriving, resumable
+from p2pstore.transfer.reading.span_reads import Span, SpanQueue
 from p2pstore.transfer.transport import BufferDestination
-from p2pstore.trio_streams import TrioDriver
 from tests.contract.test_transport import TcpHarness, pattern, put, segment_of
 
 CHUNKS = 12

@@ -14,11 +14,11 @@ import pytest
 import trio
 
 from p2pstore import blocking
-from p2pstore.local import messages as local
+from p2pstore.local import local_messages as local
+from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import MIB, Version, chunk_sums, root_checksum
-from p2pstore.transfer.arriving import ALONE, resumable
-from p2pstore.transfer.layout import Slot, TrailerBody
-from p2pstore.transfer.trace import ReadWatch
+from p2pstore.transfer.reading.arriving import ALONE, resumable
+from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import (
     BufferDestination,
     Destination,

@@ -26,14 +26,14 @@ import pytest
 
 import p2pstore
 from p2pstore import aio, blocking, errors
+from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
 from p2pstore.client import writing
 from p2pstore.client.aio_client import AioClient
 from p2pstore.client.blocking_client import BlockingCheckpoints, BlockingClient
-from p2pstore.client.checkpoints import Checkpoints
-from p2pstore.client.fetch import Fetcher
+from p2pstore.client.fetcher import Fetcher
 from p2pstore.client.trio_client import Client
 from p2pstore.local import server
-from p2pstore.local.connection import LocalConnection
+from p2pstore.local.local_connection import LocalConnection
 from p2pstore.objects import KIB, MIB, chunk_sums
 from p2pstore.results import ObjectStore
 from p2pstore.wire import Limits

@@ -21,12 +21,11 @@ from p2pstore.errors import (
     ProtocolMismatch,
     Unavailable,
 )
+from p2pstore.memory.entries import Written
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import TrailerBody, encode_trailer
 from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer import data_requests, data_server
-from p2pstore.transfer.data_server import ServerLimits
-from p2pstore.transfer.entries import Written
-from p2pstore.transfer.layout import TrailerBody, encode_trailer
-from p2pstore.transfer.messages import (
+from p2pstore.transfer.data_messages import (
     WRITE_KINDS,
     DataKind,
     Ping,
@@ -36,9 +35,11 @@ from p2pstore.transfer.messages import (
     StorePart,
     StoreReply,
 )
-from p2pstore.transfer.segment import Segment
-from p2pstore.transfer.store_intake import OpenedStore
-from p2pstore.transfer.tickets import Scope, TicketClaims
+from p2pstore.transfer.read_tickets import Scope, TicketClaims
+from p2pstore.transfer.reading import data_requests
+from p2pstore.transfer.serving import data_server
+from p2pstore.transfer.serving.data_server import ServerLimits
+from p2pstore.transfer.serving.store_intake import OpenedStore
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import HEADER, ONE_WAY, REPLY, Code, Failure, decode_body, encode_frame
 from tests.contract.test_transport import (

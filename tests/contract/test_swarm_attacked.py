@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from p2pstore.checkpoint.messages import (
+from p2pstore.checkpoint.swarm.swarm import SwarmConfig
+from p2pstore.checkpoint.swarm.swarm_messages import (
     Grant,
     Invite,
     Kind,
@@ -20,10 +21,8 @@ from p2pstore.checkpoint.messages import (
     Refuse,
     kind_of,
 )
-from p2pstore.checkpoint.swarm import SwarmConfig
-from p2pstore.streams import ByteStream
-from p2pstore.transfer.data_connection import DataConnection
-from p2pstore.transfer.messages import (
+from p2pstore.runtime.streams import ByteStream
+from p2pstore.transfer.data_messages import (
     DataKind,
     GetPiece,
     PieceReply,
@@ -31,6 +30,7 @@ from p2pstore.transfer.messages import (
     PieceTaken,
     SwarmLink,
 )
+from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.wire import HEADER, ONE_WAY, encode_frame
 from tests.contract.swarm_world import PIECE, MemberHere, open_world, until
 from tests.contract.test_slow_holders import NEVER, Trickle

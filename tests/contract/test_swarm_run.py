@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import trio
 
-from p2pstore.checkpoint import target_directory
-from p2pstore.checkpoint.manifest import SignedManifest, format_version, version_of
-from p2pstore.checkpoint.messages import MAX_NEW_PIECES, NewPieces
-from p2pstore.checkpoint.pieces import Extent
-from p2pstore.checkpoint.swarm import SwarmConfig
-from p2pstore.checkpoint.target_directory import TargetDirectory
+from p2pstore.checkpoint.content import target_directory
+from p2pstore.checkpoint.content.manifest import SignedManifest, format_version, version_of
+from p2pstore.checkpoint.content.pieces import Extent
+from p2pstore.checkpoint.content.target_directory import TargetDirectory
+from p2pstore.checkpoint.peer.manifests import ask_for_manifest
+from p2pstore.checkpoint.swarm.swarm import SwarmConfig
+from p2pstore.checkpoint.swarm.swarm_messages import MAX_NEW_PIECES, NewPieces
 from p2pstore.errors import CheckpointChanged, NoSuchKey
 from p2pstore.objects import MIB
-from p2pstore.peer.checkpoints.manifests import ask_for_manifest
 from tests.contract.swarm_world import (
     PIECE,
     MemberHere,

@@ -19,11 +19,13 @@ import trio
 
 from p2pstore.errors import BufferTooSmall
 from p2pstore.objects import MIB, key_digest
-from p2pstore.streams import run_blocking
-from p2pstore.transfer import data_pool, team_read, transport
-from p2pstore.transfer.data_pool import DataPool, TcpTransport
-from p2pstore.transfer.data_server import ServerLimits
-from p2pstore.transfer.trace import ReadWatch
+from p2pstore.runtime.streams import run_blocking
+from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.transfer import transport
+from p2pstore.transfer.reading import data_pool, team_read
+from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.serving.data_server import ServerLimits
+from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import (
     BufferDestination,
     Destination,
@@ -31,7 +33,6 @@ from p2pstore.transfer.transport import (
     RemoteCopy,
     pull_with_failover,
 )
-from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import Code
 from tests.contract.test_transport import (
     DRIVERS,

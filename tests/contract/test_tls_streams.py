@@ -14,14 +14,19 @@ import pytest
 import trio
 import trio.testing
 
-from p2pstore.asyncio_streams import AsyncioStream
 from p2pstore.errors import AuthenticationFailed, DeadlineExceeded, ProtocolError
 from p2pstore.objects import KIB, MIB
-from p2pstore.streams import ByteStream
-from p2pstore.transfer.data_server import listener_address, open_data_listeners
-from p2pstore.transfer.tls_certificates import VALID_SECONDS, check_certificate, make_certificate
-from p2pstore.transfer.tls_serving import RENEW_SECONDS, TlsServing, serving_context
-from p2pstore.transfer.tls_streams import (
+from p2pstore.runtime.asyncio_streams import AsyncioStream
+from p2pstore.runtime.streams import ByteStream
+from p2pstore.runtime.trio_streams import TrioStream
+from p2pstore.transfer.serving.data_server import listener_address, open_data_listeners
+from p2pstore.transfer.tls.tls_certificates import (
+    VALID_SECONDS,
+    check_certificate,
+    make_certificate,
+)
+from p2pstore.transfer.tls.tls_serving import RENEW_SECONDS, TlsServing, serving_context
+from p2pstore.transfer.tls.tls_streams import (
     MAX_HANDSHAKE_BYTES,
     MOST_RECEIVE_BYTES,
     AcceptedTlsStream,
@@ -29,7 +34,6 @@ from p2pstore.transfer.tls_streams import (
     dial_tls,
     dialling_context,
 )
-from p2pstore.trio_streams import TrioStream
 from tests.contract.test_transport import DRIVERS, OWNER, Side, grant, read_exactly
 
 Script = Callable[[AcceptedTlsStream], Awaitable[None]]

@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 import pytest
 import trio
 
-from p2pstore.asyncio_streams import AsyncioDriver
+from p2pstore.access.keyring import KeyRing
 from p2pstore.errors import (
     AuthenticationFailed,
     BufferTooSmall,
@@ -43,22 +43,10 @@ from p2pstore.errors import (
     Unavailable,
 )
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
-from p2pstore.keyring import KeyRing
-from p2pstore.objects import CHUNK_BYTES, KIB, MIB, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.streams import BlockingDriver, BytesLike, ByteStream, Driver, run_blocking
-from p2pstore.transfer import transport as transport_module
-from p2pstore.transfer.arriving import Announced, announcing
-from p2pstore.transfer.data_addresses import over_tls
-from p2pstore.transfer.data_pool import DataPool, TcpTransport
-from p2pstore.transfer.data_server import (
-    DataServer,
-    ServerLimits,
-    listener_address,
-    open_data_listeners,
-)
-from p2pstore.transfer.entries import SmallObjectsLent, Written
-from p2pstore.transfer.failover import Unannounced
-from p2pstore.transfer.layout import (
+from p2pstore.memory.entries import SmallObjectsLent, Written
+from p2pstore.memory.loans import Loan
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import (
     Slot,
     SlotState,
     TrailerBody,
@@ -66,8 +54,13 @@ from p2pstore.transfer.layout import (
     encode_trailer,
     plan_geometry,
 )
-from p2pstore.transfer.loans import Loan
-from p2pstore.transfer.messages import (
+from p2pstore.objects import CHUNK_BYTES, KIB, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.runtime.asyncio_streams import AsyncioDriver
+from p2pstore.runtime.streams import BlockingDriver, BytesLike, ByteStream, Driver, run_blocking
+from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
+from p2pstore.transfer import transport as transport_module
+from p2pstore.transfer.data_addresses import over_tls
+from p2pstore.transfer.data_messages import (
     MAX_SMALL_BULK_BYTES,
     ClusterRecords,
     DataKind,
@@ -90,11 +83,8 @@ from p2pstore.transfer.messages import (
     Snapshot,
     SnapshotReply,
 )
-from p2pstore.transfer.read_answers import LentObject
-from p2pstore.transfer.segment import Segment
-from p2pstore.transfer.span_reads import ItemOutcome
-from p2pstore.transfer.store_intake import StoreBackend
-from p2pstore.transfer.tickets import (
+from p2pstore.transfer.failover import Unannounced
+from p2pstore.transfer.read_tickets import (
     GrantedTicket,
     Scope,
     TicketClaims,
@@ -102,6 +92,17 @@ from p2pstore.transfer.tickets import (
     open_ticket,
     prove,
 )
+from p2pstore.transfer.reading.arriving import Announced, announcing
+from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.reading.span_reads import ItemOutcome
+from p2pstore.transfer.serving.data_server import (
+    DataServer,
+    ServerLimits,
+    listener_address,
+    open_data_listeners,
+)
+from p2pstore.transfer.serving.read_answers import LentObject
+from p2pstore.transfer.serving.store_intake import StoreBackend
 from p2pstore.transfer.transport import (
     BufferDestination,
     Destination,
@@ -113,7 +114,6 @@ from p2pstore.transfer.transport import (
     hurried,
     pull_with_failover,
 )
-from p2pstore.trio_streams import TrioDriver, TrioStream
 from p2pstore.wire import (
     HEADER,
     HEADER_BYTES,
@@ -1471,7 +1471,7 @@ async def test_connections_of_a_burst_close_when_fewer_are_enough(
         tcp.backend.release.set()
     await pool.request(peer, DataKind.PING, Ping())
     assert tcp.server.connections == pool.open_connections == 4
-    monkeypatch.setattr("p2pstore.transfer.data_pool.SPARE_SECONDS", 0.0)
+    monkeypatch.setattr("p2pstore.transfer.reading.data_pool.SPARE_SECONDS", 0.0)
     for left in (3, 2, 1, 1):
         await pool.request(peer, DataKind.PING, Ping())
         assert pool.open_connections == left

@@ -7,7 +7,7 @@ import socket
 import pytest
 import trio
 
-from p2pstore.streams import UNSENT_BYTES, tune_tcp
+from p2pstore.runtime.streams import UNSENT_BYTES, tune_tcp
 from tests.contract.test_transport import DRIVERS, Side
 
 TCP_NOTSENT_LOWAT = 25

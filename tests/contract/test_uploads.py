@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 
 from p2pstore.objects import KIB, MIB, key_digest
-from p2pstore.streams import ByteStream
-from p2pstore.transfer.data_server import ServerLimits
-from p2pstore.transfer.messages import DataKind, Get, GetItem, GetSmall
-from p2pstore.transfer.read_answers import MAX_READ_THREADS
-from p2pstore.transfer.read_thread import BRISK_READS
+from p2pstore.runtime.streams import ByteStream
+from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.transfer.data_messages import DataKind, Get, GetItem, GetSmall
+from p2pstore.transfer.serving.data_server import ServerLimits
+from p2pstore.transfer.serving.read_answers import MAX_READ_THREADS
+from p2pstore.transfer.serving.read_thread import BRISK_READS
 from p2pstore.transfer.transport import (
     BufferDestination,
     PullFailed,
@@ -23,7 +24,6 @@ from p2pstore.transfer.transport import (
     hurried,
     pull_with_failover,
 )
-from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import DATA_REPLY_LIMITS, HEADER_BYTES, Code, decode_header, encode_frame
 from tests.contract.test_transport import (
     DRIVERS,

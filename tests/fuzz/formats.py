@@ -14,19 +14,21 @@ from typing import Any, Final
 
 import xxhash
 
-from p2pstore.allowlist import parse_peer_ids
-from p2pstore.checkpoint.manifest import (
+from p2pstore.access.allowlist import parse_peer_ids
+from p2pstore.access.invite import Invite, format_invite, parse_invite
+from p2pstore.access.keyring import KeyRing, add_key, parse_cluster_keys, promote_key, retire_keys
+from p2pstore.checkpoint.content.manifest import (
     HASH_BYTES,
     FileEntry,
     hash_of,
     make_manifest,
     read_manifest,
 )
-from p2pstore.checkpoint.pieces import PieceLayout
-from p2pstore.checkpoint.safetensors import BrokenFile, read_header
+from p2pstore.checkpoint.content.pieces import PieceLayout
+from p2pstore.checkpoint.content.safetensors import BrokenFile, read_header
 from p2pstore.config import split_address
 from p2pstore.errors import AuthenticationFailed, CheckpointRefused, ConfigError, ProtocolError
-from p2pstore.gossip.checkpoints import HeadBody, SwitchBody, checkpoint_digest
+from p2pstore.gossip.checkpoint_records import HeadBody, SwitchBody, checkpoint_digest
 from p2pstore.gossip.exchange.digests import (
     check_runs,
     read_runs,
@@ -48,12 +50,9 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
     sign_peer_record,
 )
-from p2pstore.invite import Invite, format_invite, parse_invite
-from p2pstore.keyring import KeyRing, add_key, parse_cluster_keys, promote_key, retire_keys
-from p2pstore.objects import Version, chunk_sums, key_digest, parse_bytes, root_checksum
-from p2pstore.statedir import StateDirectory
-from p2pstore.transfer.entries import Written
-from p2pstore.transfer.layout import (
+from p2pstore.memory.entries import Written
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import (
     Pin,
     TrailerBody,
     decode_segment_header,
@@ -62,10 +61,11 @@ from p2pstore.transfer.layout import (
     encode_trailer,
     plan_geometry,
 )
-from p2pstore.transfer.messages import Ticket
-from p2pstore.transfer.reader import SegmentReader
-from p2pstore.transfer.segment import Segment
-from p2pstore.transfer.tickets import Scope, issue_ticket, open_ticket
+from p2pstore.objects import Version, chunk_sums, key_digest, parse_bytes, root_checksum
+from p2pstore.state.state_directory import StateDirectory
+from p2pstore.transfer.data_messages import Ticket
+from p2pstore.transfer.read_tickets import Scope, issue_ticket, open_ticket
+from p2pstore.transfer.reading.segment_reader import SegmentReader
 from p2pstore.wire import encode_body
 from tests.fuzz.mutation import HEADER, Mutator
 from tests.fuzz.victim import Problem

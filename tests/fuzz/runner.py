@@ -122,7 +122,9 @@ async def play_numbered(protocol: str, seed: int, number: int, victim: Victim, s
 
 def _fuzz_formats(messages: int, seed: int, only: int | None) -> Result:
     begin = time.monotonic()
-    logging.getLogger("p2pstore.statedir").setLevel(logging.ERROR)  # every torn file is a warning
+    logging.getLogger("p2pstore.state.state_directory").setLevel(
+        logging.ERROR
+    )  # every torn file is a warning
     first = only if only is not None else 0
     last = first + 1 if only is not None else messages
     for number in range(first, last):

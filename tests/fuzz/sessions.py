@@ -14,26 +14,26 @@ from typing import Any, Final
 
 import trio
 
+from p2pstore.access.keyring import KeyRing
 from p2pstore.config import split_address
 from p2pstore.errors import P2PStoreError, ProtocolError
+from p2pstore.gossip.gossip_messages import REPLIES as CONTROL_REPLIES
+from p2pstore.gossip.gossip_messages import REQUESTS as CONTROL_REQUESTS
+from p2pstore.gossip.gossip_messages import ControlKind
+from p2pstore.gossip.gossip_messages import Hello as ControlHello
+from p2pstore.gossip.gossip_messages import Proof as ControlProof
 from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
-from p2pstore.gossip.links.link import LinkError, admit_stream, open_asking_stream
-from p2pstore.gossip.messages import REPLIES as CONTROL_REPLIES
-from p2pstore.gossip.messages import REQUESTS as CONTROL_REQUESTS
-from p2pstore.gossip.messages import ControlKind
-from p2pstore.gossip.messages import Hello as ControlHello
-from p2pstore.gossip.messages import Proof as ControlProof
-from p2pstore.keyring import KeyRing
-from p2pstore.local import messages as local
-from p2pstore.local.messages import LocalKind
+from p2pstore.gossip.links.control_link import LinkError, admit_stream, open_asking_stream
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_messages import LocalKind
 from p2pstore.objects import chunk_sums, key_digest, root_checksum
-from p2pstore.transfer import messages as data
-from p2pstore.transfer.data_connection import DataConnection
-from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.messages import DataKind
-from p2pstore.transfer.tickets import Scope, issue_ticket, open_ticket, prove
+from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
+from p2pstore.transfer import data_messages as data
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.read_tickets import Scope, issue_ticket, open_ticket, prove
+from p2pstore.transfer.reading.data_connection import DataConnection
+from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import BufferDestination, PullFailed, RemoteCopy, RemotePeer
-from p2pstore.trio_streams import TrioDriver, TrioStream
 from p2pstore.wire import (
     ERROR,
     HEADER_BYTES,

@@ -9,10 +9,10 @@ from random import Random
 import pytest
 import trio
 
-from p2pstore.local import messages as local
-from p2pstore.local.messages import LocalKind
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_messages import LocalKind
 from p2pstore.peer import open_peer
-from p2pstore.trio_streams import TrioDriver
+from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.wire import PREFACE_LOCAL, FrameBuffer, Limits, encode_frame
 from tests.cluster.test_open_peer import config, until
 from tests.fuzz import runner, sessions

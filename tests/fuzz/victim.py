@@ -13,13 +13,13 @@ from typing import Final
 import trio
 
 from p2pstore import PeerConfig
+from p2pstore.access.keyring import KeyRing
 from p2pstore.gossip.exchange.exchanges import MAX_IN_FLIGHT_EXCHANGES
 from p2pstore.gossip.exchange.message_budget import SharedBudget
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import PeerId
-from p2pstore.keyring import KeyRing
 from p2pstore.peer import Peer, open_peer
-from p2pstore.peer.tickets import TicketOffice
+from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.wire import Message, encode_frame
 
 OBJECTS: Final = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.transfer.rdma_verbs import device_names
+from p2pstore.transfer.rdma.rdma_verbs import device_names
 
 HERE = Path(__file__).parent
 REASON = "no RDMA device here: run scripts/rdma_vm .venv/bin/python -m pytest tests/rdma"

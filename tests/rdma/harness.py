@@ -7,19 +7,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import trio
 
-from p2pstore.streams import Driver
-from p2pstore.transfer.data_server import (
+from p2pstore.memory.segment import Segment
+from p2pstore.runtime.streams import Driver
+from p2pstore.transfer.rdma.rdma_reads import ReadEngine
+from p2pstore.transfer.rdma.rdma_serving import RdmaServer
+from p2pstore.transfer.rdma.rdma_staging import Registered, Staging
+from p2pstore.transfer.rdma.rdma_transport import RdmaTransport, open_rdma_reading
+from p2pstore.transfer.rdma.rdma_verbs import Completion, CompletionQueue, Device, device_names
+from p2pstore.transfer.serving.data_server import (
     DataServer,
     ServerLimits,
     listener_address,
     open_data_listeners,
 )
-from p2pstore.transfer.rdma import RdmaTransport, open_rdma_reading
-from p2pstore.transfer.rdma_reads import ReadEngine
-from p2pstore.transfer.rdma_serving import RdmaServer
-from p2pstore.transfer.rdma_staging import Registered, Staging
-from p2pstore.transfer.rdma_verbs import Completion, CompletionQueue, Device, device_names
-from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.transport import RemoteCopy
 from tests.contract.test_transport import (
     OWNER,

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from p2pstore.objects import MIB
+from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.transport import BufferDestination
-from p2pstore.trio_streams import TrioDriver
 from tests.contract.test_transport import (
     SEGMENT_BYTES,
     Side,

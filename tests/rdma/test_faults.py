@@ -17,27 +17,33 @@ import trio
 import trio.testing
 
 from p2pstore.errors import Unavailable
+from p2pstore.memory.entries import Written
+from p2pstore.memory.mapped.mapping import address_of
+from p2pstore.memory.segment_layout import (
+    Slot,
+    TrailerBody,
+    decode_slot,
+    encode_slot,
+    encode_trailer,
+)
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer import rdma_lines, rdma_reads, rdma_serving
-from p2pstore.transfer.data_pool import DataPool, TcpTransport
-from p2pstore.transfer.data_server import ServerLimits
-from p2pstore.transfer.entries import Written
-from p2pstore.transfer.layout import Slot, TrailerBody, decode_slot, encode_slot, encode_trailer
-from p2pstore.transfer.mapping import address_of
-from p2pstore.transfer.messages import DataKind, RdmaConnect, RdmaConnected
-from p2pstore.transfer.rdma import RdmaTransport, open_rdma_reading
-from p2pstore.transfer.rdma_extent import WHOLE_BYTES
-from p2pstore.transfer.rdma_reads import Piece
-from p2pstore.transfer.rdma_rules import Endpoint, RemoteMemory, agree
-from p2pstore.transfer.rdma_staging import Staging
-from p2pstore.transfer.rdma_verbs import Device, ReadWork, Region, device_names, load_verbs
-from p2pstore.transfer.tickets import Scope
+from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.transfer.data_messages import DataKind, RdmaConnect, RdmaConnected
+from p2pstore.transfer.rdma import rdma_lines, rdma_reads, rdma_serving
+from p2pstore.transfer.rdma.rdma_extent import WHOLE_BYTES
+from p2pstore.transfer.rdma.rdma_reads import Piece
+from p2pstore.transfer.rdma.rdma_rules import Endpoint, RemoteMemory, agree
+from p2pstore.transfer.rdma.rdma_staging import Staging
+from p2pstore.transfer.rdma.rdma_transport import RdmaTransport, open_rdma_reading
+from p2pstore.transfer.rdma.rdma_verbs import Device, ReadWork, Region, device_names, load_verbs
+from p2pstore.transfer.read_tickets import Scope
+from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.serving.data_server import ServerLimits
 from p2pstore.transfer.transport import (
     BufferDestination,
     PullFailed,
     pull_with_failover,
 )
-from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import Code
 from tests.contract.test_transport import (
     OWNER,
@@ -130,8 +136,8 @@ async def test_a_slot_that_leads_out_of_the_segment(
 
 async def test_a_line_in_use_stays_and_one_out_of_use_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner ends connections on which nothing is asked, and one-sided reads ask nothing."""
-    monkeypatch.setattr("p2pstore.transfer.rdma_lines.PING_SECONDS", 0.3)
-    monkeypatch.setattr("p2pstore.transfer.rdma_lines.IDLE_SECONDS", 1.0)
+    monkeypatch.setattr("p2pstore.transfer.rdma.rdma_lines.PING_SECONDS", 0.3)
+    monkeypatch.setattr("p2pstore.transfer.rdma.rdma_lines.IDLE_SECONDS", 1.0)
     segment = segment_of(8 * MIB)
     limits = ServerLimits(idle_seconds=1.5)
     async with RdmaHarness.open_rdma(segment, limits) as rdma:
@@ -631,8 +637,8 @@ import mmap, os, resource, sys
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 from p2pstore.errors import ConfigError
-from p2pstore.transfer.mapping import address_of
-from p2pstore.transfer.rdma_verbs import Device, device_names
+from p2pstore.memory.mapped.mapping import address_of
+from p2pstore.transfer.rdma.rdma_verbs import Device, device_names
 memory = memoryview(mmap.mmap(-1, 8 << 20))
 try:
     Device(device_names()[0]).register(address_of(memory), len(memory), remote_read=True)

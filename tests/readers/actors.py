@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mooncake_p2p.tied import die_with_parent
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
-from p2pstore.client.link import PeerLink
+from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import (
     BufferTooSmall,
     CapacityExceeded,
@@ -31,12 +31,12 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.local.messages import Planned
+from p2pstore.local.local_messages import Planned
+from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import key_digest
 from p2pstore.results import ItemResult
-from p2pstore.transfer.layout import Slot, TrailerBody
-from p2pstore.transfer.messages import SMALL_OBJECT_BYTES
-from p2pstore.transfer.reader import SegmentReader, Spots
+from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
+from p2pstore.transfer.reading.segment_reader import SegmentReader, Spots
 from tests.readers.values import KEYS_PER_PEER, LONGEST_BYTES, is_right, key_name, value_of
 
 OWNERS: Final = 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from p2pstore.checkpoint.group import (
+from p2pstore.checkpoint.swarm.group import (
     Follower,
     FollowerState,
     GroupUpdate,
@@ -20,7 +20,7 @@ from p2pstore.checkpoint.group import (
     Verdict,
 )
 from p2pstore.core.checkpoints import Checkpoints
-from p2pstore.gossip.checkpoints import Head, short_version
+from p2pstore.gossip.checkpoint_records import Head, short_version
 from p2pstore.gossip.records import Participation, TakesPart
 from simulation.cluster import SimulatedCluster, SimulatedPeer
 from simulation.kernel import Faults, FaultyNetwork, Kernel

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.messages import Status
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_faults import FaultPlan, plan_of
 from simulation.gossip_invariants import Watch

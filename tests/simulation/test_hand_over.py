@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from p2pstore.core.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
-from p2pstore.core.put import PutEnd
-from p2pstore.gossip.config import GossipConfig
+from p2pstore.core.copies.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
+from p2pstore.core.puts.put_operation import PutEnd
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.objects import MIB, key_digest
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer

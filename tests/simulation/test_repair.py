@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from p2pstore.core.effects import AskPeer
-from p2pstore.core.put import PutEnd
-from p2pstore.core.repair import RepairTiming
-from p2pstore.gossip.config import GossipConfig
+from p2pstore.core.copies.repair import RepairTiming
+from p2pstore.core.core_effects import AskPeer
+from p2pstore.core.puts.put_operation import PutEnd
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.objects import MIB, key_digest
-from p2pstore.transfer.messages import DataKind
+from p2pstore.transfer.data_messages import DataKind
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
 from simulation.kernel import Faults, FaultyNetwork, Kernel
 

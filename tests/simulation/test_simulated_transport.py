@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import plan_geometry
 from p2pstore.objects import CHUNK_BYTES, MIB, key_digest
-from p2pstore.transfer.layout import plan_geometry
-from p2pstore.transfer.segment import Segment
 from p2pstore.transfer.transport import (
     BufferDestination,
     Pulled,

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from p2pstore.keyring import new_cluster_key
+from p2pstore.access.keyring import new_cluster_key
 from tests.soak.actor import Settings
 from tests.soak.network import ROOT, Network, NoNamespaces
 from tests.soak.peers import HOSTS, ROLES, Peer

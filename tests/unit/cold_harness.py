@@ -23,13 +23,13 @@ from p2pstore.objects import (
     key_digest,
     root_checksum,
 )
-from p2pstore.ssd_tier.admission import AdmissionPolicy
 from p2pstore.ssd_tier.disk import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import Check, Disk, Waits
 from p2pstore.ssd_tier.health import TierState
 from p2pstore.ssd_tier.index import ColdEntry
-from p2pstore.ssd_tier.layout import LOG_START_BYTES, ColdFacts, round_up_to_page
+from p2pstore.ssd_tier.log_layout import LOG_START_BYTES, ColdFacts, round_up_to_page
 from p2pstore.ssd_tier.tier import SsdTier, open_tier
+from p2pstore.ssd_tier.write_admission import AdmissionPolicy
 from simulation.faulty_disk import FaultyDisk
 
 SEGMENT_BYTES = MIB

@@ -9,7 +9,7 @@ from p2pstore.objects import MIB
 from p2pstore.ssd_tier.dead_marks import DeadMarks
 from p2pstore.ssd_tier.footer import encode_footer, footer_from_headers
 from p2pstore.ssd_tier.index import ColdIndex
-from p2pstore.ssd_tier.layout import (
+from p2pstore.ssd_tier.log_layout import (
     FIRST_RECORD_PAGE,
     PAGE_BYTES,
     Codec,

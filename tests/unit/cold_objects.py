@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from p2pstore.objects import CHUNK_BYTES, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.ssd_tier.layout import ColdFacts
+from p2pstore.ssd_tier.log_layout import ColdFacts
 
 STORE_ID = bytes(range(16))
 _SUM_OF_ZEROS = chunk_sums(bytes(CHUNK_BYTES))

@@ -8,11 +8,17 @@ from typing import Any
 
 import msgspec
 
-from p2pstore.core.effects import LoadObject, PullOutcome, WriteObject
+from p2pstore.core.core_effects import LoadObject, PullOutcome, WriteObject
 from p2pstore.gossip.records import LocationRecord
+from p2pstore.memory.segment_layout import (
+    Slot,
+    SlotState,
+    TrailerBody,
+    decode_trailer,
+    encode_trailer,
+)
 from p2pstore.objects import Version, namespace_digest
 from p2pstore.ssd_tier.index import ColdEntry
-from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, decode_trailer, encode_trailer
 from tests.unit.core_harness import Harness, clock_at, digest_of
 
 
@@ -26,7 +32,7 @@ class Stored:
 
 
 class DictionaryStore:
-    """Satisfies `p2pstore.core.cold_copies.ColdStore`."""
+    """Satisfies `p2pstore.core.copies.cold_copies.ColdStore`."""
 
     def __init__(self) -> None:
         self.objects: dict[bytes, Stored] = {}

@@ -10,16 +10,22 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from p2pstore.core.effects import AskPeer, OperationFinished, PullFailure, PullObject, PullOutcome
-from p2pstore.core.lookup import split_digests
+from p2pstore.core.core_effects import (
+    AskPeer,
+    OperationFinished,
+    PullFailure,
+    PullObject,
+    PullOutcome,
+)
+from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.core.put import PutOperation
+from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.gossip.floors.floor_stamps import hash_stamps
 from p2pstore.gossip.floors.floor_sync import FloorAnswer
+from p2pstore.gossip.gossip_messages import ControlKind, Delta, Ping
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.gossip.machine import Gossip, GossipConfig
-from p2pstore.gossip.messages import ControlKind, Delta, Ping
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
     PEER_RECORD_FORMAT,
@@ -37,6 +43,16 @@ from p2pstore.gossip.records import (
     sign_peer_record,
     writer_of,
 )
+from p2pstore.memory.kept_memory import Kept
+from p2pstore.memory.segment import NO_QUOTAS, ObjectEntry, Segment
+from p2pstore.memory.segment_layout import (
+    Slot,
+    SlotState,
+    TrailerBody,
+    encode_slot,
+    encode_trailer,
+    plan_geometry,
+)
 from p2pstore.objects import (
     DIGEST_BYTES,
     HybridClock,
@@ -47,16 +63,7 @@ from p2pstore.objects import (
     root_checksum,
 )
 from p2pstore.put_facts import PutFacts
-from p2pstore.transfer.kept import Kept
-from p2pstore.transfer.layout import (
-    Slot,
-    SlotState,
-    TrailerBody,
-    encode_slot,
-    encode_trailer,
-    plan_geometry,
-)
-from p2pstore.transfer.messages import (
+from p2pstore.transfer.data_messages import (
     REQUESTS,
     ClusterRecords,
     DataKind,
@@ -67,7 +74,6 @@ from p2pstore.transfer.messages import (
     Proofs,
     Push,
 )
-from p2pstore.transfer.segment import NO_QUOTAS, ObjectEntry, Segment
 from p2pstore.wire import Code, Message, decode_body, encode_body
 from simulation.signer import SimulatedSigner, SimulatedVerifier
 from tests.unit.gossip_network import inform_of_death

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import Version
-from p2pstore.transfer.entries import ObjectEntry
-from p2pstore.transfer.layout import Pin
 
 
 def entry(number: int, *, bytes_: int = 4096, now: float = 0.0, soft: bool = False) -> ObjectEntry:

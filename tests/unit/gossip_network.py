@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.effects import Push
+from p2pstore.gossip.gossip_effects import Push
+from p2pstore.gossip.gossip_messages import REPLIES, REQUESTS, Claim, ControlKind, Status
 from p2pstore.gossip.locations.directory import Location
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.signed_runs import SIGNATURE_BYTES, SignedRun
@@ -25,7 +26,6 @@ from p2pstore.gossip.machine import (
     Later,
 )
 from p2pstore.gossip.members.membership import Membership
-from p2pstore.gossip.messages import REPLIES, REQUESTS, Claim, ControlKind, Status
 from p2pstore.gossip.records import (
     ED25519_PREFIX,
     LOCATION_BYTES,

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from p2pstore.memory.entries import SmallObjectsLent
 from p2pstore.objects import KIB, MIB, PART_BYTES
-from p2pstore.transfer.entries import SmallObjectsLent
-from p2pstore.transfer.messages import (
+from p2pstore.transfer.data_messages import (
     DataKind,
     Get,
     GetItem,
@@ -20,9 +20,9 @@ from p2pstore.transfer.messages import (
     ObjectStatus,
     SmallObjects,
 )
-from p2pstore.transfer.read_answers import LentObject, ReadAnswers, Traffic
-from p2pstore.transfer.read_thread import ReadThread
-from p2pstore.transfer.uploads import Uploads
+from p2pstore.transfer.serving.read_answers import LentObject, ReadAnswers, Traffic
+from p2pstore.transfer.serving.read_thread import ReadThread
+from p2pstore.transfer.serving.uploads import Uploads
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
     HEADER_BYTES,

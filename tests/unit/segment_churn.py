@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final, TypeVar
 
+from p2pstore.memory.entries import Written
+from p2pstore.memory.segment import NO_QUOTAS, Segment
+from p2pstore.memory.segment_layout import TrailerBody, encode_trailer, plan_geometry
 from p2pstore.objects import KIB, MIB, Version, chunk_count, key_digest, root_checksum
-from p2pstore.transfer.entries import Written
-from p2pstore.transfer.layout import TrailerBody, encode_trailer, plan_geometry
-from p2pstore.transfer.segment import NO_QUOTAS, Segment
 
 SMALLEST_BYTES: Final = 4 * KIB
 LARGEST_BYTES: Final = 64 * MIB

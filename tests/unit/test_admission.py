@@ -11,13 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore import wire
-from p2pstore.allowlist import AllowList, parse_peer_id, parse_peer_ids
-from p2pstore.errors import ConfigError
-from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.messages import Proof, Welcome
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.keyring import (
+from p2pstore.access.allowlist import AllowList, parse_peer_id, parse_peer_ids
+from p2pstore.access.keyring import (
     KEYLESS,
     MAX_KEYS,
     KeyRing,
@@ -31,6 +26,11 @@ from p2pstore.keyring import (
     reader_keys,
     retire_keys,
 )
+from p2pstore.errors import ConfigError
+from p2pstore.gossip.gossip_messages import Proof, Welcome
+from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.records import format_peer_id
 from p2pstore.wire import Code
 
 ALICE, BOB, EVE = (Identity(bytes([number]) * 32).peer_id for number in (1, 2, 3))

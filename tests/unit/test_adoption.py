@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from p2pstore.core.effects import AskPeer
-from p2pstore.core.proofs import DOUBT_SECONDS
+from p2pstore.core.copies.proofs import DOUBT_SECONDS
+from p2pstore.core.core_effects import AskPeer
 from p2pstore.gossip.records import LocationRecord, writer_of
 from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.objects import Version
-from p2pstore.transfer.messages import DataKind, Proofs, Push
+from p2pstore.transfer.data_messages import DataKind, Proofs, Push
 from tests.unit.core_harness import (
     OTHER_INCARNATION,
     Harness,

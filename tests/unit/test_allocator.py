@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from p2pstore.transfer.allocator import ExtentAllocator, choose_windows
+from p2pstore.memory.extent_allocator import ExtentAllocator, choose_windows
 
 GRANULE = 16
 

@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from p2pstore.errors import CapacityExceeded
+from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import MIB
-from p2pstore.transfer.arriving import BufferDestination, ResumableDestination
 from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.layout import Slot, TrailerBody
-from p2pstore.transfer.reader import SegmentReader
+from p2pstore.transfer.reading.arriving import BufferDestination, ResumableDestination
+from p2pstore.transfer.reading.segment_reader import SegmentReader
 from tests.contract.test_transport import _buffers, pattern, put, segment_of
 
 VALUE, OTHER = pattern(3 * MIB + 5), pattern(3 * MIB + 5, seed=1)

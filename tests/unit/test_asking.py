@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from random import Random
 
-from p2pstore.gossip.config import GossipConfig
 from p2pstore.gossip.exchange.asking import LOST_ANSWER_SECONDS, Questions
-from p2pstore.gossip.messages import ControlKind
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_messages import ControlKind
 from p2pstore.wire import Empty
 from tests.unit.gossip_network import peer_id_of
 

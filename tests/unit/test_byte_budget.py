@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.byte_budget import Account, ByteBudget, Owner
+from p2pstore.runtime.byte_budget import Account, ByteBudget, Owner
 
 
 def opened(budget: ByteBudget, host: str, member: bytes = b"m") -> tuple[Account, list[str]]:

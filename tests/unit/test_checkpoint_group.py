@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from p2pstore.checkpoint.group import (
+from p2pstore.checkpoint.swarm.group import (
     FIRST_RETRY_SECONDS,
     LAST_RETRY_SECONDS,
     Abandon,

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import trio
 
-from p2pstore.checkpoint import bulk_reading, hashing
-from p2pstore.checkpoint.hashing import hash_source
-from p2pstore.checkpoint.manifest import FileHashes, Manifest, hash_of
-from p2pstore.checkpoint.pieces import MIN_PIECE_BYTES, SMALLEST_USUAL
-from p2pstore.checkpoint.source_directory import SourceDirectory
-from p2pstore.checkpoint.source_memory import SourceMemory
+from p2pstore.checkpoint.content import bulk_reading, hashing
+from p2pstore.checkpoint.content.hashing import hash_source
+from p2pstore.checkpoint.content.manifest import FileHashes, Manifest, hash_of
+from p2pstore.checkpoint.content.pieces import MIN_PIECE_BYTES, SMALLEST_USUAL
+from p2pstore.checkpoint.content.source_directory import SourceDirectory
+from p2pstore.checkpoint.content.source_memory import SourceMemory
 from p2pstore.client.tensor_file import plan_image, write_image
 from p2pstore.errors import CheckpointChanged, CheckpointRefused
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from p2pstore.checkpoint.manifest import (
+from p2pstore.checkpoint.content.content_paths import check_checkpoint_name, check_path, check_paths
+from p2pstore.checkpoint.content.manifest import (
     HASH_BYTES,
     MANIFEST_FORMAT,
     MAX_FILES,
@@ -25,8 +26,7 @@ from p2pstore.checkpoint.manifest import (
     unchanged_pieces,
     version_of,
 )
-from p2pstore.checkpoint.paths import check_checkpoint_name, check_path, check_paths
-from p2pstore.checkpoint.pieces import (
+from p2pstore.checkpoint.content.pieces import (
     CHEAP,
     LARGEST_USUAL,
     MAX_FILE_BYTES,

@@ -6,13 +6,13 @@ import pytest
 import trio
 import trio.testing
 
-from p2pstore.checkpoint.memory_layout import ALIGNMENT, plan_memory
-from p2pstore.checkpoint.piece_map import full_map
+from p2pstore.checkpoint.content.memory_layout import ALIGNMENT, plan_memory
+from p2pstore.checkpoint.content.piece_map import full_map
+from p2pstore.checkpoint.peer.memories import Memories
+from p2pstore.checkpoint.peer.memory_target import MemoryTarget
 from p2pstore.errors import CapacityExceeded, StoreClosed
+from p2pstore.memory.mapped.mapped_memory import map_read_only
 from p2pstore.objects import MIB
-from p2pstore.peer.checkpoints.memories import Memories
-from p2pstore.peer.checkpoints.memory_target import MemoryTarget
-from p2pstore.transfer.memory import map_read_only
 from tests.unit.test_target_directory import BASE, piece_of, signed
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.checkpoint.messages import MAX_INTRODUCED, Grant, Members, NewPieces, kind_of
-from p2pstore.peer.checkpoints.introductions import BELIEVED_SECONDS, MAX_BELIEVED, Introductions
-from p2pstore.peer.checkpoints.links import SwarmLinks, _Link
-from p2pstore.peer.checkpoints.piece_buffers import MOST_KEPT_BYTES, PieceBuffers
-from p2pstore.peer.checkpoints.token_bucket import BURST_SECONDS, TokenBucket
-from p2pstore.transfer.data_pool import DataPool
+from p2pstore.checkpoint.peer.introductions import BELIEVED_SECONDS, MAX_BELIEVED, Introductions
+from p2pstore.checkpoint.peer.piece_buffers import MOST_KEPT_BYTES, PieceBuffers
+from p2pstore.checkpoint.peer.swarm_links import SwarmLinks, _Link
+from p2pstore.checkpoint.peer.token_bucket import BURST_SECONDS, TokenBucket
+from p2pstore.checkpoint.swarm.swarm_messages import (
+    MAX_INTRODUCED,
+    Grant,
+    Members,
+    NewPieces,
+    kind_of,
+)
+from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.frame_link import FrameLink
-from p2pstore.trio_streams import TrioDriver
+from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.wire import ONE_WAY, encode_frame
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from mooncake_p2p.commands import bench_trace
-from mooncake_p2p.errors import ExitCode
+from mooncake_p2p.exit_errors import ExitCode
 from mooncake_p2p.main import run
 from p2pstore.trace.comparison import cases
 from p2pstore.trace.pool import PoolSettings

@@ -132,7 +132,7 @@ def test_keys_come_from_those_who_answer_in_time(
         return lister
 
     monkeypatch.setattr(blocking, "connect", connect)
-    monkeypatch.setattr("p2pstore.local.paths.answers", lambda path: True)
+    monkeypatch.setattr("p2pstore.local.socket_paths.answers", lambda path: True)
     begin = time.monotonic()
     words = ["get", "--socket", "/s", "--namespace=n", "-o", "file"]
     assert list(candidates(words, "a").values) == offered

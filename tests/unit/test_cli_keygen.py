@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mooncake_p2p.main import run
-from p2pstore.keyring import KEY_BYTES, KeyRing, parse_cluster_keys
+from p2pstore.access.keyring import KEY_BYTES, KeyRing, parse_cluster_keys
 
 
 def test_a_key_is_random_private_and_accepted_by_join(tmp_path: Path) -> None:

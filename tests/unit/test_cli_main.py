@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mooncake_p2p import output
-from mooncake_p2p.errors import (
+from mooncake_p2p.exit_errors import (
     EXIT_CODES,
     AlreadyTold,
     CommandFailed,

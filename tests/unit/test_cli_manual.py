@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_p2p.errors import ExitCode
+from mooncake_p2p.exit_errors import ExitCode
 from mooncake_p2p.main import COMMANDS, PROGRAM, LazyCommands, run
 from mooncake_p2p.manual import PAGES
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_p2p.errors import CommandFailed
+from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.new_file import NewFile
 
 REAL_OPEN = os.open

@@ -27,7 +27,7 @@ from p2pstore.results import (
     PinResult,
     PutResult,
 )
-from p2pstore.transfer.trace import FetchTrace, TransportTry
+from p2pstore.transfer.transfer_trace import FetchTrace, TransportTry
 
 
 def member(name: str, memory_capacity: int = 1 << 30) -> PeerInfo:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from mooncake_p2p.join_settings import spelled_as_given
 from mooncake_p2p.main import run
 from mooncake_p2p.options import parse_timeout
+from p2pstore.access.invite import Invite, format_invite
 from p2pstore.errors import ConfigError
-from p2pstore.invite import Invite, format_invite
 from p2pstore.objects import MIB, parse_duration
 from p2pstore.settings import Settings
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_p2p import transfers
-from mooncake_p2p.errors import CommandFailed, ExitCode
+from mooncake_p2p import piped_transfers as transfers
+from mooncake_p2p.exit_errors import CommandFailed, ExitCode
 from p2pstore.errors import ObjectTooLarge
 from p2pstore.objects import MIB
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.gossip.checkpoints import HeadBody, checkpoint_digest
+from p2pstore.gossip.checkpoint_records import HeadBody, checkpoint_digest
 from p2pstore.gossip.floors.cluster_records import ClusterRecords, cell_of
 from p2pstore.gossip.records import (
     ClusterRecord,

@@ -23,15 +23,16 @@ import trio
 import xxhash
 
 from p2pstore import wire
+from p2pstore.access.keyring import KeyRing
 from p2pstore.errors import ConfigError, P2PStoreError, ProtocolError, ProtocolMismatch
-from p2pstore.gossip import messages as control
+from p2pstore.gossip import gossip_messages as control
 from p2pstore.gossip.floors.cluster_comparison import TheirRecords
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
+from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
-from p2pstore.gossip.links.link import LinkError
 from p2pstore.gossip.members.membership import Membership, MembershipConfig
-from p2pstore.gossip.messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     MAX_RECORD_BYTES,
@@ -46,25 +47,30 @@ from p2pstore.gossip.records import (
     read_cluster_record,
     read_peer_record,
 )
-from p2pstore.keyring import KeyRing
-from p2pstore.local import messages as local
-from p2pstore.local.connection import LocalConnection
-from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
-from p2pstore.statedir import StateDirectory
-from p2pstore.streams import BlockingDriver, run_blocking
-from p2pstore.transfer import data_server as data_server_module
-from p2pstore.transfer import messages as data
-from p2pstore.transfer.data_connection import DataConnection
-from p2pstore.transfer.entries import Written
-from p2pstore.transfer.layout import (
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_connection import LocalConnection
+from p2pstore.memory.entries import Written
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import (
     Pin,
     TrailerBody,
     decode_trailer,
     encode_trailer,
     plan_geometry,
 )
-from p2pstore.transfer.segment import Segment
-from p2pstore.transfer.tickets import Scope, TicketClaims, issue_ticket, open_ticket, ticket_secret
+from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.runtime.streams import BlockingDriver, run_blocking
+from p2pstore.state.state_directory import StateDirectory
+from p2pstore.transfer import data_messages as data
+from p2pstore.transfer.read_tickets import (
+    Scope,
+    TicketClaims,
+    issue_ticket,
+    open_ticket,
+    ticket_secret,
+)
+from p2pstore.transfer.reading.data_connection import DataConnection
+from p2pstore.transfer.serving import data_server as data_server_module
 from p2pstore.wire import (
     ERROR,
     HEADER,
@@ -573,7 +579,7 @@ async def test_a_data_server_that_picks_another_version_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with data_server() as harness:
-        monkeypatch.setattr("p2pstore.transfer.data_server.negotiate_version", lambda *_: 5)
+        monkeypatch.setattr("p2pstore.transfer.serving.data_server.negotiate_version", lambda *_: 5)
         with pytest.raises(ProtocolMismatch, match="the other side 5 to 5"):
             await DataConnection.open(await connect(harness.address), grant())
 

@@ -8,25 +8,25 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.core.cold_return import ColdObject, ColdSorted
-from p2pstore.core.effects import (
+from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
+from p2pstore.core.copies.write_back import LOOKED_AT
+from p2pstore.core.core_effects import (
     LoadObject,
     PullFailure,
     PullObject,
     PullOutcome,
     WriteObject,
 )
-from p2pstore.core.listing import ListOperation
-from p2pstore.core.prefetching import AT_ONCE, BEGUN_PER_STEP, MAX_QUEUED
-from p2pstore.core.presence import is_known, known_keys
-from p2pstore.core.serving import ListHereOperation, reply_of
-from p2pstore.core.write_back import LOOKED_AT
+from p2pstore.core.gets.key_pages import ListOperation
+from p2pstore.core.gets.prefetching import AT_ONCE, BEGUN_PER_STEP, MAX_QUEUED
+from p2pstore.core.gets.presence_answers import is_known, known_keys
+from p2pstore.core.gets.serving import ListHereOperation, reply_of
 from p2pstore.errors import CapacityExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier, decode_location
-from p2pstore.local.messages import PutStatus
+from p2pstore.local.local_messages import PutStatus
+from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import KIB, Version, namespace_digest
-from p2pstore.transfer.layout import Pin
-from p2pstore.transfer.messages import (
+from p2pstore.transfer.data_messages import (
     DataKind,
     ExpiryItem,
     ExpirySet,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.core.effects import AskPeer, KnownCopy, PullFailure, PullObject, PullOutcome
-from p2pstore.core.fetch import FetchOperation
+from p2pstore.core.core_effects import AskPeer, KnownCopy, PullFailure, PullObject, PullOutcome
+from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.operation import Operation
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import decode_location
-from p2pstore.local.messages import HolderFailure
-from p2pstore.transfer.mapping import address_of
-from p2pstore.transfer.messages import DataKind, Locations
-from p2pstore.transfer.segment import ObjectEntry
+from p2pstore.local.local_messages import HolderFailure
+from p2pstore.memory.mapped.mapping import address_of
+from p2pstore.memory.segment import ObjectEntry
+from p2pstore.transfer.data_messages import DataKind, Locations
 from p2pstore.wire import Code
 from tests.unit.core_harness import (
     NAMESPACE,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.core import sweeping
-from p2pstore.core.cold_return import ColdObject, ColdSorted
-from p2pstore.core.flush import PUSHES_AT_ONCE, FlushEnd, FlushOperation
-from p2pstore.core.lookup import LookupOperation
+from p2pstore.core.copies import sweeping
+from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
+from p2pstore.core.gets.lookup import LookupOperation
+from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import Operation
-from p2pstore.core.serving import reply_of
+from p2pstore.core.removals.flush import PUSHES_AT_ONCE, FlushEnd, FlushOperation
 from p2pstore.errors import CapacityExceeded
 from p2pstore.gossip.records import SCOPE_NAMESPACE
-from p2pstore.local.messages import PutStatus
+from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
-from p2pstore.transfer.messages import ClusterRecords, DataKind, RecordsTaken
+from p2pstore.transfer.data_messages import ClusterRecords, DataKind, RecordsTaken
 from p2pstore.wire import Code, Empty, Failure
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.core.listing import (
+from p2pstore.core.gets.key_pages import (
     ASKED_PER_STEP,
     MERGED_PER_STEP,
     ListedPage,
@@ -13,8 +13,8 @@ from p2pstore.core.listing import (
     merge_pages,
 )
 from p2pstore.gossip.records import PeerId
-from p2pstore.stepping import run_through
-from p2pstore.transfer.messages import DataKind, KeyInfo, Keys, ListKeys
+from p2pstore.runtime.stepping import run_through
+from p2pstore.transfer.data_messages import DataKind, KeyInfo, Keys, ListKeys
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import NAMESPACE, Harness
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from p2pstore.core import peer_core
-from p2pstore.core.effects import AskPeer
-from p2pstore.core.lookup import LOOKUP_TIMEOUT_SECONDS, LookupOperation
+from p2pstore.core.core_effects import AskPeer
+from p2pstore.core.gets.lookup import LOOKUP_TIMEOUT_SECONDS, LookupOperation
+from p2pstore.gossip.gossip_messages import Ack, ControlKind
 from p2pstore.gossip.machine import Ask
-from p2pstore.gossip.messages import Ack, ControlKind
 from p2pstore.objects import Version
-from p2pstore.transfer.messages import CopyChecked, DataKind, Holding, Locations
+from p2pstore.transfer.data_messages import CopyChecked, DataKind, Holding, Locations
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import (
     OTHER_INCARNATION,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from p2pstore.core.effects import CheckReturned
-from p2pstore.core.memory_return import BATCHES_UNDER_WAY, OBJECTS_PER_BATCH
-from p2pstore.core.remove import RemoveOperation
+from p2pstore.core.copies.memory_return import BATCHES_UNDER_WAY, OBJECTS_PER_BATCH
+from p2pstore.core.core_effects import CheckReturned
+from p2pstore.core.removals.remove import RemoveOperation
 from p2pstore.gossip.records import SCOPE_NAMESPACE
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.kept_memory import Kept, KeptObject
+from p2pstore.memory.segment_layout import SlotState, decode_slot, decode_trailer
 from p2pstore.objects import KIB, namespace_digest
-from p2pstore.transfer.entries import ObjectEntry
-from p2pstore.transfer.kept import Kept, KeptObject
-from p2pstore.transfer.layout import SlotState, decode_slot, decode_trailer
 from tests.unit.core_harness import NAMESPACE, Harness, digest_of
 
 VALUE = b"v" * 3_000

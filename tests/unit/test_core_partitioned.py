@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from p2pstore.core.effects import AskPeer
-from p2pstore.core.fetch import FetchOperation
-from p2pstore.core.lookup import (
+from p2pstore.core.core_effects import AskPeer
+from p2pstore.core.gets.fetch_operation import FetchOperation
+from p2pstore.core.gets.lookup import (
     BELIEVED,
     HEDGE_PROBE_TIMEOUTS,
     NEXT_HOME_SECONDS,
@@ -19,9 +19,9 @@ from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.gossip.homes.directory_mode import KeptDirectory
 from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
-from p2pstore.local.messages import PutStatus
+from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version
-from p2pstore.transfer.messages import (
+from p2pstore.transfer.data_messages import (
     CopyChecked,
     DataKind,
     Holding,

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.core import sweeping
-from p2pstore.core.comparing import SLOT_ONLY
-from p2pstore.core.effects import AskPeer, CheckObject, PullFailure, PullOutcome
-from p2pstore.core.put import PutEnd, PutOperation
-from p2pstore.core.serving import reply_of
+from p2pstore.core.copies import sweeping
+from p2pstore.core.core_effects import AskPeer, CheckObject, PullFailure, PullOutcome
+from p2pstore.core.gets.serving import reply_of
+from p2pstore.core.puts.comparing import SLOT_ONLY
+from p2pstore.core.puts.put_operation import PutEnd, PutOperation
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import SCOPE_NAMESPACE, writer_of
-from p2pstore.local.messages import HolderFailure, PutStatus
+from p2pstore.local.local_messages import HolderFailure, PutStatus
+from p2pstore.memory.segment_layout import Pin, decode_trailer
 from p2pstore.objects import Version, chunk_sums, namespace_digest
-from p2pstore.transfer.layout import Pin, decode_trailer
-from p2pstore.transfer.messages import (
+from p2pstore.transfer.data_messages import (
     CheckCopy,
     CopyChecked,
     DataKind,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.core import read_reports
-from p2pstore.core.effects import PullOutcome
-from p2pstore.core.fetch import FetchOperation
-from p2pstore.core.read_reports import ANSWER_SECONDS, REPORT_SECONDS
+from p2pstore.core.core_effects import PullOutcome
+from p2pstore.core.gets import read_reports
+from p2pstore.core.gets.fetch_operation import FetchOperation
+from p2pstore.core.gets.read_reports import ANSWER_SECONDS, REPORT_SECONDS
 from p2pstore.errors import ProtocolError
-from p2pstore.transfer.messages import MAX_READ_COUNTS, DataKind, ReadCount, Reads, ReadsTaken
+from p2pstore.transfer.data_messages import MAX_READ_COUNTS, DataKind, ReadCount, Reads, ReadsTaken
 from tests.unit.core_harness import Harness, digest_of
 
 

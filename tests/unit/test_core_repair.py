@@ -9,16 +9,16 @@ from typing import TypeVar
 import pytest
 from msgspec.structs import replace
 
-import p2pstore.core.hand_over as hand_over_module
-from p2pstore.core.effects import AskPeer, LoadObject
-from p2pstore.core.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
-from p2pstore.core.own_copies import LOOKED_AT, OwnCopies
-from p2pstore.core.repair import MOST_FAILURES, RepairTiming
+import p2pstore.core.copies.hand_over as hand_over_module
+from p2pstore.core.copies.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
+from p2pstore.core.copies.own_copies import LOOKED_AT, OwnCopies
+from p2pstore.core.copies.repair import MOST_FAILURES, RepairTiming
+from p2pstore.core.core_effects import AskPeer, LoadObject
+from p2pstore.gossip.gossip_messages import Ack, ControlKind
 from p2pstore.gossip.homes.placement import weight
 from p2pstore.gossip.machine import Ask
-from p2pstore.gossip.messages import Ack, ControlKind
-from p2pstore.transfer.layout import Pin
-from p2pstore.transfer.messages import DataKind, Push, Replicate, Replicated
+from p2pstore.memory.segment_layout import Pin
+from p2pstore.transfer.data_messages import DataKind, Push, Replicate, Replicated
 from p2pstore.wire import Code, Failure
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import OTHER_INCARNATION, Harness, Other, digest_of, remote_object

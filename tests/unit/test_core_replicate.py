@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from p2pstore.core.effects import AskPeer
-from p2pstore.core.put import PutEnd
-from p2pstore.core.replicate import ReplicateOperation
+from p2pstore.core.copies.replicate import ReplicateOperation
+from p2pstore.core.core_effects import AskPeer
+from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import SignedRecord, open_peer_record
-from p2pstore.local.messages import PutStatus
+from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version
-from p2pstore.transfer.messages import DataKind, Replicate, Replicated
+from p2pstore.transfer.data_messages import DataKind, Replicate, Replicated
 from p2pstore.wire import Code, Failure
 from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import Harness, digest_of, remote_object

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.core import replicate_together
-from p2pstore.core.effects import AskPeer
-from p2pstore.core.publishing import publish_new
-from p2pstore.core.put import PutEnd
-from p2pstore.core.replicate_together import PutAmongMany
+from p2pstore.core.copies import replicate_together
+from p2pstore.core.copies.replicate_together import PutAmongMany
+from p2pstore.core.core_effects import AskPeer
+from p2pstore.core.puts.publishing import publish_new
+from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import PeerId, SignedRecord, open_peer_record
 from p2pstore.gossip.version_proofs import signed_proofs
-from p2pstore.local.messages import PutStatus
+from p2pstore.local.local_messages import PutStatus
+from p2pstore.memory.segment_layout import Pin, SlotState, decode_slot, digests_in_slots
 from p2pstore.objects import KIB
-from p2pstore.transfer.layout import Pin, SlotState, decode_slot, digests_in_slots
-from p2pstore.transfer.messages import (
+from p2pstore.transfer.data_messages import (
     REPLICATE_MANY_VERSION,
     DataKind,
     Replicate,

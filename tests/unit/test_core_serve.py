@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.core.effects import AskPeer
-from p2pstore.core.fetch import FetchOperation
-from p2pstore.core.serving import MAX_HOLDINGS, reply_of
+from p2pstore.core.core_effects import AskPeer
+from p2pstore.core.gets.fetch_operation import FetchOperation
+from p2pstore.core.gets.serving import MAX_HOLDINGS, reply_of
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.machine import Duplicate
 from p2pstore.gossip.records import decode_location, writer_of
 from p2pstore.gossip.version_proofs import sign_versions
+from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import Version
-from p2pstore.transfer.layout import Pin
-from p2pstore.transfer.messages import (
+from p2pstore.transfer.data_messages import (
     MAX_LOOKUP_DIGESTS,
     ClusterRecords,
     DataKind,

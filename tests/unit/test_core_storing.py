@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from p2pstore.core.operation import Operation
-from p2pstore.core.storing import MAX_INCOMING, Incoming, IncomingStores, digest_of, stored_reply
+from p2pstore.core.puts.storing_for_others import (
+    MAX_INCOMING,
+    Incoming,
+    IncomingStores,
+    digest_of,
+    stored_reply,
+)
 from p2pstore.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -16,11 +22,11 @@ from p2pstore.errors import (
     Unavailable,
 )
 from p2pstore.gossip.records import decode_location
-from p2pstore.local.messages import PutStatus
+from p2pstore.local.local_messages import PutStatus
+from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import chunk_sums, root_checksum
-from p2pstore.stepping import run_through
-from p2pstore.transfer.layout import Pin
-from p2pstore.transfer.messages import CopyChecked, DataKind, Store, Stored
+from p2pstore.runtime.stepping import run_through
+from p2pstore.transfer.data_messages import CopyChecked, DataKind, Store, Stored
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, remote_object
 
 MEMBER = b"a member"

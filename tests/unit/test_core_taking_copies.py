@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.core.copies_destination import CopiesDestination, RoomDestination
-from p2pstore.core.effects import PullOutcome, PullTogether
-from p2pstore.core.serving import reply_of
+from p2pstore.core.copies.copies_destination import CopiesDestination, RoomDestination
+from p2pstore.core.core_effects import PullOutcome, PullTogether
+from p2pstore.core.gets.serving import reply_of
 from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.records import Tier, writer_of
 from p2pstore.gossip.version_proofs import sign_versions, signature_of
+from p2pstore.memory.segment_layout import TrailerBody, decode_trailer, encode_slot, encode_trailer
 from p2pstore.objects import KIB, Version, root_checksum
-from p2pstore.stepping import run_through
-from p2pstore.transfer.layout import TrailerBody, decode_trailer, encode_slot, encode_trailer
-from p2pstore.transfer.messages import DataKind, ReplicatedMany, ReplicateMany
+from p2pstore.runtime.stepping import run_through
+from p2pstore.transfer.data_messages import DataKind, ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
 from simulation.signer import SimulatedSigner
 from tests.unit.cold_world import ColdWorld

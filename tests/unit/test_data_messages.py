@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.transfer.messages import (
+from p2pstore.transfer.data_messages import (
     READ_KINDS,
     REPLIES,
     REQUESTS,

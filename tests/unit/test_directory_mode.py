@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.directory_mode import (
     ClusterLoad,
     DirectoryMode,
@@ -15,7 +16,6 @@ from p2pstore.gossip.homes.directory_mode import (
     kept_name,
 )
 from p2pstore.gossip.members.membership import MemberState
-from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import LogHead, SignedRecord, member_of
 from tests.unit.gossip_network import peer_id_of, peer_record
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from p2pstore.doctor import machine_rules as machine
-from p2pstore.doctor import network_rules as network
-from p2pstore.doctor import peer_rules as peers
-from p2pstore.doctor import way_rules as way
-from p2pstore.doctor.finding import (
+from p2pstore.objects import GIB, MIB
+from p2pstore.status.doctor import machine_rules as machine
+from p2pstore.status.doctor import network_rules as network
+from p2pstore.status.doctor import peer_rules as peers
+from p2pstore.status.doctor import way_rules as way
+from p2pstore.status.doctor.finding import (
     Failure,
     Finding,
     Status,
@@ -23,10 +24,9 @@ from p2pstore.doctor.finding import (
     warning,
     worst_failure,
 )
-from p2pstore.objects import GIB, MIB
-from p2pstore.topology.machine import Machine, Nic, NumaNode, Place
+from p2pstore.topology.hardware import Machine, Nic, NumaNode, Place
 from p2pstore.topology.matrix import matrix_of, overridden
-from p2pstore.transfer.rdma_rules import GidEntry
+from p2pstore.transfer.rdma.rdma_rules import GidEntry
 from p2pstore.wire import Code
 
 OK, WARNING, BROKEN, SKIPPED = Status.OK, Status.WARNING, Status.BROKEN, Status.SKIPPED

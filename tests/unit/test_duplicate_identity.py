@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Ping, Status
 from p2pstore.gossip.machine import Duplicate, Effect, Gossip, GossipConfig
-from p2pstore.gossip.messages import Claim, ControlKind, Delta, Ping, Status
 from tests.unit.gossip_network import FakeSigner, FakeVerifier, peer_id_of, peer_record
 
 STARTED = 1_800_000_000_000

@@ -9,14 +9,14 @@ from typing import get_args
 
 import pytest
 
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.eviction import EvictionOrder
+from p2pstore.memory.eviction_policies import PolicyName, make_policy
+from p2pstore.memory.policies.ghosts import LEAST_GHOSTS, MOST_FORGOTTEN, Ghosts
+from p2pstore.memory.policies.prefix_aware import MOST_CREDITS, PrefixAware
+from p2pstore.memory.policies.s3_fifo import MOST_PROMOTED
+from p2pstore.memory.segment_layout import Pin, SlotState
 from p2pstore.trace.block_cache import BlockCache
-from p2pstore.transfer.entries import ObjectEntry
-from p2pstore.transfer.eviction import EvictionOrder
-from p2pstore.transfer.eviction_policies import PolicyName, make_policy
-from p2pstore.transfer.layout import Pin, SlotState
-from p2pstore.transfer.policies.ghosts import LEAST_GHOSTS, MOST_FORGOTTEN, Ghosts
-from p2pstore.transfer.policies.prefix_aware import MOST_CREDITS, PrefixAware
-from p2pstore.transfer.policies.s3_fifo import MOST_PROMOTED
 from tests.unit.eviction_entries import entry
 
 POLICIES: Sequence[PolicyName] = get_args(PolicyName)

@@ -24,7 +24,7 @@ from p2pstore.gossip.floors.floor_stamps import (
     without_older,
 )
 from p2pstore.gossip.floors.floor_sync import FloorAnswer, FloorSync, ShownFloors
-from p2pstore.gossip.messages import Claim, Status
+from p2pstore.gossip.gossip_messages import Claim, Status
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,

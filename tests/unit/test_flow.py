@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.flow import (
+from p2pstore.objects import GIB, KIB, MIB
+from p2pstore.runtime.flow import (
     ASSUMED_RATE,
     LOWEST_RATE,
     MAX_HOLDERS,
@@ -19,7 +20,6 @@ from p2pstore.flow import (
     Outrun,
     is_outrun,
 )
-from p2pstore.objects import GIB, KIB, MIB
 
 ONE, OTHER, THIRD = b"one", b"other", b"third"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from p2pstore.checkpoint.manifest import (
+from p2pstore.checkpoint.content.manifest import (
     FileEntry,
     FileHashes,
     hash_of,
@@ -16,7 +16,9 @@ from p2pstore.checkpoint.manifest import (
     sign_manifest,
     version_of,
 )
-from p2pstore.checkpoint.messages import (
+from p2pstore.checkpoint.content.piece_record import PieceRecord
+from p2pstore.checkpoint.content.pieces import MIN_PIECE_BYTES as PIECE
+from p2pstore.checkpoint.swarm.swarm_messages import (
     Grant,
     Invite,
     Members,
@@ -29,8 +31,6 @@ from p2pstore.checkpoint.messages import (
     decode_message,
     kind_of,
 )
-from p2pstore.checkpoint.piece_record import PieceRecord
-from p2pstore.checkpoint.pieces import MIN_PIECE_BYTES as PIECE
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.wire import encode_body
 

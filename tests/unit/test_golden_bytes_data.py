@@ -6,12 +6,12 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from p2pstore.access.keyring import KeyRing, writer_key_of
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.keyring import KeyRing, writer_key_of
+from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.objects import KIB, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.data_addresses import over_tls
-from p2pstore.transfer.layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
-from p2pstore.transfer.messages import (
+from p2pstore.transfer.data_messages import (
     CheckCopy,
     CopyChecked,
     DataKind,
@@ -70,14 +70,14 @@ from p2pstore.transfer.messages import (
     SwarmLinked,
     Ticket,
 )
-from p2pstore.transfer.tickets import (
+from p2pstore.transfer.read_tickets import (
     Scope,
     TicketClaims,
     issue_ticket,
     prove,
     ticket_secret,
 )
-from p2pstore.transfer.tls_certificates import bound_secret, make_certificate
+from p2pstore.transfer.tls.tls_certificates import bound_secret, make_certificate
 from p2pstore.wire import (
     ERROR,
     HEADER,

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.checkpoints import HeadBody, SwitchBody, checkpoint_digest
+from p2pstore.gossip.checkpoint_records import HeadBody, SwitchBody, checkpoint_digest
 from p2pstore.gossip.exchange.digests import (
     Run,
     check_runs,
@@ -21,9 +21,7 @@ from p2pstore.gossip.exchange.digests import (
 from p2pstore.gossip.floors.cluster_comparison import pack_cells, read_cells
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_stamps import hash_stamps, pack_stamps
-from p2pstore.gossip.homes.placement import weight
-from p2pstore.gossip.locations.signed_runs import SignedRun
-from p2pstore.gossip.messages import (
+from p2pstore.gossip.gossip_messages import (
     Ack,
     Claim,
     Delta,
@@ -32,6 +30,8 @@ from p2pstore.gossip.messages import (
     LogChunk,
     Status,
 )
+from p2pstore.gossip.homes.placement import weight
+from p2pstore.gossip.locations.signed_runs import SignedRun
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,

@@ -7,8 +7,8 @@ import pytest
 
 from p2pstore.local import checkpoint_messages as checkpoints
 from p2pstore.local import group_messages as groups
-from p2pstore.local import messages as local
-from p2pstore.local.messages import LocalKind
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_messages import LocalKind
 from p2pstore.put_facts import PutFacts
 from p2pstore.wire import ONE_WAY, PREFACE_LOCAL, REPLY, Message, decode_body, encode_frame
 

@@ -5,9 +5,9 @@ When one of these fails, the format has changed: it needs a new format number an
 
 from __future__ import annotations
 
-from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.entries import Written
-from p2pstore.transfer.layout import (
+from p2pstore.memory.entries import Written
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import (
     SLOT_FLAG_SOFT,
     SLOT_FLAG_TENSOR,
     Geometry,
@@ -28,7 +28,7 @@ from p2pstore.transfer.layout import (
     plan_geometry,
     trailer_matches,
 )
-from p2pstore.transfer.segment import Segment
+from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 
 DIGEST = bytes.fromhex("11c9aa846c7fe8d82fb1371798fe0fd3")
 VALUE = b"golden value"

@@ -15,7 +15,7 @@ from p2pstore.ssd_tier.footer import (
     encode_footer,
     footer_from_headers,
 )
-from p2pstore.ssd_tier.layout import Codec, ColdFacts, RecordPlace
+from p2pstore.ssd_tier.log_layout import Codec, ColdFacts, RecordPlace
 from p2pstore.ssd_tier.record_header import (
     RecordHeader,
     decode_record_header,

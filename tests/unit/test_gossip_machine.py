@@ -13,13 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.effects import Answer
 from p2pstore.gossip.exchange.digests import pack_digest
-from p2pstore.gossip.locations.directory import DirectoryConfig
-from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, GossipConfig, Later
-from p2pstore.gossip.members.membership import MembershipConfig
-from p2pstore.gossip.members.probing import MAX_RELAYED
-from p2pstore.gossip.messages import (
+from p2pstore.gossip.gossip_effects import Answer
+from p2pstore.gossip.gossip_messages import (
     Ack,
     Claim,
     ControlKind,
@@ -32,6 +28,10 @@ from p2pstore.gossip.messages import (
     PingRequest,
     Status,
 )
+from p2pstore.gossip.locations.directory import DirectoryConfig
+from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, GossipConfig, Later
+from p2pstore.gossip.members.membership import MembershipConfig
+from p2pstore.gossip.members.probing import MAX_RELAYED
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,

@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from p2pstore import memory_barrier
 from p2pstore.client.leases import LeaseBook
 from p2pstore.errors import CapacityExceeded
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, MAX_HAZARDS, HazardPage
+from p2pstore.memory.kept_memory import Kept
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import GRANULE_BYTES, SlotState, decode_slot, plan_geometry
 from p2pstore.objects import key_digest
-from p2pstore.transfer.entries import ObjectEntry
-from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES, MAX_HAZARDS, HazardPage
-from p2pstore.transfer.kept import Kept
-from p2pstore.transfer.layout import GRANULE_BYTES, SlotState, decode_slot, plan_geometry
-from p2pstore.transfer.reader import SegmentReader, Sighting
-from p2pstore.transfer.segment import Segment
+from p2pstore.runtime import memory_barrier
+from p2pstore.transfer.reading.segment_reader import SegmentReader, Sighting
 from tests.unit.test_segment import HARD, NAMESPACE, new_segment, one_granule, put
 
 KEYS = ["a", "b", "c"]

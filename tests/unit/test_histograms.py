@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.histograms import BUCKETS, Histogram
+from p2pstore.runtime.histograms import BUCKETS, Histogram
 
 
 @given(st.lists(st.integers(0, 1 << 50)))

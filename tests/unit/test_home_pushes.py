@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.effects import PartitionSet, Push
 from p2pstore.gossip.exchange.asking import LOST_ANSWER_SECONDS, Questions
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_effects import PartitionSet, Push
+from p2pstore.gossip.gossip_messages import ControlKind, Ping
 from p2pstore.gossip.homes import home_pushes
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY, check_update
@@ -22,7 +23,6 @@ from p2pstore.gossip.homes.home_views import HomeViews
 from p2pstore.gossip.homes.partition_homes import table_of
 from p2pstore.gossip.homes.partitions import PartitionConfig, partition_of
 from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.messages import ControlKind, Ping
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     LocationRecord,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.config import GossipConfig
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.hot_locations import (
     HALVING_SECONDS,
     HOT_USES,

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from p2pstore.core import hot_objects
-from p2pstore.core.effects import PullFailure, PullObject, PullOutcome
-from p2pstore.core.fetch import MOST_HOPS, FetchOperation
-from p2pstore.core.hot_objects import (
+from p2pstore.core.core_effects import PullFailure, PullObject, PullOutcome
+from p2pstore.core.gets import hot_objects
+from p2pstore.core.gets.fetch_operation import MOST_HOPS, FetchOperation
+from p2pstore.core.gets.hot_objects import (
     FIRST_PAUSE_SECONDS,
     HALF_LIFE_SECONDS,
     KEPT_SHARE,
@@ -24,7 +24,7 @@ from p2pstore.core.hot_objects import (
 )
 from p2pstore.errors import Unavailable
 from p2pstore.objects import MIB
-from p2pstore.transfer.messages import DataKind, Keeps, Locations
+from p2pstore.transfer.data_messages import DataKind, Keeps, Locations
 from p2pstore.wire import Code
 from tests.unit.core_harness import Harness, Other, RemoteObject, digest_of
 

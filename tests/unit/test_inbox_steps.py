@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from p2pstore.streams import ByteStream, run_blocking
-from p2pstore.transfer.inbox import Inbox
+from p2pstore.runtime.streams import ByteStream, run_blocking
+from p2pstore.transfer.reading.inbox import Inbox
 
 
 class Link:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.members.membership import (
     UNMET_FOR_EACH_MET,
@@ -22,7 +23,6 @@ from p2pstore.gossip.members.newcomers import (
     PINGS_AT_ONCE,
     Newcomers,
 )
-from p2pstore.gossip.messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.records import PeerId, SignedRecord, sign_peer_record
 from tests.unit.gossip_network import (
     FakeSigner,

@@ -9,9 +9,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pstore.access.invite import MAX_ADDRESSES, PREFIX, Invite, format_invite, parse_invite
+from p2pstore.access.keyring import KEYLESS, MAX_KEYS, parse_cluster_keys
 from p2pstore.errors import ConfigError
-from p2pstore.invite import MAX_ADDRESSES, PREFIX, Invite, format_invite, parse_invite
-from p2pstore.keyring import KEYLESS, MAX_KEYS, parse_cluster_keys
 from p2pstore.wire import encode_body
 
 INVITE = Invite("blue", ("10.0.0.1:17946", "[fd00::1]:5"), (bytes(range(32)), b"\xff" * 32))

@@ -12,12 +12,12 @@ import pytest
 
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
+from p2pstore.memory.mapped.joined_memory import JoinedMemory, map_joined
+from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_memory, prefault
+from p2pstore.memory.mapped.memory_file import create_file_memory
+from p2pstore.memory.segment_layout import SEGMENT_MAGIC
 from p2pstore.objects import MIB
 from p2pstore.peer.segment_memory import create_segment_memory
-from p2pstore.transfer.joined_memory import JoinedMemory, map_joined
-from p2pstore.transfer.layout import SEGMENT_MAGIC
-from p2pstore.transfer.memory import SharedMemory, create_memory, prefault
-from p2pstore.transfer.memory_file import create_file_memory
 
 SIZES = (4 * MIB, 2 * MIB, 6 * MIB)
 LENGTH = sum(SIZES) - 5
@@ -151,7 +151,7 @@ def test_what_a_dead_peer_left_is_replaced(tmp_path: Path) -> None:
 
 def test_together_they_may_not_be_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "p2pstore.transfer.memory.available_memory", lambda: (24 * MIB, "this host")
+        "p2pstore.memory.mapped.mapped_memory.available_memory", lambda: (24 * MIB, "this host")
     )
     create_segment_memory(PeerConfig(memory="8MiB", more_memory=["8MiB@node:0"])).close()
     with pytest.raises(ConfigError, match=r"this host has .* left"):

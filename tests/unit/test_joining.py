@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from p2pstore.gossip.links.link import LinkError, OwnAddress, TwinAddress
+from p2pstore.gossip.links.control_link import LinkError, OwnAddress, TwinAddress
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.contacts import Contacts
 from p2pstore.gossip.records import PeerId

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from p2pstore.errors import ConfigError
+from p2pstore.memory.kept_memory import Expected, checksum_of
+from p2pstore.memory.mapped.kept_file import KeptMemory, boot_id, open_kept_memory
+from p2pstore.memory.mapped.mapped_memory import map_read_only
+from p2pstore.memory.mapped.memory_file import create_file_memory
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import plan_geometry
 from p2pstore.objects import MIB
-from p2pstore.transfer.kept import Expected, checksum_of
-from p2pstore.transfer.kept_file import KeptMemory, boot_id, open_kept_memory
-from p2pstore.transfer.layout import plan_geometry
-from p2pstore.transfer.memory import map_read_only
-from p2pstore.transfer.memory_file import create_file_memory
-from p2pstore.transfer.segment import Segment
 from tests.unit.test_segment import NAMESPACE, put
 
 FIRST, SECOND, THIRD = (bytes([number]) * 16 for number in (1, 2, 3))
@@ -231,7 +231,7 @@ def test_a_file_system_without_such_locks_is_told(
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(descriptor, command, argument)
 
-    monkeypatch.setattr("p2pstore.transfer.kept_file.fcntl.fcntl", refuse)
+    monkeypatch.setattr("p2pstore.memory.mapped.kept_file.fcntl.fcntl", refuse)
     with pytest.raises(ConfigError, match=r"memory_path: .* cannot be locked .*Invalid argument"):
         open_kept_memory(path, expected())
     assert not path.exists()

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from p2pstore.errors import CapacityExceeded
-from p2pstore.objects import chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.entries import ObjectEntry
-from p2pstore.transfer.eviction_policies import PolicyName, make_policy
-from p2pstore.transfer.kept import (
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.eviction_policies import PolicyName, make_policy
+from p2pstore.memory.kept_memory import (
     Expected,
     Kept,
     KeptElsewhere,
@@ -30,7 +29,8 @@ from p2pstore.transfer.kept import (
     tail_bytes,
     tail_offset,
 )
-from p2pstore.transfer.layout import (
+from p2pstore.memory.segment import EARLIER_CLIENTS, SOFT_PIN_SECONDS, Segment
+from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     SLOT_BYTES,
     Pin,
@@ -38,8 +38,8 @@ from p2pstore.transfer.layout import (
     SlotState,
     plan_geometry,
 )
-from p2pstore.transfer.reader import SegmentReader
-from p2pstore.transfer.segment import EARLIER_CLIENTS, SOFT_PIN_SECONDS, Segment
+from p2pstore.objects import chunk_sums, key_digest, root_checksum
+from p2pstore.transfer.reading.segment_reader import SegmentReader
 from tests.mapped_copies import copy_one
 from tests.unit.test_segment import KEYS, NAMESPACE, SegmentAgainstDictionary, put, value_of
 

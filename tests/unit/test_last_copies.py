@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from p2pstore.gossip.homes.placement import weight
-from p2pstore.transfer.entries import ObjectEntry
-from p2pstore.transfer.eviction import KNOWN_SECONDS
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.eviction import KNOWN_SECONDS
 from tests.unit.core_harness import Harness, Other, digest_of
 
 VALUE = bytes(20_000)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import trio
 import trio.testing
 
-from p2pstore.gossip.effects import Answer, Later
-from p2pstore.gossip.messages import Ack
+from p2pstore.gossip.gossip_effects import Answer, Later
+from p2pstore.gossip.gossip_messages import Ack
 from p2pstore.peer.later_replies import LaterReplies
 from p2pstore.wire import Code, Failure, Message
 

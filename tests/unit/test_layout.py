@@ -8,16 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import CapacityExceeded, ProtocolError
-from p2pstore.objects import (
-    MAX_OBJECT_BYTES,
-    MIB,
-    Version,
-    chunk_count,
-    chunk_sum,
-    chunk_sums,
-    root_checksum,
-)
-from p2pstore.transfer.layout import (
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     INDEX_ENTRY_BYTES,
     MAX_SLOTS,
@@ -47,8 +39,16 @@ from p2pstore.transfer.layout import (
     trailer_matches,
     trailer_offset,
 )
-from p2pstore.transfer.reader import SegmentReader
-from p2pstore.transfer.segment import Segment
+from p2pstore.objects import (
+    MAX_OBJECT_BYTES,
+    MIB,
+    Version,
+    chunk_count,
+    chunk_sum,
+    chunk_sums,
+    root_checksum,
+)
+from p2pstore.transfer.reading.segment_reader import SegmentReader
 
 u16 = st.integers(0, 2**16 - 1)
 u32 = st.integers(0, 2**32 - 1)

@@ -6,10 +6,10 @@ import gc
 
 import pytest
 
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.loans import Loans
+from p2pstore.memory.segment_layout import Pin, SlotState
 from p2pstore.objects import Version
-from p2pstore.transfer.entries import ObjectEntry
-from p2pstore.transfer.layout import Pin, SlotState
-from p2pstore.transfer.loans import Loans
 
 
 def entry_in(state: SlotState) -> ObjectEntry:

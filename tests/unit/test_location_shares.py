@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.directory_mode import ClusterLoad, ModeLimits
 from p2pstore.gossip.homes.home_updates import check_update
 from p2pstore.gossip.homes.home_views import HomeViews
@@ -19,10 +20,9 @@ from p2pstore.gossip.locations.location_shares import LocationShares, who_makes_
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.members.membership import Membership, MembershipConfig
-from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead
 from p2pstore.peer.node import Node
-from p2pstore.transfer.messages import PartitionSet, Push
+from p2pstore.transfer.data_messages import PartitionSet, Push
 from tests.unit.core_harness import OTHER_INCARNATION, Harness
 from tests.unit.gossip_network import digest_of, location
 from tests.unit.test_directory import A, B, feed, held, install, log_of, reading

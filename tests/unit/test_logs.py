@@ -15,7 +15,7 @@ import pytest
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.peer.logs import BURST, configure_logs, reopen_logs
-from p2pstore.regular_file import open_log_file
+from p2pstore.state.regular_file import open_log_file
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from types import FrameType
 import msgspec
 import pytest
 
-from p2pstore.gossip.effects import Ask, Effect
+from p2pstore.gossip.gossip_effects import Ask, Effect
+from p2pstore.gossip.gossip_messages import REQUESTS, Claim, ControlKind, Delta, Ping, Status
 from p2pstore.gossip.homes.partition_homes import HomeTable
 from p2pstore.gossip.homes.partitioned_directory import FOLLOWED_AT_ONCE
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.members.membership import JUDGED_AT_ONCE, PARSED_RECORDS, Membership
-from p2pstore.gossip.messages import REQUESTS, Claim, ControlKind, Delta, Ping, Status
 from p2pstore.gossip.records import (
     LogHead,
     PeerRecord,

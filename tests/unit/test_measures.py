@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from p2pstore.histograms import Histogram
-from p2pstore.local.messages import PullCount
-from p2pstore.peer.measures import IN_PLACE, MAX_NAMESPACES, OTHERS, Measures, NamespaceUse
+from p2pstore.local.local_messages import PullCount
+from p2pstore.runtime.histograms import Histogram
+from p2pstore.status.measures import IN_PLACE, MAX_NAMESPACES, OTHERS, Measures, NamespaceUse
 
 
 def test_only_so_many_namespaces_are_kept_apart() -> None:

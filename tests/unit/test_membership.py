@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
+from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.members.accusers import (
     ACCUSATIONS_A_SECOND,
@@ -30,7 +31,6 @@ from p2pstore.gossip.members.membership import (
     MembershipConfig,
     check_claim,
 )
-from p2pstore.gossip.messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.records import PeerId, SignedRecord, member_of, sign_peer_record
 from tests.unit.gossip_network import FakeSigner, Network, bury, peer_id_of, peer_record
 

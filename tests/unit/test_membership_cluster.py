@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from p2pstore.gossip.gossip_messages import Claim, Status
 from p2pstore.gossip.members.membership import MemberChange
-from p2pstore.gossip.messages import Claim, Status
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_peer import GossipPeer
 from simulation.kernel import Faults

@@ -8,9 +8,10 @@ from random import Random
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.effects import Answer, Ask, Later
 from p2pstore.gossip.exchange.asking import Questions
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_effects import Answer, Ask, Later
+from p2pstore.gossip.gossip_messages import Ack, Claim, ControlKind, Ping, PingRequest, Status
 from p2pstore.gossip.members.local_health import LocalHealth
 from p2pstore.gossip.members.membership import MemberChange, Membership, MembershipConfig
 from p2pstore.gossip.members.probing import (
@@ -19,7 +20,6 @@ from p2pstore.gossip.members.probing import (
     Probing,
 )
 from p2pstore.gossip.members.suspicion import expected_confirmations, shortest_suspicion_seconds
-from p2pstore.gossip.messages import Ack, Claim, ControlKind, Ping, PingRequest, Status
 from p2pstore.gossip.presets import preset
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.wire import Code, Failure, Message

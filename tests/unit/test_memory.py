@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 from p2pstore.errors import ConfigError
-from p2pstore.objects import GIB, MIB
-from p2pstore.transfer.mapping import address_of
-from p2pstore.transfer.memory import (
+from p2pstore.memory.mapped.mapped_memory import (
     available_memory,
     create_memory,
     makes_huge_pages,
@@ -22,6 +20,8 @@ from p2pstore.transfer.memory import (
     map_writable,
     prefault,
 )
+from p2pstore.memory.mapped.mapping import address_of
+from p2pstore.objects import GIB, MIB
 
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
@@ -219,7 +219,7 @@ def test_prefault_stops_when_told() -> None:
 
 
 def test_prefault_on_a_kernel_without_populate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pstore.transfer.memory._MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr("p2pstore.memory.mapped.mapped_memory._MADV_POPULATE_WRITE", 9999)
     memory = create_memory(8 * MIB, "p2pstore-old-kernel", huge_pages="never")
     memory.view[0] = 3
     assert prefault(memory.view, lambda: False, lambda: None) == 8 * MIB
@@ -266,7 +266,9 @@ def test_reserved_huge_pages_are_used() -> None:
 
 @pytest.mark.skipif(free_huge_pages() > 0, reason="huge pages are reserved: they can be had")
 def test_reserved_huge_pages_that_others_took_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pstore.transfer.memory._free_huge_page_bytes", lambda node: 1 << 40)
+    monkeypatch.setattr(
+        "p2pstore.memory.mapped.mapped_memory._free_huge_page_bytes", lambda node: 1 << 40
+    )
     before = open_descriptors()
     memory = create_memory(3 * MIB, "p2pstore-taken")
     assert os.fstat(memory.descriptor).st_blksize < 2 * MIB

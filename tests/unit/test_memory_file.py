@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from p2pstore.errors import ConfigError
+from p2pstore.memory.mapped import memory_file
+from p2pstore.memory.mapped.mapped_memory import map_read_only, map_writable, prefault
+from p2pstore.memory.mapped.memory_file import create_file_memory
+from p2pstore.memory.segment_layout import SEGMENT_MAGIC
 from p2pstore.objects import GIB, MIB
-from p2pstore.transfer import memory_file
-from p2pstore.transfer.layout import SEGMENT_MAGIC
-from p2pstore.transfer.memory import map_read_only, map_writable, prefault
-from p2pstore.transfer.memory_file import create_file_memory
 
 
 def descriptors() -> set[str]:
@@ -66,7 +66,7 @@ def test_a_file_in_use_is_refused(path: Path) -> None:
 
 def test_what_a_dead_peer_left_is_replaced_and_who_maps_it_keeps_it(path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from p2pstore.transfer import memory_file\n"
+        "import os, sys; from pathlib import Path; from p2pstore.memory.mapped import memory_file\n"
         "memory = memory_file.create_file_memory(Path(sys.argv[1]), 1 << 20)\n"
         "memory.view[5000] = 7; print(flush=True); sys.stdin.read()"
     )

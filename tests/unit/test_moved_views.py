@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.locations import directory as directory_module
 from p2pstore.gossip.locations.catch_up import CatchUp
 from p2pstore.gossip.locations.directory import (
@@ -19,7 +20,6 @@ from p2pstore.gossip.locations.directory import (
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.members.membership import MemberState
-from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, Member
 from tests.unit.gossip_network import (
     location,

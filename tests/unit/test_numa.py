@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from p2pstore.errors import ConfigError
+from p2pstore.memory.mapped import numa
+from p2pstore.memory.mapped.mapped_memory import create_memory, prefault
+from p2pstore.memory.mapped.mapping import address_of
 from p2pstore.objects import GIB, KIB, MIB
-from p2pstore.transfer import numa
-from p2pstore.transfer.mapping import address_of
-from p2pstore.transfer.memory import create_memory, prefault
 
 
 def record(folder: Path, has_memory: str, **nodes: str) -> Path:

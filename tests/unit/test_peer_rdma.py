@@ -11,12 +11,12 @@ import pytest
 
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError, Unavailable
-from p2pstore.peer import rdma as peer_rdma
-from p2pstore.peer.rdma import device_names, near_memory
+from p2pstore.memory.mapped.mapped_memory import create_memory
+from p2pstore.peer import peer_rdma
+from p2pstore.peer.peer_rdma import device_names, near_memory
+from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.topology.matrix import Choice
-from p2pstore.transfer.data_pool import DataPool
-from p2pstore.transfer.memory import create_memory
-from p2pstore.trio_streams import TrioDriver
+from p2pstore.transfer.reading.data_pool import DataPool
 
 
 def names(folder: Path, **settings: Any) -> list[str]:
@@ -73,7 +73,7 @@ import sys
 from pathlib import Path
 import trio
 import p2pstore
-import p2pstore.peer.rdma as rdma
+import p2pstore.peer.peer_rdma as rdma
 rdma.device_names.__defaults__ = (Path("/nowhere"),)
 async def main():
     async with p2pstore.open_peer(p2pstore.PeerConfig(memory="1MiB", name="a")) as peer:

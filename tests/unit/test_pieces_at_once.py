@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.checkpoint.local_disks import is_local, is_local_directory
+from p2pstore.checkpoint.content.local_disks import is_local, is_local_directory
+from p2pstore.checkpoint.peer.at_once import FIRST_IN_THREADS, AtOnce
 from p2pstore.objects import KIB, MIB
-from p2pstore.peer.checkpoints.at_once import FIRST_IN_THREADS, AtOnce
 
 MOUNTS = """\
 22 28 0:20 / /proc rw,nosuid shared:13 - proc proc rw

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from p2pstore.access.invite import Invite, parse_invite
 from p2pstore.errors import AuthenticationFailed, ConfigError
-from p2pstore.invite import Invite, parse_invite
-from p2pstore.places import BY_NAME, HOST_NAME, kept, name_in_use, settle, state_root
 from p2pstore.settings import Settings, load_settings
-from p2pstore.statedir import StateDirectory, StateDirectoryInUse
+from p2pstore.state.places import BY_NAME, HOST_NAME, kept, name_in_use, settle, state_root
+from p2pstore.state.state_directory import StateDirectory, StateDirectoryInUse
 
 KEY = bytes(range(32))
 INVITE = Invite("blue", ("10.0.0.1:17946",), (KEY,))

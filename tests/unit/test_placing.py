@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from p2pstore.core.placing import MAX_HOLDERS, MAX_TARGETS, Room, choose_rooms, place
+from p2pstore.core.puts.placing import MAX_HOLDERS, MAX_TARGETS, Room, choose_rooms, place
 from p2pstore.errors import CapacityExceeded
 from p2pstore.objects import MIB
 from tests.unit.core_harness import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from p2pstore.client.answers import PrefixRuns
-from p2pstore.local.messages import Copy
+from p2pstore.local.local_messages import Copy
 from p2pstore.objects import format_peer_id
 
 DRAM, SSD = 0, 1

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from p2pstore.core.presence import is_known, known_keys
-from p2pstore.gossip.messages import Status
+from p2pstore.core.gets.presence_answers import is_known, known_keys
+from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.objects import Version, namespace_digest, newest_accepted_clock
 from tests.unit.core_harness import NAMESPACE, UNIX, Harness, clock_at, digest_of, remote_object

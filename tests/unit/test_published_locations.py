@@ -34,8 +34,13 @@ from p2pstore.location_table import (
     format_table,
     table_bytes,
 )
+from p2pstore.memory.mapped.mapped_memory import (
+    SharedMemory,
+    create_table_memory,
+    map_read_only,
+    map_table,
+)
 from p2pstore.objects import Version
-from p2pstore.transfer.memory import SharedMemory, create_table_memory, map_read_only, map_table
 from tests.unit.gossip_network import (
     digest_of,
     location,
@@ -403,7 +408,7 @@ from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.published_locations import PublishedLocations
 from p2pstore.gossip.records import LogHead
 from p2pstore.location_table import block_count, format_table, table_bytes
-from p2pstore.transfer.memory import SharedMemory
+from p2pstore.memory.mapped.mapped_memory import SharedMemory
 from tests.unit.gossip_network import digest_of, location, operations_after, run_at
 import mmap, os
 

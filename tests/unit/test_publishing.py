@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from p2pstore.core.publishing import publish_new
-from p2pstore.core.put import PutEnd
-from p2pstore.core.replicate_together import PutAmongMany
+from p2pstore.core.copies.replicate_together import PutAmongMany
+from p2pstore.core.puts.publishing import publish_new
+from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.gossip.records import writer_of
-from p2pstore.local.messages import PutStatus
+from p2pstore.local.local_messages import PutStatus
+from p2pstore.memory.segment_layout import Pin, decode_trailer
 from p2pstore.put_facts import PutFacts
-from p2pstore.transfer.layout import Pin, decode_trailer
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, clock_at, digest_of
 
 

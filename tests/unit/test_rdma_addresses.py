@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.transfer import rdma_addresses
-from p2pstore.transfer.rdma_addresses import (
+from p2pstore.transfer.rdma import rdma_addresses
+from p2pstore.transfer.rdma.rdma_addresses import (
     interface_of,
     network_bits,
     port_bytes_per_second,

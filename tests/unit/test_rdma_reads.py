@@ -15,10 +15,10 @@ import trio
 import trio.testing
 
 from p2pstore.errors import DeadlineExceeded, Unavailable
-from p2pstore.transfer import rdma_reads
-from p2pstore.transfer.rdma_reads import Line, Piece, Read, ReadEngine, ReadFailed
-from p2pstore.transfer.rdma_rules import RemoteMemory, WorkStatus
-from p2pstore.transfer.rdma_verbs import Completion
+from p2pstore.transfer.rdma import rdma_reads
+from p2pstore.transfer.rdma.rdma_reads import Line, Piece, Read, ReadEngine, ReadFailed
+from p2pstore.transfer.rdma.rdma_rules import RemoteMemory, WorkStatus
+from p2pstore.transfer.rdma.rdma_verbs import Completion
 
 SECONDS = 10.0
 """For what is to happen at once."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
 from p2pstore.objects import CHUNK_BYTES, KIB
-from p2pstore.transfer.rdma_rules import (
+from p2pstore.transfer.rdma.rdma_rules import (
     MAX_OUTSTANDING_READS,
     MAX_PACKET_NUMBER,
     MAX_QUEUE_PAIR_NUMBER,

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from p2pstore import streams
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.objects import MIB
-from p2pstore.streams import BytesLike
-from p2pstore.transfer import read_thread
-from p2pstore.transfer.messages import (
+from p2pstore.runtime import streams
+from p2pstore.runtime.streams import BytesLike
+from p2pstore.transfer.data_messages import (
     DataKind,
     Get,
     GetItem,
     Ping,
     SmallObjects,
 )
-from p2pstore.transfer.read_answers import COUNTED_READS, MAX_TALLY, ReadTally
-from p2pstore.transfer.read_thread import BRISK_READS, BRISK_SECONDS, Briskness
+from p2pstore.transfer.serving import read_thread
+from p2pstore.transfer.serving.read_answers import COUNTED_READS, MAX_TALLY, ReadTally
+from p2pstore.transfer.serving.read_thread import BRISK_READS, BRISK_SECONDS, Briskness
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
     HEADER_BYTES,

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.side_by_side import PIECE_BYTES
-from p2pstore.transfer import reader as reader_module
-from p2pstore.transfer.entries import ObjectEntry, Written
-from p2pstore.transfer.layout import (
+from p2pstore.memory.entries import ObjectEntry, Written
+from p2pstore.memory.mapped.mapped_memory import create_memory, map_read_only
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import (
     SLOT_BYTES,
     Slot,
     TrailerBody,
@@ -26,9 +25,10 @@ from p2pstore.transfer.layout import (
     plan_geometry,
     trailer_offset,
 )
-from p2pstore.transfer.memory import create_memory, map_read_only
-from p2pstore.transfer.reader import SegmentReader
-from p2pstore.transfer.segment import Segment
+from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.runtime.side_by_side import PIECE_BYTES
+from p2pstore.transfer.reading import segment_reader as reader_module
+from p2pstore.transfer.reading.segment_reader import SegmentReader
 from tests.mapped_copies import copy_many, copy_one
 from tests.threads import with_threads
 

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.arriving import Announced
-from p2pstore.transfer.entries import Written
-from p2pstore.transfer.key_index import KeyIndex
-from p2pstore.transfer.layout import (
+from p2pstore.memory.entries import Written
+from p2pstore.memory.key_index import KeyIndex
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import (
     INDEX_ENTRY_BYTES,
     SLOT_BYTES,
     SLOT_FLAG_LASTING,
@@ -22,8 +21,9 @@ from p2pstore.transfer.layout import (
     encode_slot,
     encode_trailer,
 )
-from p2pstore.transfer.reader import FEW_DIGESTS, NOWHERE, SegmentReader
-from p2pstore.transfer.segment import Segment
+from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.transfer.reading.segment_reader import FEW_DIGESTS, NOWHERE, SegmentReader
 from tests.mapped_copies import copy_many, copy_one
 from tests.unit.test_reader import empty, new_segment
 

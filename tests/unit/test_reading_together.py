@@ -12,12 +12,12 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from p2pstore.asyncio_streams import AsyncioDriver
 from p2pstore.client.reading_together import MANY, MOST_ALONE, MOST_TOGETHER, ReadingTogether
-from p2pstore.streams import Driver
+from p2pstore.runtime.asyncio_streams import AsyncioDriver
+from p2pstore.runtime.streams import Driver
+from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.trio_streams import TrioDriver
 from p2pstore.wire import Code
 
 ROOM = 100

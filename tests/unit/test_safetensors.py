@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pstore.checkpoint.manifest import FileEntry, Manifest, hash_of
-from p2pstore.checkpoint.piece_map import full_map
-from p2pstore.checkpoint.safetensors import (
+from p2pstore.checkpoint.content.manifest import FileEntry, Manifest, hash_of
+from p2pstore.checkpoint.content.piece_map import full_map
+from p2pstore.checkpoint.content.safetensors import (
     BITS,
     DTYPES,
     MAX_HEADER_BYTES,

@@ -16,12 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from p2pstore.client.leases import LeaseBook
 from p2pstore.errors import CapacityExceeded, ObjectTooLarge, StoreClosed
-from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
-from p2pstore.transfer.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
-from p2pstore.transfer.hazards import HAZARD_PAGE_BYTES, HazardPage
-from p2pstore.transfer.key_listing import KeyListing
-from p2pstore.transfer.layout import (
+from p2pstore.memory.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
+from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
+from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
+from p2pstore.memory.key_listing import KeyListing
+from p2pstore.memory.loans import Loan
+from p2pstore.memory.segment import MAX_RESERVATIONS_PER_HOLDER, SOFT_PIN_SECONDS, Segment
+from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     SegmentState,
     SlotState,
@@ -34,11 +35,10 @@ from p2pstore.transfer.layout import (
     plan_geometry,
     trailer_offset,
 )
-from p2pstore.transfer.layout import Pin as PinKind
-from p2pstore.transfer.loans import Loan
-from p2pstore.transfer.reader import SegmentReader
-from p2pstore.transfer.segment import MAX_RESERVATIONS_PER_HOLDER, SOFT_PIN_SECONDS, Segment
-from p2pstore.transfer.victims import AHEAD_SHARE
+from p2pstore.memory.segment_layout import Pin as PinKind
+from p2pstore.memory.victims import AHEAD_SHARE
+from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.transfer.reading.segment_reader import SegmentReader
 from tests.mapped_copies import copy_one
 
 NONE, SOFT, HARD = PinKind.NONE, PinKind.SOFT, PinKind.HARD

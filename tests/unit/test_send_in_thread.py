@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from p2pstore.errors import DeadlineExceeded
-from p2pstore.streams import BytesLike, send_all, waiting_in_kernel
-from p2pstore.trio_streams import TrioStream
+from p2pstore.runtime.streams import BytesLike, send_all, waiting_in_kernel
+from p2pstore.runtime.trio_streams import TrioStream
 
 MUCH = 64 * 1024 * 1024
 """More than the buffers of two sockets take."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from p2pstore import side_by_side
 from p2pstore.objects import MIB
-from p2pstore.side_by_side import FROM_BYTES, PIECE_BYTES, step_bytes, threads_for
+from p2pstore.runtime import side_by_side
+from p2pstore.runtime.side_by_side import FROM_BYTES, PIECE_BYTES, step_bytes, threads_for
 from tests.interrupts import interrupted_after_each_call, interrupted_at_each_line
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.objects import CHUNK_BYTES, KIB
-from p2pstore.transfer.messages import MAX_SMALL_BULK_BYTES
-from p2pstore.transfer.small_reads import MOST_ITEMS, in_parts, part_items, part_slices
+from p2pstore.transfer.data_messages import MAX_SMALL_BULK_BYTES
+from p2pstore.transfer.reading.small_reads import MOST_ITEMS, in_parts, part_items, part_slices
 
 ROOM = memoryview(bytearray(CHUNK_BYTES))
 SIZES = st.one_of(st.integers(1, CHUNK_BYTES), st.sampled_from((1, 4 * KIB, 64 * KIB, CHUNK_BYTES)))

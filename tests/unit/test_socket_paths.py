@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from p2pstore.errors import ConfigError, NoLocalPeer
-from p2pstore.local import paths
+from p2pstore.local import socket_paths as paths
 
 STRANGER = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")

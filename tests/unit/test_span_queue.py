@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody
 from p2pstore.objects import MIB, Version, chunk_sums, root_checksum
-from p2pstore.transfer.arriving import ALONE, PART_CHUNKS, Arriving, BufferDestination, resumable
-from p2pstore.transfer.layout import Slot, SlotState, TrailerBody
-from p2pstore.transfer.messages import GetItem
-from p2pstore.transfer.span_reads import (
+from p2pstore.transfer.data_messages import GetItem
+from p2pstore.transfer.reading.arriving import (
+    ALONE,
+    PART_CHUNKS,
+    Arriving,
+    BufferDestination,
+    resumable,
+)
+from p2pstore.transfer.reading.span_reads import (
     BATCHES_AHEAD,
     MIN_BATCH_ITEMS,
     Span,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.objects import KIB, MIB
-from p2pstore.ssd_tier.admission import (
+from p2pstore.ssd_tier.write_admission import (
     SECONDS_A_DAY,
     Admission,
     AdmissionPolicy,

@@ -16,7 +16,7 @@ from p2pstore.ssd_tier.compression import (
     is_worth_it,
     sample_ratio,
 )
-from p2pstore.ssd_tier.layout import Codec, DamagedRecord, RecordPlace
+from p2pstore.ssd_tier.log_layout import Codec, DamagedRecord, RecordPlace
 from p2pstore.ssd_tier.payload import check_part, unpack_part
 from p2pstore.ssd_tier.record_header import (
     RecordHeader,

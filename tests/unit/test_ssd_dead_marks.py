@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.ssd_tier.dead_marks import MAX_RECORDS_PER_SEGMENT, SECTOR_BYTES, DeadMarks
-from p2pstore.ssd_tier.layout import PAGE_BYTES
+from p2pstore.ssd_tier.log_layout import PAGE_BYTES
 from tests.unit.cold_objects import STORE_ID
 
 RECORDS_PER_SECTOR = MAX_RECORDS_PER_SEGMENT * SECTOR_BYTES // PAGE_BYTES

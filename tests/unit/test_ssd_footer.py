@@ -21,7 +21,7 @@ from p2pstore.ssd_tier.footer import (
     footer_generation,
     footer_pages,
 )
-from p2pstore.ssd_tier.layout import (
+from p2pstore.ssd_tier.log_layout import (
     PAGE_BYTES,
     Codec,
     DamagedRecord,

@@ -18,7 +18,7 @@ from p2pstore.objects import PART_BYTES, Version, key_digest, namespace_digest
 from p2pstore.ssd_tier import digest_walk, key_order
 from p2pstore.ssd_tier.digest_slots import NOT_FOUND, DigestSlots
 from p2pstore.ssd_tier.index import MAX_HITS, ColdIndex
-from p2pstore.ssd_tier.layout import (
+from p2pstore.ssd_tier.log_layout import (
     ColdFacts,
     RecordPlace,
     part_bytes,

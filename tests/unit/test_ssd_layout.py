@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MAX_OBJECT_BYTES, MIB, PART_BYTES
-from p2pstore.ssd_tier.layout import (
+from p2pstore.ssd_tier.log_layout import (
     PAGE_BYTES,
     Codec,
     ColdFacts,

@@ -14,7 +14,7 @@ from p2pstore.objects import KIB, MIB, PART_BYTES
 from p2pstore.ssd_tier.compression import compress_part
 from p2pstore.ssd_tier.dead_marks import MAX_RECORDS_PER_SEGMENT, SECTOR_BYTES
 from p2pstore.ssd_tier.index import ColdEntry, ColdIndex
-from p2pstore.ssd_tier.layout import (
+from p2pstore.ssd_tier.log_layout import (
     PAGE_BYTES,
     ColdFacts,
     DamagedRecord,

@@ -9,18 +9,18 @@ from typing import Any, cast
 import pytest
 import trio
 
-from p2pstore.core.cold_return import ColdSorted
-from p2pstore.core.effects import LoadObject, WriteObject
-from p2pstore.core.fetch import FetchOperation
+from p2pstore.core.copies.cold_return import ColdSorted
+from p2pstore.core.core_effects import LoadObject, WriteObject
+from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.errors import CapacityExceeded, NoSuchKey
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier
 from p2pstore.objects import Version, namespace_digest
 from p2pstore.peer.copy_checks import CopyChecks
 from p2pstore.peer.node import Node
-from p2pstore.peer.ssd import PeerSsd
-from p2pstore.ssd_tier.admission import AdmissionPolicy
+from p2pstore.peer.peer_ssd import PeerSsd
 from p2pstore.ssd_tier.aligned import aligned_buffer
 from p2pstore.ssd_tier.tier import open_tier
+from p2pstore.ssd_tier.write_admission import AdmissionPolicy
 from simulation.faulty_disk import FaultyDisk
 from tests.unit.cold_harness import SEGMENT_BYTES, simulated_disk
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of

@@ -14,13 +14,13 @@ import trio
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import KIB, MIB, Version, key_digest, namespace_digest
-from p2pstore.ssd_tier.admission import AdmissionPolicy, Refusal
+from p2pstore.ssd_tier.cold_keeping import Keeper
 from p2pstore.ssd_tier.disk import aligned_buffer
 from p2pstore.ssd_tier.health import TierOff, TierState
-from p2pstore.ssd_tier.keeping import Keeper
-from p2pstore.ssd_tier.layout import LOG_START_BYTES, PAGE_BYTES, ColdFacts, record_position
+from p2pstore.ssd_tier.log_layout import LOG_START_BYTES, PAGE_BYTES, ColdFacts, record_position
+from p2pstore.ssd_tier.log_segments import SegmentState
 from p2pstore.ssd_tier.misses import ColdMiss, Miss
-from p2pstore.ssd_tier.segments import SegmentState
+from p2pstore.ssd_tier.write_admission import AdmissionPolicy, Refusal
 from simulation.faulty_disk import FaultyDisk
 from tests.unit.cold_harness import (
     NAMESPACE,

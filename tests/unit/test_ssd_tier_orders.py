@@ -11,7 +11,7 @@ import trio
 
 from p2pstore.objects import key_digest
 from p2pstore.ssd_tier.disk_protocol import Check
-from p2pstore.ssd_tier.layout import LOG_START_BYTES, PAGE_BYTES, record_position
+from p2pstore.ssd_tier.log_layout import LOG_START_BYTES, PAGE_BYTES, record_position
 from simulation.faulty_disk import FaultyDisk
 from tests.unit.cold_harness import (
     NAMESPACE,

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2pstore.access.invite import Invite
+from p2pstore.access.keyring import new_cluster_key
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.records import SignedRecord
-from p2pstore.invite import Invite
-from p2pstore.keyring import new_cluster_key
 from p2pstore.objects import clock_from_unix_seconds
-from p2pstore.statedir import StateDirectory, ephemeral, load_cluster_key_file
+from p2pstore.state.state_directory import StateDirectory, ephemeral, load_cluster_key_file
 
 
 def mode(path: Path) -> int:
@@ -133,7 +133,7 @@ def test_an_empty_directory_holds_nothing(tmp_path: Path) -> None:
 
 def test_a_second_process_is_told_who_has_it(tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom p2pstore.statedir import StateDirectory\n"
+        "import sys\nfrom p2pstore.state.state_directory import StateDirectory\n"
         "StateDirectory.open(sys.argv[1])\nprint('open', flush=True)\nsys.stdin.read()\n"
     )
     other = subprocess.Popen(

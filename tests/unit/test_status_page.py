@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from p2pstore.gossip.checkpoints import Head, HeadBody, short_version
+from p2pstore.gossip.checkpoint_records import Head, HeadBody, short_version
+from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.members.membership import MemberState
-from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import Participation, TakesPart, member_of, sign_peer_record
 from p2pstore.objects import GIB
-from p2pstore.peer.slow_operations import SlowOperation, SlowOperations, Stage
-from p2pstore.peer.status.checkpoints import failures, progress, progress_document
-from p2pstore.peer.status.members import (
+from p2pstore.status.checkpoint_status import failures, progress, progress_document
+from p2pstore.status.member_list import (
     MAX_SHOWN,
     MAX_WRONG,
     member_document,
@@ -26,11 +25,12 @@ from p2pstore.peer.status.members import (
     survey,
     versions_of,
 )
-from p2pstore.peer.status.page import page_bytes, page_headers
-from p2pstore.peer.status.recent import RecentCounts
-from p2pstore.peer.status.slow import slow_document
-from p2pstore.peer.status.source import StatusSource
-from p2pstore.peer.status.text import MAX_NAME_LETTERS, shown
+from p2pstore.status.page import page_bytes, page_headers
+from p2pstore.status.recent import RecentCounts
+from p2pstore.status.slow_list import slow_document
+from p2pstore.status.slow_operations import SlowOperation, SlowOperations, Stage
+from p2pstore.status.source import StatusSource
+from p2pstore.status.text import MAX_NAME_LETTERS, shown
 from tests.unit.gossip_network import FakeSigner, peer_id_of, peer_record
 
 HOSTILE = "<script>alert(1)</script>\u202e\n\x1b[2J"

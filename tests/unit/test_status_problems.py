@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from p2pstore.doctor.finding import Finding, Status
-from p2pstore.doctor.network_rules import SsdReading
 from p2pstore.objects import GIB
-from p2pstore.peer.status.problems import (
+from p2pstore.status.doctor.finding import Finding, Status
+from p2pstore.status.doctor.network_rules import SsdReading
+from p2pstore.status.problems import (
     Facts,
     FailedCheckpoint,
     TakenPlaces,
     problem_document,
     problems,
 )
-from p2pstore.peer.status.text import MAX_TEXT_LETTERS
+from p2pstore.status.text import MAX_TEXT_LETTERS
 
 
 def only(**facts: Any) -> Finding:

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import trio
 
-from p2pstore.core import peer_core, serving
-from p2pstore.core.cold_return import ColdObject, ColdSorted
-from p2pstore.core.floors import COLD_PER_STEP
+from p2pstore.core import peer_core
+from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
+from p2pstore.core.copies.sweeping import WITHDRAWN_PER_STEP
+from p2pstore.core.gets import serving
 from p2pstore.core.operation import Operation
-from p2pstore.core.publishing import PUBLISHED_PER_STEP
-from p2pstore.core.put import PutOperation
-from p2pstore.core.sweeping import WITHDRAWN_PER_STEP
+from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP
+from p2pstore.core.puts.put_operation import PutOperation
+from p2pstore.core.removals.floors import COLD_PER_STEP
 from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.floors.cluster_records import PURGE_STEP
 from p2pstore.gossip.floors.cluster_records import ClusterRecords as KeptRecords
@@ -30,25 +31,25 @@ from p2pstore.gossip.records import (
     read_peer_record,
     sign_cluster_record,
 )
-from p2pstore.local import messages as local
-from p2pstore.local.messages import MAX_BATCH, Access
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_messages import MAX_BATCH, Access
 from p2pstore.local.server import LocalClient
+from p2pstore.memory import segment as segments
+from p2pstore.memory.eviction import EvictionOrder
+from p2pstore.memory.extent_allocator import GROWN_PER_STEP
+from p2pstore.memory.key_listing import RUN_KEYS, KeyListing
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import Pin
+from p2pstore.memory.stretches import LOOKED_AT_PER_STEP
+from p2pstore.memory.victims import EVICTED_PER_STEP
 from p2pstore.objects import Version, chunk_sums, root_checksum
-from p2pstore.peer import statistics
 from p2pstore.peer.local_gets import LocalGets
 from p2pstore.peer.local_puts import LocalPuts
 from p2pstore.put_facts import PutFacts
-from p2pstore.stepping import Steps, run_through
-from p2pstore.transfer import segment as segments
-from p2pstore.transfer.allocator import GROWN_PER_STEP
-from p2pstore.transfer.eviction import EvictionOrder
-from p2pstore.transfer.key_listing import RUN_KEYS, KeyListing
-from p2pstore.transfer.layout import Pin
-from p2pstore.transfer.messages import ClusterRecords, DataKind, Lookup
-from p2pstore.transfer.segment import Segment
-from p2pstore.transfer.stretches import LOOKED_AT_PER_STEP
-from p2pstore.transfer.victims import EVICTED_PER_STEP
-from p2pstore.turns import in_turns, take_turns
+from p2pstore.runtime.stepping import Steps, run_through
+from p2pstore.runtime.turns import in_turns, take_turns
+from p2pstore.status import statistics
+from p2pstore.transfer.data_messages import ClusterRecords, DataKind, Lookup
 from p2pstore.wire import decode_body, encode_body
 from simulation.signer import SimulatedSigner
 from tests.unit.cold_world import ColdWorld
@@ -310,8 +311,8 @@ class Peer:
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have their turn after each step."""
-    monkeypatch.setattr("p2pstore.turns.TURN_SECONDS", 0.0)
-    monkeypatch.setattr("p2pstore.turns.FIRST_TURN_SECONDS", 0.0)
+    monkeypatch.setattr("p2pstore.runtime.turns.TURN_SECONDS", 0.0)
+    monkeypatch.setattr("p2pstore.runtime.turns.FIRST_TURN_SECONDS", 0.0)
 
 
 async def turns_of(answer: Any) -> tuple[int, Any]:

@@ -24,8 +24,8 @@ SSD_TIER_KNOWS = (
     "p2pstore.objects",
     "p2pstore.errors",
     "p2pstore.wire",
-    "p2pstore.nursery",
-    "p2pstore.place_owners",
+    "p2pstore.runtime.nursery",
+    "p2pstore.runtime.place_owners",
 )
 """Of p2pstore: the tier knows no peers, no memory segments and no settings."""
 
@@ -34,33 +34,35 @@ CHECKPOINT_KNOWS = (
     "p2pstore.objects",
     "p2pstore.errors",
     "p2pstore.wire",
-    "p2pstore.nursery",
-    "p2pstore.folder",
-    "p2pstore.regular_file",
+    "p2pstore.runtime.nursery",
+    "p2pstore.state.folder",
+    "p2pstore.state.regular_file",
 )
-"""Of p2pstore: a swarm is told who there is, and its pieces are moved by others."""
+CHECKPOINT_ALONE = ("p2pstore.checkpoint.content", "p2pstore.checkpoint.swarm")
+"""A swarm is told who there is, and its pieces are moved by others."""
 
 STRANGERS = ("p2pstore.gossip", "p2pstore.transfer", "p2pstore.ssd_tier")
 
 LIBP2P = ("libp2p", "multiaddr")
 LIBP2P_MODULE = "p2pstore/gossip/links/libp2p_parts.py"
-PYVERBS_MODULE = "p2pstore/transfer/rdma_verbs.py"
+PYVERBS_MODULE = "p2pstore/transfer/rdma/rdma_verbs.py"
 
 CLIENT_SIDE = (
     *("p2pstore.client", "p2pstore.local", "p2pstore.blocking", "p2pstore.aio"),
+    "p2pstore.checkpoint.client",
     *("p2pstore.integrations", "mooncake_p2p"),
 )
-PEER_SIDE = ("p2pstore.peer", "p2pstore.gossip")
+PEER_SIDE = ("p2pstore.peer", "p2pstore.gossip", "p2pstore.checkpoint.peer")
 JOIN = "cli/mooncake_p2p/commands/join.py"
 
 PURE = (
     "p2pstore/core/*.py",
-    "simulation/*.py",
+    "p2pstore/memory/*.py",
     "p2pstore/trace/*.py",
-    "p2pstore/transfer/policies/*.py",
+    "simulation/*.py",
     *(
-        f"p2pstore/gossip/{name}.py"
-        for name in ("checkpoints", "effects", "machine", "messages", "presets", "records")
+        f"p2pstore/gossip/*{name}.py"
+        for name in ("machine", "messages", "effects", "records", "presets")
     ),
     *(
         f"p2pstore/gossip/{folder}/*.py"
@@ -70,75 +72,51 @@ PURE = (
     *(
         f"p2pstore/transfer/{name}.py"
         for name in (
-            *("allocator", "arriving", "entries", "entry_list", "eviction", "eviction_policies"),
-            *("expiry", "failover", "holdings"),
-            *("incoming_value", "key_index"),
-            *(
-                "key_listing",
-                "layout",
-                "messages",
-                "most_read",
-                "object_table",
-                "segment",
-                "tickets",
-            ),
-            *("rdma_rules", "slicing", "trace"),
+            *("data_messages", "failover", "read_tickets", "transfer_trace"),
+            *("reading/arriving", "reading/slicing", "rdma/rdma_rules", "serving/incoming_value"),
         )
     ),
     *(
         f"p2pstore/ssd_tier/{name}.py"
         for name in (
-            *("layout", "record_header", "superblock", "dead_marks", "rows", "footer", "payload"),
-            *("index", "digest_slots", "key_texts", "key_order", "compression"),
-            "record_rows",
-            *("recovery", "refill", "segment_search", "disk_protocol"),
-            *("admission", "health", "measures", "misses", "patience"),
-            *("reinsertion", "segments"),
+            *(
+                "log_layout",
+                "record_header",
+                "superblock",
+                "dead_marks",
+                "rows",
+                "footer",
+                "payload",
+            ),
+            *("index", "digest_slots", "key_texts", "key_order", "compression", "record_rows"),
+            *("recovery", "refill", "segment_search", "disk_protocol", "write_admission", "health"),
+            *("tier_measures", "misses", "patience", "reinsertion", "log_segments"),
         )
     ),
+    "p2pstore/checkpoint/swarm/*.py",
     *(
-        f"p2pstore/checkpoint/{name}.py"
-        for name in (
-            *("manifest", "paths", "pieces", "piece_map", "selection", "super_seeding"),
-            *("group", "upload_slots", "deadlines", "neighbours", "messages", "effects", "swarm"),
-            *("flights", "memory_layout", "choosing"),
-        )
+        f"p2pstore/checkpoint/content/{name}.py"
+        for name in ("manifest", "content_paths", "pieces", "piece_map", "memory_layout")
     ),
     *(
-        f"p2pstore/doctor/{name}.py"
-        for name in (
-            "finding",
-            "machine_rules",
-            "network_rules",
-            "way_rules",
-            "redaction",
-            "peer_rules",
-        )
+        f"p2pstore/checkpoint/peer/{name}.py"
+        for name in ("introductions", "orders", "paces", "piece_buffers", "token_bucket")
     ),
+    *(f"p2pstore/status/doctor/{name}.py" for name in ("finding", "*_rules", "redaction")),
+    *(f"p2pstore/status/{name}.py" for name in ("slow_operations", "traffic", "measures")),
     *(
-        f"p2pstore/peer/{name}.py"
-        for name in (
-            *("load", "slow_operations", "traffic", "measures"),
-            *("metrics", "metrics_ssd", "metric_families"),
-        )
+        f"p2pstore/status/metrics/{name}.py"
+        for name in ("metrics", "metrics_ssd", "metric_families")
     ),
-    *(
-        f"p2pstore/peer/checkpoints/{name}.py"
-        for name in ("introductions", "orders", "piece_buffers", "token_bucket")
-    ),
-    *(f"p2pstore/topology/{name}.py" for name in ("machine", "matrix")),
+    *(f"p2pstore/topology/{name}.py" for name in ("hardware", "matrix")),
     *(f"p2pstore/integrations/mooncake/{name}.py" for name in ("codes", "placement")),
-    "p2pstore/objects.py",
-    "p2pstore/histograms.py",
-    "p2pstore/location_table.py",
-    "p2pstore/wire.py",
-    "p2pstore/allowlist.py",
-    "p2pstore/strangers.py",
-    "p2pstore/local/messages.py",
-    "p2pstore/local/checkpoint_messages.py",
-    "p2pstore/local/group_messages.py",
-    "p2pstore/peer/checkpoints/paces.py",
+    *(f"p2pstore/{name}.py" for name in ("objects", "location_table", "wire", "put_facts")),
+    *(f"p2pstore/local/{name}_messages.py" for name in ("local", "checkpoint", "group")),
+    *(f"p2pstore/access/{name}.py" for name in ("allowlist", "strangers")),
+    "p2pstore/runtime/histograms.py",
 )
+"""`*` crosses folders; `p2pstore/memory/mapped` is the one exception, below."""
+IMPURE_FOLDERS = ("p2pstore/memory/mapped/",)
 ANONYMOUS_MEMORY = "p2pstore/gossip/locations/reserved_memory.py"
 """Memory of the process alone is no I/O: what this module loads does not make a module impure."""
 IMPURE = (
@@ -264,7 +242,11 @@ def check(sources: Mapping[str, str]) -> list[str]:
 
     for path in sorted(trees):
         module = module_name(path)
-        pure = path != ANONYMOUS_MEMORY and any(fnmatchcase(path, pattern) for pattern in PURE)
+        pure = (
+            path != ANONYMOUS_MEMORY
+            and not path.startswith(IMPURE_FOLDERS)
+            and any(fnmatchcase(path, pattern) for pattern in PURE)
+        )
         client_side = within(module, CLIENT_SIDE)
 
         for imported in imports[path]:
@@ -280,7 +262,7 @@ def check(sources: Mapping[str, str]) -> list[str]:
             ):
                 broken.append(f"{where}: imports {name}; the SSD tier knows {SSD_TIER_KNOWS}")
             if (
-                within(module, ["p2pstore.checkpoint"])
+                within(module, CHECKPOINT_ALONE)
                 and within(name, ["p2pstore"])
                 and not within(name, CHECKPOINT_KNOWS)
             ):
@@ -343,7 +325,10 @@ BANNED_CALLS = {
     ("pwd", "getpwuid"): "raises where a user has no name: `place_owners.user_name`",
     ("fcntl", "lockf"): "waits for whoever has the lock: `flock` with LOCK_NB",
 }
-MAY_CALL = {"p2pstore/places.py": ("Path", "home"), "p2pstore/place_owners.py": ("pwd", "getpwuid")}
+MAY_CALL = {
+    "p2pstore/state/places.py": ("Path", "home"),
+    "p2pstore/runtime/place_owners.py": ("pwd", "getpwuid"),
+}
 
 
 def test_calls_that_fail_or_wait_in_some_environment_are_not_made() -> None:
@@ -367,11 +352,11 @@ ALLOWED = {
     "p2pstore/gossip/links/host.py": "import trio",
     "p2pstore/gossip/links/libp2p_parts.py": "import libp2p\nfrom multiaddr import Multiaddr",
     "p2pstore/gossip/locations/log.py": "import random\nrng = random.Random(1)\nfrom ...wire import pack",
-    "p2pstore/transfer/rdma_verbs.py": "def load():\n    import pyverbs.device",
+    "p2pstore/transfer/rdma/rdma_verbs.py": "def load():\n    import pyverbs.device",
     "p2pstore/wire.py": "from random import Random\nimport struct",
     "p2pstore/client.py": "import trio\nfrom .local import messages\nfrom p2pstore import wire",
     "p2pstore/local/__init__.py": "",
-    "p2pstore/local/messages.py": "import msgspec",
+    "p2pstore/local/local_messages.py": "import msgspec",
     "p2pstore/peer_name.py": "",
     "cli/mooncake_p2p/main.py": "from p2pstore import client, peer_name",
     "cli/mooncake_p2p/commands/join.py": "async def join():\n    from p2pstore.peer import Peer",
@@ -396,11 +381,11 @@ def test_what_the_design_allows_passes() -> None:
             "peer",
         ),
         ("p2pstore/ssd_tier/a.py", "from p2pstore.core import placing", "the SSD tier knows"),
-        ("p2pstore/checkpoint/a.py", "from p2pstore.gossip import records", "checkpoints know"),
+        ("p2pstore/checkpoint/swarm/a.py", "from p2pstore.gossip import records", "checkpoints know"),
         ("p2pstore/gossip/other.py", "import libp2p.peer.id", "may"),
         ("p2pstore/peer.py", "def f():\n    from multiaddr import Multiaddr", "may"),
         ("p2pstore/transfer/other.py", "def f():\n    import pyverbs", "rdma_verbs.py may"),
-        ("p2pstore/transfer/rdma_verbs.py", "import pyverbs", "when it is itself imported"),
+        ("p2pstore/transfer/rdma/rdma_verbs.py", "import pyverbs", "when it is itself imported"),
         ("p2pstore/client.py", "from p2pstore.peer import Peer", "client side"),
         ("p2pstore/client.py", "def f():\n    from . import peer", "client side"),
         ("p2pstore/local/driver.py", "from ..gossip.log import Log", "client side"),

@@ -8,7 +8,16 @@ from typing import TypeVar
 
 import pytest
 
-from p2pstore.checkpoint.effects import (
+from p2pstore.checkpoint.content.piece_map import (
+    Availability,
+    full_map,
+    map_of,
+    pack_map,
+    pieces_in,
+)
+from p2pstore.checkpoint.swarm.super_seeding import SuperSeeding
+from p2pstore.checkpoint.swarm.swarm import Swarm, SwarmConfig
+from p2pstore.checkpoint.swarm.swarm_effects import (
     Abandon,
     Asked,
     Complete,
@@ -32,7 +41,7 @@ from p2pstore.checkpoint.effects import (
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.messages import (
+from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     Grant,
     Invite,
@@ -42,9 +51,6 @@ from p2pstore.checkpoint.messages import (
     Refusal,
     Refuse,
 )
-from p2pstore.checkpoint.piece_map import Availability, full_map, map_of, pack_map, pieces_in
-from p2pstore.checkpoint.super_seeding import SuperSeeding
-from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
 
 OWN = 100
 PIECES = 8

@@ -10,7 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from p2pstore.checkpoint.effects import (
+from p2pstore.checkpoint.content.piece_map import full_map, pack_map, pieces_in
+from p2pstore.checkpoint.swarm.swarm import Swarm, SwarmConfig
+from p2pstore.checkpoint.swarm.swarm_effects import (
     Abandon,
     Asked,
     Connect,
@@ -31,9 +33,13 @@ from p2pstore.checkpoint.effects import (
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.messages import Grant, Needs, NewPieces, PieceMapMessage, Refuse
-from p2pstore.checkpoint.piece_map import full_map, pack_map, pieces_in
-from p2pstore.checkpoint.swarm import Swarm, SwarmConfig
+from p2pstore.checkpoint.swarm.swarm_messages import (
+    Grant,
+    Needs,
+    NewPieces,
+    PieceMapMessage,
+    Refuse,
+)
 
 PIECES = 12
 OWN = 5

@@ -10,34 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.checkpoint.deadlines import (
-    FIRST_BACK_OFF_SECONDS,
-    FIRST_HELD_UP_SECONDS,
-    LONGEST_BACK_OFF_SECONDS,
-    Pace,
-    Senders,
-)
-from p2pstore.checkpoint.messages import (
-    ANY_PIECE,
-    MAX_NEW_PIECES,
-    Grant,
-    Needs,
-    NewPieces,
-    PieceMapMessage,
-    decode_message,
-    map_in,
-)
-from p2pstore.checkpoint.neighbours import (
-    FEWEST,
-    FIRST_DIALS,
-    MOST,
-    REDIAL_SECONDS,
-    REFRESH_SECONDS,
-    REFRESHED,
-    SETTLE_SECONDS,
-    Neighbours,
-)
-from p2pstore.checkpoint.piece_map import (
+from p2pstore.checkpoint.content.piece_map import (
     Availability,
     any_piece,
     full_map,
@@ -47,9 +20,36 @@ from p2pstore.checkpoint.piece_map import (
     sum_of,
     unpack_map,
 )
-from p2pstore.checkpoint.selection import HostShare, Selection, stripe
-from p2pstore.checkpoint.super_seeding import SuperSeeding
-from p2pstore.checkpoint.upload_slots import MAX_WAITING, UploadSlots, places_for, slots_for
+from p2pstore.checkpoint.swarm.deadlines import (
+    FIRST_BACK_OFF_SECONDS,
+    FIRST_HELD_UP_SECONDS,
+    LONGEST_BACK_OFF_SECONDS,
+    Pace,
+    Senders,
+)
+from p2pstore.checkpoint.swarm.selection import HostShare, Selection, stripe
+from p2pstore.checkpoint.swarm.super_seeding import SuperSeeding
+from p2pstore.checkpoint.swarm.swarm_messages import (
+    ANY_PIECE,
+    MAX_NEW_PIECES,
+    Grant,
+    Needs,
+    NewPieces,
+    PieceMapMessage,
+    decode_message,
+    map_in,
+)
+from p2pstore.checkpoint.swarm.swarm_neighbours import (
+    FEWEST,
+    FIRST_DIALS,
+    MOST,
+    REDIAL_SECONDS,
+    REFRESH_SECONDS,
+    REFRESHED,
+    SETTLE_SECONDS,
+    Neighbours,
+)
+from p2pstore.checkpoint.swarm.upload_slots import MAX_WAITING, UploadSlots, places_for, slots_for
 from p2pstore.errors import ProtocolError
 from p2pstore.wire import encode_body
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from p2pstore.streams import taking_no_core
+from p2pstore.runtime.streams import taking_no_core
 
 
 def in_a_thread(action: Callable[[], list[int]]) -> list[int]:

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from p2pstore.core.serving import reply_of
+from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.taking_pushes import MAX_COMING_OF_ONE, TakePushOperation
 from p2pstore.errors import DeadlineExceeded, ProtocolError
-from p2pstore.gossip.effects import PartitionSet, Push
+from p2pstore.gossip.gossip_effects import PartitionSet, Push
 from p2pstore.gossip.homes.home_updates import (
     AUDIT_ENTRY,
     LARGEST_SET_RECORDS,
@@ -24,8 +24,8 @@ from p2pstore.gossip.homes.partitions import PARTITION_COUNT, PartitionConfig, p
 from p2pstore.gossip.locations.location_index import hash_of
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
 from p2pstore.objects import Version
-from p2pstore.transfer import messages
-from p2pstore.transfer.messages import DataKind, Pushed
+from p2pstore.transfer import data_messages as messages
+from p2pstore.transfer.data_messages import DataKind, Pushed
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import OTHER_INCARNATION, Harness, Other
 from tests.unit.test_core_partitioned import acquainted, empty_partitions, partitioned

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.checkpoint import piece_record, target_directory
-from p2pstore.checkpoint.directory_versions import (
+from p2pstore.checkpoint.content import piece_record, target_directory
+from p2pstore.checkpoint.content.directory_versions import (
     current_version,
     kept_versions,
     removing_tree,
     switch_current,
     versions_with,
 )
-from p2pstore.checkpoint.manifest import (
+from p2pstore.checkpoint.content.manifest import (
     FileEntry,
     Manifest,
     SignedManifest,
@@ -32,12 +32,12 @@ from p2pstore.checkpoint.manifest import (
     sign_manifest,
     version_of,
 )
-from p2pstore.checkpoint.piece_map import full_map, map_of, pieces_in
-from p2pstore.checkpoint.pieces import MIN_PIECE_BYTES, Extent, PieceLayout
-from p2pstore.checkpoint.target_directory import FILES_A_STEP, TargetDirectory
+from p2pstore.checkpoint.content.piece_map import full_map, map_of, pieces_in
+from p2pstore.checkpoint.content.pieces import MIN_PIECE_BYTES, Extent, PieceLayout
+from p2pstore.checkpoint.content.target_directory import FILES_A_STEP, TargetDirectory
 from p2pstore.errors import CapacityExceeded, ConfigError
-from p2pstore.folder import Folder
 from p2pstore.gossip.links.identity import Identity
+from p2pstore.state.folder import Folder
 
 PIECE = MIN_PIECE_BYTES
 PUBLISHER = Identity(bytes(32))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2pstore.checkpoint.pieces import Extent
-from p2pstore.checkpoint.safetensors import DTYPES, read_header
-from p2pstore.checkpoint.source_memory import SourceMemory
+from p2pstore.checkpoint.content.pieces import Extent
+from p2pstore.checkpoint.content.safetensors import DTYPES, read_header
+from p2pstore.checkpoint.content.source_memory import SourceMemory
 from p2pstore.client import tensor_file
 from p2pstore.client.tensor_file import FILE_NAME, plan_image, write_image
 from p2pstore.client.tensors import CheckpointTensors, Place

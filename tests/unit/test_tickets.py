@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from p2pstore.errors import AuthenticationFailed, ConfigError
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.keyring import (
+from p2pstore.access.keyring import (
     KeyRing,
     Role,
     key_id_of,
@@ -21,7 +18,10 @@ from p2pstore.keyring import (
     reader_keys,
     writer_key_of,
 )
-from p2pstore.transfer.messages import (
+from p2pstore.errors import AuthenticationFailed, ConfigError
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.records import format_peer_id
+from p2pstore.transfer.data_messages import (
     READER_KINDS,
     REQUESTS,
     WRITE_KINDS,
@@ -31,7 +31,7 @@ from p2pstore.transfer.messages import (
     Store,
     Ticket,
 )
-from p2pstore.transfer.tickets import (
+from p2pstore.transfer.read_tickets import (
     TICKET_SECONDS,
     GrantedTicket,
     Rights,

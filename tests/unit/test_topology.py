@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from p2pstore.errors import ConfigError
-from p2pstore.topology.machine import Machine, Nic, NumaNode, PciDistance, Place, pci_distance
+from p2pstore.topology.hardware import Machine, Nic, NumaNode, PciDistance, Place, pci_distance
 from p2pstore.topology.matrix import (
     Choice,
     matrix_of,

@@ -9,7 +9,7 @@ import pytest
 from mooncake_p2p.explain import document, explanation
 from p2pstore.objects import MIB
 from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.trace import FetchTrace, ReadWatch
+from p2pstore.transfer.transfer_trace import FetchTrace, ReadWatch
 from p2pstore.transfer.transport import BufferDestination, watch_of
 from p2pstore.wire import Code
 

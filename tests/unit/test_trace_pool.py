@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 import pytest
 
+from p2pstore.memory.eviction_policies import PolicyName, make_policy
 from p2pstore.trace.block_cache import BlockCache, replay_one_cache
 from p2pstore.trace.cold_blocks import ColdBlocks
 from p2pstore.trace.outages import PeerChange, next_up
 from p2pstore.trace.pool import Pool, PoolOutcome, PoolSettings, Source
-from p2pstore.trace.requests import Request
-from p2pstore.trace.routing import PrefixAffine, RoutingName, make_router
-from p2pstore.transfer.eviction_policies import PolicyName, make_policy
+from p2pstore.trace.trace_requests import Request
+from p2pstore.trace.trace_routing import PrefixAffine, RoutingName, make_router
 from tests.unit.test_trace_one_cache import conversation_trace, oracle, published
 from tests.unit.trace_requests import conversations
 

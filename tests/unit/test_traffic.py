@@ -13,13 +13,13 @@ from p2pstore.client.pull_ledger import (
     SLOW_SECONDS,
     PullLedger,
 )
-from p2pstore.histograms import Histogram
-from p2pstore.local.messages import PullCount, SlowRead, TransportFallback, UnseenRead
+from p2pstore.local.local_messages import PullCount, SlowRead, TransportFallback, UnseenRead
+from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody
 from p2pstore.objects import Version
-from p2pstore.peer import traffic
-from p2pstore.peer.traffic import ROUND_TRIPS, Traffic
+from p2pstore.runtime.histograms import Histogram
+from p2pstore.status import traffic
+from p2pstore.status.traffic import ROUND_TRIPS, Traffic
 from p2pstore.transfer.failover import HolderReport
-from p2pstore.transfer.layout import Slot, SlotState, TrailerBody
 from p2pstore.transfer.transport import Pulled, PullReport, RemoteCopy
 from p2pstore.wire import Code
 

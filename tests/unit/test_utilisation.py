@@ -6,8 +6,8 @@ from statistics import mean
 
 import pytest
 
+from p2pstore.memory.segment import Segment
 from p2pstore.objects import GIB
-from p2pstore.transfer.segment import Segment
 from tests.unit.segment_churn import LOADS, churn, segment_for
 
 

@@ -6,18 +6,18 @@ import logging
 
 import pytest
 
-from p2pstore.core.effects import AskPeer, LoadObject, PullObject
-from p2pstore.histograms import Histogram
-from p2pstore.local import messages as local
+from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject
+from p2pstore.local import local_messages as local
 from p2pstore.local.checkpoint_messages import Progress
-from p2pstore.local.messages import Access, LocalKind
+from p2pstore.local.local_messages import Access, LocalKind
 from p2pstore.local.server import LocalClient
+from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody
 from p2pstore.objects import Version, key_digest
-from p2pstore.peer.measures import NamespaceUse
-from p2pstore.peer.watching import PeerWatch
 from p2pstore.put_facts import PutFacts
-from p2pstore.transfer.layout import Slot, SlotState, TrailerBody
-from p2pstore.transfer.messages import DataKind
+from p2pstore.runtime.histograms import Histogram
+from p2pstore.status.measures import NamespaceUse
+from p2pstore.status.operation_watch import PeerWatch
+from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.transport import Pulled, PullReport, RemoteCopy
 from p2pstore.wire import Code, Empty, Failure
 from tests.unit.core_harness import Harness

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from mooncake_p2p.errors import CommandFailed
+from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.interrupts import Interrupts
 from mooncake_p2p.measuring import Figure, document, medians_in_turns, timed
 from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected, parse_timeout
@@ -144,7 +144,7 @@ def _measured(client: BlockingClient) -> _Measured:
 def _others(peer: _Measured, namespace: str, timeout: str) -> list[_Measured]:
     """Up to three live peers of the same cluster whose sockets are on this machine."""
     from p2pstore import blocking
-    from p2pstore.local.paths import live_sockets
+    from p2pstore.local.socket_paths import live_sockets
 
     members = {member.peer_id for member in peer.client.peers() if not member.me}
     found: list[_Measured] = []
@@ -249,7 +249,7 @@ def _measure_remote(
     peer: _Measured, other: _Measured, length: int, seconds: float, wait: float
 ) -> Figure:
     """Gets of one value that only `other` holds."""
-    from p2pstore.transfer.trace import FetchTrace
+    from p2pstore.transfer.transfer_trace import FetchTrace
 
     value, target = memoryview(os.urandom(length)), memoryview(bytearray(length))
     peer.keys += 1  # both use one namespace: no key twice

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.errors import CommandFailed
+from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.measuring import Result, machine
 from mooncake_p2p.options import Json
 from mooncake_p2p.output import print_json, print_table, progress, remark
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from p2pstore.trace.comparison import Replayed
     from p2pstore.trace.pool import PoolSettings
     from p2pstore.trace.prefix_hits import Model
-    from p2pstore.trace.requests import Request
+    from p2pstore.trace.trace_requests import Request
 
 _BLOCKS: Final = re.compile(r"([0-9]{1,12}) ?blocks?")
 
@@ -190,7 +190,7 @@ def _at_least_one(size: int) -> int:
 
 
 def _read(file: str) -> list[Request]:
-    from p2pstore.trace.requests import MAX_LINE_BYTES, read_requests
+    from p2pstore.trace.trace_requests import MAX_LINE_BYTES, read_requests
 
     with Path(file).open("rb") as lines:
         return list(read_requests(iter(partial(lines.readline, MAX_LINE_BYTES + 1), b"")))

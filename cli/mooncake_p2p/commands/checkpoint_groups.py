@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.errors import describe
+from mooncake_p2p.exit_errors import describe
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Exclude,
@@ -249,7 +249,7 @@ def _print_failed_update(name: str, error: Exception, json: bool) -> None:
 
 
 def _laggard(each: CheckpointFollower) -> str:
-    from p2pstore.client.checkpoint_groups import laggard_state
+    from p2pstore.checkpoint.client.group_calls import laggard_state
 
     return f"{each.name} ({laggard_state(each)})"
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from mooncake_p2p.errors import CommandFailed, ExitCode
+from mooncake_p2p.exit_errors import CommandFailed, ExitCode
 from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, parse_timeout, was_given
 from mooncake_p2p.output import print_json, printable, remark
 
 if TYPE_CHECKING:
-    from p2pstore.doctor.finding import Finding
+    from p2pstore.status.doctor.finding import Finding
 
 STATUS_COLUMNS: Final = 8
 NAME_COLUMNS: Final = 20
@@ -106,9 +106,9 @@ def doctor(
     if peer is None:
         _examine_machine(report, socket, directory, rdma_topology)
     else:
-        from p2pstore.doctor.way import Way, examine_way
-        from p2pstore.statedir import load_cluster_key_file
-        from p2pstore.user_key import ring_of_the_keyless
+        from p2pstore.state.state_directory import load_cluster_key_file
+        from p2pstore.state.user_key import ring_of_the_keyless
+        from p2pstore.status.doctor.way import Way, examine_way
 
         ring = (
             load_cluster_key_file(cluster_key_file) if cluster_key_file else ring_of_the_keyless()
@@ -120,7 +120,7 @@ def doctor(
 def _examine_machine(
     report: object, socket: str | None, directory: str | None, rdma_topology: str | None
 ) -> None:
-    from p2pstore.doctor.machine import examine_machine
+    from p2pstore.status.doctor.host_checks import examine_machine
 
     assert callable(report)
     for finding in examine_machine(socket=socket, directory=directory, rdma_topology=rdma_topology):
@@ -129,7 +129,7 @@ def _examine_machine(
 
 def _conclude(findings: list[Finding], json: bool) -> None:
     """Print the summary, and raise what gives the exit status when something is broken."""
-    from p2pstore.doctor.finding import Failure, summary, worst_failure
+    from p2pstore.status.doctor.finding import Failure, summary, worst_failure
 
     counted = summary(findings)
     failure = worst_failure(findings)

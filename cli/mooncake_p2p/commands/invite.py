@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from mooncake_p2p.errors import CommandFailed
+from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected
 from mooncake_p2p.output import print_json, remark
 
 if TYPE_CHECKING:
-    from p2pstore.keyring import KeyRing
+    from p2pstore.access.keyring import KeyRing
     from p2pstore.results import PeerInfo
 
 MAX_OTHERS: Final = 3
@@ -38,9 +38,9 @@ def invite(
     with connected(socket, timeout=timeout) as client:
         members = client.peers()
         document = client.statistics()
+    from p2pstore.access.invite import Invite, format_invite
     from p2pstore.config import is_loopback, split_address
-    from p2pstore.invite import Invite, format_invite
-    from p2pstore.statedir import load_cluster_key_file
+    from p2pstore.state.state_directory import load_cluster_key_file
 
     key_file = document["peer"]["cluster_key_file"]
     insecure = document["peer"]["settings"]["insecure"]
@@ -70,7 +70,7 @@ def invite(
 
 
 def _keys_to_tell(ring: KeyRing) -> Sequence[bytes]:
-    from p2pstore.keyring import Role
+    from p2pstore.access.keyring import Role
 
     if ring.role is not Role.MEMBER:
         raise CommandFailed(

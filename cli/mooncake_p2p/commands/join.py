@@ -17,7 +17,7 @@ from mooncake_p2p.join_settings import (
     refuse_socket_of_another,
     spelled_as_given,
 )
-from p2pstore.terminal import survive_hangups
+from p2pstore.runtime.terminal import survive_hangups
 
 MAX_ATTEMPTS: Final = 8
 
@@ -318,8 +318,8 @@ def join(
 def _run(given: Mapping[str, Any], detached: bool) -> None:
     """Run the peer in this process. Of several that start at once and take the same free name, one gets it."""
     survive_hangups()
-    from p2pstore.places import chose_name, name_in_use
-    from p2pstore.statedir import StateDirectoryInUse
+    from p2pstore.state.places import chose_name, name_in_use
+    from p2pstore.state.state_directory import StateDirectoryInUse
 
     for attempt in range(MAX_ATTEMPTS):
         settings, invite = gather(given)

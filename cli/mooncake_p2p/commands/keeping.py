@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from mooncake_p2p.copies import shortfall
-from mooncake_p2p.errors import CommandFailed, ExitCode, describe
+from mooncake_p2p.exit_errors import CommandFailed, ExitCode, describe
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Json,

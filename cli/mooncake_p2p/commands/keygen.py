@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from mooncake_p2p.errors import CommandFailed
+from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.options import Json
 from mooncake_p2p.output import print_json, remark
 
@@ -121,8 +121,8 @@ def keygen(
 def _make(path: Path, source: str | None, namespaces: Sequence[str]) -> list[str]:
     """A new file with one key, or with the readers' and writers' keys that go with those in `source`. Returns their
     ids."""
-    from p2pstore.keyring import new_cluster_key
-    from p2pstore.statedir import readers_key_file
+    from p2pstore.access.keyring import new_cluster_key
+    from p2pstore.state.state_directory import readers_key_file
 
     try:
         line = new_cluster_key() + "\n" if source is None else readers_key_file(source, namespaces)
@@ -142,7 +142,7 @@ def _make(path: Path, source: str | None, namespaces: Sequence[str]) -> list[str
 
 def _change(path: Path, step: str) -> list[str]:
     """One step of a rotation: the whole file is replaced at once, or left alone."""
-    from p2pstore import keyring
+    from p2pstore.access import keyring
 
     source = str(path)
     target = Path(os.path.realpath(path))  # a link to the file stays a link
@@ -189,6 +189,6 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def _ids(text: str, path: Path) -> list[str]:
-    from p2pstore.keyring import parse_cluster_keys
+    from p2pstore.access.keyring import parse_cluster_keys
 
     return [key_id.hex() for key_id in parse_cluster_keys(text, str(path)).ids]

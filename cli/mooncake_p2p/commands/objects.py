@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p import transfers
+from mooncake_p2p import piped_transfers as transfers
 from mooncake_p2p.copies import shortfall
-from mooncake_p2p.errors import STANDARD_OUTPUT, CommandFailed
+from mooncake_p2p.exit_errors import STANDARD_OUTPUT, CommandFailed
 from mooncake_p2p.new_file import NewFile
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from p2pstore.blocking import BlockingClient
-    from p2pstore.transfer.trace import FetchTrace
+    from p2pstore.transfer.transfer_trace import FetchTrace
 
 FIRST_GUESS_BYTES: Final = PART_BYTES
 """Room that is offered before the length is known: a value that fits needs no second request."""
@@ -239,7 +239,7 @@ class _Reading:
 
             for _ in range(LENGTH_CHANGES):
                 if self._explain:
-                    from p2pstore.transfer.trace import FetchTrace
+                    from p2pstore.transfer.transfer_trace import FetchTrace
 
                     self._trace = FetchTrace()
                 value = transfers.memory_for(length)

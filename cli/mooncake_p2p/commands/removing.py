@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from mooncake_p2p.errors import AlreadyTold, CommandFailed, ExitCode, describe
+from mooncake_p2p.exit_errors import AlreadyTold, CommandFailed, ExitCode, describe
 from mooncake_p2p.interrupts import Interrupts
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,

@@ -14,7 +14,7 @@ from mooncake_p2p.output import print_json, printable, progress, remark
 from p2pstore.objects import format_bytes
 
 if TYPE_CHECKING:
-    from p2pstore.doctor.support import Bundle
+    from p2pstore.status.doctor.support_bundle import Bundle
 
 
 def support_bundle(
@@ -49,8 +49,8 @@ def support_bundle(
     peers and objects, addresses and paths are not: look before you pass it on.
     """
     from mooncake_p2p.new_file import NewFile
-    from p2pstore.doctor.support import gather, sockets_to_ask
-    from p2pstore.local.paths import check_socket_path
+    from p2pstore.local.socket_paths import check_socket_path
+    from p2pstore.status.doctor.support_bundle import gather, sockets_to_ask
 
     when = time.strftime("%Y%m%d-%H%M%S")
     path = output if output is not None else f"p2pstore-support-{when}.tar.gz"
@@ -72,9 +72,9 @@ def support_bundle(
 
 
 def _doctor(socket: str | None) -> str:
-    from p2pstore.doctor.finding import summary
-    from p2pstore.doctor.machine import examine_machine
-    from p2pstore.doctor.support import to_json
+    from p2pstore.status.doctor.finding import summary
+    from p2pstore.status.doctor.host_checks import examine_machine
+    from p2pstore.status.doctor.support_bundle import to_json
 
     found = list(examine_machine(socket=socket))
     return to_json({"findings": [each.document() for each in found], "summary": summary(found)})

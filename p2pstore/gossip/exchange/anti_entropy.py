@@ -33,6 +33,13 @@ from p2pstore.gossip.exchange.future_records import FutureRecords
 from p2pstore.gossip.exchange.wrong_runs import Life, WrongRuns
 from p2pstore.gossip.floors.cluster_comparison import TheirRecords, records_for
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.gossip_messages import (
+    MAX_CLAIMS,
+    MAX_RECORDS,
+    Claim,
+    Delta,
+    LogChunk,
+)
 from p2pstore.gossip.locations.directory import Directory, Outcome
 from p2pstore.gossip.locations.log import OwnLog, Position, check_run
 from p2pstore.gossip.locations.packed_runs import (
@@ -46,13 +53,6 @@ from p2pstore.gossip.members.membership import (
     Membership,
     MemberState,
     check_claim,
-)
-from p2pstore.gossip.messages import (
-    MAX_CLAIMS,
-    MAX_RECORDS,
-    Claim,
-    Delta,
-    LogChunk,
 )
 from p2pstore.gossip.records import (
     LOCATION_BYTES,

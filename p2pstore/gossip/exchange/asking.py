@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.effects import Ask, FetchSnapshot
 from p2pstore.gossip.exchange.message_budget import SharedBudget
-from p2pstore.gossip.messages import ControlKind
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_effects import Ask, FetchSnapshot
+from p2pstore.gossip.gossip_messages import ControlKind
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.wire import Message
 

@@ -20,13 +20,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from p2pstore.errors import ProtocolError
+from p2pstore.gossip.gossip_messages import LogChunk
 from p2pstore.gossip.locations.packed_runs import (
     MAX_OPERATION_BYTES,
     pack_operations,
     unpack_operations,
 )
 from p2pstore.gossip.locations.signed_runs import SIGNATURE_BYTES, SignedRun
-from p2pstore.gossip.messages import LogChunk
 from p2pstore.gossip.records import LOCATION_BYTES
 
 Column = NDArray[np.uint64]

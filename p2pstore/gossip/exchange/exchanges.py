@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
-from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.effects import Ask
 from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS, Knowledge
 from p2pstore.gossip.exchange.asking import Asked, Questions
 from p2pstore.gossip.exchange.digest_table import DigestTable
@@ -45,8 +43,10 @@ from p2pstore.gossip.floors.cluster_comparison import (
 )
 from p2pstore.gossip.floors.floor_stamps import pack_stamps, unpack_stamps
 from p2pstore.gossip.floors.floor_sync import FloorAnswer, FloorSync
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_effects import Ask
+from p2pstore.gossip.gossip_messages import ControlKind, Delta, Exchange, ExchangeReply
 from p2pstore.gossip.members.active_view import ActiveView
-from p2pstore.gossip.messages import ControlKind, Delta, Exchange, ExchangeReply
 from p2pstore.gossip.records import PeerId, member_of
 
 MAX_IN_FLIGHT_EXCHANGES: Final = 3

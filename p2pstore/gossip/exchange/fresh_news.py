@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.effects import Ask
 from p2pstore.gossip.exchange.anti_entropy import Knowledge, News, chunk_of
 from p2pstore.gossip.exchange.asking import Questions
 from p2pstore.gossip.exchange.message_budget import MessageBudget
 from p2pstore.gossip.exchange.operation_rate import OperationRate
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_effects import Ask
+from p2pstore.gossip.gossip_messages import ControlKind, Delta
 from p2pstore.gossip.homes.directory_mode import KeptDirectory
 from p2pstore.gossip.members.active_view import ActiveView
-from p2pstore.gossip.messages import ControlKind, Delta
 from p2pstore.gossip.records import Member, PeerId
 
 MAX_RECORDS: Final = 40

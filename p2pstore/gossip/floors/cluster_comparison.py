@@ -16,7 +16,7 @@ from typing import Final
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
-from p2pstore.gossip.messages import CLUSTER_BUCKETS, CLUSTER_CELLS
+from p2pstore.gossip.gossip_messages import CLUSTER_BUCKETS, CLUSTER_CELLS
 from p2pstore.gossip.records import SignedRecord
 
 COMPARED_BUCKETS: Final = 4

@@ -19,7 +19,7 @@ from typing import Final
 import xxhash
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.checkpoints import names_itself, read_head
+from p2pstore.gossip.checkpoint_records import names_itself, read_head
 from p2pstore.gossip.exchange.rumors import Rumors
 from p2pstore.gossip.floors.floor_set import (
     DEFAULT_KEPT_SECONDS,
@@ -29,8 +29,8 @@ from p2pstore.gossip.floors.floor_set import (
     Floor,
     FloorSet,
 )
+from p2pstore.gossip.gossip_messages import CLUSTER_BUCKETS, CLUSTER_CELLS
 from p2pstore.gossip.locations.published_locations import PublishedLocations
-from p2pstore.gossip.messages import CLUSTER_BUCKETS, CLUSTER_CELLS
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,
@@ -38,7 +38,7 @@ from p2pstore.gossip.records import (
     SignedRecord,
 )
 from p2pstore.objects import clock_from_unix_seconds
-from p2pstore.stepping import Steps, run_through
+from p2pstore.runtime.stepping import Steps, run_through
 
 MAX_OTHER_RECORDS: Final = 10_000
 MAX_OTHER_BYTES: Final = 16 * 1024 * 1024

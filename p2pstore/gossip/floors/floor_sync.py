@@ -57,7 +57,7 @@ from p2pstore.objects import (
     clock_from_unix_seconds,
     unix_seconds_from_clock,
 )
-from p2pstore.stepping import Steps
+from p2pstore.runtime.stepping import Steps
 
 COMPARE_SECONDS: Final = 5.0
 COMPARE_SOON_SECONDS: Final = 0.5

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 from typing import Final
 
-from p2pstore.gossip.config import GossipConfig
-from p2pstore.gossip.effects import Push
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_effects import Push
 from p2pstore.gossip.homes.directory_mode import ClusterLoad, DirectoryMode, KeptDirectory, Phase
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, WholePartition

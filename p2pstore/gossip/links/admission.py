@@ -1,7 +1,7 @@
 """Admission: both ends of a control stream prove that they hold a cluster key. Pure, sans-IO.
 
 Noise has authenticated both peer ids before; what is left is whether they belong to the cluster. The
-handshake is drawn at the top of `p2pstore.gossip.messages`. Each end consumes and produces messages;
+handshake is drawn at the top of `p2pstore.gossip.gossip_messages`. Each end consumes and produces messages;
 whatever is wrong raises `AdmissionRefused`, whose code and text go to the other side as an ERROR frame, so
 that both logs say why.
 
@@ -18,12 +18,12 @@ import struct
 from typing import Final
 
 from p2pstore import wire
-from p2pstore.allowlist import AllowList
+from p2pstore.access.allowlist import AllowList
+from p2pstore.access.keyring import KEYLESS, MAX_KEYS, KeyRing, Role, key_id_of, signer_seed_of
 from p2pstore.errors import P2PStoreError, ProtocolMismatch
+from p2pstore.gossip.gossip_messages import Hello, HelloReply, Proof, Welcome
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
-from p2pstore.gossip.messages import Hello, HelloReply, Proof, Welcome
 from p2pstore.gossip.records import PeerId, format_peer_id
-from p2pstore.keyring import KEYLESS, MAX_KEYS, KeyRing, Role, key_id_of, signer_seed_of
 from p2pstore.wire import Code, negotiate_version
 
 NONCE_BYTES: Final = 32

@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar
 
 import trio
 
-from p2pstore.gossip.links.link import LinkError
+from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.records import PeerId, format_peer_id
 
 MAX_ATTEMPTS: Final = 256

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import trio
 
-from p2pstore.gossip.links.connection import Connection, ConnectionCounts
+from p2pstore.access.member_places import Holder, yielding
 from p2pstore.gossip.links.connection_limits import (
     SPARE_AFTER_SECONDS,
     ConnectionLimits,
@@ -14,8 +14,8 @@ from p2pstore.gossip.links.connection_limits import (
     next_due,
     surplus,
 )
+from p2pstore.gossip.links.control_connection import Connection, ConnectionCounts
 from p2pstore.gossip.records import PeerId
-from p2pstore.member_places import Holder, yielding
 
 
 class ConnectionKeeper:

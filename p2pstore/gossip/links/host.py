@@ -26,16 +26,26 @@ from typing import Any, Final, TypeVar
 
 import trio
 
-from p2pstore.accepting import Accepting
-from p2pstore.allowlist import AllowList
-from p2pstore.byte_budget import ByteBudget, Owner
+from p2pstore.access.allowlist import AllowList
+from p2pstore.access.keyring import KeyRing
+from p2pstore.access.strangers import Strangers, host_group
 from p2pstore.config import join_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.attempts import Attempts
-from p2pstore.gossip.links.connection import Connection, ControlBytes
 from p2pstore.gossip.links.connection_keeper import ConnectionKeeper
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
+from p2pstore.gossip.links.control_connection import Connection, ControlBytes
+from p2pstore.gossip.links.control_link import (
+    ADMISSION_SECONDS,
+    Handler,
+    LinkError,
+    OwnAddress,
+    TwinAddress,
+    admit_stream,
+    open_asking_stream,
+    printable,
+)
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.libp2p_parts import (
     ID,
@@ -51,16 +61,6 @@ from p2pstore.gossip.links.libp2p_parts import (
     X25519PrivateKey,
     create_new_key_pair,
 )
-from p2pstore.gossip.links.link import (
-    ADMISSION_SECONDS,
-    Handler,
-    LinkError,
-    OwnAddress,
-    TwinAddress,
-    admit_stream,
-    open_asking_stream,
-    printable,
-)
 from p2pstore.gossip.links.multiplexer import Multiplexer, MuxedStream, Secured
 from p2pstore.gossip.links.refusals import Refusals, call_back
 from p2pstore.gossip.links.sockets import (
@@ -73,9 +73,9 @@ from p2pstore.gossip.links.sockets import (
 )
 from p2pstore.gossip.links.yamux import PROTOCOL as YAMUX_PROTOCOL
 from p2pstore.gossip.records import PeerId, format_peer_id, public_key_from_peer_id
-from p2pstore.keyring import KeyRing
-from p2pstore.nursery import open_background_nursery
-from p2pstore.strangers import Strangers, host_group
+from p2pstore.runtime.accepting import Accepting
+from p2pstore.runtime.byte_budget import ByteBudget, Owner
+from p2pstore.runtime.nursery import open_background_nursery
 from p2pstore.wire import CONTROL_PROTOCOL, Message
 
 logger = logging.getLogger("p2pstore.host")
@@ -131,7 +131,7 @@ def _contain_logging() -> None:
 
 
 class ControlHost:
-    """This peer's connections. Made by `open_control_host`; satisfies `p2pstore.gossip.links.link.Link`."""
+    """This peer's connections. Made by `open_control_host`; satisfies `p2pstore.gossip.links.control_link.Link`."""
 
     listening: tuple[str, int]
     """Host and port, the real one when port 0 was asked."""

@@ -14,10 +14,11 @@ from typing import Final, TypeVar
 
 import trio
 
-from p2pstore.allowlist import AllowList
+from p2pstore.access.allowlist import AllowList
+from p2pstore.access.keyring import KeyRing
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
-from p2pstore.gossip.links.link import (
+from p2pstore.gossip.links.control_link import (
     AskingStream,
     Handler,
     LinkError,
@@ -25,8 +26,7 @@ from p2pstore.gossip.links.link import (
     open_asking_stream,
 )
 from p2pstore.gossip.records import PeerId, format_peer_id
-from p2pstore.keyring import KeyRing
-from p2pstore.nursery import open_background_nursery
+from p2pstore.runtime.nursery import open_background_nursery
 from p2pstore.wire import Message
 
 _S = TypeVar("_S", Opener, Listener)
@@ -131,7 +131,7 @@ class _Stream:
 
 
 class MemoryLink:
-    """One peer's link. Made by `open_memory_link`; satisfies `p2pstore.gossip.links.link.Link`."""
+    """One peer's link. Made by `open_memory_link`; satisfies `p2pstore.gossip.links.control_link.Link`."""
 
     def __init__(
         self,

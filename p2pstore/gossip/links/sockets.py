@@ -14,7 +14,7 @@ import trio
 
 from p2pstore.config import DEFAULT_CONTROL_PORT, join_address, split_address
 from p2pstore.errors import ConfigError
-from p2pstore.streams import tune_tcp
+from p2pstore.runtime.streams import tune_tcp
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ import math
 from random import Random
 from typing import Final
 
+from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.members.membership import MemberChange, Membership, MemberState
-from p2pstore.gossip.messages import Status
 from p2pstore.gossip.records import PeerId
 
 ROTATION_SECONDS: Final = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from p2pstore.gossip.exchange.rumors import Rumors
-from p2pstore.gossip.messages import Claim
+from p2pstore.gossip.gossip_messages import Claim
 from p2pstore.gossip.records import PeerId
 
 

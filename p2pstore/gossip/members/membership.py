@@ -49,6 +49,7 @@ from typing import Final
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.message_budget import MessageBudget
+from p2pstore.gossip.gossip_messages import Claim, Status
 from p2pstore.gossip.members.accusers import Accusers
 from p2pstore.gossip.members.claim_rumors import ClaimRumors
 from p2pstore.gossip.members.local_health import LocalHealth
@@ -59,7 +60,6 @@ from p2pstore.gossip.members.suspicion import (
     expected_confirmations,
     shortest_suspicion_seconds,
 )
-from p2pstore.gossip.messages import Claim, Status
 from p2pstore.gossip.records import (
     MAX_PARTICIPATIONS,
     Member,

@@ -8,8 +8,8 @@ from typing import Final
 
 import msgspec
 
-from p2pstore.gossip.config import GossipConfig
 from p2pstore.gossip.floors.floor_sync import FloorSync
+from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.members.membership import MAX_INCARNATION, Membership
 from p2pstore.gossip.records import PeerRecord, SignedRecord, Signer, sign_peer_record

@@ -20,10 +20,10 @@ from random import Random
 from typing import Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.effects import Answer, Ask, Later
 from p2pstore.gossip.exchange.asking import Asked, Questions
+from p2pstore.gossip.gossip_effects import Answer, Ask, Later
+from p2pstore.gossip.gossip_messages import Ack, ControlKind, Ping, PingRequest, Status
 from p2pstore.gossip.members.membership import MemberChange, Membership, MemberState
-from p2pstore.gossip.messages import Ack, ControlKind, Ping, PingRequest, Status
 from p2pstore.gossip.records import PeerId
 from p2pstore.wire import Code, Failure, Message
 

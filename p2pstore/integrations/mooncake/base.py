@@ -29,7 +29,7 @@ from p2pstore.integrations.mooncake.settings import (
     peer_options,
     takes_over,
 )
-from p2pstore.local.paths import SOCKET_VARIABLE, find_socket
+from p2pstore.local.socket_paths import SOCKET_VARIABLE, find_socket
 from p2pstore.objects import is_about_a_key
 from p2pstore.results import PeerInfo
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from p2pstore.checkpoint.safetensors import (
+from p2pstore.checkpoint.content.safetensors import (
     DTYPES,
     HEAD_BYTES,
     BrokenFile,
@@ -17,7 +17,7 @@ from p2pstore.checkpoint.safetensors import (
     header_end,
     read_header,
 )
-from p2pstore.folder import Folder
+from p2pstore.state.folder import Folder
 
 _LENGTH: Final = struct.Struct("<Q")
 _SHORT: Final = {name: short for short, name in DTYPES.items()}

@@ -1,0 +1,1 @@
+"""Checkpoints as a client sees them: publish, fetch, follow."""

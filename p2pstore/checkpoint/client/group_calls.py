@@ -1,0 +1,419 @@
+"""Names of checkpoints, through the local peer: following them, switching, what is known of them. Written once for all
+drivers.
+
+A follow and an update have a connection of their own and end with it, as publishing and fetching do.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from p2pstore.access.allowlist import parse_peer_id
+from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
+from p2pstore.client import arguments
+from p2pstore.errors import CheckpointRefused, FollowersLag, P2PStoreError
+from p2pstore.local import group_messages as local
+from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_messages import Access, LocalKind
+from p2pstore.objects import format_peer_id
+from p2pstore.results import (
+    CheckpointFollower,
+    CheckpointInfo,
+    CheckpointMember,
+    CheckpointUpdate,
+    FollowedCheckpoint,
+)
+from p2pstore.runtime.streams import Driver
+from p2pstore.wire import Empty
+
+NEWS_SECONDS: Final = 1.0
+"""Between two looks at what takes long, when nothing changes."""
+PAUSE_SECONDS: Final = 0.1
+"""Between two looks at what changes all the time."""
+PATIENCE_SECONDS: Final = 60.0
+"""A local peer that does not answer for so long is given up: what takes long must not end with a moment's stall."""
+POLL_SECONDS: Final = 0.5
+UPDATE_SECONDS: Final = 600.0
+NAMED_LAGGARDS: Final = 8
+
+FollowWatch = Callable[[FollowedCheckpoint], None]
+UpdateWatch = Callable[[CheckpointUpdate], None]
+StatusWatch = Callable[[CheckpointInfo], None]
+
+
+class CheckpointGroups:
+    """The part of `Checkpoints` that is about names and those who follow them."""
+
+    def __init__(self, driver: Driver, path: str, namespace: str, timeout: float) -> None:
+        self._driver = driver
+        self._path = path
+        self._namespace = namespace
+        self._timeout = timeout
+
+    async def follow(
+        self,
+        name: str,
+        directory: str | os.PathLike[str],
+        changed: FollowWatch,
+        *,
+        publisher: str | None = None,
+        keep: int = 2,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+    ) -> None:
+        """Follow a name until cancelled, or `changed` raises: each version that is published is fetched to
+        `directory/VERSION` and verified, and `directory/current` names it when its publisher says so (`update`).
+
+        `changed` is called with how it is, at once and after every change. The name need not be published yet. Of
+        older versions `keep` stay. `publisher` is a peer id: nobody else's checkpoint of that name counts; by default
+        the one who published it when this peer first saw the name. `include` and `exclude` are patterns for whole
+        relative paths (`*` matches `/` too): only those files are brought, and a version that has none of them fails.
+        What fails is tried again.
+
+        Raises `ValueError` when the name has several publishers and none is named, `ConfigError` for a directory that
+        cannot be used, and `StoreClosed` when the local peer ends.
+        """
+        request = local.Follow(
+            self._namespace,
+            checkpoint_name(name),
+            b"" if publisher is None else parse_peer_id(publisher, "publisher"),
+            arguments.whole_number("keep", keep),
+            os.fspath(directory),
+            arguments.key_list(list(include)),
+            arguments.key_list(list(exclude)),
+        )
+        make_directory(directory)
+        connection = await self._open(directory)
+        try:
+            ahead = await connection.request_ahead(
+                LocalKind.CHECKPOINT_FOLLOW, request, Empty, progress_seconds=self._timeout
+            )
+            await self._watch_follow(connection, changed)
+            await ahead.receive()
+        finally:
+            connection.close()
+
+    async def _watch_follow(self, connection: LocalConnection, changed: FollowWatch) -> None:
+        seen, last = 0, None
+        while True:
+            reply = await connection.request(
+                LocalKind.CHECKPOINT_FOLLOW_NEWS,
+                local.FollowNews(seen, round(1000 * NEWS_SECONDS)),
+                local.FollowNewsReply,
+                progress_seconds=max(self._timeout, PATIENCE_SECONDS),
+            )
+            if reply.ended:
+                return
+            seen = reply.number
+            now = FollowedCheckpoint(
+                reply.stage,
+                reply.version.hex(),
+                reply.current.hex(),
+                reply.done_bytes,
+                reply.total_bytes,
+                format_peer_id(reply.publisher) if reply.publisher else "",
+                reply.publisher_name,
+                reply.why,
+            )
+            if now != last:
+                changed(now)
+                last = now
+            await self._driver.sleep(PAUSE_SECONDS)
+
+    async def update(
+        self,
+        name: str,
+        *,
+        quorum: int | None = None,
+        timeout: float = UPDATE_SECONDS,
+        progress: UpdateWatch | None = None,
+    ) -> CheckpointUpdate:
+        """Have all who follow this peer's `name` switch to its newest version, as soon as all of them have it verified,
+        or `quorum` of them. Those who are late switch when they have it.
+
+        Followers are those that are alive now, and who comes meanwhile. Without a quorum there must be one, which is
+        heard of within 3 s. When they do not have it within `timeout` seconds, nobody switches. Returns how many use
+        it, some seconds after the switch at the latest.
+
+        Raises `FollowersLag` when it was too late or nobody follows, `NoSuchKey` when this peer does not publish the
+        name, and `P2PStoreError` when another version was published meanwhile.
+        """
+        request = local.Update(
+            self._namespace,
+            checkpoint_name(name),
+            round(1000 * arguments.seconds("timeout", timeout)),
+            -1 if quorum is None else arguments.whole_number("quorum", quorum, minimum=0),
+        )
+        connection = await self._open()
+        try:
+            ahead = await connection.request_ahead(
+                LocalKind.CHECKPOINT_UPDATE,
+                request,
+                local.Updated,
+                progress_seconds=self._timeout,
+            )
+            await self._watch_update(connection, progress)
+            done = await ahead.receive()
+        finally:
+            connection.close()
+        if done.superseded:
+            raise P2PStoreError(
+                f"checkpoint {name!r}: another version was published, or the name removed, before all had "
+                f"{done.version.hex()}: nobody switches to that"
+            )
+        result = _update(done, done.switched)
+        if not done.switched:
+            raise FollowersLag(_too_late(name, result, quorum), result.laggards)
+        return result
+
+    async def _watch_update(
+        self, connection: LocalConnection, progress: UpdateWatch | None
+    ) -> None:
+        seen = 0
+        while True:
+            reply = await connection.request(
+                LocalKind.CHECKPOINT_UPDATE_NEWS,
+                local.UpdateNews(seen, round(1000 * NEWS_SECONDS)),
+                local.UpdateNewsReply,
+                progress_seconds=max(self._timeout, PATIENCE_SECONDS),
+            )
+            if reply.ended:
+                return
+            if progress is not None and reply.number != seen:
+                progress(_update(reply, reply.switched))
+            seen = reply.number
+            await self._driver.sleep(PAUSE_SECONDS)
+
+    async def names(self, *, everywhere: bool = False) -> list[CheckpointInfo]:
+        """The names that are published in this client's namespace, or in all of them."""
+        return await self._known(local.ListCheckpoints("" if everywhere else self._namespace))
+
+    async def status(self, name: str) -> list[CheckpointInfo]:
+        """What is known of a name, and what members have of it; one item for each of its publishers, that one first
+        that this peer trusts. Raises `NoSuchKey` when nobody publishes it."""
+        found = await self._known(local.ListCheckpoints(self._namespace, checkpoint_name(name)))
+        return sorted(found, key=lambda each: not each.trusted)
+
+    async def wait_followers(
+        self,
+        name: str,
+        version: str,
+        count: int,
+        *,
+        timeout: float = UPDATE_SECONDS,
+        progress: StatusWatch | None = None,
+    ) -> None:
+        """Wait until `count` followers of this peer's name have a version verified. Raises `FollowersLag` when they do
+        not within `timeout` seconds."""
+        deadline = time.monotonic() + arguments.seconds("timeout", timeout)
+        while True:
+            own = [each for each in await self.status(name) if each.mine]
+            followers = [each for info in own for each in info.members if each.follows]
+            ready = [each for each in followers if has_version(each, version)]
+            if len(ready) >= count:
+                return
+            if own and progress is not None:
+                progress(own[0])
+            if time.monotonic() > deadline:
+                lag = tuple(
+                    CheckpointFollower(each.peer_id, each.name, each.state, each.done, each.why)
+                    for each in followers
+                    if each not in ready
+                )
+                raise FollowersLag(
+                    f"checkpoint {name!r}: {len(ready)} of {count} followers have {version} after "
+                    f"{timeout:g} s{_named(lag)}",
+                    lag,
+                )
+            await self._driver.sleep(POLL_SECONDS)
+
+    async def remove(self, name: str) -> str:
+        """Remove a name that this peer publishes, and give its versions away no more; what others have stays theirs.
+        The last version. Raises `NoSuchKey` when this peer does not publish the name."""
+        return await self._remove(name, b"")
+
+    async def forget(self, name: str, publisher: str) -> str:
+        """Do not list or trust a publisher's name any more, on this peer alone, and pass its versions on no more: for a
+        publisher that is gone for good. It counts again when it publishes a newer version. The last version. Raises
+        `NoSuchKey` when it publishes no such name, `ValueError` for the peer's own."""
+        return await self._remove(name, parse_peer_id(publisher, "the publisher to forget"))
+
+    async def _remove(self, name: str, publisher: bytes) -> str:
+        connection = await self._open()
+        try:
+            reply = await connection.request(
+                LocalKind.CHECKPOINT_REMOVE,
+                local.RemoveCheckpoint(self._namespace, checkpoint_name(name), publisher),
+                local.CheckpointRemoved,
+                progress_seconds=self._timeout,
+            )
+        finally:
+            connection.close()
+        return reply.version.hex()
+
+    async def _known(self, request: local.ListCheckpoints) -> list[CheckpointInfo]:
+        connection = await self._open()
+        try:
+            reply = await connection.request(
+                LocalKind.CHECKPOINT_LIST,
+                request,
+                local.Checkpoints,
+                progress_seconds=self._timeout,
+            )
+        finally:
+            connection.close()
+        return [_info(item) for item in reply.items]
+
+    async def _open(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        checkpoint: bytes = b"",
+        descriptor: int = -1,
+    ) -> LocalConnection:
+        """A connection of its own, with a directory that the peer is to work in, or memory (`descriptor`, which stays
+        the caller's), or to a version in its memory."""
+        passed = descriptor
+        if directory is not None:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return await LocalConnection.open(
+                self._driver,
+                self._path,
+                namespace=self._namespace,
+                access=Access.WRITE,
+                timeout_seconds=self._timeout,
+                directory=descriptor,
+                checkpoint=checkpoint,
+            )
+        finally:
+            if descriptor != passed:
+                os.close(descriptor)
+
+
+def checkpoint_name(name: str) -> str:
+    """A name that a checkpoint can have. Raises `TypeError` and `ValueError`."""
+    try:
+        check_checkpoint_name(arguments.text("name", name))
+    except CheckpointRefused as error:
+        raise ValueError(str(error)) from None
+    return name
+
+
+def make_directory(directory: str | os.PathLike[str]) -> None:
+    """Have it there. Raises `OSError`, which says so when a file is in its place."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(
+            errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(directory)
+        ) from error
+
+
+def has_version(member: CheckpointMember, version: str) -> bool:
+    """Whether a member has all of a version, by 16 hexadecimal digits or more of it."""
+    short = version[:16]
+    if member.follows and member.current == short:
+        return True
+    if member.needs < 1:
+        return False
+    return member.version == short and member.state in ("verified", "seeding", "publishing")
+
+
+def _update(reply: local.UpdateNewsReply | local.Updated, switched: bool) -> CheckpointUpdate:
+    return CheckpointUpdate(
+        reply.version.hex(),
+        switched,
+        reply.followers,
+        reply.ready,
+        reply.using,
+        tuple(
+            CheckpointFollower(
+                format_peer_id(each.peer_id),
+                each.name,
+                each.stage,
+                each.done_permille / 1000,
+                each.why,
+                each.dead,
+            )
+            for each in reply.laggards
+        ),
+    )
+
+
+def _too_late(name: str, result: CheckpointUpdate, quorum: int | None) -> str:
+    if not result.followers:
+        waits = "" if quorum is None else f", and {quorum} were asked for"
+        return (
+            f"checkpoint {name!r}: nobody follows it{waits}, so nobody switches: run `checkpoint follow {name} DIR` "
+            "where it is to be used, or wait for some to come (--quorum N --timeout 10m)"
+        )
+    wanted = result.followers if quorum is None else quorum
+    return (
+        f"checkpoint {name!r}: {result.ready} of {wanted} followers have {result.version}, so nobody "
+        f"switches{_named(result.laggards)}"
+    )
+
+
+def _named(laggards: tuple[CheckpointFollower, ...]) -> str:
+    """Who they are and what is the matter with them."""
+    if not laggards:
+        return ""
+    texts = []
+    for each in laggards[:NAMED_LAGGARDS]:
+        texts.append(f"{each.name} ({laggard_state(each)})")
+    more = len(laggards) - NAMED_LAGGARDS
+    return f"; behind: {', '.join(texts)}" + (f" and {more} more" if more > 0 else "")
+
+
+def laggard_state(each: CheckpointFollower) -> str:
+    """What is the matter with a follower, in a few words."""
+    words = {
+        "fetching": f"fetching, {each.done:.0%}",
+        "waiting": "has not begun",
+        "following": "has not begun",
+        "verified": "has not switched yet",
+        "current": "has it",
+    }
+    text = words.get(each.stage, each.stage)
+    text += f": {each.why}" if each.why else ""
+    return f"dead, {text}" if each.dead else text
+
+
+def _info(item: local.CheckpointEntry) -> CheckpointInfo:
+    return CheckpointInfo(
+        item.namespace,
+        item.name,
+        format_peer_id(item.publisher),
+        item.publisher_name,
+        item.version.hex(),
+        item.published_ms / 1000,
+        item.total_bytes,
+        item.files,
+        item.pieces,
+        item.previous.hex(),
+        item.switched.hex(),
+        item.trusted,
+        item.mine,
+        item.alive,
+        tuple(
+            CheckpointMember(
+                format_peer_id(each.peer_id),
+                each.name,
+                each.state,
+                each.version.hex(),
+                each.done_permille / 1000,
+                each.follows,
+                each.current.hex(),
+                each.why,
+                each.bytes_per_second,
+                each.me,
+                each.needs_permille / 1000,
+            )
+            for each in item.members
+        ),
+    )

@@ -1,0 +1,1 @@
+"""A checkpoint's files, tensors and pieces: on disk, in memory, and in the manifest."""

@@ -1,0 +1,200 @@
+"""The versions that are in a directory, which of them `current` names, and which have some of their files only. Shell;
+blocking.
+
+A version with some files only is none that anybody follows or passes on as a whole: `DIR/.p2pstore/VERSION.part` says
+which files are there. The record is there before they are.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from p2pstore.checkpoint.content.content_paths import CURRENT, RESERVED_PREFIX
+from p2pstore.checkpoint.content.manifest import SignedManifest, format_version
+from p2pstore.checkpoint.content.piece_map import map_of, pack_map, pieces_in, unpack_map
+from p2pstore.checkpoint.swarm.choosing import choose_files
+from p2pstore.errors import CheckpointRefused, ConfigError, ProtocolError
+from p2pstore.state.folder import replace_file
+from p2pstore.state.regular_file import read_regular_file
+from p2pstore.wire import Message, decode_body, encode_body
+
+STATE: Final = RESERVED_PREFIX
+_VERSION_DIGITS: Final = 32
+_FILES_A_STEP: Final = 256
+_PART_FORMAT: Final = 1
+
+
+class _Part(Message, frozen=True):
+    """Which files of a version are there: a bit a file, lowest first."""
+
+    format: int
+    files: bytes
+
+
+def current_version(directory: Path) -> bytes:
+    """The version that `current` names, which may have some of its files only; empty when there is none. Raises
+    `ConfigError` when it is no link, and `OSError`."""
+    current = directory / CURRENT
+    if current.exists() and not current.is_symlink():
+        raise ConfigError(f"{current} is not a link: choose another directory")
+    try:
+        name = os.readlink(current)
+    except FileNotFoundError:
+        return b""
+    return bytes.fromhex(name) if _is_version(name) and (directory / name).is_dir() else b""
+
+
+def versions_with(
+    directory: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> list[bytes]:
+    """The versions that are there with all their files, or all that are chosen (`choose_files`). Raises `ConfigError`
+    for a record that is damaged, and `OSError`."""
+    return [
+        version
+        for version in kept_versions(directory)
+        if not _part_file(directory, format_version(version)).exists()
+        or _has_chosen(directory, version, include, exclude)
+    ]
+
+
+def _has_chosen(
+    directory: Path, version: bytes, include: Sequence[str], exclude: Sequence[str]
+) -> bool:
+    """Of a version with some files only."""
+    signed = kept_manifest(directory, version)
+    if signed is None:
+        return False
+    try:
+        manifest = signed.manifest
+        chosen = choose_files(manifest, include, exclude)
+    except (CheckpointRefused, ValueError):  # a format of later, or it has no such file
+        return False
+    there = part_of(directory, version, len(manifest.files))
+    return there is None or (chosen is not None and chosen <= there)
+
+
+def kept_versions(directory: Path) -> list[bytes]:
+    """The versions that are there, also those with some of their files. Raises `OSError`."""
+    return [bytes.fromhex(name) for name in versions_in(directory)]
+
+
+def kept_manifest(directory: Path, version: bytes) -> SignedManifest | None:
+    """The manifest of a version that is there, as its publisher signed it; None where there is none. Whoever may write
+    to the directory may have changed it: check it. Raises `OSError`."""
+    name = format_version(version)
+    try:
+        return decode_body(
+            SignedManifest, read_regular_file(directory / STATE / f"{name}.manifest")
+        )
+    except (FileNotFoundError, ProtocolError, ConfigError):
+        return None
+
+
+def switch_current(directory: Path, version: bytes) -> None:
+    """Have `current` name a version that is there: at once, and for good when this returns. May be called while another
+    version is fetched to the directory. Raises `FileNotFoundError` when the version is not there, and `OSError`."""
+    name = format_version(version)
+    if not (directory / name).is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory / name))
+    link = directory / STATE / f"{CURRENT}.{secrets.token_hex(8)}.new"
+    link.symlink_to(name)
+    try:
+        link.replace(directory / CURRENT)
+    except OSError:
+        link.unlink()
+        raise
+    sync(directory)
+    with suppress(FileNotFoundError):
+        os.utime(directory / STATE / f"{name}.manifest")  # the newest
+
+
+def part_of(directory: Path, version: bytes, count: int) -> frozenset[int] | None:
+    """The files, by number, that are there of a version with `count` of them; None when nothing says that some are
+    missing. Raises `ConfigError` for a record that is damaged, and `OSError`."""
+    path = _part_file(directory, format_version(version))
+    try:
+        part = decode_body(_Part, read_regular_file(path))
+        if part.format != _PART_FORMAT:
+            raise ProtocolError(f"format {part.format}")
+        return frozenset(pieces_in(unpack_map(part.files, count)))
+    except FileNotFoundError:
+        return None
+    except ProtocolError as error:
+        whole = directory / format_version(version)
+        raise ConfigError(f"{path}: {error}; remove it and {whole} to fetch it again") from error
+
+
+def write_part(directory: Path, version: bytes, files: Collection[int] | None, count: int) -> None:
+    """Say which files of a version are there; None: all. Durable when this returns. Raises `OSError`."""
+    path = _part_file(directory, format_version(version))
+    if files is None:
+        path.unlink(missing_ok=True)
+    else:
+        replace_file(path, encode_body(_Part(_PART_FORMAT, pack_map(map_of(files), count))))
+    sync(path.parent)
+
+
+def versions_in(directory: Path) -> list[str]:
+    """Names of the versions that are there, those that were begun or used first before others."""
+    found = []
+    for manifest in (directory / STATE).glob("*.manifest"):
+        name = manifest.name.removesuffix(".manifest")
+        if _is_version(name) and (directory / name).is_dir():
+            with suppress(FileNotFoundError):
+                found.append((manifest.stat().st_mtime_ns, name))
+    return [name for _, name in sorted(found)]
+
+
+def forgetting_versions(directory: Path, keep: int, placed: str = "") -> Iterator[None]:
+    """Remove versions, in steps, until `keep` are left; never what `current` names, nor the one just placed."""
+    current = format_version(current_version(directory))
+    staying = {current, placed} - {""}
+    others = [name for name in versions_in(directory) if name not in staying]
+    for name in others[: max(0, len(others) + len(staying) - max(1, keep))]:
+        state = directory / STATE
+        going = state / f"{name}.going"
+        yield from removing_tree(going)  # of an earlier time, which was interrupted
+        (directory / name).rename(going)  # nobody finds half of it
+        (state / f"{name}.manifest").unlink()
+        _part_file(directory, name).unlink(missing_ok=True)
+        yield from removing_tree(going)
+        yield from removing_tree(state / f"{name}.rest")
+
+
+def removing_tree(root: Path) -> Iterator[None]:
+    """Remove a folder and all below it, in steps of a folder or some files each; nothing, where there is none. Links
+    are not followed. Raises `OSError`."""
+    for folder, folders, files in os.walk(root, topdown=False):
+        for count, name in enumerate(files):
+            os.unlink(os.path.join(folder, name))
+            if count % _FILES_A_STEP == 0:
+                yield
+        for name in folders:
+            inner = os.path.join(folder, name)
+            if os.path.islink(inner):
+                os.unlink(inner)
+        os.rmdir(folder)
+        yield
+
+
+def sync(path: Path) -> None:
+    """Have a file or a directory be on the disk. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _part_file(directory: Path, name: str) -> Path:
+    return directory / STATE / f"{name}.part"
+
+
+def _is_version(name: str) -> bool:
+    return len(name) == _VERSION_DIGITS and set(name) <= set("0123456789abcdef")

@@ -1,0 +1,227 @@
+"""The links of one swarm: long-lived connections to its neighbours, over which messages go both ways.
+
+A link is a data connection that SWARM_LINK turned into one, so that it is proved, and encrypted, as all others are.
+Two members that dial each other at once end with one link: that of the lower short name; it refuses the other's, which
+takes the lower one's in place of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+import trio
+
+from p2pstore.checkpoint.swarm.swarm_effects import Event, Linked, Received, Unlinked
+from p2pstore.checkpoint.swarm.swarm_messages import Members, SwarmMessage, decode_message, kind_of
+from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
+from p2pstore.transfer.data_messages import SwarmLink
+from p2pstore.transfer.frame_link import LINK_LIMITS, FrameLink
+from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.transport import RemotePeer
+from p2pstore.wire import ONE_WAY, FrameBuffer, encode_frame
+
+logger = logging.getLogger("p2pstore.peer")
+
+SEND_SECONDS: Final = 15.0
+"""A side that takes nothing for so long is cut off."""
+SETTLED_SECONDS: Final = 5.0
+"""A neighbour that dials although it has had a link for so long has lost it, and does not know it yet."""
+MAX_LINKS: Final = 256
+
+Member = int
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    frames: FrameLink
+    dialed: bool
+    since: float
+    said: trio.Event = field(default_factory=trio.Event)
+    to_say: list[bytes] = field(default_factory=list)
+    """Frames that go out together, with `send_said`."""
+
+
+class SwarmLinks:
+    """All links of one swarm. What happens to them is told by `happens`, in order."""
+
+    def __init__(
+        self,
+        version: bytes,
+        own: Member,
+        pool: DataPool,
+        way_to: Callable[[Member], RemotePeer | None],
+        is_here: Callable[[Member], bool],
+        happens: Callable[[Event], None],
+        introduced: Callable[[list[Member]], None],
+    ) -> None:
+        """`way_to` says how to reach a member, None when it is gone; `is_here` whether it is on this host. `introduced`
+        is told of members that neighbours tell of."""
+        self._version = version
+        self._own = own
+        self._pool = pool
+        self._way_to = way_to
+        self._is_here = is_here
+        self._happens = happens
+        self._introduced = introduced
+        self._links: dict[Member, _Link] = {}
+        self._talking: list[tuple[Member, _Link]] = []
+        """Links with something `to_say`."""
+        self._dialing: set[Member] = set()
+        self._banned: set[Member] = set()
+        self._closed = False
+
+    @property
+    def members(self) -> list[Member]:
+        """With whom there is a link."""
+        return list(self._links)
+
+    def say(self, members: Iterable[Member], message: SwarmMessage) -> None:
+        """Tell these members, as far as there are links to them; `send_said` follows."""
+        frame = encode_frame(kind_of(message), 0, message, flags=ONE_WAY)
+        for member in members:
+            link = self._links.get(member)
+            if link is not None:
+                if not link.to_say:
+                    self._talking.append((member, link))
+                link.to_say.append(frame)
+
+    def send_said(self) -> None:
+        """Send what was said: what one member is told at once wakes it once."""
+        talking, self._talking = self._talking, []
+        for member, link in talking:
+            frames, link.to_say = link.to_say, []
+            if self._links.get(member) is not link:
+                continue
+            if link.frames.say(b"".join(frames)) and link.frames.has_unsent:
+                link.said.set()
+
+    def drop(self, member: Member, *, banned: bool = False) -> None:
+        """End the link, and of who is banned take no other. Nothing is told of it."""
+        if banned:
+            self._banned.add(member)
+        link = self._links.pop(member, None)
+        if link is not None:
+            link.frames.end()
+
+    def end(self, member: Member) -> None:
+        """The member is gone: end its link, and tell it."""
+        if member in self._links:
+            self.drop(member)
+            self._happens(Unlinked(member))
+
+    def close(self) -> None:
+        """End all of them, for good."""
+        self._closed = True
+        for member in list(self._links):
+            self.drop(member)
+
+    def begin_dialing(self, member: Member) -> None:
+        """`dial` follows: a link that the other asks for meanwhile may have to make way for the own one."""
+        self._dialing.add(member)
+
+    async def dial(self, member: Member) -> None:
+        """Make a link and use it until it ends; `Linked` or `Unlinked` is told."""
+        try:
+            frames = await self._connect(member)
+        except (P2PStoreError, OSError, ValueError) as error:
+            logger.debug("no link to member %016x: %s", member, error)
+            if member not in self._links:
+                self._happens(Unlinked(member))
+            return
+        finally:
+            self._dialing.discard(member)
+        if self._closed or member in self._links:
+            frames.close()
+            return
+        await self._use(member, frames, dialed=True)
+
+    async def _connect(self, member: Member) -> FrameLink:
+        way = self._way_to(member)
+        if way is None:
+            raise Unavailable("the member is gone")
+        connection = await self._pool.dial(way)
+        try:
+            stream, rest = await connection.become_link(SwarmLink(self._version))
+        except BaseException:
+            connection.close()
+            raise
+        received = FrameBuffer(LINK_LIMITS)
+        received.feed(rest)
+        return FrameLink(stream, received)
+
+    def take(self, member: Member) -> OfferedSwarmLink:
+        """A member asks for a link. Raises `Unavailable` when it is not to have one."""
+        link = self._links.get(member)
+        settled = link is not None and trio.current_time() - link.since > SETTLED_SECONDS
+        own_one = member in self._dialing or (link is not None and link.dialed)
+        if self._closed or member in self._banned or member == self._own:
+            raise Unavailable("no link is taken from this member")
+        if own_one and self._own < member and not settled:
+            raise Unavailable("this side dials, too, and its link is the one that counts")
+        if len(self._links) >= MAX_LINKS:
+            raise Unavailable(f"there are {MAX_LINKS} links already")
+        return OfferedSwarmLink(self, member)
+
+    async def take_over(self, member: Member, frames: FrameLink) -> None:
+        """Use a link that `take` allowed, until it ends."""
+        if self._closed or member in self._banned:
+            frames.close()
+            return
+        if member in self._links:
+            self.drop(member)
+            self._happens(Unlinked(member))
+        await self._use(member, frames, dialed=False)
+
+    async def _use(self, member: Member, frames: FrameLink, *, dialed: bool) -> None:
+        link = _Link(frames, dialed, trio.current_time())
+        frames.patience_seconds = SEND_SECONDS
+        self._links[member] = link
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._send, link)
+                self._happens(Linked(member, self._is_here(member)))
+                try:
+                    await self._receive(member, link)
+                except (OSError, ProtocolError) as error:
+                    logger.debug("the link to member %016x ended: %s", member, error)
+                nursery.cancel_scope.cancel()
+        finally:
+            frames.close()
+            if self._links.get(member) is link:
+                del self._links[member]
+                self._happens(Unlinked(member))
+
+    async def _receive(self, member: Member, link: _Link) -> None:
+        while received := await link.frames.receive():
+            for kind, body in received:
+                message = decode_message(kind, body)
+                if self._links.get(member) is not link:
+                    continue
+                if isinstance(message, Members):
+                    self._introduced(message.members)
+                elif message is not None:
+                    self._happens(Received(member, message))
+
+    async def _send(self, link: _Link) -> None:
+        with suppress(OSError):  # who receives is told as well
+            while True:
+                await link.said.wait()
+                link.said = trio.Event()
+                await link.frames.send_all()
+        link.frames.end()
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedSwarmLink:
+    """`p2pstore.transfer.serving.swarm_serving.OfferedLink` of one member."""
+
+    links: SwarmLinks
+    member: Member
+
+    async def run(self, link: FrameLink) -> None:
+        """Use it until it ends."""
+        await self.links.take_over(self.member, link)

@@ -1,0 +1,1 @@
+"""Which piece comes next from which peer. Pure: effects go out, events come in."""

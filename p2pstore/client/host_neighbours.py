@@ -1,0 +1,237 @@
+"""Links to other peers of this host, besides the one to the local peer.
+
+Whoever maps, leases: to view what a neighbour holds in place, a client has a session with that neighbour too, which
+counts its leases. Such a link is opened when it is first of use and kept for what comes later. When it cannot
+be used, nothing is lost: the local peer can bring the object to its own memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final, TypeVar
+
+from p2pstore.client.peer_link import PeerLink
+from p2pstore.errors import P2PStoreError
+from p2pstore.local.local_messages import Access, Holder
+from p2pstore.transfer.transport import HURRIED_ANSWER_SECONDS
+
+T = TypeVar("T")
+
+MAX_NEIGHBOURS: Final = 16
+"""Open links. The one that was not used for longest goes first, but never one whose views are in use."""
+RETRY_SECONDS: Final = 10.0
+"""After a link could not be opened, or failed."""
+
+Name = tuple[str, bytes]
+"""A neighbour: the path of its socket and its peer id."""
+
+
+class _Companion:
+    """An open link, and how many calls are using it. A retired one is used for nothing new, and closed when no view
+    needs it any more."""
+
+    def __init__(self, link: PeerLink) -> None:
+        self.link = link
+        self.users = 1
+        self.retired = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody would miss it: a lease ends with its link."""
+        return not self.users and not self.link.leases.outstanding
+
+    @property
+    def over(self) -> bool:
+        """Whether it can be forgotten: its neighbour has gone, or it was retired and nobody needs it."""
+        return self.link.connection.peer_is_gone() or (self.retired and self.idle)
+
+
+class Neighbours:
+    """See the module's docstring. Any thread, or task, may use it. `own` is the link to the local peer, which has
+    these tidied along with itself."""
+
+    def __init__(self, own: PeerLink, namespace: str) -> None:
+        self._own = own
+        self._namespace = namespace
+        self._timeout_seconds = min(own.timeout_seconds, HURRIED_ANSWER_SECONDS)
+        self._opening = own.driver.lock()
+        self._state = threading.Lock()  # held for microseconds, never awaited in
+        self._open: dict[Name, _Companion] = {}
+        """The most recently used last."""
+        self._retired: list[_Companion] = []
+        self._retry_at: dict[Name, float] = {}
+        self._closed = False
+        own.companions = self
+        own.mapped.append(self)
+
+    def close(self) -> None:
+        """End all sessions with neighbours. Views stay readable; their leases have ended. Takes no lock, which a
+        forked child may have inherited locked."""
+        self._closed = True
+        for companion in self._all():
+            companion.link.close()
+        self._open.clear()
+        self._retired.clear()
+
+    @contextmanager
+    def linked(self, holder: Holder) -> Iterator[PeerLink | None]:
+        """The link to this peer, if there is one and the peer was alive a moment ago; it is not closed meanwhile. For
+        what needs no request."""
+        companion = self._take((holder.socket, holder.peer_id))
+        if companion is None:
+            yield None
+            return
+        try:
+            yield companion.link if _is_usable(companion.link) else None
+        finally:
+            with self._state:
+                companion.users -= 1
+
+    async def call(
+        self, holder: Holder, what: Callable[[PeerLink], Awaitable[T | None]]
+    ) -> T | None:
+        """`what` with a link to this peer of the same host. None when there is no way to it, it does not answer
+        within 1.5 s, or it breaks the rules: for the next 10 s it is left alone."""
+        name = holder.socket, holder.peer_id
+        companion = await self._enter(name)
+        if companion is None:
+            return None
+        try:
+            companion.link.check()
+            return await what(companion.link)
+        except (P2PStoreError, OSError, ValueError):
+            self._retire(name, companion)
+            self._leave_alone(name)
+            return None
+        except (Exception, KeyboardInterrupt, SystemExit):  # interrupted, perhaps in mid-frame
+            self._retire(name, companion)
+            raise
+        finally:
+            with self._state:
+                companion.users -= 1
+
+    async def _enter(self, name: Name) -> _Companion | None:
+        companion = self._take(name)
+        if companion is None and self._may_try(name):
+            async with self._opening:
+                companion = self._take(name)  # another one has opened it meanwhile
+                if companion is None and self._may_try(name) and self._make_room():
+                    companion = await self._connect(name)
+        return companion
+
+    def _take(self, name: Name) -> _Companion | None:
+        with self._state:
+            companion = self._open.pop(name, None)
+            if companion is not None:
+                self._open[name] = companion
+                companion.users += 1
+                if self._closed:  # just now, and it may not have seen this one
+                    companion.link.close()
+            return companion
+
+    async def _connect(self, name: Name) -> _Companion | None:
+        path, peer_id = name
+        try:
+            link = await PeerLink.open(
+                self._own.driver,
+                path,
+                namespace=self._namespace,
+                access=Access.READ,
+                timeout_seconds=self._timeout_seconds,
+                location_table=False,
+                # Whoever serves there shows what it likes, so it must be somebody who is trusted anyway.
+                trusted_users={os.geteuid(), self._own.connection.peer_user},
+            )
+        except (P2PStoreError, OSError):
+            self._leave_alone(name)
+            return None
+        if link.connection.hello.peer_id != peer_id or self._closed:
+            link.close()
+            self._leave_alone(name)
+            return None
+        link.on_busy = self._own.stir
+        companion = _Companion(link)
+        with self._state:
+            self._open[name] = companion
+        if self._closed:  # just now, and it may not have seen this one
+            link.close()
+        return companion
+
+    def _may_try(self, name: Name) -> bool:
+        return time.monotonic() >= self._retry_at.get(name, 0.0)
+
+    def _leave_alone(self, name: Name) -> None:
+        now = time.monotonic()
+        with self._state:
+            self._retry_at[name] = now + RETRY_SECONDS
+            for each in [each for each, until in self._retry_at.items() if until < now]:
+                del self._retry_at[each]
+
+    def _make_room(self) -> bool:
+        """Close a link that nobody needs when there are too many. Whether there may be one more."""
+        with self._state:
+            if len(self._open) + len(self._retired) < MAX_NEIGHBOURS:
+                return True
+            unneeded = next((name for name, each in self._open.items() if each.idle), None)
+            if unneeded is None:
+                return False
+            self._open.pop(unneeded).link.close()
+            return True
+
+    def _retire(self, name: Name, companion: _Companion) -> None:
+        with self._state:
+            if self._open.get(name) is companion:
+                del self._open[name]
+                companion.retired = True
+                self._retired.append(companion)
+        self._own.stir()
+
+    # --- tidying up, by whoever does it for the own link -----------------------------------------
+
+    def _all(self) -> list[_Companion]:
+        return [*self._open.values(), *self._retired]
+
+    @property
+    def needs_tidying(self) -> bool:
+        return bool(self._retired) or any(each.link.needs_tidying for each in self._all())
+
+    async def tidy(self) -> None:
+        """Give back what ended, and close what nobody needs. What a neighbour does wrong shows in the next call."""
+        for companion in self._all():
+            if not companion.over:
+                with suppress(P2PStoreError, OSError):
+                    await companion.link.tidy()
+        self.let_go_of_the_dead()
+
+    @property
+    def maps_any(self) -> bool:
+        """Whether there is a link."""
+        return bool(self._open or self._retired)
+
+    def let_go_of_the_dead(self) -> None:
+        """Close the links to neighbours that are gone, and what nobody needs any more."""
+        with self._state:
+            over = [each for each in self._all() if each.over and not each.users]
+            for name, companion in list(self._open.items()):
+                if companion in over:
+                    del self._open[name]
+            self._retired = [each for each in self._retired if each not in over]
+        for companion in over:
+            companion.link.close()
+
+    def rest(self) -> None:
+        """Nothing is left to tidy up, unless something came just now."""
+        for companion in self._all():
+            companion.link.rest()
+
+
+def _is_usable(link: PeerLink) -> bool:
+    try:
+        link.check()
+    except P2PStoreError:
+        return False
+    return True

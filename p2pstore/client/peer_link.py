@@ -1,0 +1,395 @@
+"""An open connection to the local peer with all that goes along: mapped segments, leases, and
+what the peer is told without being asked (releases, aborts, reads it did not see, holders that
+failed)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import Final, Protocol, TypeVar
+
+from p2pstore.client.known_elsewhere import KnownElsewhere
+from p2pstore.client.leases import LeaseBook
+from p2pstore.client.pull_ledger import PullLedger
+from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
+from p2pstore.errors import ProtocolMismatch
+from p2pstore.local.batching import MAX_REPORTED_FAILURES, Cuts
+from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_messages import (
+    MAX_BATCH,
+    Abort,
+    Access,
+    AccessCount,
+    HolderFailure,
+    Leased,
+    LocalKind,
+    Release,
+    Report,
+)
+from p2pstore.local.local_requests import RequestAhead
+from p2pstore.runtime.streams import Driver
+from p2pstore.transfer.reading.segment_reader import SegmentReader
+from p2pstore.transfer.transport import PullReport
+from p2pstore.wire import ONE_WAY, Message, encode_frame
+
+M = TypeVar("M", bound=Message)
+
+TIDY_SECONDS: Final = 0.05
+REPORT_SECONDS: Final = 0.1
+LOOK_SECONDS: Final = 1.0
+AHEAD_IDLE_SECONDS: Final = 1.0
+ALIVE_CHECK_SECONDS: Final = 0.1
+MAX_REPORTED_KEYS: Final = MAX_BATCH
+
+
+class Tidied(Protocol):
+    """What has to be tidied up along with a link."""
+
+    @property
+    def needs_tidying(self) -> bool: ...
+
+    async def tidy(self) -> None: ...
+
+    def rest(self) -> None: ...
+
+
+class Mapped(Protocol):
+    """What maps memory of other peers."""
+
+    @property
+    def maps_any(self) -> bool: ...
+
+    def let_go_of_the_dead(self) -> None: ...
+
+
+class PeerLink:
+    """The client's side of one session with the local peer. Make one with `PeerLink.open`.
+
+    `on_busy` is called when there is something to tidy up; whoever set it then calls `tidy` every
+    50 ms while `needs_tidying`, and `rest` afterwards; and `let_go_of_the_dead` every second while `maps_others`.
+    """
+
+    def __init__(self, driver: Driver, connection: LocalConnection, timeout_seconds: float) -> None:
+        self.driver = driver
+        self.connection = connection
+        self.timeout_seconds = timeout_seconds
+        self.readers = [SegmentReader(view) for view in connection.segments]
+        self.elsewhere: KnownElsewhere | None = None
+        if connection.location_table is not None:
+            with suppress(ProtocolMismatch):  # another version's: the peer is asked
+                self.elsewhere = KnownElsewhere(connection.location_table)
+        self.leases = LeaseBook(connection.hazards, connection.hello.max_leased_bytes)
+        self.companions: Tidied | None = None
+        """The links to other peers of this host, where there are any."""
+        self.mapped: list[Mapped] = []
+        """What has memory of other peers of this host mapped."""
+        total_bytes = sum(len(view) for view in connection.segments)
+        self.ahead = GrantedAhead(min(AHEAD_MAX_BYTES, total_bytes // AHEAD_SHARE))
+        self.on_busy: Callable[[], None] = lambda: None
+        self._busy = False
+        self._aborts: deque[int] = deque()
+        self._give_all_back = False
+        self._reads: dict[bytes, list[int]] = {}
+        self._failures: deque[HolderFailure] = deque(maxlen=MAX_REPORTED_FAILURES)
+        self._pulls = PullLedger()
+        self._reported_at = 0.0
+        self._ahead_checked_at = 0.0
+        self._alive_at = 0.0
+        connection.collect_one_way = self._collect_one_way
+
+    @classmethod
+    async def open(
+        cls,
+        driver: Driver,
+        path: str,
+        *,
+        namespace: str,
+        access: Access,
+        timeout_seconds: float,
+        location_table: bool = True,
+        trusted_users: Collection[int] | None = None,
+    ) -> PeerLink:
+        """Connect to the peer at `path`. Raises as `LocalConnection.open`."""
+        connection = await LocalConnection.open(
+            driver,
+            path,
+            namespace=namespace,
+            access=access,
+            timeout_seconds=timeout_seconds,
+            location_table=location_table,
+            hazards=True,
+            trusted_users=trusted_users,
+        )
+        try:
+            return cls(driver, connection, timeout_seconds)
+        except BaseException:
+            connection.close()
+            raise
+
+    def close(self) -> None:
+        """End the session. Views that callers still hold stay readable; their leases have ended, so
+        the peer may reuse the memory for something else."""
+        if self._reads or self._pulls or self._failures:
+            self.connection.say_last(_one_way(LocalKind.REPORT, self._take_report()))
+        self.connection.close()
+        self.readers.clear()
+        self.leases.forget()
+        self.elsewhere = None
+
+    def check(self) -> None:
+        """Raises `StoreClosed` once the peer is gone, `ClientForked` in a forked child. Costs a
+        system call at most every 100 ms, for what is answered from the mapping alone."""
+        self.connection.check_usable()
+        now = time.monotonic()
+        if now - self._alive_at > ALIVE_CHECK_SECONDS:
+            self._alive_at = now
+            if self.connection.peer_is_gone():
+                self.connection.check_usable()
+
+    def ask(self, kind: LocalKind, message: Message, reply_type: type[M]) -> Awaitable[M]:
+        """One request with this link's deadline, of which nothing is left to give back when it fails."""
+        return self.connection.request(
+            kind, message, reply_type, progress_seconds=self.timeout_seconds
+        )
+
+    def ask_ahead(
+        self,
+        kind: LocalKind,
+        message: Message,
+        reply_type: type[M],
+        *,
+        extra_seconds: float = 0.0,
+        on_late_reply: Callable[[M], None] | None = None,
+    ) -> Awaitable[RequestAhead[M]]:
+        """`request`, but the reply is received later: `receive` or `abandon` must follow."""
+        return self.connection.request_ahead(
+            kind,
+            message,
+            reply_type,
+            progress_seconds=self.timeout_seconds + extra_seconds,
+            on_late_reply=on_late_reply,
+        )
+
+    async def request(
+        self,
+        kind: LocalKind,
+        message: Message,
+        reply_type: type[M],
+        *,
+        extra_seconds: float = 0.0,
+        on_late_reply: Callable[[M], None] | None = None,
+    ) -> M:
+        """One request with this link's deadline, plus what its work may take at most."""
+        try:
+            return await self.connection.request(
+                kind,
+                message,
+                reply_type,
+                progress_seconds=self.timeout_seconds + extra_seconds,
+                on_late_reply=on_late_reply,
+            )
+        except BaseException:
+            if on_late_reply is not None:
+                self.stir()
+            raise
+
+    # --- what the peer is told ---------------------------------------------------------------
+
+    def abort(self, reservations: Iterable[int]) -> None:
+        """Give reservations back, with what is sent next."""
+        self._aborts.extend(reservations)
+        self.stir()
+
+    def make_room(self) -> bool:
+        """Have all that this client holds without need given back before the next request. Whether
+        there is any: then it is worth asking again for what was refused."""
+        self._give_all_back = self.leases.keeps
+        spare = self.ahead.drop()
+        if spare:
+            self.abort(spare)
+        return self._give_all_back or bool(spare)
+
+    def give_back(self, reply: Leased) -> None:
+        """End leases that nobody will look at."""
+        for grant in reply.items:
+            if not grant.error.code:
+                self.leases.give_back(grant.lease)
+        self.stir()
+
+    def lists(self, digest: bytes) -> bool:
+        """Whether the local peer's memory seems to have the object now. A key may be missed for the moment in which its
+        entry moves."""
+        for reader in self.readers:  # noqa: SIM110 - `any` takes as long as two looks
+            if reader.contains(digest):
+                return True
+        return False
+
+    def note_read(self, digest: bytes, length: int, *, is_view: bool = False) -> None:
+        """A read that the peer did not see, for its eviction to know of. Never waits."""
+        counted = self._reads.get(digest)
+        if counted is not None:
+            counted[0] += 1
+            counted[2] += is_view
+        elif len(self._reads) < MAX_REPORTED_KEYS:
+            self._reads[digest] = [1, length, int(is_view)]
+            self.stir()
+
+    def note_reads(self, digests: Sequence[bytes], lengths: Sequence[int]) -> None:
+        """`note_read` of a batch; -1 for what was not read."""
+        reads = self._reads
+        for digest, length in zip(digests, lengths, strict=True):
+            counted = reads.get(digest)
+            if counted is not None:
+                counted[0] += length >= 0
+            elif length >= 0 and len(reads) < MAX_REPORTED_KEYS:
+                reads[digest] = [1, length, 0]
+        if reads:
+            self.stir()
+
+    def note_pull(self, key: str, digest: bytes, report: PullReport, seconds: float) -> None:
+        """An object was read from its holders, or was not."""
+        self._pulls.pulled(key, digest, report, seconds)
+        self.stir()
+
+    def note_only(
+        self,
+        key: str,
+        digest: bytes,
+        member: int,
+        transport: str,
+        length_bytes: int,
+        seconds: float,
+    ) -> None:
+        """An object was read from its only holder at once."""
+        self._pulls.pulled_only(key, digest, member, transport, length_bytes, seconds)
+        self.stir()
+
+    def note_miss(self) -> None:
+        """A read ended without the value: nobody has it, or nobody who has it could be reached."""
+        self._pulls.missed()
+        self.stir()
+
+    def note_pulls(
+        self,
+        member: int,
+        transport: str,
+        *,
+        objects: int,
+        length_bytes: int,
+        failures: int,
+        unseen: Sequence[bytes] = (),
+    ) -> None:
+        """A batch was read from one holder. `unseen`: the digests of what it did not see read."""
+        self._pulls.count(
+            member,
+            transport,
+            objects=objects,
+            length_bytes=length_bytes,
+            failures=failures,
+            unseen=unseen,
+        )
+        self.stir()
+
+    def note_failures(self, failures: Sequence[HolderFailure]) -> None:
+        """Holders that did not deliver, told before anything else is asked."""
+        self._failures.extend(failures)
+
+    def _collect_one_way(self) -> Sequence[bytes]:
+        if not (
+            self.leases.keeps
+            or self._aborts
+            or self._failures
+            or self._reads
+            or self._pulls
+            or self._give_all_back
+        ):
+            return ()
+        frames = []
+        ended = self.leases.take_ended(everything=self._give_all_back)
+        self._give_all_back = False
+        for some in Cuts(LocalKind.RELEASE, len(ended)):
+            frames.append(_one_way(LocalKind.RELEASE, Release(ended[some.start : some.stop])))
+        aborted = [self._aborts.popleft() for _ in range(len(self._aborts))]
+        for some in Cuts(LocalKind.ABORT, len(aborted)):
+            frames.append(_one_way(LocalKind.ABORT, Abort(aborted[some.start : some.stop])))
+        if self._failures or self._reads or self._pulls:
+            now = time.monotonic()
+            if self._failures or now - self._reported_at >= REPORT_SECONDS:
+                self._reported_at = now
+                frames.append(_one_way(LocalKind.REPORT, self._take_report()))
+        return frames
+
+    def _take_report(self) -> Report:
+        reads, self._reads = self._reads, {}
+        failures = []
+        while self._failures:
+            failures.append(self._failures.popleft())
+        return Report(
+            [
+                AccessCount(digest, count, count * length, views)
+                for digest, (count, length, views) in list(reads.items())
+            ],
+            failures,
+            *self._pulls.take(),
+        )
+
+    # --- tidying up --------------------------------------------------------------------------
+
+    def stir(self) -> None:
+        """Have somebody tidy up soon. Not for finalizers."""
+        if not self._busy:
+            self._busy = True
+            try:
+                self.on_busy()
+            except BaseException:  # interrupted: who stirs next tries again
+                self._busy = False
+                raise
+
+    @property
+    def needs_tidying(self) -> bool:
+        return bool(
+            self.leases.outstanding
+            or self._aborts
+            or self._reads
+            or self._failures
+            or self._pulls
+            or self.ahead.held
+            or self.connection.awaits_late_replies
+            or (self.companions is not None and self.companions.needs_tidying)
+        )
+
+    @property
+    def maps_others(self) -> bool:
+        """Whether memory of other peers is mapped."""
+        return any(each.maps_any for each in self.mapped)
+
+    def let_go_of_the_dead(self) -> None:
+        """Unmap the memory of other peers that are gone. Never waits."""
+        for each in self.mapped:
+            each.let_go_of_the_dead()
+
+    async def tidy(self) -> None:
+        """Send what is due, drop reservations nobody used, receive for those who gave up."""
+        now = time.monotonic()
+        if now - self._ahead_checked_at >= AHEAD_IDLE_SECONDS:
+            self._ahead_checked_at = now
+            self._aborts.extend(self.ahead.drop_unused())
+        await self.connection.flush()
+        if self.connection.awaits_late_replies:
+            await self.connection.receive_late_replies(TIDY_SECONDS)
+        if self.companions is not None:
+            await self.companions.tidy()
+
+    def rest(self) -> None:
+        """Nothing is left to tidy up, unless something came just now."""
+        self._busy = False
+        if self.companions is not None:
+            self.companions.rest()
+        if self.needs_tidying:
+            self.stir()
+
+
+def _one_way(kind: LocalKind, message: Message) -> bytes:
+    return encode_frame(kind, 0, message, flags=ONE_WAY)

@@ -1,0 +1,180 @@
+"""Whether objects are anywhere: from the mappings, and from the local peer where those do not tell."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2pstore.client.arguments import possible_keys
+from p2pstore.client.peer_link import PeerLink
+from p2pstore.client.prefix_chains import PrefixChains
+from p2pstore.errors import ProtocolError
+from p2pstore.local import local_messages as local
+from p2pstore.local.batching import Cuts
+from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_requests import RequestAhead
+from p2pstore.objects import DIGEST_BYTES
+
+FEW_KEYS: Final = 16
+"""Up to so many are looked up one after the other: numpy takes 60 us for any, 80 where its code is in no cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A question under way: the answer's bytes are about these of all keys."""
+
+    request: RequestAhead[local.ContainsReply]
+    numbers: NDArray[np.intp]
+
+    async def note(self, present: NDArray[np.bool_]) -> None:
+        """Wait for the answer, and enter it."""
+        reply = await self.request.receive()
+        _check_count(reply, len(self.numbers))
+        present[self.numbers] = np.frombuffer(reply.present, dtype=np.uint8) == 1
+
+
+class Presence:
+    """Answers for one client. `digests_of` makes the digests of many keys of its namespace."""
+
+    def __init__(
+        self,
+        link: PeerLink,
+        digests_of: Callable[[Sequence[str]], list[bytes]],
+        chains: PrefixChains,
+    ) -> None:
+        self._link = link
+        self._digests_of = digests_of
+        self._chains = chains
+
+    async def contains(self, digest: bytes) -> bool:
+        """Whether some live peer is known to hold the object."""
+        known = self._look_up_one(digest)
+        if known is not None:
+            return known
+        reply = await self._link.ask(
+            LocalKind.CONTAINS, local.Contains(digest), local.ContainsReply
+        )
+        _check_count(reply, 1)
+        return reply.present == b"\1"
+
+    def _look_up_one(self, digest: bytes) -> bool | None:
+        """What is known without asking; None: the peer must be asked."""
+        if self._link.lists(digest):
+            return True
+        elsewhere = self._link.elsewhere
+        known = None if elsewhere is None else elsewhere.contains(digest)
+        # What is here may be missed for the moment in which its entry moves.
+        return self._link.lists(digest) if known is False else known
+
+    async def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        """`contains` for many keys, in at most one request per 4,096: the peer looks some up while the next
+        are hashed here."""
+        present = np.zeros(len(keys), dtype=np.bool_)
+        asked: deque[_Asked] = deque()
+        try:
+            for some in Cuts(LocalKind.CONTAINS, len(keys)):
+                digests, places = possible_keys(keys[some.start : some.stop], self._digests_of)
+                packed, numbers = b"".join(digests), np.arange(some.start, some.stop)
+                if places is not None:
+                    numbers = numbers[places]
+                known, unclear = self._look_up(packed)
+                present[numbers] = known
+                if unclear.any():
+                    asked.append(await self._ask_ahead(packed, unclear, numbers))
+                while len(asked) > 1:
+                    await asked.popleft().note(present)
+            while asked:
+                await asked.popleft().note(present)
+        finally:
+            for question in asked:
+                question.request.abandon()
+        answers: list[bool] = present.tolist()
+        return answers
+
+    async def match_prefix(self, keys: Sequence[str]) -> int:
+        """How many of these keys, from the first on, some live peer is known to hold."""
+        digests, places = possible_keys(keys, self._digests_of)
+        if places is not None:
+            digests = [each for at, each in enumerate(digests) if places[at] == at]
+        packed = b"".join(digests)
+        length = await self._match(packed, len(digests))
+        self._chains.matched(packed, length)
+        return length
+
+    async def _match(self, packed: bytes, keys: int) -> int:
+        known, unclear = self._look_up(packed)
+        absent = np.flatnonzero(~known)
+        length = int(absent[0]) if len(absent) else keys
+        if length < keys and not unclear[length]:
+            return length
+        begin = length
+        for some in Cuts(LocalKind.MATCH_PREFIX, keys - begin):
+            asked = packed[(begin + some.start) * DIGEST_BYTES : (begin + some.stop) * DIGEST_BYTES]
+            count = len(some)
+            reply = await self._link.ask(
+                LocalKind.MATCH_PREFIX, local.MatchPrefix(asked), local.MatchedPrefix
+            )
+            if not 0 <= reply.length <= count:
+                raise ProtocolError(f"{reply.length} of {count} keys match")
+            length += reply.length
+            if reply.length < count:
+                break
+        return length
+
+    def _look_up(self, packed: bytes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which of these digests are known without asking, and of which the peer must be asked."""
+        if len(packed) <= FEW_KEYS * DIGEST_BYTES:
+            self._link.check()
+            starts = range(0, len(packed), DIGEST_BYTES)
+            answers = [self._look_up_one(packed[start : start + DIGEST_BYTES]) for start in starts]
+            self._link.check()  # closed meanwhile, it would have listed nothing
+            return (
+                np.array([answer is True for answer in answers], np.bool_),
+                np.array([answer is None for answer in answers], np.bool_),
+            )
+        known = self._are_here(packed)
+        unclear = ~known
+        absent = np.flatnonzero(unclear)
+        elsewhere = self._link.elsewhere
+        if len(absent) and elsewhere is not None:
+            some = _pick(packed, absent)
+            held, unclear[absent] = elsewhere.contains_many(some)
+            # What is here may have been missed for the moment in which its entry moved.
+            known[absent] = held | self._are_here(some)
+            unclear &= ~known
+        return known, unclear
+
+    def _are_here(self, packed: bytes) -> NDArray[np.bool_]:
+        """Which of these digests are in the mapped segments."""
+        self._link.check()
+        here = np.zeros(len(packed) // DIGEST_BYTES, dtype=np.bool_)
+        for reader in self._link.readers:
+            here |= reader.contains_many(packed)
+        return here
+
+    async def _ask_ahead(
+        self, packed: bytes, unclear: NDArray[np.bool_], numbers: NDArray[np.intp]
+    ) -> _Asked:
+        """Ask the peer about the unclear ones of these digests, which are those of the keys of these numbers."""
+        some = np.flatnonzero(unclear)
+        request = await self._link.ask_ahead(
+            LocalKind.CONTAINS, local.Contains(_pick(packed, some)), local.ContainsReply
+        )
+        return _Asked(request, numbers[some])
+
+
+def _pick(packed: bytes, numbers: NDArray[np.intp]) -> bytes:
+    """Some of many packed digests."""
+    if len(numbers) * DIGEST_BYTES == len(packed):
+        return packed
+    return np.frombuffer(packed, dtype=f"V{DIGEST_BYTES}")[numbers].tobytes()
+
+
+def _check_count(reply: local.ContainsReply, count: int) -> None:
+    if len(reply.present) != count:
+        raise ProtocolError(f"{len(reply.present)} answers about {count} keys")

@@ -1,0 +1,356 @@
+"""What the core knows of its peer's SSD: copies that are only there, found, announced and given up.
+
+The SSD tier keeps its own index; this asks it, and holds its answers to the rules that all copies are held to:
+floors, times to live, and what a peer may not show before it knows what was removed while it was away.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from p2pstore.core.puts.describe import location_on_ssd
+from p2pstore.gossip.records import decode_location
+from p2pstore.memory.segment_layout import SlotState
+from p2pstore.objects import Version
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+    from p2pstore.memory.segment import ObjectEntry
+    from p2pstore.ssd_tier.index import ColdEntry
+
+MAX_VERSION: Final = Version((1 << 64) - 1, 0xFFFF)
+FORGOTTEN_PER_STEP: Final = 64
+"""Withdrawing a location costs some 25 us."""
+
+
+class Gone(StrEnum):
+    """Why a peer gave an object up, and what that costs."""
+
+    EXPIRED = "expired"
+    """Its time to live was over."""
+    REPLACED = "replaced"
+    """By a newer version here."""
+    SOFT_COPY = "soft_copy"
+    """A copy that was kept for speed alone; somebody else has one."""
+    COPY_ELSEWHERE = "copy_elsewhere"
+    LAST_COPY = "last_copy"
+    """Nobody is known to have it any more."""
+
+
+class ColdStore(Protocol):
+    """What the core asks of an SSD tier. Nothing here waits, or reads the SSD."""
+
+    def find(self, digest: bytes) -> ColdEntry | None:
+        """The whole object that lies there."""
+        ...
+
+    def discard(self, digest: bytes, up_to: Version) -> bool:
+        """Versions up to this one are never to be seen again. Whether there was one."""
+        ...
+
+    def set_care(
+        self,
+        digest: bytes,
+        version: Version,
+        *,
+        pin: int,
+        replicas: int,
+        soft: bool,
+        expires_unix_ms: int | None = None,
+    ) -> bool:
+        """How firmly that version is kept, or (unless None) when it ends, has changed since it was written. Whether it
+        lies there."""
+        ...
+
+    def digests(self, namespace: bytes | None) -> Iterator[Sequence[bytes]]:
+        """Those of all objects, or of a namespace by its digest, that are there now: at most 64 a step, or none. Others
+        may come and go while they are gone through."""
+        ...
+
+    def prepare_entries(self, namespace: str) -> bool:
+        """A step towards `entries`, of a few milliseconds. Whether that takes no more than it gives by now."""
+        ...
+
+    def entries(
+        self, namespace: str, prefix: str, after: str, limit: int
+    ) -> tuple[Sequence[ColdEntry], bool]:
+        """Objects in the order of their keys, above `after`, and whether there are more."""
+        ...
+
+
+class Page(NamedTuple):
+    """Objects in the order of their keys, and up to which key that is all; None when there are no more."""
+
+    entries: Sequence[ObjectEntry | ColdEntry]
+    complete_to: str | None
+
+
+class _Sweep(NamedTuple):
+    """What is to be discarded, of one namespace or of all, up to a version; and which objects are left to be looked
+    at."""
+
+    namespace: bytes | None
+    up_to: Version
+    left: Iterator[Sequence[bytes]]
+
+
+class ColdCopies:
+    """A peer's copies on its SSD. Without a `store` there are none."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self.store: ColdStore | None = None
+        self._core = core
+        self._to_sweep: deque[_Sweep] = deque()
+        self._timed: set[tuple[int, bytes, Version]] = set()
+        """What is in this heap: an object that comes and goes between memory and SSD is there once."""
+        self._expiring: list[tuple[int, bytes, Version]] = []
+        """A heap: when (Unix milliseconds) what is on the SSD alone is over."""
+
+    def find(self, digest: bytes, now: float) -> ColdEntry | None:
+        """The object on the SSD, if it may be served."""
+        if self.store is None:
+            return None
+        entry = self.store.find(digest)
+        if entry is None or 0 < entry.expires_unix_ms <= self._core.unix(now) * 1000:
+            return None
+        namespace = self._core.namespace_digest(entry.namespace)
+        forbidden = self._core.gossip.cluster_records.floors.forbids(
+            digest, namespace, entry.version
+        )
+        if forbidden or self._core.floors.holds_back(digest, namespace, entry.version):
+            return None
+        return None if self._is_about_to_go(entry.version) else entry
+
+    def _is_about_to_go(self, version: Version) -> bool:
+        """Whether a sweep of everything has yet to come by. What one namespace's is for, its floor forbids."""
+        return any(
+            sweep.namespace is None and sweep.up_to.covers(version) for sweep in self._to_sweep
+        )
+
+    def find_only_here(self, digest: bytes, now: float) -> ColdEntry | None:
+        """`find`, when there are no bytes of it in memory."""
+        return None if digest in self._core.segment.digests() else self.find(digest, now)
+
+    def held_only_here(self, digests: set[bytes], now: float) -> set[bytes]:
+        """Those of many keys, not in memory, that the SSD has."""
+        if self.store is None:
+            return set()
+        return {digest for digest in digests if self.find(digest, now) is not None}
+
+    def prepare_page(self, namespace: str) -> bool:
+        """A step towards `merged_page`: the keys of many objects have to be put in order first. Whether it was the
+        last one."""
+        if not self._core.segment.prepare_keys(namespace):
+            return False
+        return self.store is None or self.store.prepare_entries(namespace)
+
+    def merged_page(self, namespace: str, prefix: str, after: str, limit: int, now: float) -> Page:
+        """Keys in order, in memory and on the SSD."""
+        held, more = self._core.segment.keys(namespace, prefix, after, limit)
+        if self.store is None:
+            return Page(held, held[-1].key if more else None)
+        cold_held, more_cold = self.store.entries(namespace, prefix, after, limit)
+        # Behind the end of a page that is not the last one there may be keys that it does not show.
+        ends = [held[-1].key] if more else []
+        ends += [cold_held[-1].key] if more_cold else []
+        end = min(ends, default=None)
+        merged: dict[str, ObjectEntry | ColdEntry] = {
+            cold.key: cold
+            for cold in cold_held
+            if self.find_only_here(cold.digest, now) is not None
+        }
+        merged.update((entry.key, entry) for entry in held)
+        keys = sorted(key for key in merged if end is None or key <= end)
+        if len(keys) > limit:
+            keys, end = keys[:limit], keys[limit - 1]
+        return Page([merged[key] for key in keys], end)
+
+    # --- what memory does --------------------------------------------------------------------
+
+    def left_memory(self, entries: Iterable[ObjectEntry], now: float) -> None:
+        """Memory gave objects up: they were evicted, expired or replaced. Say where they are now, if anywhere."""
+        core = self._core
+        gone: dict[bytes, ObjectEntry] = {}
+        for entry in entries:
+            cold = self.find_only_here(entry.digest, now) if entry.on_ssd else None
+            if cold is not None and cold.version == entry.version:
+                self._set_care(cold, entry.pin, entry.replicas, entry.soft, now)
+                core.counters["objects_left_to_ssd"] += 1
+                continue
+            core.counters["objects_withdrawn"] += 1
+            if entry.digest in gone:  # an older version of the same key
+                self._gone(list(gone.values()), now)
+                gone.clear()
+            gone[entry.digest] = entry
+        self._gone(list(gone.values()), now)
+
+    def _gone(self, entries: Sequence[ObjectEntry | ColdEntry], now: float) -> None:
+        """This peer has these no longer. Count them by what that costs."""
+        if not entries:
+            return
+        core, counters = self._core, self._core.counters
+        core.gossip.release_many([(entry.digest, entry.version) for entry in entries], now)
+        mentioned = core.gossip.locations.mentioned({entry.digest for entry in entries})
+        for entry in entries:
+            why = self._why_gone(entry, entry.digest in mentioned, now)
+            counters[f"gone_{why}"] += 1
+            counters["last_copies_dropped"] += why is Gone.LAST_COPY
+
+    def _why_gone(self, gone: ObjectEntry | ColdEntry, mentioned: bool, now: float) -> Gone:
+        core = self._core
+        if 0 < gone.expires_unix_ms <= core.unix(now) * 1000:
+            return Gone.EXPIRED
+        if gone.digest in core.segment.digests():
+            return Gone.REPLACED
+        if not mentioned or all(
+            each.hidden or each.hearsay for each in core.gossip.holders(gone.digest, now)
+        ):
+            return Gone.LAST_COPY
+        return Gone.SOFT_COPY if gone.soft else Gone.COPY_ELSEWHERE
+
+    def set_pin(self, cold: ColdEntry, pin: int, now: float) -> None:
+        """Pin or unpin an object that is on the SSD alone: for when it comes back to memory."""
+        self._set_care(cold, pin, cold.replicas, cold.soft, now)
+
+    def set_expiry(self, digest: bytes, version: Version, expires_unix_ms: int, now: float) -> bool:
+        """Change when the version on the SSD ends, whether it is in memory as well or not. Whether it is there."""
+        cold = None if self.store is None else self.store.find(digest)
+        if self.store is None or cold is None or cold.version != version:
+            return False
+        self.store.set_care(
+            digest,
+            version,
+            pin=cold.pin,
+            replicas=cold.replicas,
+            soft=cold.soft,
+            expires_unix_ms=expires_unix_ms,
+        )
+        if digest not in self._core.segment.digests():
+            self._hold(self.store.find(digest) or cold, now)
+        return True
+
+    def _set_care(self, cold: ColdEntry, pin: int, replicas: int, soft: bool, now: float) -> None:
+        """Announce what is on the SSD alone, as it is kept from now on."""
+        assert self.store is not None
+        self.store.set_care(cold.digest, cold.version, pin=pin, replicas=replicas, soft=soft)
+        self._hold(self.store.find(cold.digest) or cold, now)
+
+    def came_to_memory(self, entry: ObjectEntry) -> None:
+        """An object was published in memory: older versions are of no use any more."""
+        if self.store is None:
+            return
+        cold = self.store.find(entry.digest)
+        if cold is None:
+            return
+        if cold.version == entry.version:
+            self._core.segment.set_on_ssd(entry, True)
+        elif cold.version < entry.version:
+            self.store.discard(entry.digest, cold.version)
+
+    def written(self, entry: ObjectEntry, now: float) -> None:
+        """The tier has taken the object. What became of it meanwhile counts for that copy, too."""
+        if self.store is None:
+            return
+        segment = self._core.segment
+        if entry.state is SlotState.LIVE and not entry.expired(self._core.unix(now)):
+            segment.set_on_ssd(entry, True)
+        else:
+            self.store.discard(entry.digest, entry.version)
+
+    # --- what is over ------------------------------------------------------------------------
+
+    def discard(self, digest: bytes, up_to: Version, now: float) -> bool:
+        """Versions up to this one were removed or replaced. Whether one was there."""
+        if self.store is None:
+            return False
+        cold = self.store.find(digest)
+        covered = cold is not None and up_to.covers(cold.version)
+        if cold is not None and covered and digest not in self._core.segment.digests():
+            self._core.gossip.release(digest, cold.version, now)
+        self.store.discard(digest, up_to)  # also what is only on its way there
+        return covered
+
+    def lost(self, entries: Iterable[ColdEntry], now: float) -> None:
+        """The tier no longer has these: it made room, or found them damaged."""
+        core = self._core
+        for cold in entries:
+            entry = core.segment.find(cold.digest, core.unix(now))
+            if entry is None:
+                self._gone([cold], now)
+            elif entry.version == cold.version:
+                core.segment.set_on_ssd(entry, False)
+
+    def announce(self, digest: bytes, now: float) -> None:
+        """Tell the others of an object of an earlier life, now that it may be served."""
+        cold = self.find_only_here(digest, now)
+        if cold is not None:
+            self._hold(cold, now)
+
+    def _hold(self, cold: ColdEntry, now: float) -> None:
+        self._core.gossip.hold(location_on_ssd(cold), now)
+        timer = cold.expires_unix_ms, cold.digest, cold.version
+        if cold.expires_unix_ms and timer not in self._timed:
+            self._timed.add(timer)
+            heapq.heappush(self._expiring, timer)
+
+    def expire(self, now: float) -> None:
+        """Withdraw what is past its time to live."""
+        unix_ms = self._core.unix(now) * 1000
+        for _ in range(FORGOTTEN_PER_STEP):
+            if not self._expiring or self._expiring[0][0] > unix_ms:
+                return
+            timer = heapq.heappop(self._expiring)
+            self._timed.remove(timer)
+            _, digest, version = timer
+            cold = None if self.store is None else self.store.find(digest)
+            if cold is None or 0 < cold.expires_unix_ms <= unix_ms:  # else it has another end now
+                self.discard(digest, version, now)
+
+    def lose_store(self) -> None:
+        """There is no SSD any more: from now on, nothing is found there, and by and by it is withdrawn."""
+        if self.store is not None:
+            left, self.store = self.store.digests(None), None
+            self._to_sweep.clear()
+            self._to_sweep.append(_Sweep(None, MAX_VERSION, left))
+
+    # --- many at once ------------------------------------------------------------------------
+
+    @property
+    def sweeping(self) -> bool:
+        """Whether there are objects to discard, by `sweep_step`."""
+        return bool(self._to_sweep)
+
+    def sweep(self, namespace: bytes | None, up_to: Version) -> None:
+        """Discard all versions up to one: of a namespace, by its digest, or of all. Until that is done, `find`
+        shows none of them."""
+        if self.store is not None:
+            self._to_sweep.append(_Sweep(namespace, up_to, self.store.digests(namespace)))
+
+    def sweep_step(self, now: float) -> None:
+        """Discard some."""
+        if not self._to_sweep:
+            return
+        sweep = self._to_sweep[0]
+        some = next(sweep.left, None)
+        if some is None:
+            self._to_sweep.popleft()
+            return
+        for digest in some:
+            if self.store is None:
+                self._withdraw(digest, now)
+            else:
+                discarded = self.discard(digest, sweep.up_to, now)
+                self._core.counters["objects_distrusted"] += discarded and sweep.namespace is None
+
+    def _withdraw(self, digest: bytes, now: float) -> None:
+        """The SSD has it no more."""
+        core = self._core
+        entry = core.segment.find(digest, core.unix(now))
+        if entry is not None:
+            core.segment.set_on_ssd(entry, False)
+        elif (held := core.gossip.log.held(digest)) is not None:
+            core.gossip.release(digest, decode_location(held).version, now)

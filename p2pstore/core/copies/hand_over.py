@@ -1,0 +1,269 @@
+"""Handing over what a peer alone holds, before it leaves."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.copies.own_copies import OwnCopies, held_here, other_firm_copies
+from p2pstore.core.copies.replicate import ReplicateOperation
+from p2pstore.core.gets.fetch_operation import FetchOperation
+from p2pstore.core.gets.lookup import LookupOperation
+from p2pstore.core.operation import Operation
+from p2pstore.gossip.records import PeerId
+from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
+from p2pstore.objects import MIB
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+    from p2pstore.ssd_tier.index import ColdEntry
+
+AT_ONCE: Final = 8
+BEGUN_PER_STEP: Final = 2
+"""To find whom to give an object to takes 2 ms among 5,000 members."""
+UNDER_WAY_BYTES: Final = 256 * MIB
+"""At most, of all that are being handed over; a single object may be larger."""
+MOST_ORDERED: Final = 32_768
+"""More than can be handed over in any time that a leave may take; of more objects than twice that the last in order are
+left out."""
+MAX_TARGETS: Final = 4
+"""Peers that are asked to take an object, one after the other."""
+ROOMS_SECONDS: Final = 1.0
+"""How long what the others say of their memory is taken for true."""
+SPREAD_SECONDS: Final = 0.5
+"""After the last one was handed over: by then nearly everybody has heard who has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """What was handed over, and what else this peer alone holds: objects and their bytes."""
+
+    objects: int = 0
+    bytes: int = 0
+    left_objects: int = 0
+    left_bytes: int = 0
+
+
+class HandOverOperation(Operation):
+    """Have the last copies that this peer holds copied by others. The result is a `HandedOver`, also when the
+    operation is cancelled: then it says how far it came.
+
+    Last copies are those that nobody else who can be reached means to keep. Pinned ones go first, then what is in
+    memory before what is on the SSD alone, and what is asked for most. They go to peers that have memory free, in
+    rendezvous order, else to others, which must evict for it; but what is on the SSD alone pushes out nothing.
+    """
+
+    def __init__(
+        self, core: PeerCore, on_finish: Callable[[Any, float], None] | None = None
+    ) -> None:
+        super().__init__(core, on_finish)
+        self._rooms = _Rooms(core)
+        self._walk = OwnCopies(core, replicated_only=False)
+        self._order: list[tuple[int, bool, float, bytes, int]] = []
+        """A heap: what is to be handed over; digest and length at the end."""
+        self._running: set[Operation] = set()
+        self._under_way: dict[bytes, int] = {}
+        self._objects = self._bytes = 0
+        self._left_objects = self._left_bytes = 0
+        self._beginning = False
+        self._spread_at = 0.0
+
+    @property
+    def handed_over(self) -> HandedOver:
+        """How far it is."""
+        return HandedOver(self._objects, self._bytes, self._left_objects, self._left_bytes)
+
+    def start(self, now: float) -> None:
+        if not self._rooms.any_offered(now):
+            self._left_objects = self.core.gossip.log.count
+            self._left_bytes = self.core.segment.used_bytes
+            self.finish(self.handed_over, now)
+            return
+        self._look_on(now)
+
+    def wake(self, now: float) -> None:
+        if not self._walk.done:
+            self._look_on(now)
+        else:
+            self._go_on(now)
+
+    def cancel(self, now: float) -> None:
+        """The time is over, or nobody waits: what is not handed over by now is left."""
+        if self.done:
+            return
+        self._order.clear()
+        for operation in list(self._running):
+            operation.cancel(now)
+        self.finish(self.handed_over, now)
+
+    # --- what there is -----------------------------------------------------------------------
+
+    def _look_on(self, now: float) -> None:
+        """Look for some more last copies."""
+        core = self.core
+        digests = self._walk.step()
+        if core.gossip.partitions.knows_all or not digests:
+            self._looked(digests, None, now)
+            return
+        lookup = LookupOperation(core, digests, ask_always=True)
+        self._run(lookup, partial(self._looked, digests), now)
+
+    def _looked(self, digests: list[bytes], result: Any, now: float) -> None:
+        if self.done:
+            return
+        for digest in digests:
+            held = held_here(self.core, digest, now)
+            if held is not None and self._is_last_copy(held, now):
+                heapq.heappush(self._order, self._place_of(held, now))
+                self._left_objects += 1
+                self._left_bytes += held.length
+        if len(self._order) > 2 * MOST_ORDERED:
+            self._order = heapq.nsmallest(MOST_ORDERED, self._order)  # sorted, and so a heap
+        self.wake_at = now
+        self.core.set_alarm(self)
+
+    def _is_last_copy(self, held: ObjectEntry | ColdEntry, now: float) -> bool:
+        if held.soft:
+            return False
+        others = other_firm_copies(self.core, held, now)
+        return others is not None and not any(copy.reachable for copy in others)
+
+    def _place_of(
+        self, held: ObjectEntry | ColdEntry, now: float
+    ) -> tuple[int, bool, float, bytes, int]:
+        if isinstance(held, ObjectEntry):
+            unused_seconds = max(0.0, self.core.unix(now) - held.last_access)
+            heat = (1 + held.hits) / (1.0 + unused_seconds)
+        else:
+            heat = float(held.hits)
+        only_on_ssd = not isinstance(held, ObjectEntry)
+        return -int(held.pin), only_on_ssd, -heat, held.digest, held.length
+
+    # --- handing over ------------------------------------------------------------------------
+
+    def _go_on(self, now: float) -> None:
+        if self._beginning or self.done:  # one of those that begin ended at once
+            return
+        self._beginning = True
+        for _ in range(BEGUN_PER_STEP):
+            if not self._order or self._is_full:
+                break
+            self._begin(*heapq.heappop(self._order)[-2:], now)
+        self._beginning = False
+        if self._order and not self._is_full:
+            self.wake_at = now
+            self.core.set_alarm(self)
+        if self._order or self._under_way:
+            return
+        if now >= self._spread_at:
+            self.finish(self.handed_over, now)
+        else:
+            self.wake_at = self._spread_at
+            self.core.set_alarm(self)
+
+    @property
+    def _is_full(self) -> bool:
+        under_way_bytes = sum(self._under_way.values())
+        return len(self._under_way) >= AT_ONCE or under_way_bytes >= UNDER_WAY_BYTES
+
+    def _begin(self, digest: bytes, length: int, now: float) -> None:
+        held = held_here(self.core, digest, now)
+        if held is None or not self._is_last_copy(held, now):
+            self._count_off(length)
+            return
+        only_on_ssd = not isinstance(held, ObjectEntry)
+        targets = self._rooms.choose(digest, length, now, only_free=only_on_ssd)
+        if not targets:
+            return
+        self._under_way[digest] = length
+        if isinstance(held, ObjectEntry):
+            self._replicate(targets, held, now)
+        else:
+            load = FetchOperation(self.core, digest, only_here=True)
+            self._run(load, partial(self._loaded, digest, targets), now)
+
+    def _loaded(self, digest: bytes, targets: list[PeerId], result: Any, now: float) -> None:
+        if isinstance(result, ObjectEntry) and not self.done:
+            self._replicate(targets, result, now)
+        else:
+            del self._under_way[digest]
+            self._go_on(now)
+
+    def _replicate(self, targets: list[PeerId], entry: ObjectEntry, now: float) -> None:
+        operation = ReplicateOperation(self.core, entry, 2, candidates=targets)
+
+        def replicated(result: Any, at: float) -> None:
+            del self._under_way[entry.digest]
+            if isinstance(result, int) and result > 1:
+                self._objects += 1
+                self._bytes += entry.length
+                self._count_off(entry.length)
+                self._spread_at = at + SPREAD_SECONDS
+            self._go_on(at)
+
+        self._run(operation, replicated, now)
+
+    def _count_off(self, length: int) -> None:
+        self._left_objects -= 1
+        self._left_bytes -= length
+
+    def _run(self, operation: Operation, then: Callable[[Any, float], None], now: float) -> None:
+        """Start a part of this; it is cancelled with it."""
+
+        def ended(result: Any, at: float) -> None:
+            self._running.discard(operation)
+            then(result, at)
+
+        operation.on_finish = ended
+        self._running.add(operation)
+        self.core.start(operation, now)
+
+
+class _Rooms:
+    """What the other members say of their memory, less what they were given since they said it."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self._core = core
+        self._capacity: dict[PeerId, int] = {}
+        self._free: dict[PeerId, int] = {}
+        self._said: dict[PeerId, tuple[int, int]] = {}
+        self._read_at = float("-inf")
+
+    def any_offered(self, now: float) -> bool:
+        """Whether anybody else offers memory."""
+        self._read(now)
+        return bool(self._capacity)
+
+    def choose(self, digest: bytes, length: int, now: float, *, only_free: bool) -> list[PeerId]:
+        """Whom to give an object of that length, best first; the first one is counted on to take it."""
+        self._read(now)
+        needed = round_up(length, GRANULE_BYTES) + GRANULE_BYTES  # with a trailer, as a rule
+        ranked = [
+            peer_id
+            for peer_id in self._core.ranked_peers(digest)
+            if self._capacity.get(peer_id, 0) >= needed
+        ]
+        chosen = [peer_id for peer_id in ranked if self._free[peer_id] >= needed]
+        if not only_free:
+            chosen += [peer_id for peer_id in ranked if self._free[peer_id] < needed]
+        if chosen:
+            self._free[chosen[0]] -= needed
+        return chosen[:MAX_TARGETS]
+
+    def _read(self, now: float) -> None:
+        if now < self._read_at + ROOMS_SECONDS:
+            return
+        self._read_at = now
+        self._capacity.clear()
+        for state in self._core.gossip.membership.others():
+            if not state.memory_capacity:
+                continue
+            self._capacity[state.peer_id] = state.memory_capacity
+            said = state.record_incarnation, state.record_sequence
+            if self._said.get(state.peer_id) != said:
+                self._said[state.peer_id] = said
+                self._free[state.peer_id] = state.memory_capacity - state.memory_used

@@ -1,0 +1,314 @@
+"""Who wrote what others hold: proofs made, kept and asked for.
+
+A copy counts when its version, root included, is its writer's own word: the holder is the writer, or the writer's log
+says the same, or the holder has a proof of the writer (`gossip.version_proofs`). A proof was asked for once, and is
+remembered here; it lies beside the copy, in its trailer and on the SSD, and goes with it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.core_effects import KnownCopy, Reply
+from p2pstore.core.operation import Operation
+from p2pstore.gossip.records import Member, PeerId, Tier, writer_of_member
+from p2pstore.gossip.version_proofs import (
+    MAX_LEAVES,
+    SignedTree,
+    read_proof,
+    sign_versions,
+    signature_of,
+)
+from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.segment_layout import decode_trailer
+from p2pstore.objects import Version
+from p2pstore.transfer.data_messages import MAX_PROVED, DataKind, Proofs, Prove
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+logger = logging.getLogger(__name__)
+
+MAX_REMEMBERED: Final = 16_384
+"""Versions that were proved: some 4 MB."""
+MAX_TREES: Final = 1_024
+"""Signatures that were found good: another version of one costs no check of 100 us."""
+MAX_UNSIGNED: Final = 1_024
+"""Own versions that the next signature may be about, too."""
+MAX_SIGNED: Final = 8_192
+"""Own proofs that are kept; others are made again."""
+MAX_DOUBTED: Final = 4_096
+ASK_SECONDS: Final = 0.5
+"""For an answer: a reader may wait for it."""
+COLD_SECONDS: Final = 2.0
+"""For one that lies on the holder's SSD."""
+DOUBT_SECONDS: Final = 10.0
+"""After a member did not prove a version it is not asked again about that key, nor about any where it did not answer or
+lied."""
+MAX_LACKING: Final = 65_536
+"""Copies that came without a proof."""
+FIRST_PAUSE_SECONDS: Final = 1.0
+PATIENCE_SECONDS: Final = 2.0
+"""A copy without a proof whose writer does not hold it any more is this peer's own from then on: else nobody could read
+it."""
+LONGEST_PAUSE_SECONDS: Final = 60.0
+HOLDERS_ASKED: Final = 2
+"""Of one version."""
+
+
+class VersionProofs:
+    """See the module's docstring."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self._core = core
+        self._proved: OrderedDict[tuple[bytes, Version], None] = OrderedDict()
+        self._trees: OrderedDict[SignedTree, None] = OrderedDict()
+        self._unsigned: OrderedDict[bytes, None] = OrderedDict()
+        self._signed: OrderedDict[bytes, tuple[Version, bytes]] = OrderedDict()
+        self._doubted_until: OrderedDict[tuple[Member, bytes], float] = OrderedDict()
+        """By member and key; of all keys where that is empty."""
+        self._lacking: OrderedDict[bytes, float] = OrderedDict()
+        """Copies here without a proof, and the pause after the next question, in seconds."""
+        self._due: list[tuple[float, bytes]] = []
+        """When to ask, a heap."""
+        self._unanswered: OrderedDict[bytes, float] = OrderedDict()
+        """Keys of which newer versions could not be asked for, and when they can be; the first is due first."""
+        self._asking: set[bytes] = set()
+        """Keys of which newer versions are to be proved."""
+        self._told: set[Member] = set()
+        """Of whom was logged that they contradict a writer."""
+
+    # --- this peer's own versions ------------------------------------------------------------
+
+    def wrote(self, digests: Iterable[bytes]) -> None:
+        """This peer wrote versions of keys: each is signed when the first copy of it, or of one near it, leaves."""
+        unsigned = self._unsigned
+        for digest in digests:
+            unsigned[digest] = None
+            unsigned.move_to_end(digest)
+            if len(unsigned) > MAX_UNSIGNED:
+                unsigned.popitem(last=False)
+
+    def of(self, entry: ObjectEntry, now: float) -> bytes:
+        """The proof of what is here in memory; empty where there is none."""
+        core = self._core
+        trailer = decode_trailer(core.segment.trailer_bytes(entry))
+        if trailer is None or trailer.proof or not core.is_own(entry.version):
+            return b"" if trailer is None else trailer.proof
+        known = self._signed.get(entry.digest)
+        if known is None or known[0] != entry.version:
+            self._sign(entry, now)
+            known = self._signed[entry.digest]
+        return known[1]
+
+    def _sign(self, entry: ObjectEntry, now: float) -> None:
+        """One signature for this one, and for those that were written last and have none."""
+        versions = [(entry.digest, entry.version)]
+        self._unsigned.pop(entry.digest, None)
+        for digest in list(islice(reversed(self._unsigned), MAX_LEAVES - 1)):
+            del self._unsigned[digest]
+            other = self._core.find(digest, now)
+            if other is not None and self._core.is_own(other.version):
+                versions.append((digest, other.version))
+        self._sign_together(versions)
+
+    def sign(self, entries: Sequence[ObjectEntry]) -> bytes:
+        """One signature for these own versions, 1 to 64 of them: see `signed_proofs`."""
+        for entry in entries:
+            self._unsigned.pop(entry.digest, None)
+        proofs = self._sign_together([(entry.digest, entry.version) for entry in entries])
+        return signature_of(proofs[0])
+
+    def _sign_together(self, versions: Sequence[tuple[bytes, Version]]) -> list[bytes]:
+        self._core.counters["version_signatures"] += 1
+        proofs = sign_versions(versions, self._core.signer)
+        for (digest, version), proof in zip(versions, proofs, strict=True):
+            self._signed[digest] = version, proof
+            self._signed.move_to_end(digest)
+        while len(self._signed) > MAX_SIGNED:
+            self._signed.popitem(last=False)
+        return proofs
+
+    # --- versions of others ------------------------------------------------------------------
+
+    def knows(self, digest: bytes, version: Version) -> bool:
+        """Whether a proof of this version was seen."""
+        return (digest, version) in self._proved
+
+    def accept(self, digest: bytes, version: Version, proof: bytes) -> bool:
+        """Whether this proves the version; it is remembered then."""
+        if self.knows(digest, version):
+            return read_proof(proof, digest, version) is not None
+        tree = read_proof(proof, digest, version)
+        if tree is None:
+            return False
+        if tree not in self._trees:
+            if not self._core.verifier.verify(*tree):
+                return False
+            self._trees[tree] = None
+            if len(self._trees) > MAX_TREES:
+                self._trees.popitem(last=False)
+        self.believe(digest, version)
+        return True
+
+    def believe(self, digest: bytes, version: Version) -> None:
+        """Remember that this version was proved."""
+        self._proved[digest, version] = None
+        if len(self._proved) > MAX_REMEMBERED:
+            self._proved.popitem(last=False)
+
+    def contradicts(self, copy: KnownCopy) -> None:
+        """A member announces other bytes under a version than its writer does."""
+        self._core.counters["contradicting_copies"] += 1
+        if copy.member not in self._told and len(self._told) < MAX_DOUBTED:
+            self._told.add(copy.member)
+            logger.warning(
+                "peer %s announces other bytes than the writer of a version does: it is not read there",
+                self._core.name_of(copy.peer_id),
+            )
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def may_ask(self, copy: KnownCopy, now: float, *, insist: bool = False) -> bool:
+        """Whether the holder may prove a copy: it did not fail to a moment ago. `insist`: even if it did not answer
+        then, as nobody else is known to have the key."""
+        until = self._doubted_until.get
+        return copy.reachable and (
+            until((copy.member, copy.record.digest), 0.0) <= now
+            and (insist or until((copy.member, b""), 0.0) <= now)
+        )
+
+    def lacks(self, digest: bytes, now: float) -> None:
+        """A copy came without a proof: others who have it are asked for theirs, until one has come or it has gone."""
+        if digest not in self._lacking and len(self._lacking) < MAX_LACKING:
+            self._lacking[digest] = FIRST_PAUSE_SECONDS
+            heapq.heappush(self._due, (now, digest))
+
+    def look_later(self, digest: bytes, now: float) -> None:
+        """Nobody answers who may prove what is newer: look again when they may be asked again. A lost answer must not
+        leave an older copy here for good."""
+        if len(self._unanswered) < MAX_DOUBTED:
+            self._unanswered.setdefault(digest, now + DOUBT_SECONDS)
+
+    def next_tick(self) -> float:
+        """When `tick` has something to do."""
+        look_at = next(iter(self._unanswered.values()), math.inf)
+        return min(look_at, self._due[0][0] if self._due else math.inf)
+
+    def tick(self, now: float) -> None:
+        """Ask for some proofs of copies that are here, holders of many at once."""
+        while next(iter(self._unanswered.values()), math.inf) <= now:
+            digest, _ = self._unanswered.popitem(last=False)
+            self._core.gossip.directory.touch(digest)
+        wanted: list[KnownCopy] = []
+        for _ in range(MAX_PROVED):
+            if not self._due or self._due[0][0] > now:
+                break
+            _, digest = heapq.heappop(self._due)
+            pause = self._lacking.pop(digest)
+            entry = self._core.find(digest, now)
+            if entry is None or self._core.is_own(entry.version) or self.of(entry, now):
+                continue
+            same = [
+                copy
+                for copy in self._core.known_copies(digest, now)
+                if not copy.local and copy.reachable and copy.record.version == entry.version
+            ]
+            vouched = any(writer_of_member(copy.member) == entry.version.writer for copy in same)
+            if pause > PATIENCE_SECONDS and not vouched:
+                self._core.adopt(entry, now)
+                continue
+            self._lacking[digest] = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            heapq.heappush(self._due, (now + pause, digest))
+            wanted += same
+        if wanted:
+            self._core.start(ProveOperation(self._core, wanted), now)
+
+    def begin_asking(self, digest: bytes) -> bool:
+        """Whether nobody asks for proofs of newer versions of this key yet; now somebody does."""
+        if digest in self._asking:
+            return False
+        self._asking.add(digest)
+        return True
+
+    def asked(self, digest: bytes) -> None:
+        """The answers are there."""
+        self._asking.discard(digest)
+
+    def doubt(self, member: Member, digest: bytes, now: float) -> None:
+        """The member did not prove what it has of a key, or, where that is empty, does not answer or lies."""
+        self._doubted_until[member, digest] = now + DOUBT_SECONDS
+        self._doubted_until.move_to_end((member, digest))
+        if len(self._doubted_until) > MAX_DOUBTED:
+            self._doubted_until.popitem(last=False)
+
+
+class ProveOperation(Operation):
+    """Ask holders for proofs of copies that nothing else vouches for. The result is how many were proved."""
+
+    def __init__(
+        self,
+        core: PeerCore,
+        copies: Iterable[KnownCopy],
+        on_finish: Callable[[Any, float], None] | None = None,
+    ) -> None:
+        super().__init__(core, on_finish)
+        self._copies = list(copies)
+        self._asked: dict[int, list[KnownCopy]] = {}
+        self._proved = 0
+
+    def start(self, now: float) -> None:
+        by_holder: dict[tuple[PeerId, bool], list[KnownCopy]] = {}
+        asked: dict[tuple[bytes, Version], int] = {}
+        for copy in self._copies:
+            what = copy.record.digest, copy.record.version
+            if asked.get(what, 0) < HOLDERS_ASKED:
+                asked[what] = asked.get(what, 0) + 1
+                is_cold = copy.record.tier is Tier.SSD
+                by_holder.setdefault((copy.peer_id, is_cold), []).append(copy)
+        for (peer_id, is_cold), copies in by_holder.items():
+            for start in range(0, len(copies), MAX_PROVED):
+                some = copies[start : start + MAX_PROVED]
+                tag = len(self._asked)
+                self._asked[tag] = some
+                request = Prove(b"".join(copy.record.digest for copy in some))
+                seconds = COLD_SECONDS if is_cold else ASK_SECONDS
+                self.ask(tag, peer_id, DataKind.PROVE, request, seconds)
+        if not self._asked:
+            self.finish(0, now)
+
+    def answered(self, tag: int, reply: Reply, now: float) -> None:
+        copies = self._asked.pop(tag)
+        proofs = self.core.proofs
+        items = reply.items if isinstance(reply, Proofs) else None
+        if items is None or len(items) != len(copies):
+            for copy in copies:
+                proofs.doubt(copy.member, b"", now)
+                proofs.look_later(copy.record.digest, now)
+        for copy, proof in zip(copies, items or (), strict=False):
+            digest, version = copy.record.digest, copy.record.version
+            if proofs.accept(digest, version, proof):
+                self._proved += 1
+                self._keep(digest, version, proof, now)
+                self.core.gossip.directory.touch(digest)
+            else:
+                proofs.doubt(copy.member, digest, now)
+        if not self._asked:
+            self.finish(self._proved, now)
+
+    def finish(self, result: Any, now: float) -> None:
+        for copy in self._copies:
+            self.core.proofs.asked(copy.record.digest)
+        super().finish(result, now)
+
+    def _keep(self, digest: bytes, version: Version, proof: bytes, now: float) -> None:
+        """Put a proof beside the copy that is here."""
+        entry = self.core.find(digest, now)
+        if entry is not None and entry.version == version and not self.core.is_own(version):
+            self.core.segment.set_proof(entry, proof)

@@ -1,0 +1,201 @@
+"""Bringing an object into this peer's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
+
+from p2pstore.core.core_effects import (
+    KnownCopy,
+    LoadObject,
+    PullObject,
+    PullOutcome,
+)
+from p2pstore.core.gets.lookup import LookupOperation
+from p2pstore.core.operation import Operation
+from p2pstore.errors import (
+    NoSuchKey,
+    Unavailable,
+)
+from p2pstore.gossip.records import Member, Tier
+from p2pstore.objects import ZERO_VERSION, Version
+from p2pstore.wire import Code
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+
+MOST_HOPS: Final = 8
+"""From keeper to keeper of a hot object: enough for hundreds of readers at the same moment."""
+
+
+class FetchOperation(Operation):
+    """Bring one object into this peer's memory. The result is its `ObjectEntry`.
+
+    What lies on this peer's SSD is read there, and only from others when that fails. Many callers that want one
+    absent object share one fetch (`PeerCore.fetch`). With `source`, only that peer is asked, and `minimum` is the
+    version it promised. With `only_here`, nobody is asked: the object comes from this peer's SSD, or not at all.
+    """
+
+    def __init__(
+        self,
+        core: PeerCore,
+        digest: bytes,
+        *,
+        soft: bool = True,
+        progress_seconds: float = 5.0,
+        source: KnownCopy | None = None,
+        minimum: Version = ZERO_VERSION,
+        only_here: bool = False,
+        on_finish: Callable[[Any, float], None] | None = None,
+    ) -> None:
+        super().__init__(core, on_finish)
+        self.digest = digest
+        self.soft = soft
+        self.minimum = minimum
+        self.only_here = only_here
+        self.shared_by = 1
+        self.proof = b""
+        """Of who wrote it, from whoever wanted it kept here."""
+        self.brought: tuple[int, str] = (0, "")
+        """From which member the object came, and how; nothing when it was here already."""
+        self._progress_seconds = progress_seconds
+        self._source = source
+        self._failed: set[int] = set()
+        self._lookup: LookupOperation | None = None
+        self._rounds = 0
+        self._loads = False
+        self._all_said_gone = True
+        self._asked: dict[Member, KnownCopy] = {}
+        self._sent_on_by: dict[Member, KnownCopy] = {}
+        """Holders that had others serve a hot object."""
+        self._hops = 0
+        self._why = ""
+
+    def start(self, now: float) -> None:
+        if self._source is not None:
+            self._pull([self._source])
+            return
+        self._look(now)
+
+    def _look(self, now: float) -> None:
+        self._rounds += 1
+        self._lookup = LookupOperation(
+            self.core,
+            [self.digest],
+            exclude=frozenset(self._failed),
+            ask_homes=not self.only_here,
+            on_finish=self._found,
+        )
+        self.core.start(self._lookup, now)
+
+    def cancel(self, now: float) -> None:
+        super().cancel(now)
+        if self._lookup is not None:
+            self._lookup.cancel(now)
+
+    def _found(self, result: Any, now: float) -> None:
+        if self.done:
+            return
+        if isinstance(result, Exception):
+            self.finish(result, now)
+            return
+        entry = self.core.find(self.digest, now)
+        if entry is not None:
+            self.finish(entry, now)
+            return
+        cold = None if self._loads else self.core.cold.find(self.digest, now)
+        if cold is not None:
+            self._loads = True
+            self.soft = cold.soft
+            self._rounds -= 1  # when that fails, as many are left as without an SSD
+            self.core.emit(LoadObject(self.number, self.digest))
+            return
+        copies = [copy for copy in result[0] if not copy.local and not self.only_here]
+        usable = [copy for copy in copies if copy.reachable]
+        if usable:
+            self._pull(usable)
+        elif copies or not self._all_said_gone:
+            self.finish(unavailable(len(copies) + len(self._failed), self._why), now)
+        elif self._lookup is not None and self._lookup.nobody_told_of(self.digest):
+            self.finish(unknown(), now)
+        else:
+            self.finish(NoSuchKey("no live peer holds this key"), now)
+
+    def _pull(self, copies: Sequence[KnownCopy], *, insist: bool = False) -> None:
+        self._asked.update((copy.member, copy) for copy in copies)
+        self.core.emit(
+            PullObject(self.number, self.digest, tuple(copies), self._progress_seconds, insist)
+        )
+
+    def _is_sent_on(self, outcome: PullOutcome) -> bool:
+        """Whether somebody else is asked now: who keeps a hot object, or, when that was no use, whoever named them."""
+        for failure in outcome.failures:
+            source = self._asked.get(failure.member)
+            if not failure.keep or source is None:
+                continue
+            self._sent_on_by[failure.member] = source
+            keepers = [each for each in failure.others if each not in self._failed]
+            self.core.rng.shuffle(keepers)
+            for keeper in keepers if self._hops < MOST_HOPS else ():
+                state = self.core.gossip.membership.resolve(keeper)
+                if state is not None and keeper != self.core.member:
+                    record = replace(source.record, slot=0, tier=Tier.DRAM)
+                    self._hops += 1
+                    self._pull([KnownCopy(keeper, state.peer_id, record, reachable=True)])
+                    return True
+        if self._sent_on_by:
+            sources, self._sent_on_by = list(self._sent_on_by.values()), {}
+            self._pull(sources, insist=True)
+            return True
+        return False
+
+    def pulled(self, outcome: PullOutcome, now: float) -> None:
+        for failure in outcome.failures:
+            if failure.keep:
+                continue
+            self._failed.add(failure.member)
+            self._all_said_gone &= failure.code == Code.NO_SUCH_KEY
+            if failure.member == self.core.member:  # its SSD, which says nothing of its memory
+                self._why = failure.text
+            else:
+                self.core.holder_failed(self.digest, failure, now)
+        entry = self.core.find(self.digest, now)
+        if outcome.delivered and entry is not None:
+            self.brought = outcome.source, outcome.transport
+            self.finish(entry, now)
+        elif outcome.error is not None:
+            self.finish(outcome.error, now)
+        elif outcome.delivered:
+            self.finish(NoSuchKey("the object was removed while it was being fetched"), now)
+        elif self._is_sent_on(outcome):
+            return
+        elif self._source is None and self._rounds < 2:
+            self._look(now)
+        elif self._all_said_gone:
+            self.finish(NoSuchKey("no live peer holds this key any more"), now)
+        else:
+            self.finish(unavailable(len(self._failed), self._why), now)
+
+
+def unavailable(copies: int, why: str = "") -> Unavailable:
+    """The error for copies that nobody can reach; `why`: what is known of one of them."""
+    noun = "copy is" if copies == 1 else "copies are"
+    if why:
+        return Unavailable(
+            f"{copies} {noun} known, but none can be read: {why}. See `mooncake-p2p stats` and `mooncake-p2p doctor`"
+        )
+    return Unavailable(
+        f"{copies} {noun} known, but no holder can be reached: try again when its peer is back "
+        "(`mooncake-p2p locate` names it)"
+    )
+
+
+def unknown() -> Unavailable:
+    """The error for a key of which this peer cannot know whether anybody has it."""
+    return Unavailable(
+        "this peer keeps a part of the directory only, and none of the peers that keep this key's can be reached: try "
+        "again (`mooncake-p2p peers` says who can be)"
+    )

@@ -1,0 +1,174 @@
+"""Which reads of a large object its holder serves itself, and which it sends to those that it served before. Pure.
+
+What all peers want in the same moment would leave its only holder as often as there are peers. So a holder tells
+readers to have their own peers bring the object and keep it (as a soft copy, evicted before others) when it is hot:
+somebody else just read it, or it was read several times of late. And of those who keep it, it serves a few; the next
+ones it sends to these, who do the same: a tree that grows while the object travels. (BitTorrent and Kraken send readers
+to each other piece by piece; objects here are short enough to go as a whole.)
+
+A peer whose memory is too small for all that its clients read again and again would evict each object before it is read
+once more: bringing it costs several times what a read costs. Such a reader is found out by its coming back for what it
+was sent to keep; for a while it is sent all it reads, without keeping it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from p2pstore.gossip.records import Member
+from p2pstore.objects import MIB
+from p2pstore.transfer.data_messages import Keeps
+
+HOT_BYTES: Final = 1 * MIB
+"""Smaller objects take about as long to ask for as to send."""
+MOST_TRANSFERS: Final = 3
+"""To so many readers a holder sends an object itself, as long as others just got it."""
+HOT_READS: Final = 2.5
+HALF_LIFE_SECONDS: Final = 10.0
+"""An object is hot that was read so often of late: each read counts half as much after this time."""
+JUST_SECONDS: Final = 2.0
+SPREAD_BYTES_PER_SECOND: Final = 100e6
+"""How long a transfer counts as having just been: by then all know of the copies that it made."""
+KEPT_SHARE: Final = 16
+"""A client's peer is not to keep what takes more than this part of its memory: that would cost others their place."""
+LOST_SECONDS: Final = HALF_LIFE_SECONDS
+"""Who comes again within this time for what it was to keep has lost it already."""
+ON_ITS_WAY_SECONDS: Final = 0.1
+"""Before, besides the time of the transfer, it may not have it yet."""
+FIRST_PAUSE_SECONDS: Final = 10.0
+LAST_PAUSE_SECONDS: Final = 320.0
+"""How long nothing is to be kept by a reader that loses it: twice as long when it does so again."""
+MAX_LOSERS: Final = 1024
+"""Readers of whom that is remembered."""
+MOST_KEEPERS: Final = 64
+"""Of an object, of whom it is remembered when they were sent it."""
+MAX_OBJECTS: Final = 4096
+"""Whose readers are remembered: those read last."""
+
+
+class SentOn(NamedTuple):
+    """The reader is to have its peer bring the object and keep it; `keepers` are those that have it, or will have it
+    in a moment, when it is not to come from here."""
+
+    keepers: list[Member]
+
+
+@dataclass(slots=True)
+class _Reads:
+    """Who read an object of late."""
+
+    sent_at: dict[Member, float] = field(default_factory=dict)
+    """When it last went to each reader of a moment ago; the last one last."""
+    kept_at: dict[Member, float] = field(default_factory=dict)
+    """When it last went to those that were to keep it, and a while after; the last one last."""
+    heat: float = 0.0
+    heat_at: float = 0.0
+
+    def heat_now(self, now: float) -> float:
+        """How often the object was read of late."""
+        return self.heat * float(0.5 ** ((now - self.heat_at) / HALF_LIFE_SECONDS))
+
+    def sent(self, reader: Member, keeps: bool, now: float) -> None:
+        """The object goes to this reader."""
+        self.heat, self.heat_at = 1.0 + self.heat_now(now), now
+        self.sent_at.pop(reader, None)
+        self.sent_at[reader] = now
+        if keeps:
+            self.kept_at.pop(reader, None)
+            self.kept_at[reader] = now
+            if len(self.kept_at) > MOST_KEEPERS:
+                del self.kept_at[next(iter(self.kept_at))]
+
+    def forget(self, before: float) -> None:
+        """Transfers that are over for long."""
+        while self.sent_at:
+            reader = next(iter(self.sent_at))
+            if self.sent_at[reader] >= before:
+                return
+            del self.sent_at[reader]
+
+
+class _Pause(NamedTuple):
+    """A reader is not asked to keep anything until then; so long it was from the beginning."""
+
+    until: float
+    seconds: float
+
+
+class HotObjects:
+    """Of one holder. Times are seconds of any clock that does not go back."""
+
+    def __init__(self) -> None:
+        self._objects: OrderedDict[bytes, _Reads] = OrderedDict()
+        self._pauses: dict[Member, _Pause] = {}
+
+    def __len__(self) -> int:
+        """Of how many objects it is known who read them."""
+        return len(self._objects)
+
+    def read(
+        self,
+        digest: bytes,
+        length: int,
+        reader: Member,
+        reader_memory_bytes: int,
+        keeps: Keeps,
+        now: float,
+    ) -> SentOn | None:
+        """A peer with so much memory, or a client of it, asks for an object of at least `HOT_BYTES`. None: it is to be
+        sent to it."""
+        if keeps is Keeps.BY_PEER and length > reader_memory_bytes // KEPT_SHARE:
+            keeps = Keeps.NO
+        reads = self._reads_of(digest)
+        just = now - JUST_SECONDS - length / SPREAD_BYTES_PER_SECOND
+        reads.forget(just)
+        others = len(reads.sent_at) - (reader in reads.sent_at)
+        keepers = [each for each, at in reads.kept_at.items() if each != reader and at >= just]
+        is_full = bool(keepers) and others >= MOST_TRANSFERS
+        if keeps is Keeps.BY_PEER and self._loses(reader, reads, length, now) and not is_full:
+            keeps = Keeps.NO
+        if keeps is Keeps.BY_PEER and (others or reads.heat_now(now) >= HOT_READS):
+            return SentOn(keepers if is_full else [])
+        # Who was sent it as a keeper a moment ago lost it on the way: the others may wait for just that one.
+        is_back = reads.kept_at.get(reader, -math.inf) >= just
+        if keeps is Keeps.YES and is_full and not is_back:
+            return SentOn(keepers)
+        reads.sent(reader, keeps is Keeps.YES, now)
+        return None
+
+    def _loses(self, reader: Member, reads: _Reads, length: int, now: float) -> bool:
+        """Whether the reader loses what it is to keep: this object, or others a while ago."""
+        kept_at = reads.kept_at.get(reader)
+        if kept_at is not None:
+            there_at = kept_at + ON_ITS_WAY_SECONDS + length / SPREAD_BYTES_PER_SECOND
+            if there_at < now:
+                del reads.kept_at[reader]
+                if now < kept_at + LOST_SECONDS:
+                    self._lost(reader, now)
+        pause = self._pauses.get(reader)
+        return pause is not None and now < pause.until
+
+    def _lost(self, reader: Member, now: float) -> None:
+        last = self._pauses.get(reader)
+        if last is not None and now < last.until:
+            return
+        seconds = FIRST_PAUSE_SECONDS
+        if last is not None and now < last.until + last.seconds:
+            seconds = min(2 * last.seconds, LAST_PAUSE_SECONDS)
+        self._pauses.pop(reader, None)
+        self._pauses[reader] = _Pause(now + seconds, seconds)
+        if len(self._pauses) > MAX_LOSERS:
+            del self._pauses[next(iter(self._pauses))]
+
+    def _reads_of(self, digest: bytes) -> _Reads:
+        reads = self._objects.get(digest)
+        if reads is None:
+            reads = self._objects[digest] = _Reads()
+            if len(self._objects) > MAX_OBJECTS:
+                self._objects.popitem(last=False)
+        else:
+            self._objects.move_to_end(digest)
+        return reads

@@ -1,0 +1,178 @@
+"""Listing the keys of all peers, page by page."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.core_effects import (
+    Reply,
+)
+from p2pstore.core.gets.serving import MAX_LIST_LIMIT, ListHereOperation
+from p2pstore.core.operation import Operation
+from p2pstore.gossip.records import PeerId
+from p2pstore.local.local_messages import KeyEntry
+from p2pstore.runtime.stepping import Steps
+from p2pstore.transfer.data_messages import (
+    DataKind,
+    KeyInfo,
+    Keys,
+    ListKeys,
+)
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+LIST_TIMEOUT_SECONDS: Final = 2.0
+ASKED_PER_STEP: Final = 64
+"""Peers: each has a task of its own."""
+MERGED_PER_STEP: Final = 512
+"""Keys of all peers, put together at 3 us each."""
+NAMED_PEERS: Final = 8
+"""Holders named per key; `copies` counts them all."""
+
+
+@dataclass(slots=True)
+class ListedPage:
+    """A page of keys, in order. `silent` peers did not answer in time."""
+
+    items: list[KeyEntry]
+    more: bool
+    silent: list[PeerId] = field(default_factory=list)
+
+
+class ListOperation(Operation):
+    """One page of keys over all live peers."""
+
+    def __init__(self, core: PeerCore, request: ListKeys, *, local: bool) -> None:
+        super().__init__(core)
+        self._request = request
+        self._local = local
+        self._to_ask: list[PeerId] = []
+        self._pending: dict[int, PeerId] = {}
+        self._answers: list[tuple[PeerId, Keys]] = []
+        self._silent: list[PeerId] = []
+        self._here: ListHereOperation | None = None
+        self._merging: Steps[ListedPage] | None = None
+
+    def start(self, now: float) -> None:
+        if not self._local:
+            self._to_ask = self.core.live_peers()[::-1]
+        self._here = ListHereOperation(self.core, self._request, on_finish=self._listed_here)
+        self._ask_some(now)
+        self.core.start(self._here, now)
+
+    def _ask_some(self, now: float) -> None:
+        for _ in range(min(len(self._to_ask), ASKED_PER_STEP)):
+            tag, peer_id = len(self._to_ask), self._to_ask.pop()
+            self._pending[tag] = peer_id
+            self.ask(tag, peer_id, DataKind.LIST, self._request, LIST_TIMEOUT_SECONDS)
+        if self._to_ask:
+            self.wake_at = now
+            self.core.set_alarm(self)
+
+    def cancel(self, now: float) -> None:
+        here, self._here = self._here, None
+        if here is not None:
+            here.cancel(now)
+        super().cancel(now)
+
+    def _listed_here(self, result: Any, now: float) -> None:
+        self._here = None
+        if isinstance(result, Keys):
+            self._answers.append((self.core.peer_id, result))
+            self._settle(now)
+
+    def answered(self, tag: int, reply: Reply, now: float) -> None:
+        peer_id = self._pending.pop(tag)
+        if isinstance(reply, Keys) and is_page_of(reply, self._request):
+            self._answers.append((peer_id, reply))
+        else:
+            self._silent.append(peer_id)
+        self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        if not self._pending and not self._to_ask and self._here is None:
+            limit = min(self._request.limit, MAX_LIST_LIMIT)
+            self._merging = merge_pages(limit, self._answers, self._silent, self.core.name_of)
+            self.wake(now)
+
+    def wake(self, now: float) -> None:
+        if self._merging is None:
+            self._ask_some(now)
+            return
+        try:
+            next(self._merging)
+        except StopIteration as end:
+            self.finish(end.value, now)
+        else:
+            self.wake_at = now
+            self.core.set_alarm(self)
+
+
+def is_page_of(page: Keys, request: ListKeys) -> bool:
+    """Whether a page is what was asked for: keys in order, each once, after `after`, with the prefix.
+
+    Anything else could send a client that pages through the keys in circles.
+    """
+    keys = [item.key for item in page.items]
+    return (
+        all(earlier < later for earlier, later in pairwise([request.after, *keys]))
+        and all(key.startswith(request.prefix) for key in keys)
+        and (bool(keys) or not page.more)
+    )
+
+
+def merge_pages(
+    limit: int,
+    answers: Sequence[tuple[PeerId, Keys]],
+    silent: list[PeerId],
+    name_of: Callable[[PeerId], str],
+) -> Steps[ListedPage]:
+    """Merge sorted pages: the newest version of each key speaks for it.
+
+    A page that says `more` ends the merged page at its last key: behind it that peer may hold keys
+    that it did not list.
+    """
+    horizon = min(
+        (page.items[-1].key for _, page in answers if page.more and page.items), default=None
+    )
+    merged: list[KeyEntry] = []
+    for number, (key, place, item) in enumerate(heapq.merge(*map(_in_order, count(), answers))):
+        if number and number % MERGED_PER_STEP == 0:
+            yield
+        if horizon is not None and key > horizon:
+            break
+        name = name_of(answers[place][0])
+        if not merged or merged[-1].key != key:
+            if len(merged) >= limit:
+                return ListedPage(merged, True, silent)
+            merged.append(_entry(item, [name], 1))
+            continue
+        known = merged[-1]
+        if (known.clock, known.writer) == (item.clock, item.writer):
+            merged[-1] = _entry(item, [*known.peers, name][:NAMED_PEERS], known.copies + 1)
+        elif (known.clock, known.writer) < (item.clock, item.writer):
+            merged[-1] = _entry(item, [name], 1)
+    return ListedPage(merged, horizon is not None, silent)
+
+
+def _in_order(place: int, answer: tuple[PeerId, Keys]) -> Iterator[tuple[str, int, KeyInfo]]:
+    return ((item.key, place, item) for item in answer[1].items)
+
+
+def _entry(item: KeyInfo, peers: list[str], copies: int) -> KeyEntry:
+    return KeyEntry(
+        item.key,
+        item.length,
+        copies,
+        peers,
+        item.pin,
+        item.soft,
+        item.expires_unix_ms,
+        item.clock,
+        item.writer,
+    )

@@ -1,0 +1,413 @@
+"""Finding copies of keys."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.copies.proofs import ProveOperation
+from p2pstore.core.core_effects import (
+    KnownCopy,
+    Reply,
+)
+from p2pstore.core.operation import Operation
+from p2pstore.errors import (
+    ProtocolError,
+)
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    LocationRecord,
+    PeerId,
+    decode_location,
+    member_of,
+)
+from p2pstore.objects import DIGEST_BYTES
+from p2pstore.transfer.data_messages import (
+    DataKind,
+    Holding,
+    Locations,
+    Lookup,
+)
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+LOOKUP_TIMEOUT_SECONDS: Final = 1.0
+NEXT_HOME_SECONDS: Final = 0.5
+"""How long to wait for one home when the next one is to be asked after it."""
+HEDGE_PROBE_TIMEOUTS: Final = 0.2
+"""After so much of the time in which a probe must be answered the next home is asked as well: 0.1 s in a LAN.
+Homes that died a moment ago cost no more than that."""
+WAIT_FIRST_RETRY_SECONDS: Final = 0.05
+WAIT_LAST_RETRY_SECONDS: Final = 2.0
+"""Who waits hears by gossip as well: homes are asked again for what gossip has not brought."""
+PARTITIONED_LAST_RETRY_SECONDS: Final = 0.5
+"""Who does not follow all logs hears by asking only."""
+UNSURE_SECONDS: Final = 2.0
+"""How long homes are asked again that do not know yet what there is. Longer than it takes to tell them."""
+BELIEVED: Final = 2
+"""So many homes must say that nobody holds a key: one alone may be wrong, or lie."""
+DIGESTS_PER_LOOKUP: Final = 1_024
+"""The home peer answers them in one go."""
+
+
+class LookupOperation(Operation):
+    """Find copies of keys: in what this peer knows, else by asking the keys' home peers once.
+
+    A peer that follows all logs seldom misses a key, and asks all three homes of one at a time: what it has not
+    heard of is so young that a home may not have heard of it either. In partitioned mode it asks one home, and
+    the next one when that knows of no copy, does not answer or says that it may not know all; when it does not answer
+    at once, both are asked at the same time. A key is nowhere when `believed` homes vouch for that, or all that answer
+    where they are fewer. When none of them answers, nothing is known of the key: `nobody_told_of` it.
+
+    The result is a list, per digest, of `KnownCopy` (best first). With `wait_seconds` it goes on until every
+    key was found or the time is over: it looks again at any news of a missing key, and now and then
+    asks the homes again. `exclude` are members that just failed for the caller. `namespace` is the digest
+    of the namespace of all keys, where it is known: what a flush has removed is left out. With `ask_always`, homes are
+    asked even of keys of which copies are known here: there may be more.
+
+    Many keys are gone through some at a time (`PeerCore.keys_per_step`), one step a tick.
+    """
+
+    def __init__(
+        self,
+        core: PeerCore,
+        digests: Sequence[bytes],
+        *,
+        wait_seconds: float = 0.0,
+        exclude: frozenset[int] = frozenset(),
+        namespace: bytes | None = None,
+        ask_homes: bool = True,
+        ask_always: bool = False,
+        believed: int = BELIEVED,
+        on_finish: Callable[[Any, float], None] | None = None,
+    ) -> None:
+        super().__init__(core, on_finish)
+        self.digests = list(digests)
+        self._wait_seconds = wait_seconds
+        self._exclude = exclude
+        self._namespace = namespace
+        self._ask_homes = ask_homes
+        self._ask_always = ask_always
+        self._believed = believed
+        self._denied_by: Counter[bytes] = Counter()
+        """How many homes vouched in this round that nobody holds a key; in partitioned mode."""
+        self._to_look: deque[bytes] = deque()
+        """Keys that this round has yet to look for."""
+        self._to_ask: dict[PeerId, list[bytes]] = {}
+        """What this round has not found, by home."""
+        self._homes_left: dict[bytes, list[PeerId]] = {}
+        """Keys of this round that nobody could tell of yet, and who is left to ask; in partitioned mode."""
+        self._told_of: set[bytes] = set()
+        """Keys of which some home said what it knows, though it may not know all; in partitioned mode."""
+        self._unsure_until = 0.0
+        self._asked: dict[int, tuple[PeerId, list[bytes]]] = {}
+        """Questions under way."""
+        self._hedge_at: dict[int, float] = {}
+        """By question: when the next home is to be asked as well."""
+        self._hedged: set[bytes] = set()
+        """Keys that were asked of two homes at a time."""
+        self._asks_all = False
+        """Whether all homes were asked at once, so that no answer alone says that a key is nowhere."""
+        self._next_tag = 0
+        self._homes: set[PeerId] = set()
+        self._retry_seconds = WAIT_FIRST_RETRY_SECONDS
+        self._ask_again_at = float("inf")
+        self._wait_until = 0.0
+        self._missed: dict[bytes, None] = {}
+        """Keys not found yet, in order."""
+        self._doubtful: dict[int, list[KnownCopy]] = {}
+        """Copies that would have to be proved, of keys without newer ones: by their places."""
+        self._unproved: set[bytes] = set()
+        """Keys of which there seemed to be copies, until nobody proved them: only copies that count are looked for."""
+        self._collected: list[list[KnownCopy]] | None = None
+        """The result as far as it is put together; None before."""
+
+    def start(self, now: float) -> None:
+        self._wait_until = now + self._wait_seconds
+        self._unsure_until = now + UNSURE_SECONDS
+        self._to_look.extend(dict.fromkeys(self.digests))
+        self._look_on(now)
+
+    def finish(self, result: Any, now: float) -> None:
+        self.core.await_no_more(self, self.digests)
+        for tag, (home, _) in self._asked.items():
+            self.core.expect_late(self, tag, home)
+        super().finish(result, now)
+
+    def heard_of(self, digest: bytes, now: float) -> None:
+        if digest in self._missed and self._usable(digest, now):
+            del self._missed[digest]
+            if not self._missed:
+                self._settle(now)
+
+    def nobody_told_of(self, digest: bytes) -> bool:
+        """Whether no home of a key answered, so that it may well be somewhere."""
+        left = digest in self._missed and digest in self._homes_left
+        return left and digest not in self._told_of
+
+    @property
+    def homes_asked(self) -> int:
+        """How many peers were asked for holders."""
+        return len(self._homes)
+
+    def answered(self, tag: int, reply: Reply, now: float) -> None:
+        home, digests = self._asked.pop(tag)
+        self._hedge_at.pop(tag, None)
+        unsure: Sequence[int] = range(len(digests))
+        if isinstance(reply, Locations):
+            self.core.learn_locations(home, digests, reply, now)
+            self._told_of.update(self._homes_left.keys() & digests)
+            unsure = [place for place in reply.unsure if 0 <= place < len(digests)]
+            unsure += [
+                place
+                for place, holdings in enumerate(reply.items[: len(digests)])
+                if self._names_strangers(holdings)
+            ]
+            doubtful = {digests[place] for place in unsure} if self._ask_always else frozenset()
+            for digest in digests:
+                if digest in self._missed and digest not in doubtful and self._usable(digest, now):
+                    del self._missed[digest]
+        elif reply is None:
+            self.core.peer_failed(home, now)
+        if self._homes_left:
+            self._ask_others(digests, {digests[place] for place in unsure}, now)
+        self._settle(now)
+
+    def _names_strangers(self, holdings: Sequence[Holding]) -> bool:
+        """Whether a home names holders, and this peer has heard of none of them yet, as when it has just begun: then
+        the key is not nowhere."""
+        members = [each.member for each in holdings if each.member != self.core.member]
+        resolve = self.core.gossip.membership.resolve
+        return bool(members) and all(resolve(member) is None for member in members)
+
+    def _ask_others(self, digests: Sequence[bytes], unsure: set[bytes], now: float) -> None:
+        """Ask the next home for what one was asked for and cannot tell, or knows no copy of."""
+        elsewhere: set[bytes] = set()
+        if self._hedged:
+            elsewhere = self._hedged.intersection(
+                digest for _, asked in self._asked.values() for digest in asked
+            )
+        for digest in digests:
+            if digest not in self._homes_left:
+                continue
+            if self._is_settled(digest, digest in unsure, digest in elsewhere):
+                del self._homes_left[digest]
+            elif digest not in elsewhere or digest not in unsure:
+                self._choose_home(digest)
+        self._ask_chosen(now)
+
+    def _is_settled(self, digest: bytes, unsure: bool, asked_elsewhere: bool) -> bool:
+        """Whether no home need be asked of the key any more, after one of them answered."""
+        if digest not in self._missed:
+            return True
+        self._denied_by[digest] += not unsure
+        deniers = self._denied_by[digest]
+        nobody_left = not self._homes_left[digest] and not asked_elsewhere
+        return deniers >= self._believed or (deniers > 0 and nobody_left)
+
+    def _hedge(self, now: float) -> None:
+        """Ask the next home as well for what one is silent about."""
+        for tag in [tag for tag, at in self._hedge_at.items() if at <= now]:
+            del self._hedge_at[tag]
+            for digest in self._asked[tag][1]:
+                if digest in self._missed and self._homes_left.get(digest):
+                    self._hedged.add(digest)
+                    self._choose_home(digest)
+        self._ask_chosen(now)
+
+    def wake(self, now: float) -> None:
+        if self._collected is not None:
+            if len(self._collected) < len(self.digests):
+                self._collect(now)
+        elif self._to_look:
+            self._look_on(now)
+        elif not self._needs_answers and now >= self._ask_again_at:
+            waiting = now < self._wait_until
+            self._to_look.extend(d for d in self._missed if waiting or d in self._homes_left)
+            self._look_on(now)
+        else:
+            self._hedge(now)
+            self._settle(now)
+
+    def _usable(self, digest: bytes, now: float) -> bool:
+        known, doubtful = self.core.sorted_copies(digest, now, self._namespace, hearsay=True)
+        if any(copy.reachable and copy.member not in self._exclude for copy in known):
+            return True
+        return digest not in self._unproved and any(
+            copy.member not in self._exclude
+            and self.core.proofs.may_ask(copy, now, insist=not known)
+            for copy in doubtful
+        )
+
+    def _look_on(self, now: float) -> None:
+        """Look for some more keys; when all were looked for, ask the homes of those not found."""
+        for _ in range(min(self.core.keys_per_step, len(self._to_look))):
+            digest = self._to_look.popleft()
+            if not self._ask_always and self._usable(digest, now):
+                self._missed.pop(digest, None)
+            else:
+                self._note_missed(digest, now)
+        if self._to_look:
+            self._wake_soon(now)
+            return
+        self._ask_again_at = now + self._retry_seconds
+        follows = self.core.gossip.partitions.knows_all
+        longest = WAIT_LAST_RETRY_SECONDS if follows else PARTITIONED_LAST_RETRY_SECONDS
+        self._retry_seconds = min(2 * self._retry_seconds, longest)
+        self._ask_chosen(now)
+        self._settle(now)
+
+    def _ask_chosen(self, now: float) -> None:
+        to_ask, self._to_ask = self._to_ask, {}
+        for home, digests in to_ask.items():
+            for start in range(0, len(digests), DIGESTS_PER_LOOKUP):
+                self._ask(home, digests[start : start + DIGESTS_PER_LOOKUP], now)
+
+    def _note_missed(self, digest: bytes, now: float) -> None:
+        self._missed[digest] = None
+        self._denied_by.pop(digest, None)
+        if self._wait_seconds > 0:
+            self.core.await_keys(self, [digest])
+        if not self._ask_homes:
+            return
+        homes = [home for home in self.core.homes(digest) if member_of(home) not in self._exclude]
+        if self.core.gossip.partitions.knows_all:
+            self._asks_all = True
+            for home in homes:
+                self._to_ask.setdefault(home, []).append(digest)
+        elif homes and not self.core.gossip.partitions.vouches(digest, now):
+            self.core.rng.shuffle(homes)
+            homes.sort(key=lambda home: self.core.is_avoided(member_of(home), now))
+            self._homes_left[digest] = homes
+            self._choose_home(digest)
+
+    def _choose_home(self, digest: bytes) -> None:
+        """Whom to ask next for a key: who is asked for others anyway, or else the first one that is left. With
+        none left, the key stays in `_homes_left`: nobody knows."""
+        homes = self._homes_left[digest]
+        if homes:
+            home = next((each for each in homes if each in self._to_ask), homes[0])
+            homes.remove(home)
+            self._to_ask.setdefault(home, []).append(digest)
+
+    def _ask(self, home: PeerId, digests: list[bytes], now: float) -> None:
+        tag, self._next_tag = self._next_tag, self._next_tag + 1
+        self._asked[tag] = (home, digests)
+        self._homes.add(home)
+        others_are_left = any(digest in self._homes_left for digest in digests)
+        if any(self._homes_left.get(digest) for digest in digests):
+            patience = self.core.gossip.config.membership.probe_timeout_seconds
+            self._hedge_at[tag] = now + HEDGE_PROBE_TIMEOUTS * patience
+        timeout = NEXT_HOME_SECONDS if others_are_left else LOOKUP_TIMEOUT_SECONDS
+        self.ask(tag, home, DataKind.LOOKUP, Lookup(b"".join(digests)), timeout)
+
+    @property
+    def _is_unsure(self) -> bool:
+        """Whether there are keys that nobody could tell of yet."""
+        return not self._missed.keys().isdisjoint(self._homes_left)
+
+    @property
+    def _needs_answers(self) -> bool:
+        """Whether answers may come that say more than is known."""
+        return bool(self._asked) and (self._asks_all or self._is_unsure)
+
+    def _settle(self, now: float) -> None:
+        """Nothing is left to look for: end, or wait for answers and news."""
+        if self.done or self._to_look or self._collected is not None:
+            return
+        needs_answers = self._needs_answers
+        until = max(self._wait_until, self._unsure_until) if self._is_unsure else self._wait_until
+        if not self._missed or (not needs_answers and now >= until):
+            self._collected = []
+            self._collect(now)
+            return
+        next_ask = float("inf") if needs_answers else self._ask_again_at
+        self.wake_at = min(
+            next_ask, until if now < until else float("inf"), *self._hedge_at.values()
+        )
+        if self.wake_at < float("inf"):
+            self.core.set_alarm(self)
+
+    def _collect(self, now: float) -> None:
+        """Put some more of the result together, from what is known by now."""
+        assert self._collected is not None
+        start = len(self._collected)
+        some = self.digests[start : start + self.core.keys_per_step]
+        for digest in some:
+            self._collected.append(self._copies_of(digest, len(self._collected), now))
+        if len(self._collected) < len(self.digests):
+            self._wake_soon(now)
+        elif self._doubtful:
+            copies = [copy for copies in self._doubtful.values() for copy in copies]
+            self.core.start(ProveOperation(self.core, copies, self._asked_for_proofs), now)
+        else:
+            self.finish(self._collected, now)
+
+    def _copies_of(self, digest: bytes, place: int, now: float) -> list[KnownCopy]:
+        """What is known for sure of the key at a place; what is said to be newer is noted."""
+        known, doubtful = self.core.sorted_copies(digest, now, self._namespace, hearsay=True)
+        copies = [copy for copy in known if copy.member not in self._exclude]
+        if copies and not copies[0].local:
+            self.core.gossip.partitions.used(digest, now)
+        newest = next((copy.record.version[:2] for copy in copies if copy.reachable), (0, 0))
+        alone = newest == (0, 0) and digest not in self._unproved
+        if wanted := [
+            copy
+            for copy in doubtful
+            if copy.record.version[:2] > newest
+            and copy.member not in self._exclude
+            and self.core.proofs.may_ask(copy, now, insist=alone)
+        ]:
+            self._doubtful[place] = wanted
+        return copies
+
+    def _asked_for_proofs(self, result: Any, now: float) -> None:
+        """What was proved counts now; what was not, is left out, and hides nothing: keys that seemed to be found by it
+        alone are looked for once more."""
+        if self.done:
+            return
+        assert self._collected is not None
+        places = list(self._doubtful)
+        for place in places:
+            self._collected[place] = self._copies_of(self.digests[place], place, now)
+        self._doubtful.clear()
+        missing = {
+            self.digests[place]: None
+            for place in places
+            if not any(copy.reachable for copy in self._collected[place])
+        }
+        again = [digest for digest in missing if digest not in self._unproved]
+        if not again:
+            self.finish(self._collected, now)
+            return
+        self._unproved.update(again)
+        self._collected = None
+        self._to_look.extend(again)
+        self._look_on(now)
+
+    def _wake_soon(self, now: float) -> None:
+        self.wake_at = now
+        self.core.set_alarm(self)
+
+
+def split_digests(packed: bytes) -> list[bytes]:
+    """Packed digests, one by one. Raises `ProtocolError` when they are not whole."""
+    if len(packed) % DIGEST_BYTES:
+        raise ProtocolError(f"packed digests of {len(packed)} bytes")
+    return [packed[start : start + DIGEST_BYTES] for start in range(0, len(packed), DIGEST_BYTES)]
+
+
+def holding_record(packed: bytes) -> LocationRecord | None:
+    """A location record in an answer; None when it is none, or says that nothing is held."""
+    if len(packed) != LOCATION_BYTES:
+        return None
+    record = decode_location(packed)
+    return None if record.removed else record
+
+
+def check_holding_record(packed: bytes, digest: bytes) -> bool:
+    """Whether a location record in an answer is one of the key that was asked for."""
+    record = holding_record(packed)
+    return record is not None and record.digest == digest

@@ -1,0 +1,405 @@
+"""Answering other peers' requests on data connections."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core import home_messages
+from p2pstore.core.copies.checking import CheckOperation
+from p2pstore.core.copies.copies_destination import TakeCopiesOperation, read_copies
+from p2pstore.core.copies.sweeping import SweepOperation
+from p2pstore.core.core_effects import (
+    KnownCopy,
+)
+from p2pstore.core.gets.fetch_operation import FetchOperation
+from p2pstore.core.gets.lookup import split_digests
+from p2pstore.core.operation import Operation
+from p2pstore.core.puts.describe import key_info
+from p2pstore.core.puts.pinning import serve_pins
+from p2pstore.core.puts.put_operation import MAX_REPLICAS
+from p2pstore.core.puts.times_to_live import serve_expiry
+from p2pstore.core.taking_pushes import TakePushOperation
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.gossip_messages import ControlKind, Delta
+from p2pstore.gossip.records import (
+    LocationRecord,
+    PeerId,
+    SignedRecord,
+    member_of,
+    writer_of,
+)
+from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.segment_layout import (
+    GRANULE_BYTES,
+    round_up,
+)
+from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.transfer.data_messages import (
+    MAX_LOOKUP_DIGESTS,
+    MAX_PROVED,
+    CheckCopy,
+    ClusterRecords,
+    CopyChecked,
+    Holding,
+    Keys,
+    ListKeys,
+    Locations,
+    Lookup,
+    Ping,
+    Pong,
+    Proofs,
+    Prove,
+    Push,
+    Pushed,
+    Reads,
+    ReadsTaken,
+    RecordsTaken,
+    Replicate,
+    Replicated,
+    ReplicatedMany,
+    ReplicateMany,
+    SetExpiry,
+    SetPins,
+)
+from p2pstore.wire import Code, Failure, Message, code_of
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+    from p2pstore.ssd_tier.index import ColdEntry
+
+MAX_HOLDINGS: Final = 8
+"""Holders named per key: a reply of 4,096 keys stays under 3 MiB."""
+RECORDS_PER_STEP: Final = 32
+"""Signatures that are checked, at 60 us each, and objects that are withdrawn."""
+LOOKED_UP_PER_STEP: Final = 512
+"""Keys of a lookup: some 5 us each."""
+KEYS_PER_STEP: Final = 256
+"""Keys looked at in one step: some 5 us each in memory, 20 on the SSD."""
+MAX_LIST_LIMIT: Final = 2_000
+"""Keys in one page: of 1 KiB each they stay under 3 MiB."""
+
+
+def serve(
+    core: PeerCore, sender: PeerId, kind: int, request: Message, now: float
+) -> Message | Operation:
+    """Answer another peer's data request: a reply, or an operation whose result gives the reply
+    (`reply_of`). Raises `ProtocolError` for nonsense."""
+    if isinstance(request, Lookup):
+        return _serve_lookup(core, request, now)
+    if isinstance(request, Push):
+        return _serve_push(core, sender, request, now)
+    if isinstance(request, Replicate):
+        return _serve_replicate(core, sender, request, now)
+    if isinstance(request, ReplicateMany):
+        return _serve_replicate_many(core, sender, request, now)
+    if isinstance(request, SetPins):
+        return serve_pins(core, request, now)
+    if isinstance(request, SetExpiry):
+        return serve_expiry(core, sender, request, now)
+    if isinstance(request, CheckCopy):
+        if len(request.digest) != DIGEST_BYTES:
+            raise ProtocolError("a request to check a copy that names no object")
+        return core.start(CheckOperation(core, request.digest, again=request.again), now)
+    if isinstance(request, ClusterRecords):
+        if len(request.bodies) != len(request.signatures):
+            raise ProtocolError("cluster records have not one signature each")
+        records = [
+            SignedRecord(body, signature)
+            for body, signature in zip(request.bodies, request.signatures, strict=True)
+        ]
+        operation = core.start(TakeRecordsOperation(core, records), now)
+        if not operation.done:
+            return operation
+        if isinstance(operation.result, Exception):
+            raise operation.result
+        taken: RecordsTaken = operation.result
+        return taken
+    if isinstance(request, ListKeys):
+        return core.start(ListHereOperation(core, request), now)
+    if isinstance(request, Reads):
+        core.read_reports.heard(request.items, now)
+        return ReadsTaken()
+    if isinstance(request, Prove):
+        return core.start(ProofsHereOperation(core, split_digests(request.digests)), now)
+    if isinstance(request, Ping):
+        return Pong(core.incarnation, core.gossip.log.sequence)
+    return Failure(int(Code.UNSUPPORTED), f"this peer does not answer requests of kind {kind}")
+
+
+def _serve_push(core: PeerCore, sender: PeerId, request: Push, now: float) -> Pushed | Operation:
+    member = member_of(sender)
+    intake = core.gossip.intake(member, request)
+    if intake.step(now):  # as nearly always
+        return home_messages.reply_of(intake.behind, intake.rivals)
+    return core.start(TakePushOperation(core, member, intake), now)
+
+
+class TakeRecordsOperation(Operation):
+    """Takes in cluster records that were pushed, in steps, and waits until what they forbid is gone. The result is
+    `RecordsTaken`; a `ProtocolError` for one that is not right."""
+
+    def __init__(self, core: PeerCore, records: Sequence[SignedRecord]) -> None:
+        super().__init__(core)
+        self._left = deque(records)
+        self._taken = RecordsTaken(core.clock.latest)
+        self._sweep: SweepOperation | None = None
+
+    def start(self, now: float) -> None:
+        self.wake(now)
+
+    def wake(self, now: float) -> None:
+        some = [self._left.popleft() for _ in range(min(RECORDS_PER_STEP, len(self._left)))]
+        try:
+            self.core.floors.learn(some, now)
+        except ProtocolError as error:
+            self.finish(error, now)
+            return
+        if self._left:
+            self.wake_at = now
+            self.core.set_alarm(self)
+            return
+        self.wake_at = math.inf
+        self._sweep = SweepOperation(self.core, on_finish=self._swept)
+        self.core.start(self._sweep, now)
+
+    def _swept(self, result: Any, now: float) -> None:
+        self.finish(self._taken, now)
+
+    def cancel(self, now: float) -> None:
+        sweep, self._sweep = self._sweep, None
+        if sweep is not None and not self.done:
+            sweep.on_finish = None
+            sweep.cancel(now)
+        super().cancel(now)
+
+
+def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations | Operation:
+    digests = split_digests(request.digests)
+    if len(digests) > MAX_LOOKUP_DIGESTS:
+        raise ProtocolError(f"a lookup of {len(digests):,} keys; at most {MAX_LOOKUP_DIGESTS:,}")
+    operation = LookupHereOperation(core, digests)
+    core.start(operation, now)
+    return operation.result if operation.done else operation
+
+
+class LookupHereOperation(Operation):
+    """What this peer knows of where keys are, looked up in steps. The result is `Locations`."""
+
+    def __init__(self, core: PeerCore, digests: Sequence[bytes]) -> None:
+        super().__init__(core)
+        self._digests = digests
+        self._items: list[list[Holding]] = []
+        self._unsure: list[int] = []
+
+    def start(self, now: float) -> None:
+        self.wake(now)
+
+    def wake(self, now: float) -> None:
+        partitions = self.core.gossip.partitions
+        begin = len(self._items)
+        for digest in self._digests[begin : begin + LOOKED_UP_PER_STEP]:
+            holdings = _holdings(self.core, digest, now)
+            if (
+                holdings
+            ):  # hot keys are those that are wanted, whether their holders can be reached or not
+                partitions.used(digest, now)
+            if not partitions.vouches(digest, now):
+                self._unsure.append(len(self._items))
+            self._items.append(holdings)
+        if len(self._items) == len(self._digests):
+            self.finish(Locations(self._items, self._unsure), now)
+        else:
+            self.wake_at = now
+            self.core.set_alarm(self)
+
+
+def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
+    """Copies of a key; those of members that are believed dead only when there are no others. Who asks knows its
+    members as well, and so tells a key whose holders cannot be reached from one that never was."""
+    alive: list[Holding] = []
+    dead: list[Holding] = []
+    mine = core.own_location(digest, now)
+    if mine is not None:
+        alive.append(
+            Holding(core.member, core.incarnation, core.gossip.log.sequence, mine.encode())
+        )
+    for known in core.gossip.holders(digest, now):
+        version = known.record.version
+        if known.hearsay:  # of others: let each speak for itself
+            continue
+        if not (
+            core.gossip.cluster_records.floors.forbids(digest, None, version)
+            or core.gossip.doubts(known.member, version, now)
+        ):
+            (dead if known.hidden else alive).append(home_messages.holding_of(known))
+    return (alive or dead)[:MAX_HOLDINGS]
+
+
+def _serve_replicate(
+    core: PeerCore, sender: PeerId, request: Replicate, now: float
+) -> Message | Operation:
+    if len(request.digest) != DIGEST_BYTES or request.length < 0:
+        raise ProtocolError("a request to replicate that names no object")
+    if core.closing:
+        return Failure(int(Code.UNAVAILABLE), "this peer is leaving")
+    minimum = Version(request.clock, request.writer, request.root)
+    _introduce(core, sender, request, now)
+    if core.gossip.doubts(member_of(sender), minimum, now):
+        return Failure(int(Code.UNAVAILABLE), "the sender has yet to hear of floors that are gone")
+    entry = core.find(request.digest, now)
+    if entry is not None and minimum.covers(entry.version) and entry.version.covers(minimum):
+        if not request.soft:
+            wanted = max(entry.replicas, min(request.replicas, MAX_REPLICAS))
+            core.strengthen(entry, entry.pin, wanted, now)
+        return Replicated(entry.version.clock, entry.version.writer)
+    if entry is not None and entry.version.covers(minimum):
+        return Replicated(entry.version.clock, entry.version.writer)
+    cold = core.cold.find(request.digest, now) if entry is None else None
+    if cold is not None and cold.version.covers(minimum) and (request.soft or not cold.soft):
+        return Replicated(cold.version.clock, cold.version.writer)
+    if request.length > core.segment.data_bytes or not core.segment.data_bytes:
+        return Failure(int(Code.CAPACITY_EXCEEDED), "the object is larger than this peer's memory")
+    if not _is_proved(core, sender, request, minimum):
+        return Failure(int(Code.UNAVAILABLE), "the sender does not prove who wrote the version")
+    record = LocationRecord(
+        request.digest,
+        minimum,
+        0,
+        min(round_up(request.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF),
+    )
+    source = KnownCopy(member_of(sender), sender, record, reachable=True)
+    operation = FetchOperation(
+        core, request.digest, soft=request.soft, source=source, minimum=minimum
+    )
+    operation.proof = request.proof
+    return core.start(operation, now)
+
+
+def _introduce(
+    core: PeerCore, sender: PeerId, request: Replicate | ReplicateMany, now: float
+) -> None:
+    """Take in the record that came along."""
+    if request.record_body:
+        me = SignedRecord(request.record_body, request.record_signature)
+        _, effects = core.gossip.serve(sender, ControlKind.DELTA, Delta([me], [], [], []), now)
+        for effect in effects:
+            core.emit(effect)
+
+
+def _serve_replicate_many(
+    core: PeerCore, sender: PeerId, request: ReplicateMany, now: float
+) -> Message | Operation:
+    if core.closing:
+        return Failure(int(Code.UNAVAILABLE), "this peer is leaving")
+    things = read_copies(core, sender, request)
+    _introduce(core, sender, request, now)
+    return core.start(TakeCopiesOperation(core, sender, things), now)
+
+
+def _is_proved(core: PeerCore, sender: PeerId, request: Replicate, version: Version) -> bool:
+    """Whether what is to be copied was written by whom it says: the sender itself, or with a proof. A writer's
+    signature is not checked here (100 us a put): a wrong one harms nobody's versions but its own."""
+    if writer_of(sender) == version.writer or core.proofs.knows(request.digest, version):
+        return True
+    return core.proofs.accept(request.digest, version, request.proof)
+
+
+def reply_of(operation: Operation) -> Message:
+    """The answer to REPLICATE once its fetch has finished, to REPLICATE_MANY once all were pulled, to CLUSTER_RECORDS
+    once what they forbid is gone, to PUSH once it was taken in, to LIST, to LOOKUP and to CHECK_COPY."""
+    result = operation.result
+    if isinstance(
+        result,
+        RecordsTaken | Pushed | Keys | Locations | CopyChecked | Proofs | ReplicatedMany,
+    ):
+        return result
+    if isinstance(result, ObjectEntry):
+        return Replicated(result.version.clock, result.version.writer)
+    if isinstance(operation, TakePushOperation | TakeRecordsOperation | ProofsHereOperation):
+        return Failure(int(code_of(result)), str(result))
+    return Failure(int(Code.CAPACITY_EXCEEDED), str(result))
+
+
+class ProofsHereOperation(Operation):
+    """What this peer can prove of what it holds. The result is `Proofs`. What is on its SSD alone is brought to memory:
+    whoever asks wants to read it."""
+
+    def __init__(self, core: PeerCore, digests: Sequence[bytes]) -> None:
+        super().__init__(core)
+        self._digests = digests
+        self._coming = 0
+
+    def start(self, now: float) -> None:
+        if len(self._digests) > MAX_PROVED or any(len(d) != DIGEST_BYTES for d in self._digests):
+            self.finish(ProtocolError("a question for proofs of too much, or of nothing"), now)
+            return
+        for digest in dict.fromkeys(self._digests):
+            if self.core.find(digest, now) is None and self.core.cold.find(digest, now) is not None:
+                self._coming += 1
+                fetch = FetchOperation(self.core, digest, only_here=True, on_finish=self._came)
+                self.core.start(fetch, now)
+        self._settle(now)
+
+    def _came(self, result: Any, now: float) -> None:
+        self._coming -= 1
+        self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        if self._coming or self.done:
+            return
+        items = []
+        for digest in self._digests:
+            entry = self.core.find(digest, now)
+            proof = b"" if entry is None else self.core.proofs.of(entry, now)
+            if entry is not None and not proof:
+                self.core.proofs.lacks(digest, now)
+            items.append(proof)
+        self.finish(Proofs(items), now)
+
+
+class ListHereOperation(Operation):
+    """One page of the keys held here, looked up in steps. The result is `Keys`."""
+
+    def __init__(
+        self,
+        core: PeerCore,
+        request: ListKeys,
+        on_finish: Callable[[Any, float], None] | None = None,
+    ) -> None:
+        super().__init__(core, on_finish)
+        self._request = request
+        self._limit = max(1, min(request.limit, MAX_LIST_LIMIT))
+        self._found: list[ObjectEntry | ColdEntry] = []
+        self._after: str | None = request.after
+
+    def start(self, now: float) -> None:
+        self.wake(now)
+
+    def wake(self, now: float) -> None:
+        request = self._request
+        if self.core.cold.prepare_page(request.namespace):
+            self._look_on(now)
+        if self._after is None or len(self._found) >= self._limit:
+            keys = [key_info(entry) for entry in self._found]
+            self.finish(Keys(keys, self._after is not None), now)
+        else:
+            self.wake_at = now
+            self.core.set_alarm(self)
+
+    def _look_on(self, now: float) -> None:
+        assert self._after is not None
+        request = self._request
+        count = min(self._limit - len(self._found), KEYS_PER_STEP)
+        page = self.core.cold.merged_page(
+            request.namespace, request.prefix, self._after, count, now
+        )
+        unix_ms = 1000 * self.core.unix(now)
+        self._found += [
+            entry
+            for entry in page.entries
+            if (entry.pin or not request.pinned) and not 0 < entry.expires_unix_ms <= unix_ms
+        ]
+        self._after = page.complete_to

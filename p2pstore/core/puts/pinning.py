@@ -1,0 +1,205 @@
+"""Pinning objects, and unpinning them, wherever they are held. Pins belong to objects: each copy has them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from p2pstore.core.core_effects import KnownCopy, Reply
+from p2pstore.core.gets.lookup import LookupOperation
+from p2pstore.core.operation import Operation
+from p2pstore.core.puts.times_to_live import MAX_TTL_MS
+from p2pstore.errors import ProtocolError, Unavailable
+from p2pstore.gossip.records import PeerId
+from p2pstore.memory.segment_layout import Pin
+from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.transfer.data_messages import DataKind, PinItem, PinsSet, SetPins
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+PIN_TIMEOUT_SECONDS: Final = 2.0
+"""Who has not answered by then keeps the pin that its copy has."""
+MAX_PINS: Final = 64
+"""In one message: what a holder does in a step of some milliseconds, as each of them is written to its trailer and
+announced."""
+TOLD_PER_STEP: Final = 1_024
+
+
+class PinEnd(NamedTuple):
+    """What became of one object: whether this peer's memory has it, whether anybody has, and how many of the copies
+    that are known of have the pin now."""
+
+    here: bool
+    found: bool
+    copies: int
+    known: int
+
+
+class PinOperation(Operation):
+    """Pin some objects, or unpin them: here at once, and then where others hold the same version, as far as they can
+    be reached. What is on an SSD alone is pinned for when it comes back to memory. `soft_seconds` is how long a soft
+    pin lasts; 0 for as long as usual.
+
+    The result is a list of `PinEnd`, or `Unavailable` when this peer's clock is wrong. A pin that is cancelled is in
+    force here.
+    """
+
+    def __init__(
+        self, core: PeerCore, digests: Sequence[bytes], pin: Pin, soft_seconds: float = 0.0
+    ) -> None:
+        super().__init__(core)
+        self._digests = list(dict.fromkeys(digests))
+        self._asked_for = list(digests)
+        self._pin = pin
+        self._soft_seconds = soft_seconds
+        self._here: dict[bytes, Version] = {}
+        self._cold: dict[bytes, Version] = {}
+        self._found: set[bytes] = set()
+        self._copies: Counter[bytes] = Counter()
+        self._known: Counter[bytes] = Counter()
+        self._pending: dict[int, list[PinItem]] = {}
+        self._items: dict[PeerId, list[PinItem]] = {}
+        self._to_pin = deque(self._digests)
+        self._to_tell: deque[tuple[bytes, Sequence[KnownCopy]]] = deque()
+        self._lookup: LookupOperation | None = None
+
+    def start(self, now: float) -> None:
+        try:
+            self.core.timekeeping.check(now)
+        except Unavailable as error:
+            self.finish(error, now)
+            return
+        self._pin_on(now)
+
+    def wake(self, now: float) -> None:
+        if self._lookup is None:
+            self._pin_on(now)
+        else:
+            self._tell_on(now)
+
+    def _pin_on(self, now: float) -> None:
+        """Pin some more that are here; when all are, look for those that are elsewhere."""
+        core = self.core
+        for _ in range(min(MAX_PINS, len(self._to_pin))):
+            digest = self._to_pin.popleft()
+            entry = core.find(digest, now)
+            if entry is not None:
+                core.set_pin(entry, self._pin, self._soft_seconds, now, firm=True)
+                self._here[digest] = entry.version
+                self._copies[digest] = self._known[digest] = 1
+            elif (cold := core.cold.find_only_here(digest, now)) is not None:
+                core.cold.set_pin(cold, int(self._pin), now)
+                self._cold[digest] = cold.version
+                self._copies[digest] = self._known[digest] = 1
+        if self._to_pin:
+            self._wake_soon(now)
+            return
+        self._lookup = LookupOperation(
+            core,
+            self._digests,
+            ask_always=not core.gossip.partitions.knows_all,
+            on_finish=self._looked,
+        )
+        core.start(self._lookup, now)
+
+    def _wake_soon(self, now: float) -> None:
+        self.wake_at = now
+        self.core.set_alarm(self)
+
+    def cancel(self, now: float) -> None:
+        super().cancel(now)
+        if self._lookup is not None:
+            self._lookup.cancel(now)
+
+    def _looked(self, result: Any, now: float) -> None:
+        if self.done:
+            return
+        if isinstance(result, Exception):
+            self.finish(result, now)
+        else:
+            self._to_tell.extend(zip(self._digests, result, strict=True))
+            self._tell_on(now)
+
+    def _tell_on(self, now: float) -> None:
+        """Take in where some more objects are; when that is done, ask all that hold the version that is here, or else
+        the newest."""
+        for _ in range(min(TOLD_PER_STEP, len(self._to_tell))):
+            self._take_in(*self._to_tell.popleft())
+        if self._to_tell:
+            self._wake_soon(now)
+            return
+        self.wake_at = math.inf
+        soft_ms = int(self._soft_seconds * 1000)
+        for peer_id, of_peer in sorted(self._items.items()):
+            for start in range(0, len(of_peer), MAX_PINS):
+                tag, some = len(self._pending), of_peer[start : start + MAX_PINS]
+                self._pending[tag] = some
+                request = SetPins(some, int(self._pin), soft_ms)
+                self.ask(tag, peer_id, DataKind.SET_PINS, request, PIN_TIMEOUT_SECONDS)
+        self._settle(now)
+
+    def _take_in(self, digest: bytes, copies: Sequence[KnownCopy]) -> None:
+        if copies:
+            self._found.add(digest)
+        newest = self._here.get(digest) or self._cold.get(digest)
+        if newest is None and copies:
+            newest = copies[0].record.version
+        for copy in copies:
+            version = copy.record.version
+            same = newest is not None and _same(version, newest)
+            if copy.local or not same:
+                continue
+            self._known[digest] += 1
+            if copy.reachable:
+                item = PinItem(digest, version.clock, version.writer)
+                self._items.setdefault(copy.peer_id, []).append(item)
+
+    def answered(self, tag: int, reply: Reply, now: float) -> None:
+        items = self._pending.pop(tag)
+        if isinstance(reply, PinsSet):
+            for item, done in zip(items, reply.done, strict=False):
+                self._copies[item.digest] += bool(done)
+        self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        if not self._pending and not self._to_tell:
+            here, found, copies, known = self._here, self._found, self._copies, self._known
+            ends = [
+                PinEnd(
+                    digest in here, digest in here or digest in found, copies[digest], known[digest]
+                )
+                for digest in self._asked_for
+            ]
+            self.finish(ends, now)
+
+
+def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:
+    """Pin, or unpin, what this peer has in just that version. Raises `ProtocolError` for nonsense."""
+    if (
+        len(request.items) > MAX_PINS
+        or request.pin not in (Pin.NONE, Pin.SOFT, Pin.HARD)
+        or not 0 <= request.soft_ms <= MAX_TTL_MS
+        or any(len(item.digest) != DIGEST_BYTES for item in request.items)
+    ):
+        raise ProtocolError("a request to pin that makes no sense")
+    done = bytearray()
+    for item in request.items:
+        entry = core.find(item.digest, now)
+        version = Version(item.clock, item.writer)
+        if entry is None:
+            cold = core.cold.find_only_here(item.digest, now)
+            if cold is not None and _same(cold.version, version):
+                core.cold.set_pin(cold, request.pin, now)
+            done.append(cold is not None and _same(cold.version, version))
+            continue
+        if _same(entry.version, version):
+            core.set_pin(entry, Pin(request.pin), request.soft_ms / 1000, now)
+        done.append(_same(entry.version, version))
+    return PinsSet(bytes(done))
+
+
+def _same(one: Version, other: Version) -> bool:
+    return (one.clock, one.writer) == (other.clock, other.writer)

@@ -1,0 +1,123 @@
+"""Publishing together what nobody knows yet: nearly all that inference engines put.
+
+One look at the index, the SSD, the floors and the table of locations parts a batch. Values of new keys are published as
+one, under one stamp; what any other key needs is decided one by one (`core.put`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from p2pstore.core.copies.replicate_together import PutAmongMany, ReplicateTogether
+from p2pstore.core.puts.describe import location_of
+from p2pstore.core.puts.put_operation import PutEnd, check_put, trailer_of
+from p2pstore.errors import P2PStoreError
+from p2pstore.gossip.records import writer_of
+from p2pstore.local.local_messages import PutStatus
+from p2pstore.memory.entries import ObjectEntry, Written
+from p2pstore.objects import MAX_OBJECT_BYTES, Version, are_sums_of
+from p2pstore.put_facts import PutFacts
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+PUBLISHED_PER_STEP: Final = 64
+"""Values, at some 15 us each."""
+
+
+def publish_new(
+    core: PeerCore,
+    items: Sequence[PutFacts],
+    *,
+    holder: Hashable,
+    namespace: str,
+    now: float,
+) -> list[PutEnd | PutAmongMany | None]:
+    """Publish those values whose keys nobody knows of, and begin to have their copies made. Per item its end, now or
+    later, or None: a `PutOperation` decides."""
+    ends: list[PutEnd | PutAmongMany | None] = [None] * len(items)
+    places = [place for place, facts in enumerate(items) if _is_plain(facts)]
+    if not places or not _may_publish(core, now):
+        return ends
+    try:
+        digests = core.digests_of(namespace, [items[place].key for place in places])
+    except ValueError:  # one of them is no key
+        return ends
+    new = _new_keys(core, digests, now)
+    floors, name = core.gossip.cluster_records.floors, core.namespace_digest(namespace)
+    unix = core.unix(now)
+    clock, writer = core.clock.tick(unix), writer_of(core.peer_id)
+    version = Version(clock, writer)
+    rows: list[Written] = []
+    taken: list[int] = []
+    for place, digest in zip(places, digests, strict=True):
+        if digest not in new or floors.forbids(digest, name, version):
+            continue
+        new.discard(digest)  # the same key again in this batch is not new
+        facts = items[place]
+        trailer = trailer_of(facts, namespace, unix)
+        stamped = Version(clock, writer, facts.root)
+        rows.append(
+            Written(facts.reservation, digest, stamped, trailer, facts.length, facts.follows)
+        )
+        taken.append(place)
+    entries = core.segment.commit_new(rows, holder=holder, now=unix)
+    published = [entry for entry in entries if entry is not None]
+    announce_new(core, published, now)
+    core.proofs.wrote([entry.digest for entry in published])
+    to_copy = [entry for entry in published if entry.replicas > 1]
+    copying = ReplicateTogether(core, to_copy)
+    row = 0
+    for place, entry in zip(taken, entries, strict=True):
+        if entry is not None and entry.replicas > 1:
+            ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
+            row += 1
+        elif entry is not None:
+            ends[place] = PutEnd(PutStatus.CREATED, 1, 1, entry.version)
+    if to_copy:
+        core.start(copying, now)
+    return ends
+
+
+def _is_plain(facts: PutFacts) -> bool:
+    """Whether the value is to be a new object in memory, and is what its sums say."""
+    if facts.overwrite or facts.durable:
+        return False
+    length, replicas = facts.length, facts.replicas
+    if facts.pin or facts.ttl_ms or replicas != 1:
+        try:
+            check_put(length=length, replicas=replicas, pin=facts.pin, ttl_ms=facts.ttl_ms)
+        except (P2PStoreError, ValueError):
+            return False
+    if not 0 <= facts.length <= MAX_OBJECT_BYTES:
+        return False
+    return are_sums_of(facts.sums, facts.length, facts.root)
+
+
+def _may_publish(core: PeerCore, now: float) -> bool:
+    """Whether others take what this peer writes now, and it knows of all that there is."""
+    timekeeping = core.timekeeping
+    return (
+        core.gossip.partitions.knows_all
+        and not timekeeping.problem(now)
+        and not timekeeping.view(now).may_be_behind
+    )
+
+
+def _new_keys(core: PeerCore, digests: Sequence[bytes], now: float) -> set[bytes]:
+    """Those that neither this peer nor any other is known to hold, or to have held."""
+    here = core.segment.digests()
+    new = {digest for digest in digests if digest not in here}
+    new -= core.gossip.locations.mentioned(new)
+    if core.cold.store is not None:
+        new = {digest for digest in new if core.cold.store.find(digest) is None}
+    return new
+
+
+def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
+    """Tell the others of what was published, of keys of which this peer held nothing."""
+    core.announce_withdrawn(now)
+    core.gossip.hold_new(map(location_of, entries), now)
+    core.tell_waiting([entry.digest for entry in entries], now)
+    core.counters["objects_published"] += len(entries)

@@ -1,0 +1,474 @@
+"""Publishing what a client wrote."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from p2pstore.core.copies.checking import CheckOperation
+from p2pstore.core.copies.replicate import ReplicateOperation
+from p2pstore.core.core_effects import (
+    KnownCopy,
+    PullFailure,
+    Reply,
+)
+from p2pstore.core.gets.fetch_operation import FetchOperation
+from p2pstore.core.gets.lookup import LookupOperation
+from p2pstore.core.operation import Operation
+from p2pstore.core.puts.times_to_live import MAX_TTL_MS
+from p2pstore.core.removals.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
+from p2pstore.errors import (
+    P2PStoreError,
+    ProtocolError,
+    Unavailable,
+)
+from p2pstore.local.local_messages import PutStatus
+from p2pstore.memory.entries import ObjectEntry, Written
+from p2pstore.memory.segment_layout import SlotState, TrailerBody, decode_slot, decode_trailer
+from p2pstore.objects import (
+    Version,
+    check_object_length,
+    key_digest,
+    root_checksum,
+)
+from p2pstore.put_facts import PutFacts
+from p2pstore.transfer.data_messages import (
+    CheckCopy,
+    CopyChecked,
+    DataKind,
+    Objects,
+    ObjectStatus,
+)
+from p2pstore.wire import Code
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+    from p2pstore.ssd_tier.index import ColdEntry
+
+CHECK_TIMEOUT_SECONDS: Final = 3.0
+"""A holder that has not compared its copy by then is believed."""
+MAX_REPLICAS: Final = 64
+
+
+def trailer_of(facts: PutFacts, namespace: str, unix: float) -> TrailerBody:
+    """The object's trailer when it is put at this wall-clock time."""
+    return TrailerBody(
+        namespace,
+        facts.key,
+        facts.sums,
+        expires_unix_ms=int((unix + facts.ttl_ms / 1000) * 1000) if facts.ttl_ms else 0,
+        replicas=facts.replicas,
+        pin=facts.pin,
+        dtype=facts.dtype,
+        shape=facts.shape,
+    )
+
+
+def check_put(*, length: int, replicas: int, pin: int, ttl_ms: int) -> None:
+    """Raise `ValueError` or `ObjectTooLarge` for what nobody may ask of a put."""
+    if not 1 <= replicas <= MAX_REPLICAS:
+        raise ValueError(f"replicas must be 1 to {MAX_REPLICAS}, not {replicas}")
+    if pin not in (0, 1, 2) or not 0 <= ttl_ms <= MAX_TTL_MS:
+        raise ValueError("pin or ttl out of range")
+    if length < 0:
+        raise ValueError(f"a value of {length:,} bytes")
+    check_object_length(length)
+
+
+@dataclass(frozen=True, slots=True)
+class PutEnd:
+    """What a put did. `copies` are those of the version that the key now has, as far as is known."""
+
+    status: PutStatus
+    copies: int
+    wanted: int
+    version: Version
+
+
+class PutOperation(Operation):
+    """Publish a reservation as an object, unless the key exists; then make the other copies.
+
+    The result is a `PutEnd`; None when there is no reservation and the bytes are needed.
+    A key held only elsewhere is compared by asking a holder for its slot: equal roots make this copy an
+    additional one of the existing version, other bytes keep what exists.
+    """
+
+    def __init__(
+        self,
+        core: PeerCore,
+        facts: PutFacts,
+        *,
+        holder: Hashable,
+        namespace: str,
+        verified: bool = False,
+    ) -> None:
+        super().__init__(core)
+        self.facts = facts
+        self.digest = key_digest(facts.key, namespace)
+        self._holder = holder
+        """The reservation's."""
+        self._named = namespace
+        self._namespace = core.namespace_digest(namespace)
+        self._verified = verified
+        """Whether this peer itself has compared the bytes with the sums."""
+        self._comparing: list[KnownCopy] = []
+        self._nobody_known = False
+        """Whether no copy is known anywhere: true for the step in which that was looked up."""
+        self._rival: tuple[KnownCopy, Version] | None = None
+        """A copy of another value elsewhere, while its holder compares it with its checksums."""
+        self._lookup: LookupOperation | None = None
+        self._fetch: FetchOperation | None = None
+        self._end: PutEnd | None = None
+        self._has_room = not facts.overwrite
+        """Whether a floor may be written, for which an overwrite waits as a removal does."""
+        self._give_up_at = math.inf
+
+    def start(self, now: float) -> None:
+        facts = self.facts
+        if root_checksum(facts.length, facts.sums) != facts.root:
+            self._give_up(
+                ProtocolError("the chunk sums of a put do not give its root checksum"), now
+            )
+            return
+        self._give_up_at = now + WAIT_SECONDS
+        self._decide(now)
+
+    def wake(self, now: float) -> None:
+        self._decide(now)
+
+    def _decide(self, now: float) -> None:
+        """What the key has here, if anything, decides what to do. Cases:
+
+        1. An object in memory that was put on trust is compared with its checksums first, and gone if it is spoilt.
+        2. An object in memory that is the same, or is not to be overwritten, is kept.
+        3. So is one on the SSD.
+        4. Without the value's bytes nothing else can be done: the result is None.
+        5. To be above all there is, the put asks what there is elsewhere; or looks at what it knows.
+        """
+        facts = self.facts
+        if not self._may_write(now) or self._waits_for_room(now):
+            return
+        existing = self.core.find(self.digest, now)
+        cold = self.core.cold.find(self.digest, now) if existing is None else None
+        if existing is not None and (self._is_same(existing) or not facts.overwrite):
+            if existing.verified:
+                self._keep(existing, now)
+            else:
+                self.core.start(CheckOperation(self.core, self.digest, self._checked), now)
+        elif cold is not None and (self._is_same(cold) or not facts.overwrite):
+            self._keep_cold(cold, now)
+        elif not facts.reservation:
+            self.finish(None, now)
+        elif facts.overwrite or not self.core.gossip.partitions.knows_all:
+            # Above what there is, also where clocks differ; and where this peer does not know what there is. A home
+            # that denies it makes the put a newer version, which the holders hear of.
+            self._lookup = LookupOperation(
+                self.core, [self.digest], believed=1, on_finish=self._looked
+            )
+            self.core.start(self._lookup, now)
+        else:
+            self._compare_known(now)
+
+    def _checked(self, result: Any, now: float) -> None:
+        if not self.done:
+            self._decide(now)
+
+    def _waits_for_room(self, now: float) -> bool:
+        """Whether an overwrite has to wait for room among the floors, or is over as it waited for long enough."""
+        self.wake_at = math.inf
+        if self._has_room or self.core.floors.may_write(1, now):
+            self._has_room = True
+        elif now >= self._give_up_at:
+            self._give_up(self.core.floors.no_room(), now)
+        else:
+            self.wake_at = now + WAIT_STEP_SECONDS
+            self.core.set_alarm(self)
+        return not self._has_room
+
+    def _may_write(self, now: float) -> bool:
+        """Whether others take what this peer writes now; if not, the put is over."""
+        try:
+            self.core.timekeeping.check_key(self.digest, self._namespace, now)
+        except Unavailable as error:
+            self._give_up(error, now)
+            return False
+        return True
+
+    @property
+    def kept(self) -> bool:
+        """Whether the key has these bytes now."""
+        end = self.result
+        return isinstance(end, PutEnd) and end.status is not PutStatus.KEPT_EXISTING
+
+    def _looked(self, result: Any, now: float) -> None:
+        if self.done:
+            return
+        self._compare_known(now)
+
+    def _compare_known(self, now: float) -> None:
+        """Ask up to three holders what they have; to overwrite, one that has the newest version."""
+        known = self.core.known_copies(self.digest, now, self._namespace)
+        asked = known[:1] if self.facts.overwrite else known
+        self._comparing = [copy for copy in asked if copy.reachable and not copy.local][:3]
+        self._nobody_known = not known
+        self._compare(now)
+
+    def _compare(self, now: float) -> None:
+        if not self._comparing:
+            self._create(now)
+            return
+        self.core.comparisons.ask(self._comparing[0], now, self._compared)
+
+    def _compared(self, reply: Reply, now: float) -> None:
+        if self.done:
+            return
+        copy = self._comparing.pop(0)
+        slot = None
+        if (
+            isinstance(reply, Objects)
+            and len(reply.items) == 1
+            and reply.items[0].status == ObjectStatus.OK
+        ):
+            slot = decode_slot(reply.items[0].slot)
+        if (
+            slot is None
+            or slot.digest != self.digest
+            or not self.core.clock.observe(slot.version.clock, self.core.believed_unix(now))
+        ):
+            self.core.holder_silent(self.digest, copy, reply, now)
+            self._compare(now)
+        elif self._is_void(slot.version):
+            self._compare(now)
+        else:
+            assert isinstance(reply, Objects)
+            original = decode_trailer(reply.items[0].trailer)
+            same_bytes = slot.version.root == self.facts.root and slot.length == self.facts.length
+            if same_bytes and (original is None or (original.dtype and not self.facts.dtype)):
+                self._bring(copy, now)
+                return
+            if not same_bytes or (original is not None and not self._is_described(original)):
+                if self.facts.overwrite:
+                    self._create(now)
+                    return
+                self._rival = copy, slot.version
+                request = CheckCopy(self.digest)
+                self.ask(0, copy.peer_id, DataKind.CHECK_COPY, request, CHECK_TIMEOUT_SECONDS)
+                return
+            assert original is not None
+            expires = original.expires_unix_ms  # the same object ends at the same time everywhere
+            soft = not self.facts.pin  # what is pinned here is kept here
+            self._commit(
+                slot.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
+            )
+
+    def answered(self, tag: int, reply: Reply, now: float) -> None:
+        """Another value stands in this put's way, unless its holder finds that it is spoilt. (A holder of a version
+        that does not know the question refuses to answer.)"""
+        assert self._rival is not None
+        (copy, version), self._rival = self._rival, None
+        if isinstance(reply, CopyChecked) and not reply.good:
+            code = int(Code.NO_SUCH_KEY)
+            gone = PullFailure(copy.member, code, "", reply.incarnation, reply.sequence)
+            self.core.holder_failed(self.digest, gone, now)
+            self._compare(now)
+            return
+        self._give_room_back()
+        self.finish(self._found(PutStatus.KEPT_EXISTING, version, now), now)
+
+    def _bring(self, source: KnownCopy | None, now: float) -> None:
+        """Another copy has the put's bytes, and its dtype, shape or end are to be those of this one: bring it here from
+        that holder, or (None) from this peer's SSD, and decide anew."""
+        self._fetch = FetchOperation(
+            self.core,
+            self.digest,
+            soft=not self.facts.pin,
+            progress_seconds=CHECK_TIMEOUT_SECONDS,
+            source=source,
+            only_here=source is None,
+            on_finish=self._brought,
+        )
+        self.core.start(self._fetch, now)
+
+    def _brought(self, result: Any, now: float) -> None:
+        """What cannot be read stands in no put's way."""
+        if self.done:
+            return
+        if not isinstance(result, Exception) and self.core.find(self.digest, now) is not None:
+            self._decide(now)
+        elif not self.facts.reservation:
+            self.finish(None, now)
+        else:
+            self._create(now)
+
+    def _is_void(self, version: Version) -> bool:
+        """Whether what a holder has was removed, or may have been: it does not stand in a put's way."""
+        floors = self.core.gossip.cluster_records.floors
+        return floors.forbids(self.digest, self._namespace, version) or self.core.floors.distrusts(
+            self, version
+        )
+
+    def _is_same(self, existing: ObjectEntry | ColdEntry) -> bool:
+        """Whether it is the put's value. A tensor has its dtype and shape, too; the SSD's index does not know those."""
+        facts = self.facts
+        if isinstance(existing, ObjectEntry) and not self._is_described(existing):
+            return False
+        return existing.version.root == facts.root and existing.length == facts.length
+
+    def _is_described(self, known: ObjectEntry | TrailerBody) -> bool:
+        """Whether an object has the dtype and shape of the put's tensor, if it is one."""
+        facts = self.facts
+        described = (known.dtype, tuple(known.shape)) == (facts.dtype, tuple(facts.shape))
+        return described or not facts.dtype
+
+    def _keep_cold(self, cold: ColdEntry, now: float) -> None:
+        """The object is on the SSD alone. The same bytes bring it back to memory."""
+        same, facts = self._is_same(cold), self.facts
+        if same and (facts.dtype or (cold.described and facts.reservation)):
+            self._bring(None, now)
+            return
+        if same and not facts.reservation and (facts.pin or facts.ttl_ms or facts.replicas > 1):
+            self.finish(None, now)  # that is for an object in memory: the bytes are needed
+            return
+        if same and facts.reservation:
+            expires, soft = cold.expires_unix_ms, cold.soft and not facts.pin
+            self._commit(
+                cold.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
+            )
+            return
+        self._give_room_back()
+        status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
+        self.finish(self._found(status, cold.version, now), now)
+
+    def _keep(self, existing: ObjectEntry, now: float) -> None:
+        self._give_room_back()
+        same = self._is_same(existing)
+        status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
+        self._end = self._found(status, existing.version, now)
+        if same:
+            self.core.strengthen(existing, self.facts.pin, self.facts.replicas, now)
+            self._expire_anew(existing, now)
+        else:
+            self.finish(self._end, now)
+
+    def _found(self, status: PutStatus, version: Version, now: float) -> PutEnd:
+        """The end of a put of a key that exists, with the copies that are known of that version."""
+        wanted = (version.clock, version.writer)
+        copies = sum(
+            copy.reachable and (copy.record.version.clock, copy.record.version.writer) == wanted
+            for copy in self.core.known_copies(self.digest, now, self._namespace)
+        )
+        return PutEnd(status, max(1, copies), self.facts.replicas, version)
+
+    def _create(self, now: float) -> None:
+        if not self._may_write(now):  # by now more may be known of the key, and of the clock
+            return
+        if not self.facts.overwrite and self.core.find(self.digest, now) is not None:
+            self._decide(now)  # another put of the key was here first
+            return
+        if self.facts.overwrite:
+            for copy in self.core.known_copies(self.digest, now, self._namespace):
+                self.core.clock.observe(copy.record.version.clock, self.core.believed_unix(now))
+        version = self.core.new_version(self.facts.root, now)
+        self._commit(version, PutStatus.CREATED, soft=False, now=now)
+
+    def _commit(
+        self,
+        version: Version,
+        status: PutStatus,
+        *,
+        soft: bool,
+        now: float,
+        expires_unix_ms: int | None = None,
+    ) -> None:
+        """Publish what was written, as that version; it expires as the put said, or else as given."""
+        facts = self.facts
+        trailer = trailer_of(facts, self._named, self.core.unix(now))
+        if expires_unix_ms is not None and not facts.ttl_ms:
+            trailer = msgspec.structs.replace(trailer, expires_unix_ms=expires_unix_ms)
+        try:
+            entry = self.core.publish(
+                Written(
+                    facts.reservation,
+                    self.digest,
+                    version,
+                    trailer,
+                    facts.length,
+                    facts.follows,
+                ),
+                holder=self._holder,
+                soft=soft,
+                now=now,
+            )
+        except (P2PStoreError, ValueError) as error:
+            self._give_up(error, now)
+            return
+        if facts.overwrite:
+            below = Version(version.clock - 1, 0xFFFF)
+            self.core.floors.write(self.digest, below, now, namespace=self._namespace)
+        if not self._nobody_known:  # a newer version may be known by now
+            self.core.gossip.directory.touch(self.digest)
+        entry.verified |= self._verified and entry.version == version
+        if status is PutStatus.UNCHANGED:
+            self._end = self._found(status, version, now)
+            self._expire_anew(entry, now)
+        else:
+            self._end = PutEnd(status, 1, facts.replicas, version)
+            self._replicate(entry, now)
+
+    def _expire_anew(self, entry: ObjectEntry, now: float) -> None:
+        """The object was there before: the put's time to live, where it has one, replaces that of all its copies."""
+        facts = self.facts
+        if not facts.ttl_ms:
+            self._replicate(entry, now)
+            return
+        expires_unix_ms = trailer_of(facts, self._named, self.core.unix(now)).expires_unix_ms
+        self.core.expiries.change(
+            self.digest,
+            entry.version,
+            expires_unix_ms,
+            now,
+            lambda later: self._replicate(entry, later),
+        )
+
+    def _replicate(self, entry: ObjectEntry, now: float) -> None:
+        if self.done:
+            return
+        if self.facts.replicas <= 1 or entry.state is not SlotState.LIVE:
+            self.finish(self._end, now)
+            return
+        self.core.start(
+            ReplicateOperation(self.core, entry, self.facts.replicas, on_finish=self._replicated),
+            now,
+        )
+
+    def _replicated(self, copies: Any, now: float) -> None:
+        assert self._end is not None
+        count = copies if isinstance(copies, int) else 1
+        if count < self.facts.replicas:
+            self.core.repair.fell_short(count, now)
+        self.finish(PutEnd(self._end.status, count, self._end.wanted, self._end.version), now)
+
+    def _give_room_back(self) -> None:
+        if not self.facts.reservation:
+            return
+        with suppress(ValueError):  # its holder may have gone meanwhile, and taken it along
+            self.core.segment.abort(self.facts.reservation, holder=self._holder)
+
+    def _give_up(self, error: Exception, now: float) -> None:
+        self._give_room_back()
+        self.finish(error, now)
+
+    def cancel(self, now: float) -> None:
+        """A put that was published stays; one that was not leaves nothing."""
+        if not self.done and self._end is None:
+            self._give_room_back()
+        super().cancel(now)
+        if self._lookup is not None:
+            self._lookup.cancel(now)
+        if self._fetch is not None:
+            self._fetch.cancel(now)

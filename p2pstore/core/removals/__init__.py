@@ -1,0 +1,1 @@
+"""Removals and flushes, and the floors that forbid what they removed."""

@@ -1,0 +1,574 @@
+"""Requests and replies over one multiplexed stream. Shell (trio), without libp2p.
+
+A stream belongs to the side that opened it: that side asks through an `AskingStream`, the other answers
+through an `AnsweringStream`. Both start with admission. Each stream has one writer task: who asks or answers
+hands over a whole frame and waits only for room, so a cancelled request never leaves half a frame behind,
+and one stuck write delays nobody for longer than `WRITE_SECONDS`, after which the stream ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final, Protocol, TypeVar
+
+import trio
+
+from p2pstore.access.keyring import Role
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.gossip_messages import (
+    REPLIES,
+    REQUESTS,
+    ControlKind,
+    Hello,
+    HelloReply,
+    Proof,
+    Welcome,
+)
+from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
+from p2pstore.gossip.records import PeerId, format_peer_id
+from p2pstore.runtime.byte_budget import Account, ByteBudget, Owner
+from p2pstore.wire import (
+    CONTROL_LIMITS,
+    ERROR,
+    HEADER_BYTES,
+    HELLO_LIMITS,
+    ONE_WAY,
+    REPLY,
+    Code,
+    Empty,
+    Failure,
+    FrameBuffer,
+    FrameHeader,
+    Message,
+    code_of,
+    decode_body,
+    encode_failure,
+    encode_frame,
+)
+
+logger = logging.getLogger("p2pstore.link")
+
+M = TypeVar("M", bound=Message)
+
+Handler = Callable[[PeerId, int, Message], Awaitable[Message]]
+"""Answers a request of a peer: (peer id, kind, request) -> reply. What it raises becomes a Failure."""
+
+MAX_REQUESTS_IN_FLIGHT: Final = 64
+"""Per stream, at both ends: an asker beyond it waits, a listener beyond it stops reading."""
+ADMISSION_SECONDS: Final = 10.0
+WRITE_SECONDS: Final = 10.0
+"""How long 60 KiB may take to leave."""
+FRAME_SECONDS: Final = 30.0
+"""By when a frame that has begun is whole: 4 MiB at 140 KB/s."""
+HANDLER_SECONDS: Final = 30.0
+MAX_UNSENT_BYTES: Final = 4 * 1024 * 1024
+"""Of frames that wait to be sent on a stream: until there are fewer, no request is answered or made there."""
+FAREWELL_SECONDS: Final = 1.0
+"""How long a side that refused waits for the other to read why."""
+
+_READ_BYTES: Final = 64 * 1024
+_WRITE_PIECE_BYTES: Final = 60 * 1024
+"""One piece is one frame of the multiplexer and one message of the encryption."""
+
+
+class LinkError(Exception):
+    """A request that got no reply. `refused`: the other side said no, and `code` says why; otherwise it could
+    not be reached, was lost, or did not answer in time."""
+
+    def __init__(self, text: str, *, refused: bool = False, code: Code | None = None) -> None:
+        super().__init__(text)
+        self.refused = refused
+        self.code = code
+
+
+class OwnAddress(LinkError):
+    """The address is this peer's own."""
+
+
+class TwinAddress(LinkError):
+    """Another live process with this peer's identity listens at the address."""
+
+
+class Link(Protocol):
+    """What a peer uses to reach others: the control host, or streams in memory (`memory_link`)."""
+
+    async def ask(
+        self,
+        peer_id: PeerId,
+        addresses: Sequence[str],
+        kind: int,
+        request: Message,
+        timeout_seconds: float,
+    ) -> Message:
+        """The other peer's reply. Raises `LinkError`."""
+        ...
+
+    async def disconnect(self, peer_id: PeerId) -> None:
+        """End all connections with a peer."""
+        ...
+
+    def connected(self) -> list[PeerId]:
+        """Peers with an admitted stream in either direction."""
+        ...
+
+
+class MuxedStream(Protocol):
+    """One stream of a multiplexed connection. Both calls raise `OSError` when it ends or breaks."""
+
+    async def read(self, max_bytes: int) -> bytes: ...
+
+    async def write(self, data: bytes) -> None: ...
+
+
+def printable(text: str) -> str:
+    """Text of a stranger, fit for one line of a log."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:300])
+
+
+def _code(number: int) -> Code:
+    try:
+        return Code(number)
+    except ValueError:
+        return Code.INTERNAL
+
+
+def nobodys_account() -> Account:
+    """Where nothing bounds what is held but the limits of one stream."""
+    return ByteBudget().open(Owner("", b""), lambda why: None)
+
+
+class _Frames:
+    """Whole frames in, whole frames out. The account holds the bytes of every frame: of one that comes from its first
+    byte until `handled`, of one that goes until it was sent."""
+
+    def __init__(self, stream: MuxedStream, account: Account | None) -> None:
+        self.account = account if account is not None else nobodys_account()
+        self._stream = stream
+        self._buffer = FrameBuffer(HELLO_LIMITS)
+        self._outgoing, self._queue = trio.open_memory_channel[bytes](MAX_REQUESTS_IN_FLIGHT)
+        self._held_bytes = 0
+        self._is_over = False
+        self._unsent_bytes = 0
+        self._sent = trio.Event()
+
+    async def read(self) -> tuple[FrameHeader, bytes]:
+        """The next frame. Raises `ProtocolError`, and `OSError` at the end of the stream and for a frame that is not
+        whole in time."""
+        while (frame := self._buffer.next_frame()) is None:
+            if self._buffer.pending_bytes:
+                await self._read_rest()
+            else:
+                await self._read_some()
+        return frame
+
+    async def _read_rest(self) -> None:
+        """Of a frame that has begun."""
+        with trio.move_on_after(FRAME_SECONDS) as scope:
+            while not self._buffer.has_frame:
+                await self._read_some()
+        if scope.cancelled_caught:
+            raise TimeoutError(f"a frame was not whole within {FRAME_SECONDS:g} s")
+
+    async def _read_some(self) -> None:
+        data = await self._stream.read(_READ_BYTES)
+        self._hold(len(data))
+        self._buffer.feed(data)
+
+    def _hold(self, count: int) -> None:
+        if not self._is_over:
+            self._held_bytes += count
+            self.account.hold(count)
+
+    def _release(self, count: int) -> None:
+        if not self._is_over:
+            self._held_bytes -= count
+            self.account.release(count)
+
+    def handled(self, body: bytes) -> None:
+        """A frame that was read is not needed any more."""
+        self._release(HEADER_BYTES + len(body))
+
+    def ended(self) -> None:
+        """Nothing is left of the stream: neither what came nor what was to go."""
+        self._release(self._held_bytes)
+        self._buffer.drop()
+        self._is_over = True
+        self._unsent_bytes = 0
+        self._sent.set()
+
+    async def write(self, frame: bytes) -> None:
+        """Send now; only during admission, when there is no writer task."""
+        with trio.fail_after(WRITE_SECONDS):
+            await self._stream.write(frame)
+
+    async def enqueue(self, frame: bytes) -> None:
+        """Hand over to the writer task. Raises `OSError` when that has ended."""
+        self._unsent_bytes += len(frame)
+        self._hold(len(frame))
+        try:
+            await self._outgoing.send(frame)
+        except trio.BrokenResourceError:
+            raise ConnectionResetError("the stream has ended") from None
+        except BaseException:
+            self._gone(len(frame))
+            raise
+
+    @property
+    def is_full(self) -> bool:
+        """Whether much waits to be sent."""
+        return self._unsent_bytes >= MAX_UNSENT_BYTES
+
+    async def wait_sent(self) -> None:
+        """Return when little waits to be sent, or the stream has ended. No deadline: the writer has one."""
+        while self.is_full:
+            await self._sent.wait()
+
+    def _gone(self, count: int) -> None:
+        """So many bytes do not wait to be sent any more."""
+        self._release(count)
+        before, self._unsent_bytes = self._unsent_bytes, self._unsent_bytes - count
+        if before >= MAX_UNSENT_BYTES:
+            self._sent.set()
+            self._sent = trio.Event()
+
+    def admitted(self) -> None:
+        """Frames of every size from now on."""
+        self._buffer.limits = CONTROL_LIMITS
+
+    async def run_writer(self) -> None:
+        """Send what is queued, joining small frames. Raises `OSError` when a write fails or is stuck."""
+        with self._queue, self._dropping_queued():
+            async for frame in self._queue:
+                data = frame
+                with suppress(trio.WouldBlock):
+                    while len(data) < _WRITE_PIECE_BYTES:
+                        data += self._queue.receive_nowait()
+                for start in range(0, len(data), _WRITE_PIECE_BYTES):
+                    with trio.move_on_after(WRITE_SECONDS) as scope:
+                        await self._stream.write(data[start : start + _WRITE_PIECE_BYTES])
+                    if scope.cancelled_caught:
+                        raise TimeoutError(f"a write made no progress for {WRITE_SECONDS:g} s")
+                self._gone(len(data))
+                del frame, data  # they may be large, and the next one late
+
+    @contextmanager
+    def _dropping_queued(self) -> Iterator[None]:
+        """What was not sent at the end never is: it is not kept for as long as somebody refers to the queue."""
+        try:
+            yield
+        finally:
+            with suppress(trio.WouldBlock, trio.EndOfChannel):
+                while True:
+                    self._queue.receive_nowait()
+
+    async def expect(self, kind: ControlKind, flags: int, message_type: type[M]) -> M:
+        """A frame of the handshake. Raises `AdmissionRefused` with the other side's reason for an ERROR."""
+        header, body = await self.read()
+        if header.kind == kind and header.flags & ERROR:
+            failure = decode_body(Failure, body)
+            raise AdmissionRefused(
+                _code(failure.code), f"the other side says: {printable(failure.text)}"
+            )
+        if header.kind != kind or header.flags != flags:
+            raise ProtocolError(
+                f"a frame of kind {header.kind} where the handshake has {kind.name}"
+            )
+        self.handled(body)
+        return decode_body(message_type, body)
+
+
+class Activity:
+    """What a connection is used for: how many requests are under way on it, and when one last began or ended."""
+
+    __slots__ = ("in_flight", "used_at")
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.used_at = trio.current_time()
+
+    def begin(self) -> None:
+        """A request begins, in either direction."""
+        self.in_flight += 1
+        self.used_at = trio.current_time()
+
+    def end(self) -> None:
+        """It ended, one way or another."""
+        self.in_flight -= 1
+        self.used_at = trio.current_time()
+
+
+class _Pending:
+    """A request that waits for its reply."""
+
+    __slots__ = ("error", "event", "reply")
+
+    def __init__(self) -> None:
+        self.event = trio.Event()
+        self.reply: Message | None = None
+        self.error: LinkError | None = None
+
+
+class AskingStream:
+    """The opener's end of an admitted stream."""
+
+    def __init__(
+        self, frames: _Frames, software: str, key_id: bytes, activity: Activity | None
+    ) -> None:
+        self.software = software
+        """What the listener says it runs."""
+        self.key_id = key_id
+        """The cluster key with which it was admitted."""
+        self._frames = frames
+        self._activity = activity if activity is not None else Activity()
+        self._slots = trio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
+        self._pending: dict[int, _Pending] = {}
+        self._last_id = 0
+        self._lost: str | None = None
+
+    @property
+    def usable(self) -> bool:
+        return self._lost is None
+
+    async def ask(self, kind: int, request: Message) -> Message:
+        """The reply. No deadline of its own. Raises `LinkError`."""
+        self._activity.begin()
+        try:
+            return await self._ask(kind, request)
+        finally:
+            self._activity.end()
+
+    async def _ask(self, kind: int, request: Message) -> Message:
+        async with self._slots:
+            if self._frames.is_full:
+                await self._frames.wait_sent()
+            if self._lost is not None:
+                raise LinkError(self._lost)
+            self._last_id = self._last_id % 0xFFFF_FFFF + 1
+            request_id = self._last_id
+            frame = encode_frame(kind, request_id, request)
+            if len(frame) > CONTROL_LIMITS.body_bytes:
+                raise ValueError(f"a request of {len(frame):,} bytes; at most 4 MiB fit in a frame")
+            pending = self._pending[request_id] = _Pending()
+            try:
+                await self._frames.enqueue(frame)
+                await pending.event.wait()
+            except OSError as error:
+                raise LinkError(str(error)) from None
+            finally:
+                del self._pending[request_id]
+        if pending.error is not None:
+            raise pending.error
+        assert pending.reply is not None
+        return pending.reply
+
+    async def run(self) -> None:
+        """Read replies and send requests until the stream ends; then every request fails.
+
+        Raises `ProtocolError` and `OSError`.
+        """
+        try:
+            with single_error():
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._frames.run_writer)
+                    while True:
+                        self._take(*await self._frames.read())
+        finally:
+            self._frames.ended()
+            self._lost = "the connection was lost"
+            for pending in self._pending.values():
+                pending.error = LinkError(self._lost)
+                pending.event.set()
+
+    def _take(self, header: FrameHeader, body: bytes) -> None:
+        self._frames.handled(body)
+        if not header.flags & REPLY:
+            raise ProtocolError("a request on a stream that only the other side asks on")
+        pending = self._pending.get(header.request_id)
+        if pending is None:
+            return  # who asked has given up
+        if header.flags & ERROR:
+            failure = decode_body(Failure, body)
+            text = printable(failure.text)
+            pending.error = LinkError(text, refused=True, code=_code(failure.code))
+        else:
+            pending.reply = decode_body(REPLIES.get(header.kind, Empty), body)
+        pending.event.set()
+
+
+async def open_asking_stream(
+    stream: MuxedStream,
+    opener: Opener,
+    activity: Activity | None = None,
+    account: Account | None = None,
+) -> AskingStream:
+    """Be admitted; `activity` counts the requests, `account` the bytes that are held for the other side.
+
+    Raises `AdmissionRefused`, `ProtocolError`, `OSError`, `trio.TooSlowError` (10 s)."""
+    frames = _Frames(stream, account)
+    try:
+        with trio.fail_after(ADMISSION_SECONDS):
+            await frames.write(encode_frame(ControlKind.HELLO, 1, opener.hello()))
+            reply = await frames.expect(ControlKind.HELLO, REPLY, HelloReply)
+            try:
+                proof = opener.receive_reply(reply)
+            except AdmissionRefused as refusal:
+                failure = encode_failure(ControlKind.PROOF, 2, refusal.code, refusal.told)
+                await frames.write(failure)
+                raise
+            await frames.write(encode_frame(ControlKind.PROOF, 2, proof))
+            opener.receive_welcome(await frames.expect(ControlKind.PROOF, REPLY, Welcome))
+    except AdmissionRefused as refusal:
+        raise opener.explained(refusal) from None
+    frames.admitted()
+    return AskingStream(frames, opener.their_software, opener.key_id, activity)
+
+
+class AnsweringStream:
+    """The listener's end of an admitted stream."""
+
+    def __init__(
+        self,
+        frames: _Frames,
+        peer_id: PeerId,
+        handler: Handler,
+        key_id: bytes,
+        activity: Activity | None,
+    ) -> None:
+        self.key_id = key_id
+        """The cluster key with which the opener was admitted."""
+        self._frames = frames
+        self._peer_id = peer_id
+        self._handler = handler
+        self._activity = activity if activity is not None else Activity()
+        self._slots = trio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
+
+    async def run(self) -> None:
+        """Answer until the stream ends. Raises `ProtocolError` and `OSError`."""
+        try:
+            with single_error():
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._frames.run_writer)
+                    while True:
+                        header, body = await self._frames.read()
+                        if header.flags & (REPLY | ERROR):
+                            raise ProtocolError(
+                                "a reply on a stream that only the other side asks on"
+                            )
+                        await self._slots.acquire()
+                        self._activity.begin()
+                        nursery.start_soon(self._answer, header, body)
+                        del body  # it may be large, and the next one late
+        finally:
+            self._frames.ended()
+
+    async def _answer(self, header: FrameHeader, body: bytes) -> None:
+        try:
+            frame = await self._reply(header, body)
+            self._frames.handled(body)
+            del body
+            if not header.flags & ONE_WAY:
+                await self._frames.enqueue(frame)
+        finally:
+            self._activity.end()
+            self._slots.release()
+
+    async def _reply(self, header: FrameHeader, body: bytes) -> bytes:
+        kind, request_id = header.kind, header.request_id
+        request_type = REQUESTS.get(kind)
+        if request_type is None or kind in (ControlKind.HELLO, ControlKind.PROOF):
+            text = f"requests of kind {kind} are not known here"
+            return encode_failure(kind, request_id, Code.UNSUPPORTED, text)
+        if self._frames.is_full:
+            await self._frames.wait_sent()
+        request = decode_body(request_type, body)
+        try:
+            with trio.fail_after(HANDLER_SECONDS):
+                reply = await self._handler(self._peer_id, kind, request)
+            frame = encode_frame(kind, request_id, reply, flags=REPLY)
+            if len(frame) > CONTROL_LIMITS.body_bytes:
+                raise RuntimeError(f"a reply of {len(frame):,} bytes does not fit in a frame")
+        except trio.TooSlowError:
+            text = f"no answer was found within {HANDLER_SECONDS:g} s"
+            return encode_failure(kind, request_id, Code.DEADLINE_EXCEEDED, text)
+        except Exception as error:
+            code = code_of(error)
+            if code == Code.INTERNAL:
+                logger.error(
+                    "a request of kind %d from %s failed: %r",
+                    kind,
+                    format_peer_id(self._peer_id),
+                    error,
+                )
+                return encode_failure(
+                    kind, request_id, code, "the peer failed to answer; its log says why"
+                )
+            return encode_failure(kind, request_id, code, str(error))
+        return frame
+
+
+async def admit_stream(
+    stream: MuxedStream,
+    listener: Listener,
+    handler: Handler,
+    *,
+    may_come: Callable[[], bool] = lambda: True,
+    activity: Activity | None = None,
+    readers: Handler | None = None,
+    account: Account | None = None,
+) -> AnsweringStream:
+    """Admit the opener. `may_come` says, when it has proved itself, whether there is a place: else it is refused as
+    BUSY. `activity` counts the requests, `account` the bytes that are held for the other side. `readers` answers an
+    opener that may only read; None refuses it.
+
+    Raises `AdmissionRefused` (after telling the opener), `ProtocolError`, `OSError`, `trio.TooSlowError`.
+    """
+    frames = _Frames(stream, account)
+    with trio.fail_after(ADMISSION_SECONDS):
+        kind = ControlKind.HELLO
+        try:
+            reply = listener.receive_hello(await frames.expect(kind, 0, Hello))
+            await frames.write(encode_frame(kind, 1, reply, flags=REPLY))
+            kind = ControlKind.PROOF
+            welcome = listener.receive_proof(await frames.expect(kind, 0, Proof))
+            if listener.their_role is Role.READER:
+                if readers is None:
+                    raise AdmissionRefused(Code.UNSUPPORTED, "this side serves no readers")
+                handler = readers
+            if not may_come():
+                text = (
+                    "all places for members are taken and in use here; the status page says by whom"
+                )
+                raise AdmissionRefused(Code.BUSY, text)
+        except AdmissionRefused as refusal:
+            await _refuse(frames, kind, refusal)
+            raise
+        await frames.write(encode_frame(kind, 2, welcome, flags=REPLY))
+    frames.admitted()
+    return AnsweringStream(frames, listener.peer_id, handler, listener.key_id, activity)
+
+
+async def _refuse(frames: _Frames, kind: ControlKind, refusal: AdmissionRefused) -> None:
+    """Say why, and give the other side a moment to read it before the stream ends."""
+    with suppress(OSError, ProtocolError), trio.move_on_after(FAREWELL_SECONDS):
+        await frames.write(encode_failure(kind, int(kind), refusal.code, refusal.told))
+        await frames.read()
+
+
+@contextmanager
+def single_error() -> Iterator[None]:
+    """Raise what ended a stream or a connection as itself, not in a nursery's group: the others are its echoes."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        _, unexpected = group.split((ProtocolError, OSError))
+        if unexpected is not None:
+            cancelled, others = unexpected.split(trio.Cancelled)
+            if others is None and cancelled is not None:
+                raise cancelled from None  # it was to end anyhow
+            raise
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None

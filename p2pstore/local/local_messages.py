@@ -1,0 +1,662 @@
+"""Messages on the local socket, between a client and the peer of its host. Pure.
+
+The client sends the preface `P2PSTORL` and HELLO. The reply carries, as SCM_RIGHTS, one descriptor for
+each memory of each segment, in the order of `segments` and their `pieces`: read-only for READ access, writable for
+WRITE. Afterwards requests may be pipelined; replies come in any order. What a connection reserved or leased ends
+with it.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+from p2pstore.local import checkpoint_messages as checkpoints
+from p2pstore.local import group_messages as groups
+from p2pstore.put_facts import PutFacts
+from p2pstore.wire import Empty, Message
+
+MAX_BATCH: Final = 16_384
+"""Items of one request. Of lists it is checked before anything is done per element."""
+MANY: Final = Meta(max_length=MAX_BATCH)
+
+
+class LocalKind(IntEnum):
+    HELLO = 1
+    RESERVE = 16
+    COMMIT = 17
+    ABORT = 18
+    LEASE = 19
+    RELEASE = 20
+    PLAN = 21
+    REPORT = 22
+    CONTAINS = 23
+    LOCATE = 24
+    REMOVE = 25
+    LIST = 26
+    PEERS = 27
+    STATISTICS = 28
+    LEAVE = 29
+    REPLICATE = 30
+    PIN = 31
+    FLUSH = 32
+    PREFETCH = 33
+    MATCH_PREFIX = 34
+    PLACE = 36
+    STORED = 37
+    CHECKPOINT_PUBLISH = 48
+    CHECKPOINT_FETCH = 49
+    CHECKPOINT_PROGRESS = 50
+    CHECKPOINT_FOLLOW = 56
+    CHECKPOINT_FOLLOW_NEWS = 57
+    CHECKPOINT_UPDATE = 58
+    CHECKPOINT_UPDATE_NEWS = 59
+    CHECKPOINT_LIST = 60
+    CHECKPOINT_REMOVE = 61
+
+
+class Access(IntEnum):
+    READ = 0
+    WRITE = 1
+
+
+class Hello(Message, frozen=True):
+    min_version: int
+    max_version: int
+    namespace: str
+    access: int
+    process_id: int
+    client: str = ""
+    location_table: bool = False
+    """Whether the client can look keys up in the peer's table of locations."""
+    directory: bool = False
+    """Whether the descriptor of a directory comes along, for what is asked on this connection."""
+    checkpoint: bytes = b""
+    """The version of a checkpoint in the peer's memory that the client wants to map; nothing for none."""
+    hazards: bool = False
+    """Whether the client can lease objects without asking, by a page of its own (`transfer.hazards`)."""
+
+
+class SegmentInfo(Message, frozen=True):
+    """`pieces`: the bytes of each of the memories that it is made of, side by side, with a descriptor each; when there
+    are none, one descriptor is all of it."""
+
+    segment_id: bytes
+    total_bytes: int
+    pieces: list[int] = []
+
+
+class HelloReply(Message, frozen=True):
+    version: int
+    peer_id: bytes
+    name: str
+    incarnation: int
+    segments: list[SegmentInfo]
+    max_leased_bytes: int
+    software: str = ""
+    location_table_bytes: int = 0
+    """Of the table, whose read-only descriptor follows those of the segments; 0 when there is none."""
+    checkpoint_bytes: int = 0
+    """Of the version that the client wanted, whose read-only descriptor comes last: files as
+    `checkpoint.memory_layout` has them, and from `checkpoint_manifest` on the manifest."""
+    checkpoint_manifest: int = 0
+    hazards: bool = False
+    """Whether there is a page for that. Its writable descriptor comes after that of the table, and before a
+    checkpoint's."""
+    access: int = int(Access.WRITE)
+    """What the client may do: READ, with read-only descriptors, where it asked for more than its user may."""
+
+
+class ItemError(Message, frozen=True):
+    """Why one item of a batch failed. `code` 0 means it did not."""
+
+    code: int = 0
+    text: str = ""
+    detail: int = 0
+
+
+OK = ItemError()
+
+
+# --- put -------------------------------------------------------------------------------------
+
+
+class ReserveItem(Message, frozen=True):
+    """Room for a value of `length` bytes with `trailer_length` bytes of trailer (an upper bound)."""
+
+    length: int
+    trailer_length: int
+
+
+class Reserve(Message, frozen=True):
+    """`namespace` is that of the values; older clients do not say it, and get no room that is kept for one."""
+
+    items: Annotated[list[ReserveItem], MANY]
+    namespace: str = ""
+
+
+class Reservation(Message, frozen=True):
+    """Write `length` bytes at `offset` of segment number `segment`. It ends with COMMIT, ABORT or the
+    connection."""
+
+    reservation: int
+    segment: int
+    offset: int
+    length: int
+    error: ItemError = OK
+
+
+class Reserved(Message, frozen=True):
+    items: list[Reservation]
+
+
+class Commit(Message, frozen=True):
+    """`again` are reservations to make in the same step for puts to come: with them a put costs one round trip. They
+    are made where room can be spared; for values that are `at_hand`, as by RESERVE."""
+
+    namespace: str
+    items: Annotated[list[PutFacts], MANY]
+    deadline_ms: int = 5000
+    again: Annotated[list[ReserveItem], MANY] = []
+    at_hand: bool = False
+
+
+class PutStatus(IntEnum):
+    CREATED = 0
+    UNCHANGED = 1
+    KEPT_EXISTING = 2
+
+
+class PutOutcome(Message, frozen=True):
+    status: int
+    copies: int
+    wanted: int
+    clock: int
+    writer: int
+    error: ItemError = OK
+
+
+class Committed(Message, frozen=True):
+    items: list[PutOutcome]
+    again: list[Reservation] = []
+
+
+class Abort(Message, frozen=True):
+    reservations: Annotated[list[int], MANY]
+
+
+class Place(Message, frozen=True):
+    """Which peers could hold a value that this one has no room for? Older clients do not say its namespace, nor
+    whether it is to be pinned."""
+
+    digest: bytes
+    length: int
+    namespace: str = ""
+    pin: int = 0
+
+
+class Target(Message, frozen=True):
+    """A peer to store at, over a data connection of version 2, with a ticket that allows it."""
+
+    peer_id: bytes
+    name: str
+    data: list[str]
+    ticket_claims: bytes
+    ticket_signature: bytes
+    ticket_secret: bytes
+
+
+class Placed(Message, frozen=True):
+    """Peers to try, best first; or why there are none. `clock` is this peer's hybrid clock: the version
+    made there must be above all that was seen here."""
+
+    targets: list[Target]
+    clock: int = 0
+    error: ItemError = OK
+
+
+class StoredElsewhere(Message, frozen=True):
+    """The client stored an object at another peer, which says this of it: for `contains` and `get` to know at
+    once."""
+
+    peer_id: bytes
+    incarnation: int
+    sequence: int
+    record: bytes
+
+
+# --- get -------------------------------------------------------------------------------------
+
+
+class Lease(Message, frozen=True):
+    """Hold these objects in local memory while the client looks at them. `digests` packed. With `fetch`,
+    an object that is elsewhere is brought into local memory first. `key` is the text of the first one."""
+
+    digests: bytes
+    fetch: bool = True
+    wait_ms: int = 0
+    deadline_ms: int = 5000
+    key: str = ""
+
+
+class LeaseGrant(Message, frozen=True):
+    """`lease` is the number to give back. The object's slot and trailer are in the mapping. Where it was brought for
+    this lease, `source` is the member that it came from, by `transport`."""
+
+    lease: int
+    segment: int
+    offset: int
+    length: int
+    trailer_length: int
+    clock: int = 0
+    writer: int = 0
+    root: int = 0
+    error: ItemError = OK
+    source: int = 0
+    transport: str = ""
+
+
+class Leased(Message, frozen=True):
+    items: list[LeaseGrant]
+
+
+class Release(Message, frozen=True):
+    """One way. Each number once."""
+
+    leases: Annotated[list[int], MANY]
+
+
+OWN_COPY: Final = 0
+"""Stands for the answering peer itself where holders are named by their short names."""
+
+
+class Plan(Message, frozen=True):
+    """Where can these objects be read? With `wait_ms`, waits that long for the first holder.
+    `exclude` are holders (short names, or OWN_COPY) that just failed for the client. `namespace` is the
+    digest of the namespace of all of them: what a flush has removed is not named. `key` is the text of the
+    first one, for people who look at slow operations."""
+
+    digests: bytes
+    wait_ms: int = 0
+    deadline_ms: int = 5000
+    exclude: Annotated[list[int], MANY] = []
+    namespace: bytes = b""
+    key: str = ""
+
+
+class Holder(Message, frozen=True):
+    """One copy: who has it and how to get there. A ticket is good for every object of that peer."""
+
+    member: int
+    peer_id: bytes
+    name: str
+    data: list[str]
+    socket: str
+    same_host: bool
+    slot: int
+    size_units: int
+    clock: int
+    writer: int
+    tier: int
+    ticket_claims: bytes
+    ticket_signature: bytes
+    ticket_secret: bytes
+    through_peer_bytes: int = 0
+    """From this length on the local peer has a faster way to the holder than clients have; 0 where it has none."""
+    root: int = 0
+
+
+class PlanItem(Message, frozen=True):
+    """Holders, best first. `known_unreachable` counts those that are known but believed dead. `through_peer`: the local
+    peer reads from them faster, or it alone can (their `data` and `socket` are empty then), so that the client is to
+    ask for a lease with `fetch`. `on_ssd`: the local peer has it on its SSD, and brings it to its memory for that."""
+
+    holders: list[Holder]
+    local: bool = False
+    known_unreachable: int = 0
+    error: ItemError = OK
+    through_peer: bool = False
+    on_ssd: bool = False
+
+
+class Planned(Message, frozen=True):
+    """`homes_asked` peers were asked for holders, because this one knew of none."""
+
+    items: list[PlanItem]
+    homes_asked: int = 0
+
+
+class AccessCount(Message, frozen=True):
+    """Reads of one object; `views` of them were no copies, but views that were taken without a request."""
+
+    digest: bytes
+    count: int
+    bytes_read: int = 0
+    views: int = 0
+
+
+class HolderFailure(Message, frozen=True):
+    """A holder (or OWN_COPY) that did not deliver. `code` is a `wire.Code`, or `NO_SUCH_KEY` with how far
+    its log was."""
+
+    digest: bytes
+    member: int
+    code: int
+    incarnation: int = 0
+    sequence: int = 0
+
+
+class PullCount(Message, frozen=True):
+    """What a client read from one holder by itself: objects and bytes that came, attempts that failed. `durations` and
+    `lengths` count by powers of two (`p2pstore.runtime.histograms`) how many microseconds those took that were read
+    one by one, `microseconds` in all, and how long the objects were, those of a batch as its mean."""
+
+    member: int
+    transport: str
+    objects: int = 0
+    bytes: int = 0
+    failures: int = 0
+    durations: list[int] = []
+    microseconds: int = 0
+    lengths: list[int] = []
+
+
+class SlowRead(Message, frozen=True):
+    """A read from a holder that took long. `code` is the `wire.Code` of how it failed, 0 when it did not.
+    `key` is the text of the key, in the namespace of the client's session."""
+
+    digest: bytes
+    member: int
+    transport: str
+    seconds: float
+    code: int = 0
+    key: str = ""
+
+
+class TransportFallback(Message, frozen=True):
+    """A transport to a holder that failed where the next one to the same holder took over: how often, and why
+    the last time."""
+
+    member: int
+    transport: str
+    count: int = 1
+    text: str = ""
+
+
+class UnseenRead(Message, frozen=True):
+    """How often an object was read in a holder's memory, which did not see it."""
+
+    digest: bytes
+    member: int
+    count: int = 1
+
+
+class Report(Message, frozen=True):
+    """One way, at most every 100 ms: reads that the peer did not see, and holders that failed. `misses` counts
+    reads that ended without the value: nobody had it, or nobody who has it could be reached."""
+
+    accesses: Annotated[list[AccessCount], MANY]
+    failures: Annotated[list[HolderFailure], MANY] = []
+    pulls: Annotated[list[PullCount], MANY] = []
+    slow: Annotated[list[SlowRead], MANY] = []
+    fallbacks: Annotated[list[TransportFallback], MANY] = []
+    misses: int = 0
+    unseen: Annotated[list[UnseenRead], MANY] = []
+
+
+class Contains(Message, frozen=True):
+    digests: bytes
+
+
+class ContainsReply(Message, frozen=True):
+    """One byte per digest: 1 when some live peer is known to hold it."""
+
+    present: bytes
+
+
+class Locate(Message, frozen=True):
+    digests: bytes
+
+
+class Copy(Message, frozen=True):
+    """One known copy, for people and schedulers."""
+
+    peer_id: bytes
+    name: str
+    tier: int
+    length_hint: int
+    clock: int
+    writer: int
+    soft: bool
+    pin: int
+    local: bool
+    reachable: bool
+
+
+class Located(Message, frozen=True):
+    items: list[list[Copy]]
+
+
+class MatchPrefix(Message, frozen=True):
+    """How many of these keys, from the first on, are held by some live peer?"""
+
+    digests: bytes
+
+
+class MatchedPrefix(Message, frozen=True):
+    length: int
+
+
+# --- the rest --------------------------------------------------------------------------------
+
+
+class Remove(Message, frozen=True):
+    namespace: str
+    keys: Annotated[list[str], MANY]
+    deadline_ms: int = 5000
+
+
+class Removed(Message, frozen=True):
+    """Per key whether any copy was known."""
+
+    existed: list[bool]
+
+
+class ListKeys(Message, frozen=True):
+    namespace: str
+    prefix: str
+    after: str
+    limit: int
+    local: bool = False
+    pinned: bool = False
+    deadline_ms: int = 5000
+
+
+class KeyEntry(Message, frozen=True):
+    key: str
+    length: int
+    copies: int
+    peers: list[str]
+    pin: int
+    soft: bool
+    expires_unix_ms: int
+    clock: int = 0
+    writer: int = 0
+
+
+class Keys(Message, frozen=True):
+    items: list[KeyEntry]
+    more: bool
+    silent_peers: list[str]
+
+
+class Peers(Message, frozen=True):
+    everyone: bool = False
+
+
+class TransportUse(Message, frozen=True):
+    """What this peer and its clients read from a member by one transport. Of those objects that were read one by one,
+    half took at most `median_microseconds`, 99 % at most `p99_microseconds`, by powers of two; 0 where there were
+    none."""
+
+    name: str
+    objects: int
+    bytes: int
+    failures: int
+    median_microseconds: int = 0
+    p99_microseconds: int = 0
+
+
+class PeerEntry(Message, frozen=True):
+    """A member. `round_trip_seconds` is a ping's, below 0 where none was answered yet; `directory` says how much
+    it knows of where objects are: `full`, `partitioned`, or empty where that is not known. `load_permille`: what it
+    last said that it takes of a core, or of its upload slots."""
+
+    peer_id: bytes
+    name: str
+    status: str
+    incarnation: int
+    control: list[str]
+    data: list[str]
+    memory_capacity: int
+    memory_used: int
+    objects: int
+    me: bool
+    software: str
+    heard_seconds_ago: float
+    round_trip_seconds: float = -1.0
+    transports: list[TransportUse] = []
+    directory: str = ""
+    load_permille: int = 0
+    leaving: bool = False
+
+
+class PeersReply(Message, frozen=True):
+    items: list[PeerEntry]
+
+
+class Statistics(Message, frozen=True):
+    cluster: bool = True
+
+
+class StatisticsReply(Message, frozen=True):
+    """A JSON document: `{"peer": {...}, "cluster": {...}}`; it only grows."""
+
+    document: bytes
+
+
+class Leave(Message, frozen=True):
+    drain_seconds: float
+
+
+class Replicate(Message, frozen=True):
+    digest: bytes
+    copies: int
+    deadline_ms: int = 5000
+
+
+class SetPin(Message, frozen=True):
+    digests: bytes
+    pin: int
+    ttl_ms: int = 0
+
+
+class Done(Message, frozen=True):
+    """Per item, or a single one."""
+
+    items: list[ItemError] = []
+
+
+class Pinned(Message, frozen=True):
+    """Per item: whether that was done, how many copies have the pin now, of how many that are known. Older peers pin
+    their own copy alone, and do not say how many there are."""
+
+    items: list[ItemError] = []
+    copies: list[int] = []
+    known: list[int] = []
+
+
+class Flush(Message, frozen=True):
+    namespace: str
+    deadline_ms: int = 10_000
+
+
+class Flushed(Message, frozen=True):
+    """`told` other peers have dropped what they held; those in `not_told` (names) did not answer in time and
+    will when they hear of it by gossip."""
+
+    told: int = 0
+    not_told: list[str] = []
+
+
+class Prefetch(Message, frozen=True):
+    digests: bytes
+
+
+REQUESTS: Final[dict[int, type[Message]]] = {
+    LocalKind.HELLO: Hello,
+    LocalKind.RESERVE: Reserve,
+    LocalKind.COMMIT: Commit,
+    LocalKind.ABORT: Abort,
+    LocalKind.LEASE: Lease,
+    LocalKind.RELEASE: Release,
+    LocalKind.PLAN: Plan,
+    LocalKind.REPORT: Report,
+    LocalKind.CONTAINS: Contains,
+    LocalKind.LOCATE: Locate,
+    LocalKind.REMOVE: Remove,
+    LocalKind.LIST: ListKeys,
+    LocalKind.PEERS: Peers,
+    LocalKind.STATISTICS: Statistics,
+    LocalKind.LEAVE: Leave,
+    LocalKind.REPLICATE: Replicate,
+    LocalKind.PIN: SetPin,
+    LocalKind.FLUSH: Flush,
+    LocalKind.PREFETCH: Prefetch,
+    LocalKind.MATCH_PREFIX: MatchPrefix,
+    LocalKind.PLACE: Place,
+    LocalKind.STORED: StoredElsewhere,
+    LocalKind.CHECKPOINT_PUBLISH: checkpoints.Publish,
+    LocalKind.CHECKPOINT_FETCH: checkpoints.Fetch,
+    LocalKind.CHECKPOINT_PROGRESS: checkpoints.Progress,
+    LocalKind.CHECKPOINT_FOLLOW: groups.Follow,
+    LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.FollowNews,
+    LocalKind.CHECKPOINT_UPDATE: groups.Update,
+    LocalKind.CHECKPOINT_UPDATE_NEWS: groups.UpdateNews,
+    LocalKind.CHECKPOINT_LIST: groups.ListCheckpoints,
+    LocalKind.CHECKPOINT_REMOVE: groups.RemoveCheckpoint,
+}
+REPLIES: Final[dict[int, type[Message]]] = {
+    LocalKind.HELLO: HelloReply,
+    LocalKind.RESERVE: Reserved,
+    LocalKind.COMMIT: Committed,
+    LocalKind.ABORT: Empty,
+    LocalKind.LEASE: Leased,
+    LocalKind.PLAN: Planned,
+    LocalKind.CONTAINS: ContainsReply,
+    LocalKind.LOCATE: Located,
+    LocalKind.REMOVE: Removed,
+    LocalKind.LIST: Keys,
+    LocalKind.PEERS: PeersReply,
+    LocalKind.STATISTICS: StatisticsReply,
+    LocalKind.LEAVE: Empty,
+    LocalKind.REPLICATE: PutOutcome,
+    LocalKind.PIN: Pinned,
+    LocalKind.FLUSH: Flushed,
+    LocalKind.PREFETCH: Empty,
+    LocalKind.MATCH_PREFIX: MatchedPrefix,
+    LocalKind.PLACE: Placed,
+    LocalKind.STORED: Empty,
+    LocalKind.CHECKPOINT_PUBLISH: checkpoints.Published,
+    LocalKind.CHECKPOINT_FETCH: checkpoints.Fetched,
+    LocalKind.CHECKPOINT_PROGRESS: checkpoints.ProgressReply,
+    LocalKind.CHECKPOINT_FOLLOW: Empty,
+    LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.FollowNewsReply,
+    LocalKind.CHECKPOINT_UPDATE: groups.Updated,
+    LocalKind.CHECKPOINT_UPDATE_NEWS: groups.UpdateNewsReply,
+    LocalKind.CHECKPOINT_LIST: groups.Checkpoints,
+    LocalKind.CHECKPOINT_REMOVE: groups.CheckpointRemoved,
+}
+ONE_WAY_KINDS: Final = frozenset({LocalKind.RELEASE, LocalKind.REPORT})

@@ -1,0 +1,1 @@
+"""The memory that a peer serves objects from: extents, slots, index, leases, eviction. Pure."""

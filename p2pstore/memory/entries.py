@@ -1,0 +1,145 @@
+"""What a segment's owner knows of each object and each reservation. Pure."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+import msgspec
+
+from p2pstore.memory.segment_layout import Pin, SlotState, TrailerBody
+from p2pstore.objects import Version
+
+if TYPE_CHECKING:
+    from p2pstore.memory.entry_list import EntryList
+
+
+@dataclass(slots=True, eq=False)
+class ObjectEntry:
+    """One object in a segment. Others may read it; only `Segment` changes it.
+
+    `slot` is its number in the object table, `offset` where its payload begins, in bytes from the
+    segment's start; `extent_bytes` is what it occupies with padding and trailer. `references`
+    counts leases and I/O in flight. Times are Unix seconds; `pin_until` is 0 for a pin without end.
+    `on_ssd`: the same version lies on the peer's SSD as well, so that losing these bytes costs a read of it;
+    if not, nobody is to try that again before `not_written_before`. `verified`: this process has seen that the bytes
+    give the version's root; of a local client's put it takes that on trust.
+
+    The rest is for the order of eviction. `group`, `rank` and `within` say where the entry is queued, `colder` and
+    `warmer` are its neighbours there. `standing` is what the policy thinks of it. `follows` is the block before it in a
+    chain of prefix blocks, `followers` counts the blocks of which it is that. `is_kept_elsewhere`: another peer holds a
+    copy and is to keep it before this one does, as far as was known when it was looked up, which counts until
+    `known_until`. `timer` is the entry's place among those that have times (`expiry`).
+    """
+
+    digest: bytes
+    version: Version
+    slot: int
+    offset: int
+    length: int
+    trailer_length: int
+    extent_bytes: int
+    namespace: str
+    key: str
+    expires_unix_ms: int
+    replicas: int
+    pin: Pin
+    pin_until: float
+    soft: bool
+    dtype: str
+    shape: tuple[int, ...]
+    last_access: float
+    references: int = 0
+    hits: int = 0
+    state: SlotState = SlotState.LIVE
+    on_ssd: bool = False
+    not_written_before: float = 0.0
+    verified: bool = False
+    rank: int | None = None
+    within: EntryList | None = field(default=None, repr=False)  # neighbours have neighbours
+    colder: ObjectEntry | None = field(default=None, repr=False)
+    warmer: ObjectEntry | None = field(default=None, repr=False)
+    standing: int = 0
+    follows: ObjectEntry | None = field(default=None, repr=False)
+    followers: int = 0
+    is_kept_elsewhere: bool = False
+    known_until: float = 0.0
+    group: int = 0
+    timer: int | None = None
+
+    def expired(self, now: float) -> bool:
+        """Whether its time to live is over at `now` (Unix seconds)."""
+        return self.expires_unix_ms > 0 and self.expires_unix_ms / 1000 <= now
+
+
+class SmallObjectsLent(NamedTuple):
+    """Objects of one chunk that stay where they are until the loan ends. `slots`: 64 bytes for each that was asked for,
+    zero for those that are none of them; `digests` and `payloads` of the others, `length_bytes` in all. `handle` is
+    whose they are; None for nothing."""
+
+    slots: bytes
+    digests: list[bytes]
+    payloads: list[memoryview]
+    length_bytes: int
+    handle: Any
+
+
+_LENGTH: Final = operator.attrgetter("length")
+_EXPIRES: Final = operator.attrgetter("expires_unix_ms")
+
+
+def small_entries(
+    found: Sequence[ObjectEntry | None],
+    most_bytes: int,
+    most_bytes_in_all: int,
+    now: float,
+    declines: Callable[[ObjectEntry], bool] | None = None,
+) -> tuple[Sequence[int], Sequence[ObjectEntry]]:
+    """The places of those that have 1 to `most_bytes` bytes, did not expire and are not declined, up to that many bytes
+    in all; and these entries."""
+    if declines is None and found and all(found):
+        entries = cast(Sequence[ObjectEntry], found)
+        lengths = list(map(_LENGTH, entries))  # a look at each by itself takes twice as long
+        fit = min(lengths) > 0 and max(lengths) <= most_bytes and sum(lengths) <= most_bytes_in_all
+        if fit and not any(map(_EXPIRES, entries)):
+            return range(len(entries)), entries
+    places, entries, total = [], [], 0
+    for place, entry in enumerate(found):
+        if entry is None or not 0 < entry.length <= most_bytes or entry.expired(now):
+            continue
+        if total + entry.length > most_bytes_in_all:
+            break
+        if declines is not None and declines(entry):
+            continue
+        total += entry.length
+        places.append(place)
+        entries.append(entry)
+    return places, entries
+
+
+class Written(NamedTuple):
+    """An object that lies in a reservation, and the digest of the block that it follows, if any."""
+
+    reservation: int
+    digest: bytes
+    version: Version
+    trailer: TrailerBody
+    length: int
+    follows: bytes = b""
+
+
+class Reservation(msgspec.Struct, frozen=True):
+    """Room for a value of up to `length` bytes at `offset` from the segment's start.
+
+    `capacity` is the whole extent in bytes, trailer included. It ends with commit or abort, or with
+    its holder.
+    """
+
+    number: int
+    offset: int
+    length: int
+    capacity: int
+    slot: int
+    holder: Hashable

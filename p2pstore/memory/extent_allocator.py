@@ -1,0 +1,324 @@
+"""Which bytes of the data area are taken: best fit over extents, and windows worth evicting. Pure.
+
+Which allocator hardly matters for how full memory gets; which extents are evicted does. Evicting
+the cheapest contiguous window that fits keeps 97-99 % of memory in use under a mixed load, random
+victims 77-81 %. So extents are found by where they begin and by where they end, and a window grows
+over its neighbours in constant time per step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+from operator import itemgetter
+from typing import Final
+
+from p2pstore.runtime.stepping import Steps, run_through
+
+MUCH_MORE: Final = 4.0
+"""Windows that cost so many times as much as the cheapest are not evicted along with it."""
+GROWN_PER_STEP: Final = 64
+"""Extents by which a window is grown in one step: a microsecond each, ten where others hold what is in them."""
+MOST_GROWN: Final = 65_536
+"""No more windows are compared when those found have so many extents together."""
+
+Window = tuple[float, list[int]]
+"""What it costs to evict some extents, and their offsets: together with free ones between them they are long enough."""
+
+
+def choose_windows(found: Sequence[Window], count: int = 1) -> list[int]:
+    """The extents of the cheapest window, and with them those of up to `count - 1` others that cost little more and
+    share nothing with those before them. Of equal ones the first goes first."""
+    limit = min(cost for cost, _ in found) * (MUCH_MORE if count > 1 else 1.0)
+    victims: dict[int, None] = {}
+    for cost, window in sorted(found, key=itemgetter(0)):
+        if count and cost <= limit and victims.keys().isdisjoint(window):
+            victims.update(dict.fromkeys(window))
+            count -= 1
+    return list(victims)
+
+
+class ExtentAllocator:
+    """Hands out extents of whole granules. Offsets and sizes are bytes within the data area, of which this is the part
+    from `begin` on.
+
+    Of the free extents that fit, the smallest is taken, and among equals the one freed last: its
+    pages are warm, while pages of a fresh memfd fill slowly. Free neighbours are always merged.
+    """
+
+    def __init__(self, data_bytes: int, granule: int, begin: int = 0) -> None:
+        if granule < 1 or data_bytes < 0 or data_bytes % granule or begin % granule:
+            raise ValueError(
+                f"{data_bytes:,} bytes from {begin:,} on are not a whole number of granules of {granule:,}"
+            )
+        self.data_bytes = data_bytes
+        self.begin = begin
+        self.granule = granule
+        self.used_bytes = 0
+        self._used: dict[int, int] = {}  # start -> end
+        self._used_ending: dict[int, int] = {}  # end -> start
+        self._free: dict[int, int] = {}
+        self._free_ending: dict[int, int] = {}
+        self._sizes: list[int] = []  # the sizes of which there are free extents, ascending
+        self._free_of_size: dict[
+            int, dict[int, None]
+        ] = {}  # a dict is an ordered set: last in, first out
+        self.on_opened: Callable[[int], None] | None = None
+        """Is told the offset of each extent that was freed, and of the neighbours of each that was taken."""
+        if data_bytes:
+            self._add_free(begin, begin + data_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.data_bytes - self.used_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest extent that can be allocated without evicting anything."""
+        return self._sizes[-1] if self._sizes else 0
+
+    def __len__(self) -> int:
+        """How many extents are taken."""
+        return len(self._used)
+
+    def size_of(self, offset: int) -> int:
+        """Bytes of the extent that begins at `offset`. Raises `KeyError` when none does."""
+        return self._used[offset] - offset
+
+    def is_taken(self, offset: int) -> bool:
+        """Whether a taken extent begins there."""
+        return offset in self._used
+
+    def end_of(self, offset: int) -> int | None:
+        """Where the extent ends, taken or free, that begins there; None when none does."""
+        return self._used.get(offset) or self._free.get(offset)
+
+    def begin_of(self, end: int) -> int | None:
+        """Where the extent begins, taken or free, that ends there; None when none does."""
+        begin = self._used_ending.get(end)
+        return self._free_ending.get(end) if begin is None else begin
+
+    def hole_before(self, offset: int) -> int:
+        """Where the free extent begins that ends at `offset`, or else `offset`."""
+        return self._free_ending.get(offset, offset)
+
+    def extents(self) -> list[tuple[int, int]]:
+        """(offset, size) of all taken extents in address order; for checks."""
+        return [(start, end - start) for start, end in sorted(self._used.items())]
+
+    def free_extents(self) -> list[tuple[int, int]]:
+        """(offset, size) of all free extents in address order; for checks."""
+        return [(start, end - start) for start, end in sorted(self._free.items())]
+
+    def allocate(self, size_bytes: int) -> int | None:
+        """Offset of a new extent, or None when no free extent is long enough.
+
+        `size_bytes` is a positive number of whole granules; anything else raises `ValueError`.
+        """
+        self._check_size(size_bytes)
+        position = bisect_left(self._sizes, size_bytes)
+        if position == len(self._sizes):
+            return None
+        found = self._sizes[position]
+        start = next(reversed(self._free_of_size[found]))
+        self._drop_free(start, found)
+        end = start + size_bytes
+        if found > size_bytes:
+            self._add_free(end, start + found)
+        self._take(start, end)
+        return start
+
+    def claim(self, offset: int) -> int | None:
+        """Take the whole free extent that begins at `offset`. None when none does."""
+        end = self._free.get(offset)
+        if end is None:
+            return None
+        self._drop_free(offset, end - offset)
+        self._take(offset, end)
+        return offset
+
+    def grow(self, offset: int) -> int:
+        """Have a taken extent take the free one behind it, if there is one; how many bytes came with it."""
+        end = self._used[offset]
+        new_end = self._free.get(end)
+        if new_end is None:
+            return 0
+        self._drop_free(end, new_end - end)
+        del self._used_ending[end]
+        self.used_bytes -= end - offset
+        self._take(offset, new_end)
+        return new_end - end
+
+    def _take(self, start: int, end: int) -> None:
+        self._used[start] = end
+        self._used_ending[end] = start
+        self.used_bytes += end - start
+        if self.on_opened is not None:
+            self.on_opened(end)
+            before = self.begin_of(start)
+            if before is not None:
+                self.on_opened(before)
+
+    def take(self, extents: Iterable[tuple[int, int]]) -> None:
+        """Have these (offset, size) taken, of whole granules, in the order of their offsets: for an allocator of which
+        nothing was taken yet."""
+        assert not self._used, "extents can be named in the beginning only"
+        end = self.begin + self.data_bytes
+        self._drop_free(self.begin, self.data_bytes)
+        position = self.begin
+        for start, size in extents:
+            assert position <= start < start + size <= end, "not in order, or outside"
+            if position < start:
+                self._add_free(position, start)
+            position = start + size
+            self._used[start] = position
+            self._used_ending[position] = start
+            self.used_bytes += size
+        if position < end:
+            self._add_free(position, end)
+
+    def free(self, offset: int) -> None:
+        """Give an extent back. Raises `KeyError` when none begins at `offset`."""
+        end = self._used.pop(offset)
+        del self._used_ending[end]
+        self.used_bytes -= end - offset
+        self._merge_free(offset, end)
+
+    def shrink(self, offset: int, size_bytes: int) -> None:
+        """Give back the tail of an extent, of which `size_bytes` remain."""
+        self._check_size(size_bytes)
+        end = self._used[offset]
+        kept = offset + size_bytes
+        if kept > end:
+            raise ValueError(f"an extent of {end - offset:,} bytes cannot grow to {size_bytes:,}")
+        if kept < end:
+            self._used[offset] = kept
+            del self._used_ending[end]
+            self._used_ending[kept] = offset
+            self.used_bytes -= end - kept
+            self._merge_free(kept, end)
+
+    def windows(
+        self,
+        needed_bytes: int,
+        candidates: Iterable[int],
+        cost: Callable[[int], float | None],
+        count: int = 1,
+    ) -> list[Window]:
+        """`find_windows` in one go."""
+        return run_through(self.find_windows(needed_bytes, candidates, cost, count))
+
+    def find_windows(
+        self,
+        needed_bytes: int,
+        candidates: Iterable[int],
+        cost: Callable[[int], float | None],
+        count: int = 1,
+    ) -> Steps[list[Window]]:
+        """What may be evicted so that `needed_bytes` become free in one piece: some windows, with the cheapest among
+        them; none when there is none. With a `count` above 1, also those that `choose_windows` takes along.
+
+        Each candidate (an evictable extent) is grown over its free and evictable neighbours, the
+        cheaper side first, until it is long enough; `cost` is None for an extent that must stay. Of windows of very
+        many extents few are compared (`MOST_GROWN`).
+        """
+        much_more = MUCH_MORE if count > 1 else 1.0
+        found: list[Window] = []
+        limit = inf
+        grown_extents = 0
+        for candidate in candidates:
+            grown = yield from self._grow_window(candidate, needed_bytes, cost, limit)
+            if grown is not None:
+                found.append(grown)
+                limit = min(limit, grown[0] * much_more)
+                grown_extents += len(grown[1])
+                if grown_extents >= MOST_GROWN:
+                    break
+        return found
+
+    def _grow_window(
+        self, candidate: int, needed: int, cost: Callable[[int], float | None], limit: float
+    ) -> Steps[Window | None]:
+        """Cost and extents of the window around a candidate; None if barred or above `limit`."""
+        total = cost(candidate)
+        if total is None:
+            return None
+        left, right = candidate, self._used[candidate]
+        victims = [candidate]
+        left_cost = right_cost = None
+        look_left = look_right = True
+        while total < limit:
+            if look_left:
+                left = self._free_ending.get(left, left)
+            if look_right:
+                right = self._free.get(right, right)
+            if right - left >= needed:
+                return total, victims
+            if look_left:
+                neighbour = self._used_ending.get(left)
+                left_cost = None if neighbour is None else cost(neighbour)
+            if look_right:
+                right_cost = cost(right) if right in self._used else None
+            look_left = left_cost is not None and (right_cost is None or left_cost <= right_cost)
+            look_right = not look_left and right_cost is not None
+            if look_left and left_cost is not None:
+                total += left_cost
+                left = self._used_ending[left]
+                victims.append(left)
+            elif look_right and right_cost is not None:
+                total += right_cost
+                victims.append(right)
+                right = self._used[right]
+            else:
+                return None
+            if len(victims) % GROWN_PER_STEP == 0:
+                yield
+                if not (self._is_edge(left) and self._is_edge(right)):
+                    return None  # others had their turn, and it is another neighbourhood now
+                left_cost = right_cost = None
+                look_left = look_right = True
+        return None
+
+    def _is_edge(self, offset: int) -> bool:
+        """Whether an extent begins or ends there."""
+        return self.end_of(offset) is not None or self.begin_of(offset) is not None
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes <= 0 or size_bytes % self.granule:
+            raise ValueError(
+                f"{size_bytes:,} bytes are not a whole number of granules of {self.granule:,}"
+            )
+
+    def _merge_free(self, start: int, end: int) -> None:
+        """Add a free extent, together with the free extents that touch it."""
+        before = self._free_ending.get(start)
+        if before is not None:
+            self._drop_free(before, start - before)
+            start = before
+        after_end = self._free.get(end)
+        if after_end is not None:
+            self._drop_free(end, after_end - end)
+            end = after_end
+        self._add_free(start, end)
+        if self.on_opened is not None:
+            self.on_opened(start)
+
+    def _add_free(self, start: int, end: int) -> None:
+        self._free[start] = end
+        self._free_ending[end] = start
+        size = end - start
+        same_size = self._free_of_size.get(size)
+        if same_size is None:
+            self._free_of_size[size] = {start: None}
+            insort(self._sizes, size)
+        else:
+            same_size[start] = None
+
+    def _drop_free(self, start: int, size: int) -> None:
+        del self._free_ending[self._free.pop(start)]
+        same_size = self._free_of_size[size]
+        del same_size[start]
+        if not same_size:
+            del self._free_of_size[size]
+            del self._sizes[bisect_left(self._sizes, size)]

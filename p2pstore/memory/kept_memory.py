@@ -1,0 +1,283 @@
+"""What an earlier life of a peer left in its memory, for the next one to begin with. Pure.
+
+A segment in a file outlives its process, with everything in it that readers check: slots, trailers, chunk sums. Behind
+the segment lies what only its owner's next life has to know:
+
+    a page       the note: which boot of the machine, which cluster, how many lives so far
+    marks        a byte for each slot: whether somebody had its bytes in use
+
+An earlier life's clients may still look at leased objects, and write into reservations, as long as they have the file
+mapped. So the extents of both stay what they are for as long as there are such clients.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from p2pstore.errors import ProtocolError
+from p2pstore.memory.segment_layout import (
+    GRANULE_BYTES,
+    MAX_TRAILER_BYTES,
+    SEGMENT_FORMAT,
+    SLOT_BYTES,
+    Geometry,
+    Slot,
+    SlotState,
+    TrailerBody,
+    decode_segment_header,
+    decode_slot,
+    decode_trailer,
+    extent_bytes,
+    round_up,
+    segment_format_of,
+    trailer_matches,
+    trailer_offset,
+)
+
+KEPT_MAGIC: Final = b"P2PSKPT\0"
+KEPT_FORMAT: Final = 1
+
+# magic, format, slots, boot id, checksums of the cluster's name and of the quotas, lives, checksum of all before it
+_NOTE: Final = struct.Struct("<8sII16sQQQQ")
+_STATE_BYTE: Final = 1
+"""Where a slot has its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Of the life that wrote it. `boot` is the kernel's boot id, 16 bytes; `lives` counts from 1."""
+
+    slots: int
+    boot: bytes
+    cluster: int
+    quotas: int
+    lives: int
+
+
+def encode_note(note: Note) -> bytes:
+    """The first bytes behind a segment that is kept."""
+    fields = (KEPT_MAGIC, KEPT_FORMAT, note.slots, note.boot, note.cluster, note.quotas, note.lives)
+    packed = _NOTE.pack(*fields, 0)[:-8]
+    return packed + xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
+
+
+def decode_note(data: bytes | memoryview) -> Note | None:
+    """None when it is torn, or none at all. Raises `ProtocolError` for a newer format."""
+    packed = bytes(data[: _NOTE.size])
+    if len(packed) < _NOTE.size:
+        return None
+    magic, fmt, slots, boot, cluster, quotas, lives, checksum = _NOTE.unpack(packed)
+    if magic != KEPT_MAGIC or checksum != xxhash.xxh3_64_intdigest(packed[:-8]):
+        return None
+    if fmt != KEPT_FORMAT:
+        raise ProtocolError(f"it has format {fmt}, this version knows {KEPT_FORMAT}")
+    return Note(slots, boot, cluster, quotas, lives)
+
+
+def checksum_of(name: str) -> int:
+    """What a note says of a cluster's name."""
+    return xxhash.xxh3_64_intdigest(name.encode())
+
+
+def checksum_of_quotas(quotas: Mapping[str, int]) -> int:
+    """What a note says of quotas: where they lie in the memory follows from them, in this order."""
+    return xxhash.xxh3_64_intdigest(repr(list(quotas.items())).encode())
+
+
+def tail_bytes(geometry: Geometry) -> int:
+    """How much lies behind the segment, from the next granule on."""
+    return GRANULE_BYTES + round_up(geometry.slots, GRANULE_BYTES)
+
+
+def tail_offset(geometry: Geometry) -> int:
+    """Where it begins, from the segment's start."""
+    return round_up(geometry.total_bytes, GRANULE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptObject:
+    """An object that was there, and whether an earlier life's client may still look at it."""
+
+    number: int
+    slot: Slot
+    trailer: TrailerBody
+    is_viewed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRoom:
+    """Room that an earlier life's client may still write to, or look at, and that holds no object."""
+
+    number: int
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a life begins with. Nothing overlaps, and no digest is there twice."""
+
+    lives: int = 0
+    objects: list[KeptObject] = field(default_factory=list)
+    rooms: list[KeptRoom] = field(default_factory=list)
+
+    @property
+    def numbers(self) -> set[int]:
+        """The slots that are taken."""
+        return {each.number for each in self.objects} | {each.number for each in self.rooms}
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a segment has to be for this life to begin with what is in it. `segment_id` is that of the last life of the
+    same peer; empty when that kept nothing."""
+
+    geometry: Geometry
+    segment_id: bytes
+    boot: bytes
+    cluster: int
+    quotas: int
+
+
+class KeptElsewhere(Exception):
+    """The memory is not this peer's to begin anew, and says why."""
+
+
+def read_kept(view: memoryview, expected: Expected, *, has_users: bool) -> Kept | str:
+    """What can be kept of the memory of an earlier life: `view` is all of it, with what lies behind the segment.
+    `has_users`: whether a client of an earlier life has it mapped. A text when nothing can: why not.
+
+    Raises `KeptElsewhere` when it belongs to somebody else: another cluster, or a newer version of this program.
+    Takes some 15 us an object.
+    """
+    newer = segment_format_of(view)
+    if newer is not None and newer > SEGMENT_FORMAT:
+        raise KeptElsewhere(f"it has format {newer}, this version knows {SEGMENT_FORMAT}")
+    try:
+        header = decode_segment_header(view)
+    except ProtocolError:
+        return "its header is damaged"
+    geometry = header.geometry
+    begin = tail_offset(geometry)
+    try:
+        note = decode_note(view[begin:])
+    except ProtocolError as error:
+        raise KeptElsewhere(str(error)) from None
+    if note is None:
+        return "it was not made to be kept, or is damaged"
+    if note.cluster != expected.cluster:
+        raise KeptElsewhere("it is of a peer of another cluster")
+    if geometry != expected.geometry or len(view) < begin + tail_bytes(geometry):
+        return "memory has another size now"
+    if note.boot != expected.boot:
+        return "it is from before this machine was started"
+    if header.segment_id != expected.segment_id or not expected.segment_id:
+        return "it is not what this peer's last life had"
+    if has_users and note.quotas != expected.quotas:
+        return "quotas have changed, while clients of earlier still have it mapped"
+    marks = view[begin + GRANULE_BYTES : begin + GRANULE_BYTES + geometry.slots]
+    return _Scan(view, geometry, marks if has_users else None).kept(note.lives)
+
+
+class _Scan:
+    """Going over all slots once. `marks` only when somebody of an earlier life may have memory in use."""
+
+    def __init__(self, view: memoryview, geometry: Geometry, marks: memoryview | None) -> None:
+        self._view = view
+        self._geometry = geometry
+        self._marks = marks
+        self._objects: dict[bytes, KeptObject] = {}
+        self._rooms: list[KeptRoom] = []
+        self._unclear = False
+
+    def kept(self, lives: int) -> Kept | str:
+        for number in self._numbers():
+            self._look_at(number)
+        objects = self._apart(list(self._objects.values()))
+        if self._unclear:
+            return "what clients of earlier have in use there cannot be told from the rest"
+        return Kept(lives, objects, self._rooms)
+
+    def _numbers(self) -> list[int]:
+        """Slots that say anything, or that are marked."""
+        slots = self._geometry.slots
+        begin = self._geometry.slots_offset
+        table = np.frombuffer(self._view, np.uint8, slots * SLOT_BYTES, begin)
+        wanted = table[_STATE_BYTE::SLOT_BYTES] != SlotState.FREE
+        if self._marks is not None:
+            wanted |= np.frombuffer(self._marks, np.uint8) != 0
+        numbers: list[int] = np.flatnonzero(wanted).tolist()
+        return numbers
+
+    def _look_at(self, number: int) -> None:
+        begin = self._geometry.slots_offset + number * SLOT_BYTES
+        slot = decode_slot(bytes(self._view[begin : begin + SLOT_BYTES]))
+        marked = self._marks is not None and self._marks[number] != 0
+        if slot is None or not self._lies_inside(slot):
+            # Who is killed while it writes a slot leaves half of it.
+            self._unclear |= marked
+            return
+        if slot.state in (SlotState.LIVE, SlotState.RETURNED):
+            trailer = self._trailer_of(slot)
+            if trailer is not None:
+                self._keep(KeptObject(number, slot, trailer, marked))
+                return
+        if marked or (self._marks is not None and slot.state is SlotState.FILLING):
+            self._keep_room(number, slot)
+
+    def _lies_inside(self, slot: Slot) -> bool:
+        geometry = self._geometry
+        offset = slot.offset - geometry.data_offset
+        size = extent_bytes(slot.length, slot.trailer_length)
+        return 0 <= offset <= geometry.data_bytes - size and size > 0 == offset % GRANULE_BYTES
+
+    def _trailer_of(self, slot: Slot) -> TrailerBody | None:
+        begin = slot.offset + trailer_offset(slot.length)
+        if not 0 < slot.trailer_length <= MAX_TRAILER_BYTES:
+            return None
+        trailer = decode_trailer(self._view[begin : begin + slot.trailer_length])
+        return trailer if trailer is not None and trailer_matches(trailer, slot) else None
+
+    def _keep(self, found: KeptObject) -> None:
+        """Of two versions, which there are for the moment in which one takes the place of the other, the newer."""
+        other = self._objects.get(found.slot.digest)
+        if other is not None and other.slot.version >= found.slot.version:
+            found, other = other, found
+        self._objects[found.slot.digest] = found
+        if other is not None and other.is_viewed:
+            self._keep_room(other.number, other.slot)
+
+    def _keep_room(self, number: int, slot: Slot) -> None:
+        size = extent_bytes(slot.length, slot.trailer_length)
+        self._rooms.append(KeptRoom(number, slot.offset, size))
+
+    def _apart(self, objects: list[KeptObject]) -> list[KeptObject]:
+        """Those that overlap nothing. A peer writes no slots that do: then something is wrong with both."""
+        extents = [
+            (each.slot.offset, extent_bytes(each.slot.length, each.slot.trailer_length), each)
+            for each in objects
+        ]
+        everything: list[tuple[int, int, KeptObject | None]] = [*extents]
+        everything += [(room.offset, room.size_bytes, None) for room in self._rooms]
+        everything.sort(key=lambda extent: extent[0])
+        bad: set[int] = set()
+        end, last = 0, -1
+        for position, (offset, size, _) in enumerate(everything):
+            if offset < end:
+                bad |= {last, position}
+            if offset + size > end:
+                end, last = offset + size, position
+        for position in bad:
+            found = everything[position][2]
+            self._unclear |= found is None or found.is_viewed
+        return [
+            found
+            for position, (_, _, found) in enumerate(everything)
+            if found is not None and position not in bad
+        ]

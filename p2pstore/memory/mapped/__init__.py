@@ -1,0 +1,1 @@
+"""Mapped memory behind a segment: shared memory, files, NUMA, memory kept across restarts."""

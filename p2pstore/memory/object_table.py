@@ -1,0 +1,273 @@
+"""What a segment's owner publishes: header, key index, object slots and trailers. Pure.
+
+The order of writes matters to readers: trailer, slot, index entry when an object appears; index
+entry, then slot when it goes. Nothing that was written is believed when it is read back: clients that write map it
+all, and may write anywhere. What they spoil is written anew (`restore_header` and the like).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from itertools import islice
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from p2pstore.memory.entries import ObjectEntry, Reservation
+from p2pstore.memory.key_index import KeyIndex
+from p2pstore.memory.segment_layout import (
+    FREE_SLOT,
+    INDEX_ENTRY_BYTES,
+    MAX_TRAILER_BYTES,
+    SEGMENT_STATE_OFFSET,
+    SLOT_BYTES,
+    SLOT_FLAG_LASTING,
+    SLOT_FLAG_SOFT,
+    SLOT_FLAG_TENSOR,
+    Geometry,
+    SegmentHeader,
+    SegmentState,
+    Slot,
+    SlotState,
+    TrailerBody,
+    decode_index_entry,
+    decode_trailer,
+    encode_segment_header,
+    encode_slot,
+    encode_trailer,
+    pack_slot,
+    trailer_offset,
+)
+from p2pstore.objects import Version
+
+
+def slot_of(entry: ObjectEntry) -> Slot:
+    """The entry as its slot says it."""
+    return Slot(
+        state=entry.state,
+        digest=entry.digest,
+        version=entry.version,
+        offset=entry.offset,
+        length=entry.length,
+        trailer_length=entry.trailer_length,
+        flags=_flags_of(entry),
+    )
+
+
+def _flags_of(entry: ObjectEntry) -> int:
+    return (
+        SLOT_FLAG_SOFT * entry.soft
+        | SLOT_FLAG_TENSOR * bool(entry.dtype)
+        | SLOT_FLAG_LASTING * (not entry.expires_unix_ms)
+    )
+
+
+class ObjectTable:
+    """Writes the parts of a segment that describe objects; at first there are none. Slots of the numbers `kept` are
+    taken, and stay as they are."""
+
+    def __init__(
+        self,
+        buffer: memoryview,
+        segment_id: bytes,
+        incarnation: int,
+        geometry: Geometry,
+        kept: Set[int] = frozenset(),
+    ) -> None:
+        if len(buffer) < geometry.total_bytes:
+            raise ValueError(
+                f"the segment needs {geometry.total_bytes:,} bytes, the buffer has {len(buffer):,}"
+            )
+        self.geometry = geometry
+        self._buffer = buffer
+        self._slots_offset = geometry.slots_offset
+        self._free_slots: list[int] = []
+        self._unused_slots = (each for each in range(geometry.slots) if each not in kept)
+        memory = np.frombuffer(buffer, np.uint8)
+        memory[geometry.index_offset : geometry.slots_offset].fill(0)
+        slots_end = geometry.slots_offset + geometry.slots * SLOT_BYTES
+        if kept:
+            free = np.ones(geometry.slots, np.bool_)
+            free[list(kept)] = False
+            memory[geometry.slots_offset : slots_end].reshape(-1, SLOT_BYTES)[free] = 0
+        else:
+            memory[geometry.slots_offset : slots_end].fill(0)
+        memory[slots_end : geometry.data_offset].fill(0)
+        self._index = KeyIndex(buffer[geometry.index_offset :], geometry.index_entries)
+        slots = memory[geometry.slots_offset : slots_end]
+        self._slots: NDArray[np.uint8] = slots.reshape(-1, SLOT_BYTES)
+        header = SegmentHeader(segment_id, incarnation, geometry, SegmentState.OPEN)
+        self._header = encode_segment_header(header)
+        self._write(0, self._header)
+
+    def take_slot(self) -> int | None:
+        """A free slot number, the one freed last if there is one; None when all are taken."""
+        if self._free_slots:
+            return self._free_slots.pop()
+        return next(self._unused_slots, None)
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether `take_slot` would give one."""
+        if not self._free_slots:
+            self._free_slots += islice(self._unused_slots, 1)
+        return bool(self._free_slots)
+
+    def free_slot(self, number: int) -> None:
+        """Clear the slot and let it be taken again."""
+        self._write(self._slot_offset(number), FREE_SLOT)
+        self._free_slots.append(number)
+
+    def publish(self, entry: ObjectEntry, trailer: bytes) -> None:
+        """Make a filled extent an object that readers find, in place of one of the same digest."""
+        start = entry.offset + trailer_offset(entry.length)
+        self._buffer[start : start + len(trailer)] = trailer
+        self.write_slot(entry)
+        self._index.set(entry.digest, entry.slot)
+
+    def publish_returned(self, entry: ObjectEntry) -> None:
+        """Have readers find an object that lies there, trailer and all, as it was in an earlier life."""
+        self.write_slot(entry)
+        self._index.set(entry.digest, entry.slot)
+
+    def write_reservation(self, reservation: Reservation) -> None:
+        """Say in its slot that somebody may write there."""
+        filling = Slot(
+            SlotState.FILLING, bytes(16), Version(0, 0), reservation.offset, reservation.capacity, 0
+        )
+        self._write(self._slot_offset(reservation.slot), encode_slot(filling))
+
+    def withdraw(self, entry: ObjectEntry) -> None:
+        """Readers no longer find the object; its slot stays as it is."""
+        self._index.remove(entry.digest)
+
+    def write_slot(self, entry: ObjectEntry) -> None:
+        """Bring the slot up to date with the entry."""
+        packed = pack_slot(
+            entry.state,
+            entry.digest,
+            entry.version,
+            entry.offset,
+            entry.length,
+            entry.trailer_length,
+            _flags_of(entry),
+        )
+        start = self._slots_offset + entry.slot * SLOT_BYTES
+        self._buffer[start : start + SLOT_BYTES] = packed
+
+    def write_care(self, entry: ObjectEntry) -> None:
+        """Bring the trailer's pin, replica count and end up to date with the entry. The first two are one byte in
+        msgpack (at most 127). An end that is new makes the trailer longer: it is left out of the trailer where the
+        extent has no room for it, and the owner alone acts on it."""
+        trailer = decode_trailer(self.trailer_bytes(entry))
+        if trailer is None:
+            return
+        care = msgspec.structs.replace(trailer, pin=int(entry.pin), replicas=entry.replicas)
+        packed = encode_trailer(
+            msgspec.structs.replace(care, expires_unix_ms=entry.expires_unix_ms)
+        )
+        room = min(entry.extent_bytes - trailer_offset(entry.length), MAX_TRAILER_BYTES)
+        if len(packed) > room:
+            packed = encode_trailer(care)
+        self._write(entry.offset + trailer_offset(entry.length), packed)
+        entry.trailer_length = len(packed)
+        self._restore(self._slot_offset(entry.slot), encode_slot(slot_of(entry)))
+
+    def write_proof(self, entry: ObjectEntry, proof: bytes) -> None:
+        """Add a proof to a trailer that has none, where the extent has room for it."""
+        trailer = decode_trailer(self.trailer_bytes(entry))
+        if trailer is None or trailer.proof:
+            return
+        packed = encode_trailer(msgspec.structs.replace(trailer, proof=proof))
+        if len(packed) > min(entry.extent_bytes - trailer_offset(entry.length), MAX_TRAILER_BYTES):
+            return
+        self._write(entry.offset + trailer_offset(entry.length), packed)
+        entry.trailer_length = len(packed)
+        self.write_slot(entry)
+
+    def slot_bytes(self, entry: ObjectEntry) -> bytes:
+        """A copy of the entry's slot."""
+        start = self._slot_offset(entry.slot)
+        return bytes(self._buffer[start : start + SLOT_BYTES])
+
+    def slot_rows(self, numbers: list[int]) -> NDArray[np.uint8]:
+        """Copies of many slots, a row of 64 bytes each. From any thread: one that is being changed may be torn, as
+        its checksum shows."""
+        return self._slots[numbers]
+
+    def trailer_bytes(self, entry: ObjectEntry) -> bytes:
+        """A copy of the entry's trailer."""
+        start = entry.offset + trailer_offset(entry.length)
+        return bytes(self._buffer[start : start + entry.trailer_length])
+
+    def published(self) -> dict[bytes, int]:
+        """Digest -> slot number of all index entries, read from the buffer; for checks."""
+        begin = self.geometry.index_offset
+        end = begin + self.geometry.index_entries * INDEX_ENTRY_BYTES
+        entries = (
+            decode_index_entry(self._buffer, position)
+            for position in range(begin, end, INDEX_ENTRY_BYTES)
+        )
+        return {digest: slot for digest, slot, used in entries if used}
+
+    def restore_header(self) -> bool:
+        """Write the header anew if another process wrote there. Whether it had."""
+        return self._restore(0, self._header)
+
+    def restore_index(self, first: int, count: int) -> int:
+        """The same for entries of the index; how many were changed."""
+        return self._index.restore(first, count)
+
+    def restore_slot(self, number: int, held: ObjectEntry | Reservation | None) -> bool:
+        """The same for the slot of what is held there."""
+        if isinstance(held, ObjectEntry):
+            expected = encode_slot(slot_of(held))
+        elif held is None:
+            expected = FREE_SLOT
+        else:  # nobody reads it
+            return False
+        return self._restore(self._slot_offset(number), expected)
+
+    def restore_trailer(self, entry: ObjectEntry, sums: bytes) -> bool:
+        """The same for the trailer of an object whose payload has these chunk sums. False, too, when it cannot be made
+        anew."""
+        trailer = TrailerBody(
+            entry.namespace,
+            entry.key,
+            sums,
+            entry.expires_unix_ms,
+            entry.replicas,
+            int(entry.pin),
+            entry.dtype,
+            tuple(entry.shape),
+        )
+        packed = encode_trailer(trailer)
+        if len(packed) != entry.trailer_length:
+            return False
+        return self._restore(entry.offset + trailer_offset(entry.length), packed)
+
+    def _restore(self, offset: int, expected: bytes) -> bool:
+        if self._buffer[offset : offset + len(expected)] == expected:
+            return False
+        self._write(offset, expected)
+        return True
+
+    def close(self) -> None:
+        """Mark the segment as one that nobody keeps any more."""
+        begin, end = SEGMENT_STATE_OFFSET, SEGMENT_STATE_OFFSET + 4
+        closed = int(SegmentState.CLOSED).to_bytes(4, "little")
+        self._header = self._header[:begin] + closed + self._header[end:]
+        self._write(0, self._header)  # all of it: the next life may begin with this memory
+
+    def detach(self) -> None:
+        """Let go of the buffer."""
+        self._buffer = memoryview(b"")
+        self._slots = np.empty((0, SLOT_BYTES), np.uint8)
+        self._index.detach()
+
+    def _slot_offset(self, number: int) -> int:
+        return self.geometry.slots_offset + number * SLOT_BYTES
+
+    def _write(self, offset: int, data: bytes) -> None:
+        self._buffer[offset : offset + len(data)] = data

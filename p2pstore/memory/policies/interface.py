@@ -1,0 +1,70 @@
+"""What a policy of eviction says, and what it is told. Pure.
+
+A policy says in which order the objects of one rank would go, and what losing one costs. Which of them do go, the
+allocator's windows decide; what may not go at all, and which rank goes first, is for `eviction` to say. Every step
+takes constant time, and what a policy remembers of objects that are gone is bounded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Final
+
+from p2pstore.memory.entries import ObjectEntry
+
+LOST_FOR_GOOD: Final = 4.0
+"""So much more does it cost to lose what is not on the SSD as well, nor kept by another peer."""
+
+NEW_SHARE: Final = 0.1
+"""Of a rank's bytes: so much is for what is new, where a policy sets room apart for that."""
+
+
+class EvictionQueue(ABC):
+    """The objects of one rank."""
+
+    @abstractmethod
+    def add(self, entry: ObjectEntry) -> None:
+        """Queue an entry that is in no queue, as one that was used at its `last_access`."""
+
+    @abstractmethod
+    def remove(self, entry: ObjectEntry) -> None:
+        """Take out an entry of this queue."""
+
+    @abstractmethod
+    def used(self, entry: ObjectEntry) -> None:
+        """An entry of this queue was used at its `last_access`."""
+
+    @abstractmethod
+    def coldest(self) -> Iterator[ObjectEntry]:
+        """What would go first. Nothing may change the queue until the last one was taken."""
+
+
+class EvictionPolicy(ABC):
+    """What one segment knows of the worth of its objects. All times are Unix seconds."""
+
+    @abstractmethod
+    def new_queue(self) -> EvictionQueue:
+        """A queue for one rank."""
+
+    @abstractmethod
+    def cost(self, entry: ObjectEntry, now: float) -> float:
+        """What losing the entry costs, above 0; compared within a rank, and summed over windows."""
+
+    @abstractmethod
+    def admitted(self, entry: ObjectEntry, now: float) -> None:
+        """A new entry, before it is queued."""
+
+    @abstractmethod
+    def read(self, entry: ObjectEntry, count: int, now: float) -> None:
+        """An entry is read `count` times, queued or not; its `last_access` is still that of the use before."""
+
+    @abstractmethod
+    def evicted(self, entry: ObjectEntry) -> None:
+        """An entry had to go for others."""
+
+
+def worth(entry: ObjectEntry) -> float:
+    """Bytes lost, and less lost where the SSD has them, or somebody else."""
+    kept = entry.on_ssd or entry.is_kept_elsewhere
+    return (1.0 if kept else LOST_FOR_GOOD) * entry.extent_bytes

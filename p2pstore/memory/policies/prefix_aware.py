@@ -1,0 +1,168 @@
+"""For chains of blocks: tails before heads, and what is read again later than the rest. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from heapq import merge
+from itertools import chain
+from typing import Final
+
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.entry_list import EntryList
+from p2pstore.memory.policies.ghosts import Ghosts
+from p2pstore.memory.policies.interface import (
+    NEW_SHARE,
+    EvictionPolicy,
+    EvictionQueue,
+    worth,
+)
+from p2pstore.memory.segment_layout import SlotState
+
+MOST_CREDITS: Final = 3
+CORRELATED_SECONDS: Final = 1.0
+"""Reads so soon after the last use are part of it: of several ranks of one engine, or of who just wrote it."""
+GAP_WEIGHT: Final = 0.002
+"""Of one more observation in the geometric mean, which a few very long gaps hardly move: it follows some hundred
+requests of some blocks each."""
+BURST_SECONDS: Final = 2.0
+"""A block that is used so soon after the one before it is used together with that."""
+MOST_ANCESTORS: Final = 1_024
+FOLLOWED: Final = 2.0
+"""So much more does it cost to lose a block that others of its chain build on: less than what keeps it from going
+ahead of need, with those others (`allocator.MUCH_MORE`)."""
+
+
+class PrefixAware(EvictionPolicy):
+    """For chains of blocks that are read from their heads: what is read again stays for one typical gap longer.
+
+    *Credits*: the pause between two turns of a conversation is longer than small caches keep anything, but typical of
+    the load. An object that was read again before is more likely to be read once more, so each such read (up to three)
+    lets it stay for as long as the gap that was typical lately: it goes when its last use, plus that gap for each
+    credit, lies furthest back. Credits and gaps are also learned from what comes back after it was evicted, and so
+    also where everything goes before it could be read again. A tenth of the room is for objects without credit.
+
+    *Chains*: a block is worth nothing without those before it. A block is queued just before the block that it follows,
+    when both were used together, so that tails go first; and its use is a use of those before it, although whoever
+    reads it may have them already. (`follows` is set by who knows the chain; without it, blocks are ordered alone.)
+    """
+
+    def __init__(self) -> None:
+        self.gap_seconds = 0.0
+        """The typical time between two uses of an object."""
+        self._ghosts = Ghosts()
+        self._queued = 0
+
+    def new_queue(self) -> EvictionQueue:
+        return _CreditQueue(self)
+
+    def stays_until(self, entry: ObjectEntry) -> float:
+        """The larger, the longer it stays; of the dimension of Unix seconds."""
+        return entry.last_access + entry.standing * self.gap_seconds
+
+    def cost(self, entry: ObjectEntry, now: float) -> float:
+        age = max(0.0, now - entry.last_access)
+        idle = age + (MOST_CREDITS - entry.standing) * self.gap_seconds
+        return worth(entry) * (FOLLOWED if entry.followers else 1.0) / (1.0 + idle)
+
+    def admitted(self, entry: ObjectEntry, now: float) -> None:
+        known = self._ghosts.take(entry.digest)
+        if known is None:
+            entry.standing = 0
+            return
+        credits, last_access = known
+        entry.standing = self._earned(credits, now - last_access)
+
+    def read(self, entry: ObjectEntry, count: int, now: float) -> None:
+        if count:
+            entry.standing = self._earned(entry.standing, now - entry.last_access)
+
+    def evicted(self, entry: ObjectEntry) -> None:
+        self._ghosts.add(entry, self._queued)
+
+    def queued(self, by: int) -> None:
+        """So many more entries are in queues: as many ghosts are kept."""
+        self._queued += by
+
+    def _earned(self, credits: int, gap: float) -> int:
+        """Credits after one more use, `gap` seconds after the one before."""
+        if gap < CORRELATED_SECONDS:
+            return credits
+        if credits < MOST_CREDITS:  # what all share, such as a system prompt, is read all the time
+            usual = self.gap_seconds or gap
+            self.gap_seconds = usual * (gap / usual) ** GAP_WEIGHT
+        return min(MOST_CREDITS, credits + 1)
+
+
+class _CreditQueue(EvictionQueue):
+    """A list for each number of credits; each of them in order of last use."""
+
+    def __init__(self, policy: PrefixAware) -> None:
+        self._policy = policy
+        self._lists = tuple(EntryList() for _ in range(MOST_CREDITS + 1))
+
+    def add(self, entry: ObjectEntry) -> None:
+        self._policy.queued(1)
+        self._place(entry)
+
+    def remove(self, entry: ObjectEntry) -> None:
+        self._policy.queued(-1)
+        assert entry.within is not None
+        entry.within.remove(entry)
+
+    def used(self, entry: ObjectEntry) -> None:
+        assert entry.within is not None
+        entry.within.remove(entry)
+        self._place(entry)
+
+    def coldest(self) -> Iterator[ObjectEntry]:
+        new, again = self._lists[0], self._lists[1:]
+        if self._spares_new:
+            return chain(self._in_order(again), new)
+        return self._in_order(self._lists)
+
+    def _in_order(self, lists: Iterable[EntryList]) -> Iterator[ObjectEntry]:
+        filled = [each for each in lists if each.coldest is not None]
+        return iter(filled[0]) if len(filled) == 1 else merge(*filled, key=self._policy.stays_until)
+
+    @property
+    def _spares_new(self) -> bool:
+        """Whether what was not read again has so little room that it could not be. But what others build on does not
+        go for that: those would be among the new ones, and worth nothing."""
+        new, again = self._lists[0], self._lists[1:]
+        coldest = [each.coldest for each in again if each.coldest is not None]
+        if not coldest or new.bytes >= NEW_SHARE * sum(each.bytes for each in self._lists):
+            return False
+        return not min(coldest, key=self._policy.stays_until).followers
+
+    def _place(self, entry: ObjectEntry) -> None:
+        queue, before = self._lists[entry.standing], entry.follows
+        if before is None:
+            queue.append(entry)
+        elif before.within is queue and _together(before, entry):
+            queue.insert_before(entry, before)
+        else:
+            queue.append(entry)
+            self._raise_ancestors(entry)
+
+    def _raise_ancestors(self, entry: ObjectEntry) -> None:
+        """Those before a block stay as long as it does. Once done, it need not be done again within the burst."""
+        block = entry
+        for _ in range(MOST_ANCESTORS):
+            ancestor = block.follows
+            if ancestor is None:
+                return
+            if ancestor.state is not SlotState.LIVE:
+                block.follows = None
+                return
+            if ancestor.standing >= entry.standing and _together(ancestor, entry):
+                return
+            ancestor.standing = max(ancestor.standing, entry.standing)
+            ancestor.last_access = max(ancestor.last_access, entry.last_access)
+            if ancestor.within in self._lists:
+                ancestor.within.remove(ancestor)
+                self._lists[ancestor.standing].append(ancestor)
+            block = ancestor
+
+
+def _together(before: ObjectEntry, entry: ObjectEntry) -> bool:
+    return before.last_access >= entry.last_access - BURST_SECONDS

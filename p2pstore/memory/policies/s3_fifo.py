@@ -1,0 +1,104 @@
+"""S3-FIFO: two queues that nothing moves in when it is read. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.entry_list import EntryList
+from p2pstore.memory.policies.ghosts import Ghosts
+from p2pstore.memory.policies.interface import (
+    NEW_SHARE,
+    EvictionPolicy,
+    EvictionQueue,
+    worth,
+)
+
+MOST_READS_COUNTED: Final = 3
+READS_TO_STAY: Final = 2
+"""What was read so often while it was new joins the main queue."""
+MOST_PROMOTED: Final = 1_024
+"""In one step: half a millisecond. Where even more were read since room was needed last, one of them goes."""
+_MAIN: Final = 4
+"""The bit of `standing` that says in which of both queues an entry is; the lower two count its reads."""
+
+
+class S3Fifo(EvictionPolicy):
+    """S3-FIFO (Yang et al., SOSP 2023): new objects pass a small queue, and only those that are read there, or come
+    back soon after they were evicted from it, take room for long. Queues are measured in bytes, as objects differ.
+
+    An entry that is leased leaves its queue, and comes back at its end.
+    """
+
+    def __init__(self) -> None:
+        self._ghosts = Ghosts(least=0)
+        self._queued = 0
+
+    def new_queue(self) -> EvictionQueue:
+        return _SmallAndMain(self)
+
+    def cost(self, entry: ObjectEntry, now: float) -> float:
+        reads = (entry.standing & MOST_READS_COUNTED) + (entry.standing & _MAIN)
+        return worth(entry) * (1 + reads) / (1.0 + max(0.0, now - entry.last_access))
+
+    def admitted(self, entry: ObjectEntry, now: float) -> None:
+        entry.standing = 0 if self._ghosts.take(entry.digest) is None else _MAIN
+
+    def read(self, entry: ObjectEntry, count: int, now: float) -> None:
+        reads = min(MOST_READS_COUNTED, (entry.standing & MOST_READS_COUNTED) + count)
+        entry.standing = (entry.standing & _MAIN) | reads
+
+    def evicted(self, entry: ObjectEntry) -> None:
+        if not entry.standing & _MAIN:
+            self._ghosts.add(entry, int(self._queued * (1 - NEW_SHARE)))
+
+    def queued(self, by: int) -> None:
+        """So many more entries are in queues: as many ghosts are kept as main queues have room for."""
+        self._queued += by
+
+
+class _SmallAndMain(EvictionQueue):
+    def __init__(self, policy: S3Fifo) -> None:
+        self._policy = policy
+        self._small, self._main = EntryList(), EntryList()
+
+    def add(self, entry: ObjectEntry) -> None:
+        self._policy.queued(1)
+        (self._main if entry.standing & _MAIN else self._small).append(entry)
+
+    def remove(self, entry: ObjectEntry) -> None:
+        self._policy.queued(-1)
+        (self._main if entry.within is self._main else self._small).remove(entry)
+
+    def used(self, entry: ObjectEntry) -> None:
+        """Reads were counted; nothing moves before room is needed."""
+
+    def coldest(self) -> Iterator[ObjectEntry]:
+        self._promote()
+        yield from self._small if self._takes_small else self._main
+        yield from self._main if self._takes_small else self._small
+
+    @property
+    def _takes_small(self) -> bool:
+        everything = self._small.bytes + self._main.bytes
+        return self._small.bytes > NEW_SHARE * everything or self._main.coldest is None
+
+    def _promote(self) -> None:
+        """Until the first one that would go has not been read: those before it stay. Each read pays for one step."""
+        for _ in range(MOST_PROMOTED):
+            entry = self._small.coldest if self._takes_small else self._main.coldest
+            if entry is None:
+                return
+            if entry.within is self._small:
+                if entry.standing < READS_TO_STAY:
+                    return
+                self._small.remove(entry)
+                entry.standing = _MAIN
+                self._main.append(entry)
+            else:
+                if entry.standing == _MAIN:
+                    return
+                self._main.remove(entry)
+                entry.standing -= 1
+                self._main.append(entry)

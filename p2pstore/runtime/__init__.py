@@ -1,0 +1,1 @@
+"""Streams, nurseries, turns and budgets that every shell uses."""

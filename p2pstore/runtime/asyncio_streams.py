@@ -1,0 +1,355 @@
+"""The asyncio driver: raw non-blocking sockets, and the loop only to wait for them.
+
+A wait ends before the system call that it was for. So a cancelled task has taken nothing off the
+socket and written nothing into a caller's buffer: asyncio's own `sock_recv_into` receives while the
+task sleeps, and what it received is lost when the task is cancelled before it runs again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import math
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar
+
+from p2pstore.errors import DeadlineExceeded
+from p2pstore.runtime.flow import Flow
+from p2pstore.runtime.streams import (
+    ANCILLARY_BYTES,
+    DEFAULT_PROGRESS_SECONDS,
+    SEND_PIECE_BYTES,
+    BytesLike,
+    Event,
+    HelperTask,
+    StartHelper,
+    advance,
+    check_descriptors,
+    flatten_parts,
+    gather,
+    shut_down,
+    stalled,
+    tune_tcp,
+)
+
+T = TypeVar("T")
+
+BACKLOG_RETRY_SECONDS = 0.01
+
+
+class AsyncioStream:
+    """A `ByteStream` under asyncio. One task may send while another receives."""
+
+    def __init__(
+        self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS
+    ) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self.progress_seconds = progress_seconds
+        self.receive_seconds: float | None = None
+        self._unyielded_bytes = 0
+        self._waits: set[_Wait] = set()
+
+    async def _wait(self, *, writable: bool) -> None:
+        limit_seconds = self.progress_seconds
+        if not writable and self.receive_seconds is not None:
+            limit_seconds = self.receive_seconds
+        wait = _Wait(self._sock.fileno(), writable=writable)
+        self._waits.add(wait)
+        try:
+            ready = await wait.ready(limit_seconds)
+        finally:
+            self._waits.discard(wait)
+        if not ready:
+            raise stalled(limit_seconds)
+        self._unyielded_bytes = 0
+
+    async def _let_others_run(self) -> None:
+        """Once in 2 MiB; before a system call, because a task may be cancelled here."""
+        if self._unyielded_bytes >= SEND_PIECE_BYTES:
+            self._unyielded_bytes = 0
+            await asyncio.sleep(0)
+
+    async def send(self, *parts: BytesLike) -> None:
+        views = flatten_parts(parts)
+        flow, first = Flow(self.progress_seconds), 0
+        while first < len(views):
+            first = await self._send_some(views, first, flow)
+
+    async def send_whole(self, *parts: BytesLike) -> None:
+        views = flatten_parts(parts)
+        flow, first = Flow(self.progress_seconds), 0
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            while first < len(views):
+                try:
+                    first = await self._send_some(views, first, flow)
+                except asyncio.CancelledError as error:
+                    cancelled = error
+        except BaseException:
+            self.close()
+            raise
+        if cancelled is not None:
+            raise cancelled
+
+    async def _send_some(self, views: list[memoryview], first: int, flow: Flow) -> int:
+        """The index of the first view that is not wholly sent. Cancelled, it has sent nothing."""
+        await self._let_others_run()
+        waited_seconds = 0.0
+        while True:
+            try:
+                sent = self._sock.sendmsg(gather(views, first))
+            except BlockingIOError:
+                began = time.monotonic()
+                await self._wait(writable=True)
+                waited_seconds += time.monotonic() - began
+                continue
+            if not flow.moved(sent, waited_seconds):
+                raise flow.too_slow()
+            self._unyielded_bytes += sent
+            return advance(views, first, sent)
+
+    async def receive_into(self, view: memoryview) -> int:
+        await self._let_others_run()
+        while True:
+            try:
+                count = self._sock.recv_into(view)
+            except BlockingIOError:
+                await self._wait(writable=False)
+                continue
+            self._unyielded_bytes += count
+            return count
+
+    receive_soon = receive_into
+
+    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
+        while True:
+            try:
+                count, ancillary, flags, _ = self._sock.recvmsg_into(
+                    [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                await self._wait(writable=False)
+                continue
+            return count, check_descriptors(ancillary, flags)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def abort(self) -> None:
+        shut_down(self._sock)
+
+    def close(self) -> None:
+        for wait in list(self._waits):
+            wait.abort()
+        self._sock.close()
+
+
+class _Wait:
+    """One wait for a socket to become readable or writable. The loop knows the socket only meanwhile."""
+
+    def __init__(self, descriptor: int, *, writable: bool) -> None:
+        if descriptor < 0:
+            raise ConnectionAbortedError("the connection was closed by this side")
+        self._descriptor = descriptor
+        self._writable = writable
+        self._loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[bool] = self._loop.create_future()
+        self._watching = False
+
+    async def ready(self, timeout_seconds: float) -> bool:
+        """Whether the socket became ready within that time. Raises `ConnectionAbortedError` after `abort`."""
+        watch = self._loop.add_writer if self._writable else self._loop.add_reader
+        watch(self._descriptor, _settle, self._outcome, True)
+        self._watching = True
+        expiry = self._loop.call_later(timeout_seconds, _settle, self._outcome, False)
+        try:
+            return await self._outcome
+        finally:
+            expiry.cancel()
+            self._stop_watching()
+
+    def abort(self) -> None:
+        """End the wait, because the socket is about to be closed: its number may be another's then."""
+        self._stop_watching()
+        if not self._outcome.done():
+            closed = ConnectionAbortedError("the connection was closed by this side")
+            self._outcome.set_exception(closed)
+
+    def _stop_watching(self) -> None:
+        if self._watching:
+            self._watching = False
+            forget = self._loop.remove_writer if self._writable else self._loop.remove_reader
+            forget(self._descriptor)
+
+
+def _settle(outcome: asyncio.Future[bool], value: bool) -> None:
+    if not outcome.done():
+        outcome.set_result(value)
+
+
+class _AsyncioEvent:
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[bool] = self._loop.create_future()
+
+    def set(self) -> None:
+        _settle(self._outcome, True)
+
+    async def wait(self, timeout_seconds: float) -> bool:
+        if timeout_seconds == math.inf:
+            return await self._outcome
+        expiry = self._loop.call_later(timeout_seconds, _settle, self._outcome, False)
+        try:
+            return await self._outcome
+        finally:
+            expiry.cancel()
+
+
+class _AsyncioHelper:
+    """A helper of the asyncio driver."""
+
+    def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+        self.task = asyncio.get_running_loop().create_task(work(self))
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether nobody needs to look at it any more."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is None)
+
+    def cancel(self) -> None:
+        self.task.cancel()
+
+    def connected(self) -> None:
+        """A task that is cancelled takes care of its connection itself."""
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel tasks and return when they have ended, through any cancellation, which is raised then. Raises what one
+    of them raised."""
+    for task in tasks:
+        task.cancel()
+    cancelled: asyncio.CancelledError | None = None
+    while any(not task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    failures = [task.exception() for task in tasks if not task.cancelled()]
+    if cancelled is not None:
+        raise cancelled
+    for failure in failures:
+        if failure is not None:
+            raise failure
+
+
+class AsyncioDriver:
+    """The `Driver` of the asyncio client."""
+
+    async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> AsyncioStream:
+        try:
+            async with asyncio.timeout(timeout_seconds) as limit:
+                sock = await _connect_to_first(await _resolve(host, port))
+        except TimeoutError:
+            if not limit.expired():  # the kernel gave up first
+                raise
+            raise DeadlineExceeded(
+                f"{host}:{port} did not answer within {timeout_seconds:g} s"
+            ) from None
+        tune_tcp(sock)
+        return AsyncioStream(sock)
+
+    async def connect_unix(self, path: str, timeout_seconds: float) -> AsyncioStream:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            async with asyncio.timeout(timeout_seconds) as limit:
+                await _connect(sock, path)
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise DeadlineExceeded(
+                    f"{path} did not answer within {timeout_seconds:g} s"
+                ) from None
+            raise
+        return AsyncioStream(sock)
+
+    async def run_in_thread(self, function: Callable[[], T]) -> T:
+        running = asyncio.get_running_loop().run_in_executor(None, function)
+        cancelled: asyncio.CancelledError | None = None
+        while not running.done():
+            try:
+                await asyncio.wait([running])
+            except asyncio.CancelledError as error:  # what it writes to is busy until it returns
+                cancelled = error
+        if cancelled is not None:
+            running.exception()  # nobody else asks for it
+            raise cancelled
+        return running.result()
+
+    @asynccontextmanager
+    async def helpers(self) -> AsyncIterator[StartHelper]:
+        helpers: list[_AsyncioHelper] = []
+
+        def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+            helpers[:] = [each for each in helpers if not each.ended_well]
+            helpers.append(_AsyncioHelper(work))
+
+        try:
+            yield start
+        finally:
+            await _end([helper.task for helper in helpers])
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def lock(self) -> AbstractAsyncContextManager[Any]:
+        return asyncio.Lock()
+
+    def event(self) -> Event:
+        return _AsyncioEvent()
+
+    def interrupted(self, error: Exception) -> BaseException:
+        return error
+
+
+async def _resolve(host: str, port: int) -> list[Any]:
+    """The addresses of a host. A numeric one needs no thread."""
+    numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    with contextlib.suppress(socket.gaierror):
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
+    loop = asyncio.get_running_loop()
+    return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+
+async def _connect_to_first(addresses: list[Any]) -> socket.socket:
+    """A socket connected to the first address that takes it. Raises the last one's error."""
+    error: OSError = OSError("the host has no address")
+    for family, kind, protocol, _, address in addresses:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            await _connect(sock, address)
+        except BaseException as problem:
+            sock.close()
+            if not isinstance(problem, OSError):
+                raise
+            error = problem
+        else:
+            return sock
+    raise error
+
+
+async def _connect(sock: socket.socket, address: Any) -> None:
+    """Connect a fresh socket without blocking. A full backlog of a Unix socket is waited out."""
+    sock.setblocking(False)
+    while (code := sock.connect_ex(address)) == errno.EAGAIN:  # AF_UNIX: the backlog is full
+        await asyncio.sleep(BACKLOG_RETRY_SECONDS)
+    if code == errno.EINPROGRESS:
+        await _Wait(sock.fileno(), writable=True).ready(float("inf"))
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))

@@ -1,0 +1,352 @@
+"""The trio driver: raw non-blocking sockets and `trio.lowlevel` waits, which cost less than trio's
+stream objects on small messages and nothing on large ones."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeVar
+
+import trio
+
+from p2pstore.errors import DeadlineExceeded
+from p2pstore.runtime.flow import Flow
+from p2pstore.runtime.nursery import sole_cause
+from p2pstore.runtime.streams import (
+    ANCILLARY_BYTES,
+    DEFAULT_PROGRESS_SECONDS,
+    MAX_GATHER,
+    SEND_PIECE_BYTES,
+    BytesLike,
+    Event,
+    HelperTask,
+    StartHelper,
+    advance,
+    check_descriptors,
+    flatten_parts,
+    gather,
+    shut_down,
+    stalled,
+    total_bytes,
+    tune_tcp,
+)
+
+T = TypeVar("T")
+
+
+class TrioStream:
+    """A `ByteStream` under trio. One task may send while another receives."""
+
+    def __init__(
+        self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS
+    ) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self.progress_seconds = progress_seconds
+        self.receive_seconds: float | None = None
+        self._unyielded_bytes = 0
+        self._in_thread = False
+        """Whether a thread has the socket."""
+
+    async def _wait_writable(self) -> None:
+        await self._wait(trio.lowlevel.wait_writable, self.progress_seconds)
+
+    async def _wait_readable(self) -> None:
+        limit = self.receive_seconds
+        await self._wait(
+            trio.lowlevel.wait_readable, self.progress_seconds if limit is None else limit
+        )
+
+    async def _wait(
+        self, ready: Callable[[socket.socket], Awaitable[None]], limit_seconds: float
+    ) -> None:
+        try:
+            if limit_seconds == math.inf:  # a scope would cost as much as the rest
+                await ready(self._sock)
+            else:
+                with trio.move_on_after(limit_seconds) as scope:
+                    await ready(self._sock)
+                if scope.cancelled_caught:
+                    raise stalled(limit_seconds)
+        except (trio.ClosedResourceError, ValueError):  # ValueError: it was closed before
+            raise ConnectionAbortedError("the connection was closed by this side") from None
+        self._unyielded_bytes = 0
+
+    async def _yield_after(self, count: int) -> None:
+        """A cancellation point always; lets other tasks run once in 2 MiB."""
+        self._unyielded_bytes += count
+        if self._unyielded_bytes >= SEND_PIECE_BYTES:
+            self._unyielded_bytes = 0
+            await trio.lowlevel.checkpoint()
+        else:
+            await trio.lowlevel.checkpoint_if_cancelled()
+
+    async def send(self, *parts: BytesLike) -> None:
+        sent = 0
+        if len(parts) <= MAX_GATHER and (size := total_bytes(parts)) <= SEND_PIECE_BYTES:
+            try:  # a small message goes out whole nearly always
+                sent = self._sock.sendmsg(parts)
+            except BlockingIOError:
+                await self._wait_writable()
+            await self._yield_after(sent)
+            if sent == size:
+                return
+        views = flatten_parts(parts)
+        first = advance(views, 0, sent)
+        flow, waited_seconds = Flow(self.progress_seconds), 0.0
+        while first < len(views):
+            try:
+                sent = self._sock.sendmsg(gather(views, first))
+            except BlockingIOError:
+                began = time.monotonic()
+                await self._wait_writable()
+                waited_seconds += time.monotonic() - began
+                continue
+            if not flow.moved(sent, waited_seconds):
+                raise flow.too_slow()
+            waited_seconds = 0.0
+            first = advance(views, first, sent)
+            await self._yield_after(sent)
+
+    async def send_whole(self, *parts: BytesLike) -> None:
+        try:
+            with trio.CancelScope(shield=True):
+                await self.send(*parts)
+        except BaseException:
+            self.close()
+            raise
+
+    async def receive_into(self, view: memoryview) -> int:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while True:
+            try:
+                count = self._sock.recv_into(view)
+            except BlockingIOError:
+                await self._wait_readable()
+                continue
+            # No cancellation from here on: what was taken off the socket would be lost.
+            self._unyielded_bytes += count
+            if self._unyielded_bytes >= SEND_PIECE_BYTES:
+                self._unyielded_bytes = 0
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            return count
+
+    receive_soon = receive_into
+
+    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while True:
+            try:
+                count, ancillary, flags, _ = self._sock.recvmsg_into(
+                    [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                await self._wait_readable()
+                continue
+            return count, check_descriptors(ancillary, flags)
+
+    async def wait_readable_forever(self) -> None:
+        """Wait, without a deadline, until a receive would not block: for servers between requests."""
+        try:
+            await trio.lowlevel.wait_readable(self._sock)
+        except (trio.ClosedResourceError, ValueError):  # ValueError: it was closed before
+            raise ConnectionAbortedError("the connection was closed by this side") from None
+
+    @property
+    def can_lend(self) -> bool:
+        return True
+
+    async def lend(self, work: Callable[[socket.socket], T]) -> T:
+        """Have a thread run `work` on the socket. A cancellation ends the connection."""
+        error: OSError | DeadlineExceeded | None = None
+        await trio.lowlevel.checkpoint_if_cancelled()
+        with self._sock.dup() as sock:  # its number is not given to others while the thread has it
+            self._in_thread = True
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._shut_down_when_cancelled)
+                with trio.CancelScope(
+                    shield=True
+                ):  # the thread uses what is ours until it has ended
+                    try:
+                        # Whoever lends counts the threads.
+                        limiter = trio.CapacityLimiter(1)
+                        result = await trio.to_thread.run_sync(work, sock, limiter=limiter)
+                    except (OSError, DeadlineExceeded) as problem:
+                        error = problem
+                    finally:
+                        self._in_thread = False
+                nursery.cancel_scope.cancel()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if error is not None:
+            raise error
+        return result
+
+    async def _shut_down_when_cancelled(self) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._shut_down_thread()
+
+    def _shut_down_thread(self) -> None:
+        if self._in_thread:
+            shut_down(self._sock)
+
+    def stop_receiving(self) -> None:
+        """Whoever waits to receive gets what has arrived, and then 0 as if the other side had closed."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
+
+    def send_now(self, data: BytesLike) -> int:
+        """Send what the kernel takes at once, without a turn of the event loop: how many bytes that was. Not while
+        another task sends. Raises `OSError`."""
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+
+    def wake_after(self, length_bytes: int) -> None:
+        """Whoever waits to receive is woken when so many bytes have come (or the end), not by each packet: for what
+        comes in bulk over a slow link. To be set back to 1 when fewer may be all that comes."""
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, length_bytes)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def abort(self) -> None:
+        shut_down(self._sock)
+
+    def close(self) -> None:
+        if self._sock.fileno() != -1:
+            self._shut_down_thread()
+            trio.lowlevel.notify_closing(self._sock)
+            self._sock.close()
+
+
+class _TrioEvent:
+    def __init__(self) -> None:
+        self._event = trio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def wait(self, timeout_seconds: float) -> bool:
+        if timeout_seconds == math.inf:  # a scope would cost as much as the rest
+            await self._event.wait()
+            return True
+        with trio.move_on_after(timeout_seconds):
+            await self._event.wait()
+        return self._event.is_set()
+
+
+class _TrioHelper:
+    """A helper of the trio driver."""
+
+    def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+        self._work = work
+        self._scope = trio.CancelScope()
+
+    async def run(self) -> None:
+        with self._scope:
+            await self._work(self)
+
+    def cancel(self) -> None:
+        self._scope.cancel()
+
+    def connected(self) -> None:
+        """A task that is cancelled takes care of its connection itself."""
+
+
+class TrioDriver:
+    """The `Driver` of the peer and of the trio client."""
+
+    async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> TrioStream:
+        with trio.move_on_after(timeout_seconds):
+            addresses = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            error: OSError | None = None
+            for family, kind, protocol, _, address in addresses:
+                sock = socket.socket(family, kind, protocol)
+                try:
+                    await _connect(sock, address)
+                except OSError as problem:
+                    sock.close()
+                    error = problem
+                except BaseException:
+                    sock.close()
+                    raise
+                else:
+                    tune_tcp(sock)
+                    return TrioStream(sock)
+            raise error or OSError(f"{host} has no address")
+        raise DeadlineExceeded(f"{host}:{port} did not answer within {timeout_seconds:g} s")
+
+    async def connect_unix(self, path: str, timeout_seconds: float) -> TrioStream:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with trio.move_on_after(timeout_seconds):
+                await _connect(sock, path)
+                return TrioStream(sock)
+            raise DeadlineExceeded(f"{path} did not answer within {timeout_seconds:g} s")
+        except BaseException:
+            sock.close()
+            raise
+
+    async def run_in_thread(self, function: Callable[[], T]) -> T:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        with trio.CancelScope(shield=True):  # what it writes to is busy until it returns
+            result: T = await trio.to_thread.run_sync(function)
+        return result
+
+    @asynccontextmanager
+    async def helpers(self) -> AsyncIterator[StartHelper]:
+        failure: Exception | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+
+                def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
+                    nursery.start_soon(_TrioHelper(work).run)
+
+                try:
+                    yield start
+                except Exception as error:  # as itself, not in a group
+                    failure = error
+                finally:
+                    nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            cause = sole_cause(group)
+            if cause is group:
+                raise
+            raise cause from None
+        if failure is not None:
+            raise failure
+
+    async def sleep(self, seconds: float) -> None:
+        await trio.sleep(seconds)
+
+    def lock(self) -> AbstractAsyncContextManager[Any]:
+        return trio.Lock()
+
+    def event(self) -> Event:
+        return _TrioEvent()
+
+    def interrupted(self, error: Exception) -> BaseException:
+        return error
+
+
+async def _connect(sock: socket.socket, address: Any) -> None:
+    """Connect a fresh socket without blocking. A full backlog of a Unix socket is waited out."""
+    sock.setblocking(False)
+    while (code := sock.connect_ex(address)) == errno.EAGAIN:  # AF_UNIX: the backlog is full
+        await trio.sleep(0.01)
+    if code == errno.EINPROGRESS:
+        await trio.lowlevel.wait_writable(sock)
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    else:
+        await trio.lowlevel.checkpoint_if_cancelled()
+    if code:
+        raise OSError(code, os.strerror(code))

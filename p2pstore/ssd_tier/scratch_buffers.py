@@ -1,0 +1,55 @@
+"""Aligned memory for what is not read or written in place."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
+
+import trio
+
+from p2pstore.ssd_tier.disk import aligned_buffer
+from p2pstore.ssd_tier.log_layout import PAGE_BYTES
+
+MAX_BUFFERS: Final = 4
+"""Large buffers in use at the same time; whoever wants one more waits."""
+KEPT_BUFFERS: Final = 2
+KEPT_PAGES: Final = 64
+
+
+class ScratchMemory:
+    """Large buffers, a few at a time, and single pages. What is given back is used again, the rest is freed."""
+
+    def __init__(self) -> None:
+        self._limit = trio.CapacityLimiter(MAX_BUFFERS)
+        self._buffers: list[memoryview] = []
+        self._pages: list[memoryview] = []
+
+    @asynccontextmanager
+    async def buffer(self, size_bytes: int) -> AsyncIterator[memoryview]:
+        """At least so many bytes for as long as the block runs, rounded up to whole pages."""
+        rounded = -(-max(1, size_bytes) // PAGE_BYTES) * PAGE_BYTES
+        async with self._limit:
+            memory = self._take(rounded)
+            try:
+                yield memory[:rounded]
+            finally:
+                self._buffers.append(memory)
+                self._buffers.sort(key=len)
+                del self._buffers[:-KEPT_BUFFERS]
+
+    @contextmanager
+    def page(self) -> Iterator[memoryview]:
+        """One page."""
+        memory = self._pages.pop() if self._pages else aligned_buffer(PAGE_BYTES)
+        try:
+            yield memory
+        finally:
+            if len(self._pages) < KEPT_PAGES:
+                self._pages.append(memory)
+
+    def _take(self, size_bytes: int) -> memoryview:
+        for number, memory in enumerate(self._buffers):
+            if len(memory) >= size_bytes:
+                return self._buffers.pop(number)
+        return aligned_buffer(size_bytes)

@@ -1,0 +1,173 @@
+"""A directory whose files this process reads and replaces by name, though others may have planted something there.
+Shell.
+
+Every access goes by the directory's descriptor, and a link is never followed: whoever can write to the directory could
+point it at a file of this process's user. Opening never waits: a named pipe has nobody at its other end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from p2pstore.errors import ConfigError
+from p2pstore.runtime.place_owners import user_name
+from p2pstore.state.regular_file import SAFELY, check_regular, not_regular
+
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class Folder:
+    """An open directory. Methods take the names of its files; they raise `OSError`, and `ConfigError` for what is not a
+    regular file. Close it, or use it as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, _DIRECTORY)
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._descriptor != -1:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def status(self) -> os.stat_result:
+        """Whose the directory is, and who may write to it."""
+        return os.fstat(self._descriptor)
+
+    def owner(self, name: str) -> int:
+        """The user of a file, or of a link itself."""
+        return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_uid
+
+    def open(self, name: str, flags: int, mode: int = 0o600) -> int:
+        """A descriptor of a regular file."""
+        try:
+            descriptor = os.open(
+                name, flags | SAFELY | os.O_NOFOLLOW, mode, dir_fd=self._descriptor
+            )
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise not_regular(self.path / name, "link") from None
+            if error.errno in (errno.EISDIR, errno.ENXIO):  # opened for writing
+                what = "directory" if error.errno == errno.EISDIR else "pipe or a device"
+                raise not_regular(self.path / name, what) from None
+            raise
+        try:
+            check_regular(descriptor, self.path / name)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def read(self, name: str, limit_bytes: int = -1) -> bytes:
+        """The content, or its first bytes."""
+        with os.fdopen(self.open(name, os.O_RDONLY), "rb") as file:
+            return file.read(limit_bytes)
+
+    def replace(self, name: str, data: bytes, mode: int = 0o600) -> None:
+        """Make `data` the content of a file, new or not, durably; or leave the file as it was."""
+        temporary = f"{name}.new"
+        try:
+            with os.fdopen(self.create(temporary, mode), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+            os.fsync(self._descriptor)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._unlink(temporary)
+            raise
+
+    def create_once(self, name: str, data: bytes) -> None:
+        """Make a file of this content (0600), durably and at once, unless there is one already."""
+        temporary = f"{name}.{secrets.token_hex(8)}.new"
+        here = {"src_dir_fd": self._descriptor, "dst_dir_fd": self._descriptor}
+        try:
+            with os.fdopen(self.create(temporary), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, name, follow_symlinks=False, **here)
+            os.fsync(self._descriptor)
+        finally:
+            self.remove(temporary)
+
+    def create(self, name: str, mode: int = 0o600) -> int:
+        """A descriptor of a new file, to be written to. What has its name, left by a process that was killed or
+        planted, goes."""
+        self.remove(name)
+        return self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._unlink(name)
+
+    def folder(self, name: str, *, make: bool = False) -> Folder:
+        """A directory in this one; made (0700) if need be, where that is wanted."""
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self._descriptor)
+        inner = Folder.__new__(Folder)
+        inner.path = self.path / name
+        inner._descriptor = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=self._descriptor)
+        return inner
+
+    def names(self) -> list[str]:
+        """All there is, those first that were changed first."""
+        with os.scandir(self._descriptor) as found:
+            entries = [(each.stat(follow_symlinks=False).st_mtime_ns, each.name) for each in found]
+        return [name for _, name in sorted(entries)]
+
+    def _unlink(self, name: str) -> None:
+        try:
+            os.unlink(name, dir_fd=self._descriptor)
+        except IsADirectoryError:  # somebody made one: it is put aside
+            aside = f"{name}.{secrets.token_hex(4)}"
+            os.rename(name, aside, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+
+def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Make `data` the content of a file, new or not, durably; or leave the file as it was. A link is replaced, not
+    followed. Raises `OSError`, and `ConfigError` for what is not a regular file."""
+    with Folder(path.parent) as folder:
+        folder.replace(path.name, data, mode)
+
+
+def refuse_folder_of_another(folder: Folder, setting: str) -> None:
+    """Raise `ConfigError` when the directory belongs to another user than this process's, or root: that user could
+    exchange what is in it."""
+    _refuse_owner(folder.status().st_uid, folder.path, "could exchange what is in it", setting)
+
+
+def refuse_files_of_others(folder: Folder, setting: str) -> None:
+    """Raise `ConfigError` when something in the directory belongs to such a user, who may have planted it."""
+    for name in folder.names():
+        _refuse_owner(folder.owner(name), folder.path / name, "may have planted it", setting)
+
+
+def _refuse_owner(owner: int, path: Path, what: str, setting: str) -> None:
+    own = os.geteuid()
+    if owner not in (own, 0):
+        raise ConfigError(
+            f"{setting}: {path} belongs to {user_name(owner)}, who {what}, while this process runs as "
+            f"{user_name(own)}: run it as that user, or `chown {own} {path}`, or choose another directory"
+        )

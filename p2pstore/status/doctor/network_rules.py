@@ -1,0 +1,255 @@
+"""Judgements about ports, kernel settings, network interfaces, RDMA devices and GPUs. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from p2pstore.objects import format_bytes
+from p2pstore.status.doctor.finding import Finding, broken, fine, warning
+from p2pstore.topology.hardware import Machine
+from p2pstore.topology.matrix import Matrix
+from p2pstore.transfer.rdma.rdma_rules import GidEntry, choose_gid
+
+CONTROL_PORT: Final = 17946
+DATA_PORT: Final = 17947
+BACKLOG: Final = 512
+"""What the peer's listeners ask for."""
+JUMBO_SPEED_MEGABITS: Final = 25_000
+"""From here on, 1,500-byte frames cost more CPU than the copy."""
+JUMBO_MTU_BYTES: Final = 4096
+PACING: Final = frozenset({"bbr"})
+
+
+def judge_port(port: int, what: str, problem: str, user: str) -> Finding:
+    """`problem`: why it cannot be listened on, or nothing. `user`: the local peer that has it."""
+    name = f"port {port}"
+    if user:
+        return fine(name, f"used by the peer {user}")
+    if problem:
+        return warning(
+            name,
+            problem,
+            f"the usual {what} port is taken, and not by a peer that answers here",
+            f"find out by whom (`ss -ltnp sport = :{port}`), or join with another port",
+        )
+    return fine(name, f"free ({what})")
+
+
+def judge_congestion_control(default: str, used: str) -> Finding:
+    """`default`: the system's; `used`: what a data connection of p2pstore gets."""
+    name = "congestion control"
+    if used in PACING:
+        return warning(
+            name,
+            used,
+            "bbr paces: it halves the throughput on loopback and within a rack",
+            "`modprobe tcp_cubic`, or allow cubic or reno in net.ipv4.tcp_allowed_congestion_control",
+        )
+    return fine(name, used if used == default else f"{used} for data (the default is {default})")
+
+
+def judge_backlog(somaxconn: int) -> Finding:
+    if somaxconn < BACKLOG:
+        return warning(
+            "somaxconn",
+            str(somaxconn),
+            "many peers or clients that connect at once are turned away",
+            f"`sysctl net.core.somaxconn={BACKLOG}` or more",
+        )
+    return fine("somaxconn", str(somaxconn))
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceReading:
+    """A network interface. `speed_megabits` and `numa_node` are None where the driver does not say."""
+
+    name: str
+    up: bool
+    mtu_bytes: int
+    speed_megabits: int | None
+    numa_node: int | None
+    driver: str = ""
+
+
+def judge_interface(reading: InterfaceReading) -> Finding:
+    name = f"interface {reading.name}"
+    speed = "speed not known"
+    if reading.speed_megabits is not None:
+        speed = f"{reading.speed_megabits / 1000:g} Gb/s"
+    parts = ["up" if reading.up else "down", speed, f"MTU {reading.mtu_bytes:,}"]
+    if reading.numa_node is not None:
+        parts.append(f"NUMA node {reading.numa_node}")
+    if reading.driver:
+        parts.append(reading.driver)
+    text = ", ".join(parts)
+    fast = (reading.speed_megabits or 0) >= JUMBO_SPEED_MEGABITS
+    if reading.up and fast and reading.mtu_bytes < JUMBO_MTU_BYTES:
+        return warning(
+            name,
+            text,
+            "small frames keep a core busy at this speed",
+            f"set MTU 9000 on every host and switch of this network (`ip link set {reading.name} mtu 9000`)",
+        )
+    return fine(name, text)
+
+
+USED_PORT: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaPortReading:
+    """One port of an RDMA device. `gids` are its addresses in use."""
+
+    device: str
+    port: int
+    active: bool
+    state: str
+    link_layer: str
+    rate: str
+    gids: tuple[GidEntry, ...]
+
+
+def judge_rdma(ports: Sequence[RdmaPortReading], *, pyverbs_problem: str) -> list[Finding]:
+    """One finding per port, and one for pyverbs where there is a device; `pyverbs_problem` is why it does not
+    load, if it does not."""
+    if not ports:
+        return [fine("rdma", "no device: data goes by shared memory and TCP")]
+    findings = [_judge_rdma_port(port) for port in ports]
+    if pyverbs_problem:
+        findings.append(
+            warning(
+                "pyverbs",
+                "does not load",
+                f"there is an RDMA device, and no library to use it with: {pyverbs_problem}",
+                "install python3-pyverbs of the distribution (pip's does not build everywhere)",
+            )
+        )
+    else:
+        findings.append(fine("pyverbs", "loads"))
+    return findings
+
+
+def _judge_rdma_port(port: RdmaPortReading) -> Finding:
+    name = f"rdma {port.device}/{port.port}"
+    text = f"{port.state.lower()}, {port.link_layer}, {port.rate}"
+    if not port.active:
+        return warning(
+            name,
+            text,
+            "the link is down",
+            "plug the cable in, bring the interface up, or ignore it",
+        )
+    if port.port != USED_PORT:
+        return fine(name, f"{text}; peers use port {USED_PORT} only")
+    if port.link_layer.lower() != "ethernet":
+        return warning(
+            name,
+            text,
+            "peers use RoCE v2 only, not InfiniBand yet",
+            "give peers an address on this network (IP over InfiniBand): they use TCP there",
+        )
+    chosen = choose_gid(port.gids)
+    if chosen is None:
+        return warning(
+            name,
+            text,
+            "no RoCE v2 address that other machines reach",
+            "give the interface an IP address, and enable RoCE v2 in the driver",
+        )
+    address = ipaddress.IPv6Address(chosen.gid)
+    return fine(name, f"{text}, RoCE v2 as {address.ipv4_mapped or address} (GID {chosen.index})")
+
+
+def judge_topology(machine: Machine, matrix: Matrix, *, told: bool) -> list[Finding]:
+    """One finding per memory location, and one for devices whose NUMA node matters and is not known, unless
+    somebody `told` where they are. Nothing without devices."""
+    findings = []
+    for location, choice in matrix.items():
+        text = ", ".join(choice.preferred) or "none preferred"
+        if choice.fallback:
+            text += f"; else {', '.join(choice.fallback)}"
+        findings.append(fine(f"rdma for {location}", text))
+    lost = [nic.name for nic in machine.nics if nic.place.numa_node is None]
+    if lost and len(machine.nodes) > 1 and not told:
+        findings.append(
+            warning(
+                "rdma topology",
+                f"not known: {', '.join(lost)}",
+                "the firmware does not say which NUMA node these devices are near",
+                "say it: `--rdma-topology FILE` of join, or numa_node in their folder under /sys",
+            )
+        )
+    return findings
+
+
+def judge_wrong_topology(problem: str) -> Finding:
+    """`problem`: what is wrong with the matrix that somebody gave."""
+    return broken(
+        "rdma topology",
+        "",
+        problem,
+        "correct it: a peer does not start with it. Without one, this command shows what the machine says",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """A display or 3D controller on the PCI bus."""
+
+    address: str
+    vendor: str
+    numa_node: int | None
+
+
+def judge_gpus(gpus: Sequence[GpuReading]) -> Finding:
+    if not gpus:
+        return fine("gpus", "none on the PCI bus")
+    listed = ", ".join(
+        f"{gpu.address} {gpu.vendor}"
+        + (f" (NUMA node {gpu.numa_node})" if gpu.numa_node is not None else "")
+        for gpu in gpus
+    )
+    return fine("gpus", f"{len(gpus)}: {listed}")
+
+
+# --- SSDs of peers ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SsdReading:
+    """A peer's SSD tier as its statistics have it. `why` is empty as long as `state` is ok."""
+
+    state: str
+    why: str
+    capacity_bytes: int
+    live_bytes: int
+    objects: int
+    damaged: int
+    read_p99_ms: float
+    cure: str = ""
+
+
+def judge_ssd(name: str, ssd: SsdReading) -> Finding:
+    """The SSD of a peer on this machine."""
+    text = (
+        f"{format_bytes(ssd.live_bytes)} of {format_bytes(ssd.capacity_bytes)}, {ssd.objects:,} objects, "
+        f"99 % of reads in {ssd.read_p99_ms:.1f} ms"
+    )
+    measured = {"read_p99_ms": ssd.read_p99_ms, "capacity_bytes": ssd.capacity_bytes}
+    if ssd.state != "ok":
+        state = "is only read" if ssd.state == "read_only" else "is not used any more"
+        return broken(
+            f"{name}: ssd", f"{state}: {text}", ssd.why, ssd.cure or "start the peer again"
+        )
+    if ssd.damaged:
+        return warning(
+            f"{name}: ssd",
+            f"{text}; {ssd.damaged:,} objects were damaged",
+            "what was read was not what had been written; other copies were used, if there were any",
+            "if that number grows, replace the disk",
+            **measured,
+        )
+    return fine(f"{name}: ssd", text, **measured)

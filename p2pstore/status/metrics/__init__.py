@@ -1,0 +1,1 @@
+"""Prometheus metrics of a peer, and the HTTP server that answers them."""

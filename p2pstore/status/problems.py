@@ -1,0 +1,484 @@
+"""What is wrong with a running peer, in words: what it is, why, and what to do. Pure.
+
+The one set of rules for the status page, `stats` and `doctor`, which adds what it finds out about the machine. Nothing
+here is secret, but for the addresses in facts that were gathered for this machine's users: who reads it may be anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS
+from p2pstore.status.doctor.finding import Finding, Status, broken, warning
+from p2pstore.status.doctor.network_rules import SsdReading, judge_ssd
+from p2pstore.status.text import MAX_TEXT_LETTERS, shown
+
+MAX_PROBLEMS: Final = 20
+MAX_NAMES: Final = 5
+"""Named in one sentence."""
+CLOCK_OFF_SECONDS: Final = 1.0
+DISTRUST: Final = 3
+"""Of 8: probes and suspicions take four times as long, and more."""
+LEASED_SHARE: Final = 0.9
+FLOORS_PERMILLE: Final = 800
+"""From here on removals are slowed down."""
+FAILED_PUTS: Final = 0.01
+"""Of all."""
+OVERLOADED_PERMILLE: Final = 1000
+# A cache drops things, readers go on at the next holder, and now and then somebody waits: from here on it is told.
+DROPPED_PER_SECOND: Final = 1.0
+FULL: Final = 0.9
+FAILED_READS_PER_SECOND: Final = 0.1
+FAILED_READS: Final = 0.05
+"""Of all."""
+STALLED: Final = 0.01
+"""Of all looks at how late the event loop is; and no fewer than:"""
+STALLS: Final = 100
+FALLBACKS: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class FailedCheckpoint:
+    """A member could not get a version of this name."""
+
+    name: str
+    member: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakenPlaces:
+    """Places for other members' connections: who has most of them."""
+
+    what: str
+    """`data` or `control`."""
+    taken: int = 0
+    limit: int = 1
+    refused: int = 0
+    """Lately, as all were in use."""
+    name: str = ""
+    """Of the member that has most."""
+    places: int = 0
+    host: str = ""
+    """Where it is told: the host that has most."""
+    host_places: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is judged. `lately` are counters of this peer over the last `seconds`; `live` counts this peer too. Names
+    are fit to be shown."""
+
+    seconds: float = 0.0
+    leaving: bool = False
+    bootstrap_count: int = 0
+    joined: bool = True
+    live: int = 1
+    dead: Sequence[str] = ()
+    dead_count: int = 0
+    suspect: Sequence[str] = ()
+    suspect_count: int = 0
+    versions: Sequence[str] = ()
+    load_permille: int = 0
+    local_health: int = 0
+    clock_ahead_seconds: float | None = None
+    clock_problem: str = ""
+    """Why others would refuse what this peer writes now, and what to do."""
+    stamps_ahead_seconds: float = 0.0
+    """How far what this peer stamps is ahead of its own clock."""
+    wrong_clocks: Sequence[str] = ()
+    """Members whose clock is wrong, and by how much."""
+    members_refused: int = 0
+    memory_share: float = 0.0
+    """Of this peer's memory that is used."""
+    leased_share: float = 0.0
+    lost_rdma_devices: int = 0
+    lacking: int = 0
+    floors_permille: int = 0
+    """How much of the room for removals that are remembered is used."""
+    floors_wait_for: Sequence[str] = ()
+    """Members that have not confirmed them."""
+    floors_disbelieved: Sequence[str] = ()
+    """Members that say that removals are forgotten of which this peer has not heard."""
+    distrusted: int = 0
+    """How often this peer discarded older objects, as others had forgotten what was removed meanwhile."""
+    ssd: SsdReading | None = None
+    lately: Mapping[str, int] = field(default_factory=dict)
+    failed_checkpoints: Sequence[FailedCheckpoint] = ()
+    places: Sequence[TakenPlaces] = ()
+    spoilt: int = 0
+    """Objects, since this peer's start."""
+    memory_restored: int = 0
+    """Since its start: what clients wrote where only this peer may."""
+    state_problem: str = ""
+    """Why this peer's state directory cannot be written."""
+    state_damage: Sequence[str] = ()
+    """What of the state directory this peer could not begin with."""
+    kept_damaged: int = 0
+    """Objects of kept memory that this life began with."""
+    puts: int = 0
+    """That succeeded lately."""
+    bootstrap: Sequence[str] = ()
+    unreached: Sequence[str] = ()
+    """Bootstrap addresses, and why they were not reached. Nothing where the reader may be anybody."""
+
+
+def problems(facts: Facts) -> list[Finding]:
+    """All there are, what is broken first."""
+    found = [finding for judge in _JUDGES for finding in judge(facts)]
+    return sorted(found, key=lambda finding: finding.status is not Status.BROKEN)
+
+
+def problem_document(finding: Finding) -> dict[str, str]:
+    """One problem as the page shows it."""
+    texts = {"what": finding.value, "cause": finding.cause, "cure": finding.cure}
+    cut = {name: shown(text, MAX_TEXT_LETTERS) for name, text in texts.items()}
+    return {"status": str(finding.status), "name": finding.name, **cut}
+
+
+def _this_peer(facts: Facts) -> Iterator[Finding]:
+    if facts.leaving:
+        yield warning(
+            "leaving",
+            "This peer is leaving",
+            "it was told to: it takes nothing new, and hands its last copies to others",
+            "if it is to stay, start it again when it has ended",
+        )
+    elif facts.bootstrap_count and facts.live == 1 and not facts.dead_count + facts.suspect_count:
+        yield _alone(facts)
+    if facts.lately.get("refused_by_members", 0):
+        yield broken(
+            "refused",
+            f"Other members do not let this peer in{_lately(facts)}",
+            "it has another cluster key, cluster name or version than they, or is not on their allow list",
+            "the log has their words (`refused: ...`); bring it their key file and send it SIGHUP",
+        )
+    if facts.state_problem:
+        yield broken(
+            "state directory",
+            f"This peer's state directory cannot be written: {facts.state_problem}",
+            "until it can, a restart forgets what was removed last and whom this peer knows; it goes on otherwise",
+            "free some space there (`--state-dir`), or mend its file system: it is tried again every 10 s",
+        )
+    if facts.state_damage:
+        yield warning(
+            "state directory",
+            "This peer's state directory was damaged when it started",
+            "; ".join(facts.state_damage),
+            "what was lost comes from the other peers as long as this one is connected to any; check the disk, and who "
+            "can write to the directory. The next start says so no more",
+        )
+    yield from _clock(facts)
+    yield from _slow_process(facts)
+
+
+def _alone(facts: Facts) -> Finding:
+    """It was to find others. That it never did is worse than that they have gone."""
+    peers = "its bootstrap peer" if facts.bootstrap_count == 1 else "any bootstrap peer"
+    cause = f"it has not heard from {peers} since it started, and serves a cluster of its own"
+    if facts.joined:
+        cause = "the others have gone, and nobody answers it any more"
+    if facts.unreached:
+        cause += f": {'; '.join(facts.unreached)}"
+    address = facts.bootstrap[0] if facts.bootstrap else "HOST:PORT"
+    of_them = "" if facts.bootstrap else " with a bootstrap address"
+    return (warning if facts.joined else broken)(
+        "alone",
+        "This peer is alone",
+        cause,
+        f"`mooncake-p2p doctor --peer {address}`{of_them}, run on this peer's machine, says why",
+    )
+
+
+def _clock(facts: Facts) -> Iterator[Finding]:
+    if facts.wrong_clocks:
+        yield warning(
+            "other clocks",
+            f"The clock of {_names(facts.wrong_clocks, len(facts.wrong_clocks))} is wrong",
+            "it differs from this machine's and most others' by over 10 s; what is stamped too far ahead is refused",
+            "set it right on that machine (`timedatectl`, `chronyc tracking`)",
+        )
+    if facts.clock_problem:
+        yield broken(
+            "clock",
+            "Nothing can be written through this peer",
+            facts.clock_problem,
+            "look at chrony, ntpd or systemd-timesyncd (`timedatectl`, `chronyc tracking`)",
+        )
+        return
+    if facts.stamps_ahead_seconds > MAX_CLOCK_SKEW_SECONDS:
+        yield warning(
+            "clock",
+            f"What this peer stamps is {facts.stamps_ahead_seconds:,.0f} s ahead of its own clock",
+            "its clock was fast before; it is alone, so that nobody refuses that yet",
+            "nothing is to be done: new stamps are made as soon as another peer has told the time",
+        )
+    ahead = facts.clock_ahead_seconds
+    if ahead is None or abs(ahead) < CLOCK_OFF_SECONDS:
+        return
+    text = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others"
+    yield warning(
+        "clock",
+        f"This machine's clock is {text}",
+        "it is not kept in step with theirs; from 10 s on, what this peer writes is refused",
+        "look at chrony, ntpd or systemd-timesyncd (`timedatectl`, `chronyc tracking`)",
+    )
+
+
+def _slow_process(facts: Facts) -> Iterator[Finding]:
+    stalls, looks = facts.lately.get("stalls", 0), facts.lately.get("looks", 0)
+    if stalls >= max(STALLS, STALLED * looks):
+        yield warning(
+            "stalls",
+            f"This peer stood still {_count(stalls, 'time', 'times')} for over 0.1 s{_lately(facts)}",
+            "it gets too little CPU, its memory is swapped, or something in it takes too long; all who ask it wait",
+            "look at the machine's load and the cgroup's CPU limit; else report it with `mooncake-p2p support-bundle`",
+        )
+    if facts.local_health > DISTRUST:
+        yield warning(
+            "gossip",
+            "This peer does not trust its own view of the others",
+            "its probes fail, or others accuse it: it gets too little CPU, or its network loses packets",
+            "look at the machine's load, and for dropped packets (`ip -s link`)",
+        )
+    if facts.load_permille >= OVERLOADED_PERMILLE:
+        yield warning(
+            "load",
+            "This peer is busier than it can be",
+            f"it takes {facts.load_permille / 10:.0f} % of a core, or of its upload slots",
+            "let more peers hold what is read most (`put --replicas`); see the hottest objects below",
+        )
+
+
+def _members(facts: Facts) -> Iterator[Finding]:
+    if facts.dead_count > facts.live:
+        yield broken(
+            "members",
+            f"Of {facts.dead_count + facts.live:,} members this peer reaches {facts.live:,}",
+            "more are dead than alive, as it looks from here: its network is broken, or the others'",
+            "ask another peer's page; on this machine, `mooncake-p2p doctor --peer HOST:PORT` checks the way",
+        )
+    elif facts.dead_count:
+        names = _names(facts.dead, facts.dead_count)
+        yield warning(
+            "members",
+            f"{_count(facts.dead_count, 'member is', 'members are')} dead: {names}",
+            "ended without leaving, or cut off; what nobody else held of it cannot be read until it is back",
+            "start it again; `mooncake-p2p doctor --peer HOST:PORT` on this machine checks the way to it",
+        )
+    if facts.suspect_count:
+        names = _names(facts.suspect, facts.suspect_count)
+        yield warning(
+            "members",
+            f"{_count(facts.suspect_count, 'member does', 'members do')} not answer: {names}",
+            "others are asked whether it is dead; that takes some seconds",
+            "wait; if it comes again and again, its machine or the network loses packets or stalls",
+        )
+    if facts.members_refused:
+        yield broken(
+            "members",
+            f"{facts.members_refused:,} members were left out",
+            "there are more than a cluster may have",
+            "make two clusters of it (`--cluster`)",
+        )
+    if len(facts.versions) > 1:
+        yield warning(
+            "versions",
+            f"Members run different versions: {_names(facts.versions, len(facts.versions))}",
+            "an upgrade is under way, or stopped half-way",
+            "neighbouring versions work together; upgrade the older ones",
+        )
+
+
+def _copies(facts: Facts) -> Iterator[Finding]:
+    dropped = facts.lately.get("last_copies_dropped", 0)
+    if dropped > DROPPED_PER_SECOND * facts.seconds and facts.memory_share >= FULL:
+        yield warning(
+            "data lost",
+            f"{_count(dropped, 'object', 'objects')} that nobody else held had to go{_lately(facts)}",
+            "memory is full of what is used, and there is no SSD, or not enough of it, for the rest",
+            "more `--memory`, an `--ssd`, or more peers; what must stay can be pinned (`mooncake-p2p pin`)",
+        )
+    if facts.lacking:
+        yield warning(
+            "copies",
+            f"{_count(facts.lacking, 'object here has', 'objects here have')} fewer copies than wanted",
+            "holders were lost, or had no room; others are asked to make copies, one after the other",
+            "wait; if the number stays, no other peer has room: more `--memory`, or more peers",
+        )
+    if facts.leased_share > LEASED_SHARE:
+        yield warning(
+            "leases",
+            f"{100 * facts.leased_share:.0f} % of this peer's memory are leased",
+            "programs hold views of nearly all of it, so that nothing else has room",
+            "let them go of views sooner, or give the peer more `--memory`",
+        )
+    failed = facts.lately.get("client_puts_failed", 0)
+    if failed > FAILED_PUTS * (failed + facts.puts):
+        yield warning(
+            "puts",
+            f"{_count(failed, 'put', 'puts')} failed{_lately(facts)}",
+            "mostly no room for the value here or elsewhere, because leases and hard pins hold what is there",
+            "the log and `mooncake-p2p stats --slow` on its machine say more",
+        )
+    lately = facts.lately.get("objects_spoilt", 0)
+    if lately or facts.spoilt:
+        spoilt, when = (lately, _lately(facts)) if lately else (facts.spoilt, " since it started")
+        yield (broken if lately else warning)(
+            "memory",
+            f"{_count(spoilt, 'object was', 'objects were')} spoilt in this peer's memory{when}",
+            "a client wrote where it must not, or the machine's memory is faulty; nothing wrong was delivered",
+            "look for memory errors (`dmesg`, EDAC), and for programs that write through stale views",
+        )
+    if facts.memory_restored:
+        yield warning(
+            "memory",
+            "A client wrote into the part of this peer's memory that only the peer may write",
+            "it was restored, and objects that could not be found for a while can be again",
+            "look for programs that write through stale views, or past the end of their buffers",
+        )
+
+
+def _floors(facts: Facts) -> Iterator[Finding]:
+    if facts.floors_permille >= FLOORS_PERMILLE:
+        waits = len(facts.floors_wait_for)
+        cause = "more keys are removed and overwritten than all peers can confirm to have heard of"
+        cure = "wait, or remove less; whole namespaces are removed by one `mooncake-p2p flush`"
+        if waits:
+            cause = f"{_names(facts.floors_wait_for, waits)} did not confirm to have heard of them"
+            cure = (
+                "look at their clocks, load and version; living ones are waited for ten minutes, and an hour where "
+                "most members are gone"
+            )
+        yield warning(
+            "removals",
+            f"Removals are slowed down: {facts.floors_permille / 10:.0f} % of the room for those that are remembered "
+            "is used",
+            cause,
+            cure,
+        )
+    if facts.floors_disbelieved:
+        names = _names(facts.floors_disbelieved, len(facts.floors_disbelieved))
+        yield warning(
+            "removals",
+            f"{names} forgot removals of which this peer has not heard",
+            "it is faulty or hostile; or this peer was not waited for, having confirmed no removals for ten minutes. "
+            "Too few members say the same: they are not believed, and nothing is discarded",
+            "look in its log and in this peer's; if it is right, this peer may show what was removed: restart this one "
+            "after five minutes",
+        )
+    if facts.distrusted:
+        yield warning(
+            "removals",
+            f"This peer discarded older objects {_count(facts.distrusted, 'time', 'times')} since it started",
+            "it was out of touch for so long that others have forgotten which keys were removed meanwhile",
+            "look in the log for how long its network or process stood still; what others hold is not concerned",
+        )
+
+
+def _kept(facts: Facts) -> Iterator[Finding]:
+    if facts.kept_damaged:
+        yield warning(
+            "kept memory",
+            f"{_count(facts.kept_damaged, 'object', 'objects')} of the kept memory were damaged when this peer started",
+            "something wrote to its file, or the memory is faulty; they were dropped, and copies elsewhere are good",
+            "look for what else uses that file (`--memory-path`), and for memory errors (`dmesg`, EDAC)",
+        )
+
+
+def _transports(facts: Facts) -> Iterator[Finding]:
+    fallbacks = facts.lately.get("transport_fallbacks", 0)
+    if fallbacks >= FALLBACKS:
+        yield warning(
+            "transports",
+            f"A better transport gave way to a worse one {_count(fallbacks, 'time', 'times')}{_lately(facts)}",
+            "RDMA or shared memory to some peer does not work; reads go on by TCP, slower",
+            "the log says which and why; `mooncake-p2p doctor --peer HOST:PORT` checks the way",
+        )
+    failed, came = facts.lately.get("in_failures", 0), facts.lately.get("in_objects", 0)
+    if failed > FAILED_READS_PER_SECOND * facts.seconds and failed > FAILED_READS * (failed + came):
+        yield warning(
+            "reads",
+            f"{failed:,} of {failed + came:,} reads from other peers failed{_lately(facts)}",
+            "a holder is slow or gone, or the way to it loses packets; readers go on at the next one, later",
+            "`mooncake-p2p peers --reads` says with whom and by which transport; restart one that fails all",
+        )
+    if facts.lost_rdma_devices:
+        yield warning(
+            "rdma",
+            f"{_count(facts.lost_rdma_devices, 'RDMA device', 'RDMA devices')} of this peer failed",
+            "reads go by its other devices, or by TCP",
+            "`dmesg` and `rdma link` show what became of it; the peer uses it again after a restart",
+        )
+
+
+def _ssd(facts: Facts) -> Iterator[Finding]:
+    if facts.ssd is None:
+        return
+    finding = judge_ssd("this peer", facts.ssd)
+    if finding.status is not Status.OK:
+        what = f"The SSD of this peer {finding.value.partition(':')[0]}"
+        if finding.status is Status.WARNING:
+            what = f"{_count(facts.ssd.damaged, 'object', 'objects')} on the SSD of this peer were damaged"
+        yield Finding("ssd", finding.status, what, finding.cause, finding.cure)
+
+
+def _checkpoints(facts: Facts) -> Iterator[Finding]:
+    by_name: dict[str, list[FailedCheckpoint]] = {}
+    for failed in facts.failed_checkpoints:
+        by_name.setdefault(failed.name, []).append(failed)
+    for name, members in by_name.items():
+        names = _names([each.member for each in members], len(members))
+        yield warning(
+            "checkpoint",
+            f"Checkpoint {name} failed on {_count(len(members), 'member', 'members')}: {names}",
+            members[0].why or "it does not say why",
+            "mend that on the member's machine and fetch again: what is there already is kept",
+        )
+
+
+def _places(facts: Facts) -> Iterator[Finding]:
+    for places in facts.places:
+        if places.taken < FULL * places.limit and not places.refused:
+            continue
+        host = f" at {places.host}" if places.host else ""
+        yield (broken if places.refused else warning)(
+            f"{places.what} connections",
+            f"{places.taken:,} of {places.limit:,} places for {places.what} connections are taken"
+            + (f"; {places.refused:,} were refused{_lately(facts)}" if places.refused else ""),
+            f"{places.name or 'the largest member'} has {places.places:,} of them; one host{host} has "
+            f"{places.host_places:,}",
+            "restart that member, or take it off the allow list and send SIGHUP; those that nobody uses make room by "
+            "themselves",
+        )
+    ended = facts.lately.get("hoarders_ended", 0)
+    if ended:
+        yield warning(
+            "hoarding",
+            f"{_count(ended, 'connection was', 'connections were')} cut{_lately(facts)} for the memory held for them",
+            "a member sends requests that it does not finish, or does not read its answers",
+            "the log says which one (`held here`); restart it, or take it off the allow list and send SIGHUP",
+        )
+
+
+_JUDGES: Final[Sequence[Callable[[Facts], Iterator[Finding]]]] = (
+    *(_this_peer, _members, _copies, _floors, _kept, _ssd, _transports, _places, _checkpoints),
+)
+
+
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
+
+
+def _names(names: Sequence[str], count: int) -> str:
+    listed = ", ".join(names[:MAX_NAMES])
+    return listed if count <= MAX_NAMES else f"{listed} and {count - MAX_NAMES:,} more"
+
+
+def _lately(facts: Facts) -> str:
+    minutes = round(facts.seconds / 60)
+    return (
+        f" in the last {_count(minutes, 'minute', 'minutes')}" if minutes else " in the last minute"
+    )

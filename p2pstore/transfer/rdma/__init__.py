@@ -1,0 +1,1 @@
+"""Reads over RDMA. One module imports pyverbs."""

@@ -1,0 +1,1 @@
+"""The reader's side of data connections: connections, requests, spans, shared memory."""

@@ -1,0 +1,677 @@
+"""Pooled data connections to other peers, and TCP as a transport.
+
+A peer has a few places for connections; who wants one takes an idle place, or queues at the least
+crowded. So there is a limit on connections whatever the load, and a peer restarted meanwhile costs a silent
+reconnect.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeVar
+
+from p2pstore.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    DeadlineExceeded,
+    ProtocolError,
+    ProtocolMismatch,
+    StoreClosed,
+    Unavailable,
+)
+from p2pstore.memory.segment_layout import Slot, TrailerBody
+from p2pstore.objects import KIB
+from p2pstore.runtime.flow import NO_HASTE, Haste, HolderRates
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver, Event
+from p2pstore.transfer.data_addresses import DataAddress, split_data_address
+from p2pstore.transfer.data_messages import DataKind, GetPiece, PieceReply, Store, Stored
+from p2pstore.transfer.read_tickets import GrantedTicket
+from p2pstore.transfer.reading.arriving import Arriving
+from p2pstore.transfer.reading.data_connection import DataConnection
+from p2pstore.transfer.reading.get_requests import TRANSPORT_NAME, failure_of
+from p2pstore.transfer.reading.small_reads import Parts, in_parts, pull_one, pull_small
+from p2pstore.transfer.reading.span_reads import ItemOutcome
+from p2pstore.transfer.reading.team_read import MAX_READERS, TeamRead, may_use_two
+from p2pstore.transfer.transfer_trace import Progress
+from p2pstore.transfer.transport import (
+    Destination,
+    Helpers,
+    Pulled,
+    PullFailed,
+    RemoteCopy,
+    RemotePeer,
+    ResumableDestination,
+    resumable,
+)
+from p2pstore.wire import Code, Message
+
+T = TypeVar("T")
+
+CONNECT_SECONDS: Final = 3.0
+"""For each address of a peer: connect, then again for the hello."""
+IDLE_SECONDS: Final = 300.0
+"""Older idle connections are not trusted: the other side closes them after 600 s, firewalls earlier."""
+SPARE_SECONDS: Final = 60.0
+"""Where others were enough for so long, an idle connection is closed. The one used last is taken first: those that
+wait are of a burst that has passed."""
+BRIEF_BYTES: Final = 64 * KIB
+"""Reads of up to so many bytes take less time than a new connection."""
+QUEUE_SECONDS: Final = 600.0
+"""For a connection, while each of those who have one makes progress."""
+MAX_PLACES: Final = 32
+MAX_IDLE: Final = 256
+
+TicketSource = Callable[[RemotePeer], GrantedTicket]
+"""A ticket for this peer, for those who can issue one. Raises `AuthenticationFailed` when it cannot."""
+
+
+def carried_ticket(peer: RemotePeer) -> GrantedTicket:
+    """The ticket source of those who cannot issue any: what came with the copy."""
+    if peer.ticket is None:
+        raise AuthenticationFailed(
+            "there is no ticket for this peer: ask the local peer for a plan"
+        )
+    return peer.ticket
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Room for one connection. `users` have it or queue for it, all of them `briefly` or not; `turns` are those of
+    who queues."""
+
+    users: int = 0
+    briefly: bool = False
+    connection: DataConnection | None = None
+    connected_at: float = 0.0
+    idle_since: float = 0.0
+    failure: DeadlineExceeded | Unavailable | None = None
+    """What the last brief use ran into, at `failed_at`."""
+    failed_at: float = -math.inf
+    turns: deque[Event] = field(default_factory=deque)
+
+
+class DataPool:
+    """Connections to any number of peers, for any number of tasks (or threads, with blocking sockets).
+
+    At most `max_places` connections to one peer; of those `idle_per_peer` are kept when idle, and
+    `max_idle` over all peers. They become fewer again when fewer are enough.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        ticket_source: TicketSource = carried_ticket,
+        *,
+        max_places: int = MAX_PLACES,
+        idle_per_peer: int = 4,
+        max_idle: int = MAX_IDLE,
+        progress_seconds: float = DEFAULT_PROGRESS_SECONDS,
+        connect_seconds: float = CONNECT_SECONDS,
+        software: str = "",
+    ) -> None:
+        self._driver = driver
+        self._ticket_source = ticket_source
+        self._max_places = max_places
+        self._idle_per_peer = idle_per_peer
+        self._max_idle = max_idle
+        self._progress_seconds = progress_seconds
+        self._connect_seconds = connect_seconds
+        self._software = software
+        self._rates = HolderRates()
+        self._peers: dict[bytes, list[_Place]] = {}
+        self._state = threading.Lock()  # guards the places; held for microseconds, never awaited in
+        self._closed = False
+        self._renewed_at = 0.0
+
+    async def request(
+        self,
+        peer: RemotePeer,
+        kind: DataKind,
+        message: Message,
+        timeout_seconds: float = DEFAULT_PROGRESS_SECONDS,
+    ) -> Message:
+        """One request and its reply. `timeout_seconds` without progress raises `DeadlineExceeded`; a peer
+        that cannot be reached `Unavailable`; what it answers may be any error."""
+        reply, _ = await self.request_bulk(peer, kind, message, 0, timeout_seconds)
+        return reply
+
+    async def request_bulk(
+        self,
+        peer: RemotePeer,
+        kind: DataKind,
+        message: Message,
+        max_bulk_bytes: int,
+        timeout_seconds: float = DEFAULT_PROGRESS_SECONDS,
+    ) -> tuple[Message, bytearray]:
+        """Like `request`, with up to `max_bulk_bytes` of bulk."""
+        try:
+            return await self._use(
+                peer,
+                timeout_seconds,
+                lambda connection: connection.request_bulk(kind, message, max_bulk_bytes),
+            )
+        except DeadlineExceeded:
+            raise
+        except OSError as error:
+            raise _broken(peer, error) from error
+
+    async def get_piece(
+        self, peer: RemotePeer, request: GetPiece, into: memoryview, timeout_seconds: float
+    ) -> PieceReply:
+        """A piece of a checkpoint, into memory of its length: see `DataConnection.get_piece`. Raises like `request`."""
+        try:
+            return await self._use(
+                peer, timeout_seconds, lambda connection: connection.get_piece(request, into)
+            )
+        except DeadlineExceeded:
+            raise
+        except OSError as error:
+            raise _broken(peer, error) from error
+
+    async def store(
+        self,
+        peer: RemotePeer,
+        request: Store,
+        source: memoryview,
+        finish_seconds: float = 0.0,
+        progress: Progress | None = None,
+    ) -> Stored:
+        """Store a value there: see `DataConnection.store`. Raises `Unavailable` as well when the peer
+        cannot be reached or the connection breaks; a value may be stored all the same then."""
+        try:
+            return await self._use(
+                peer,
+                self._progress_seconds,
+                lambda connection: connection.store(request, source, finish_seconds, progress),
+            )
+        except DeadlineExceeded:
+            raise
+        except OSError as error:
+            raise _broken(peer, error) from error
+
+    async def pull(
+        self,
+        peer: RemotePeer,
+        digest: bytes,
+        destination: Destination,
+        slot_hint: int = 0,
+        expected_bytes: int = 0,
+        using: Using | None = None,
+    ) -> Pulled:
+        """Read one object, of about `expected_bytes` where that is known. `using` hears of the connection. Raises
+        `PullFailed`, or what `destination.prepare` raises."""
+        known = resumable(destination)
+        haste = self._haste(peer, 1 if using is None else MAX_READERS)
+
+        def pull(connection: DataConnection) -> Awaitable[Pulled]:
+            if known.watch is not None:
+                known.watch.connected()
+            pulling = connection.pull(digest, known, slot_hint, haste, expected_bytes, peer.keeps)
+            return pulling if using is None else _used(using, connection, pulling)
+
+        briefly = 0 < expected_bytes <= BRIEF_BYTES
+        return await self._read(peer, pull, destination=known, briefly=briefly)
+
+    async def _read(
+        self,
+        peer: RemotePeer,
+        action: Callable[[DataConnection], Awaitable[T]],
+        *,
+        destination: ResumableDestination | None = None,
+        briefly: bool = False,
+        may_queue: bool = True,
+    ) -> T:
+        """`_use` to read, which tells the holder's rate. Raises `PullFailed` for what ends a connection, but for
+        errors of the `destination`."""
+
+        def read(connection: DataConnection) -> Awaitable[T]:
+            return self._measured(peer, connection, action(connection))
+
+        try:
+            return await self._use(
+                peer, self._progress_seconds, read, briefly=briefly, may_queue=may_queue
+            )
+        except Exception as error:
+            if isinstance(error, PullFailed) or not _is_connection_error(error):
+                raise
+            if destination is not None and error is destination.error:
+                raise
+            raise failure_of(error) from error
+
+    async def pull_slices(
+        self, copy: RemoteCopy, digest: bytes, arriving: Arriving, reader: int, using: Using
+    ) -> None:
+        """Bring chunks of a value that others read as well: see `DataConnection.pull_slices`. Does not queue: raises
+        `PullFailed` (BUSY) when every place for a connection is taken."""
+
+        haste = self._haste(copy, MAX_READERS)
+
+        def pull(connection: DataConnection) -> Awaitable[None]:
+            pulling = connection.pull_slices(digest, arriving, reader, copy.slot, haste)
+            return _used(using, connection, pulling)
+
+        await self._read(copy, pull, may_queue=False)
+
+    async def look(self, copy: RemoteCopy, digest: bytes) -> tuple[Slot, TrailerBody]:
+        """An object's slot and trailer, verified, as the holder tells them. Raises `PullFailed`."""
+        haste = self._haste(copy)
+        return await self._read(copy, lambda connection: connection.look(digest, copy.slot, haste))
+
+    async def pull_many(
+        self, peer: RemotePeer, items: Sequence[tuple[bytes, Destination]]
+    ) -> list[ItemOutcome]:
+        """Read many objects of one holder; per item what was pulled, or why not. Raises nothing but
+        cancellation."""
+        haste = self._haste(peer)
+        try:
+            return await self._read(
+                peer, lambda connection: connection.pull_many(items, haste, peer.keeps)
+            )
+        except PullFailed as failure:
+            return [failure] * len(items)
+
+    def pull_small(
+        self, peer: RemotePeer, digests: Sequence[bytes], views: Sequence[memoryview]
+    ) -> Coroutine[Any, Any, tuple[list[int], PullFailed | None]]:
+        """`pull_small_parts` of all of these, which are few or many."""
+        if len(digests) == 1:
+            return self._pull_one(peer, digests[0], views[0])
+        most_bytes = max(map(len, views), default=0)
+        return self.pull_small_parts(peer, in_parts(digests, views, most_bytes))
+
+    async def _pull_one(
+        self, peer: RemotePeer, digest: bytes, view: memoryview
+    ) -> tuple[list[int], PullFailed | None]:
+        """`pull_small` of one object, which takes less time than a new connection when it is short."""
+        haste = self._haste(peer)
+
+        def pull(connection: DataConnection) -> Awaitable[int]:
+            return pull_one(connection, digest, view, haste, peer.keeps, peer.announced)
+
+        briefly = len(view) <= BRIEF_BYTES
+        try:  # as `_read`, which would take 1 us more; so little tells no rate
+            return [await self._use(peer, self._progress_seconds, pull, briefly=briefly)], None
+        except Exception as error:
+            if not _is_connection_error(error):
+                raise
+            return [], failure_of(error)
+
+    async def pull_small_parts(
+        self, peer: RemotePeer, parts: Parts
+    ) -> tuple[list[int], PullFailed | None]:
+        """Read many objects of one chunk of one holder into their views, in as few steps as possible: see
+        `small_reads.pull_small`. The lengths, and how the connection failed when they are not all. Raises what the
+        parts raise, and cancellation."""
+        lengths: list[int] = []
+        haste = self._haste(peer)
+
+        def pull(connection: DataConnection) -> Awaitable[None]:
+            return pull_small(connection, parts, lengths, haste, peer.keeps, peer.announced)
+
+        try:
+            await self._read(peer, pull)
+        except PullFailed as failure:
+            return lengths, failure
+        return lengths, None
+
+    def _haste(self, peer: RemotePeer, readers: int = 1) -> Haste:
+        """How soon this holder is to deliver to one of so many readers of an object."""
+        if peer.answer_seconds == math.inf and not peer.others:
+            return NO_HASTE
+        with self._state:
+            least_rate = self._rates.least(peer.others, time.monotonic(), readers)
+        return Haste(peer.answer_seconds, least_rate)
+
+    async def _measured(
+        self, peer: RemotePeer, connection: DataConnection, action: Awaitable[T]
+    ) -> T:
+        """Remember what this holder brings by a second."""
+        try:
+            return await action
+        finally:
+            with self._state:
+                self._rates.measured(peer.peer_id, connection.flow, time.monotonic())
+
+    async def dial(self, peer: RemotePeer) -> DataConnection:
+        """A fresh connection for the caller alone, who closes it: not one of the pool's. Raises `Unavailable` when
+        the peer cannot be reached, `DeadlineExceeded` when it does not answer, and what its hello raised."""
+        return await self._connect(peer)
+
+    @property
+    def driver(self) -> Driver:
+        """How its connections reach the world."""
+        return self._driver
+
+    def close(self) -> None:
+        """Close every connection; those in use fail at their next step."""
+        with self._state:
+            self._closed = True
+            places = [place for some in self._peers.values() for place in some]
+            self._peers.clear()
+        for place in places:
+            if place.connection is not None:
+                place.connection.close()
+
+    def renew(self) -> None:
+        """Connect anew for what is asked from now on: the keys that tickets are made with have changed."""
+        with self._state:
+            self._renewed_at = time.monotonic()
+            places = [place for some in self._peers.values() for place in some]
+            _close_oldest(places, 0)
+
+    @property
+    def open_connections(self) -> int:
+        """Connections that are open now, idle or in use."""
+        with self._state:
+            return sum(_is_open(place) for places in self._peers.values() for place in places)
+
+    # --- places ------------------------------------------------------------------------------
+
+    async def _use(
+        self,
+        peer: RemotePeer,
+        progress_seconds: float,
+        action: Callable[[DataConnection], Awaitable[T]],
+        *,
+        briefly: bool = False,
+        may_queue: bool = True,
+    ) -> T:
+        """Run `action` on a connection; once more on a fresh one when a kept one turns out dead. Who needs it
+        `briefly` queues for a connection that would be kept, sooner than have one opened and closed again."""
+        came_at = time.monotonic()
+        place, turn = self._choose(peer.peer_id, briefly, may_queue=may_queue)
+        if turn is not None:
+            await self._wait_for(turn, peer, place)
+        try:
+            kept = self._take_kept(place)
+            if kept is not None:
+                kept.stream.progress_seconds = progress_seconds
+                kept.start_watching()
+                try:
+                    return await action(kept)
+                except OSError as error:
+                    hung = isinstance(error, DeadlineExceeded)
+                    if hung or kept.received_any or kept.abandoned:
+                        raise
+            self._check_worth(place, came_at)
+            connected_at = time.monotonic()
+            connection = await self._connect(peer)
+            self._keep(place, connection, connected_at)
+            connection.stream.progress_seconds = progress_seconds
+            return await action(connection)
+        except (DeadlineExceeded, Unavailable) as error:
+            if briefly:
+                place.failed_at, place.failure = time.monotonic(), error
+            raise
+        finally:
+            self._give_back(peer.peer_id, place)
+
+    def _check_worth(self, place: _Place, came_at: float) -> None:
+        """Raise what a brief use of this place ran into while this one queued behind it: else each of many readers
+        of a hung peer would wait for it, one after the other. And `StoreClosed`, when it was closed meanwhile."""
+        if self._closed:
+            raise StoreClosed("the data connections were closed")
+        if place.failure is not None and place.failed_at > came_at:
+            raise type(place.failure)(str(place.failure))
+
+    def _choose(
+        self, peer_id: bytes, briefly: bool, *, may_queue: bool
+    ) -> tuple[_Place, Event | None]:
+        """A place, and what to wait for when others have it."""
+        with self._state:
+            if self._closed:
+                raise StoreClosed("the data connections were closed")
+            places = self._peers.setdefault(peer_id, [])
+            for place in reversed(places):  # the one used last is the most likely to be alive
+                if not place.users:
+                    place.users, place.briefly = 1, briefly
+                    return place, None
+            shared = [place for place in places if place.briefly] if briefly else []
+            if len(places) < self._max_places and len(shared) < self._idle_per_peer:
+                place = _Place(1, briefly)
+                places.append(place)
+                return place, None
+            if not may_queue:
+                raise PullFailed(Code.BUSY, "all connections to the holder are in use")
+            place = min(shared or places, key=lambda each: each.users)
+            place.users += 1
+            place.briefly = place.briefly and briefly
+            turn = self._driver.event()
+            place.turns.append(turn)
+            return place, turn
+
+    async def _wait_for(self, turn: Event, peer: RemotePeer, place: _Place) -> None:
+        """Queue for a place. Raises `DeadlineExceeded` when that takes absurdly long, `PullFailed` (BUSY) when others
+        are to be asked before that."""
+        peer_id = peer.peer_id
+        try:
+            if not await turn.wait(min(QUEUE_SECONDS, peer.answer_seconds)):
+                if peer.answer_seconds < QUEUE_SECONDS:
+                    raise PullFailed(Code.BUSY, "all connections to the holder are in use")
+                raise DeadlineExceeded(
+                    f"all {self._max_places} connections to the peer were busy for {QUEUE_SECONDS:g} s"
+                )
+        except BaseException:
+            with self._state:
+                queued = turn in place.turns
+                if queued:
+                    place.turns.remove(turn)
+                    place.users -= 1
+            if not queued:  # it came in the same moment, and is the next one's
+                self._give_back(peer_id, place)
+            raise
+
+    def _take_kept(self, place: _Place) -> DataConnection | None:
+        connection = place.connection
+        if connection is None or connection.closed:
+            return None
+        stale = time.monotonic() - place.idle_since > IDLE_SECONDS
+        if stale or connection.abandoned or place.connected_at < self._renewed_at:
+            connection.close()
+            return None
+        return connection
+
+    def _keep(self, place: _Place, connection: DataConnection, connected_at: float) -> None:
+        with self._state:
+            if self._closed:
+                connection.close()
+                raise StoreClosed("the data connections were closed")
+            place.connection = connection
+            place.connected_at = connected_at
+            place.failure = None
+
+    def _give_back(self, peer_id: bytes, place: _Place) -> None:
+        """Leave a place; close what would be too many idle connections."""
+        with self._state:
+            place.users -= 1
+            if place.turns:
+                place.turns.popleft().set()
+                return
+            place.idle_since = time.monotonic()
+            places = self._peers.get(peer_id)
+            if places is None:
+                return
+            if places[-1] is not place:
+                places.remove(place)
+                places.append(place)
+            is_open = _is_open(place)
+            if not is_open:  # others first
+                places.insert(0, places.pop())
+            elif len(places) > 1 and _is_spare(places[0], place.idle_since):
+                _close_oldest(places[:1], 0)
+                del places[0]
+            if len(places) <= self._idle_per_peer and is_open and self._few_peers():
+                return
+            _close_oldest(places, self._idle_per_peer)
+            self._drop_empty(peer_id)
+            if not self._few_peers():
+                _close_oldest(
+                    [each for some in self._peers.values() for each in some], self._max_idle
+                )
+                for other in list(self._peers):
+                    self._drop_empty(other)
+
+    def _few_peers(self) -> bool:
+        """Whether the limit over all peers cannot be reached."""
+        return len(self._peers) * self._idle_per_peer <= self._max_idle
+
+    def _drop_empty(self, peer_id: bytes) -> None:
+        places = [each for each in self._peers[peer_id] if each.users or _is_open(each)]
+        if places:
+            self._peers[peer_id] = places
+        else:
+            del self._peers[peer_id]
+
+    # --- connecting --------------------------------------------------------------------------
+
+    async def _connect(self, peer: RemotePeer) -> DataConnection:
+        """Try the peer's addresses in turn, for no longer than the pool waits for progress. Raises
+        `Unavailable` when none can be reached, `DeadlineExceeded` when all there was is silence, and what
+        the hello raised when one did answer and refused."""
+        if not peer.data:
+            raise Unavailable("the peer advertises no data address")
+        reasons: list[str] = []
+        refusal: Exception | None = None
+        silent = True
+        deadline = time.monotonic() + min(self._progress_seconds, peer.answer_seconds)
+        for address in peer.data:
+            left_seconds = deadline - time.monotonic()
+            if reasons and left_seconds <= 0:
+                break
+            try:
+                return await self._connect_to(
+                    address,
+                    peer.peer_id,
+                    self._ticket(peer),
+                    min(self._connect_seconds, left_seconds),
+                )
+            except (AuthenticationFailed, ProtocolMismatch, ProtocolError) as error:
+                refusal = refusal or error
+                reasons.append(f"{address}: {error}")
+            except (
+                OSError,
+                DeadlineExceeded,
+                ConfigError,
+                ValueError,
+            ) as error:  # also: no address
+                silent = silent and isinstance(error, DeadlineExceeded)
+                reasons.append(f"{address}: {str(error) or type(error).__name__}")
+        if refusal is not None:
+            raise refusal
+        kind = DeadlineExceeded if silent else Unavailable
+        raise kind(f"the peer cannot be reached over TCP ({'; '.join(reasons)})")
+
+    def _ticket(self, peer: RemotePeer) -> GrantedTicket:
+        return peer.ticket if peer.ticket is not None else self._ticket_source(peer)
+
+    async def _connect_to(
+        self, address: str, peer_id: bytes, granted: GrantedTicket, connect_seconds: float
+    ) -> DataConnection:
+        at = split_data_address(address)
+        stream = await self._driver.connect_tcp(at.host, at.port, connect_seconds)
+        stream.progress_seconds = connect_seconds
+        return await open_connection(stream, at, peer_id, granted, self._software)
+
+
+async def open_connection(
+    stream: ByteStream, at: DataAddress, peer_id: bytes, granted: GrantedTicket, software: str
+) -> DataConnection:
+    """Shake hands with a peer over a fresh stream to its data address: TLS where it is spoken there, then the
+    hello, each within `stream.progress_seconds`. Raises like `dial_tls` and `DataConnection.open`; then, as after
+    any error, the stream is closed."""
+    if at.tls:
+        # What most clusters do without is not imported there.
+        from p2pstore.transfer.tls.tls_streams import dial_tls
+
+        stream, granted = await dial_tls(stream, peer_id, granted)
+    return await DataConnection.open(stream, granted, software)
+
+
+class Using(Protocol):
+    """Whoever wants to know which connection somebody uses, and until when."""
+
+    def began(self, connection: DataConnection) -> None: ...
+
+    def ended(self) -> None: ...
+
+
+async def _used(using: Using, connection: DataConnection, action: Awaitable[T]) -> T:
+    using.began(connection)
+    try:
+        return await action
+    finally:
+        using.ended()
+
+
+def _close_oldest(places: Sequence[_Place], keep: int) -> None:
+    """Close idle connections, those unused for longest first, until `keep` are left."""
+    idle = sorted(
+        (each for each in places if not each.users and _is_open(each)),
+        key=lambda each: each.idle_since,
+    )
+    for place in idle[: max(0, len(idle) - keep)]:
+        assert place.connection is not None
+        place.connection.close()
+
+
+def _is_spare(place: _Place, now: float) -> bool:
+    return not place.users and now - place.idle_since > SPARE_SECONDS
+
+
+def _is_open(place: _Place) -> bool:
+    return place.connection is not None and not place.connection.closed
+
+
+def _is_connection_error(error: Exception) -> bool:
+    return isinstance(
+        error,
+        OSError
+        | ProtocolError
+        | ProtocolMismatch
+        | AuthenticationFailed
+        | Unavailable
+        | PullFailed,
+    )
+
+
+def _broken(peer: RemotePeer, error: OSError) -> Unavailable:
+    reason = str(error) or type(error).__name__
+    return Unavailable(f"the connection to {_addresses(peer)} broke: {reason}")
+
+
+def _addresses(peer: RemotePeer) -> str:
+    return ", ".join(peer.data) or "the peer"
+
+
+class TcpTransport:
+    """`Transport` over a `DataPool`: reaches every peer that advertises a data address."""
+
+    name = TRANSPORT_NAME
+
+    def __init__(self, pool: DataPool) -> None:
+        self._pool = pool
+
+    def offers(self, copy: RemoteCopy) -> bool:
+        return bool(copy.data)
+
+    def why_not(self, copy: RemoteCopy) -> str:
+        return "" if copy.data else "the holder advertises no data address"
+
+    def cost(self, copy: RemoteCopy) -> float:
+        return 1.0
+
+    async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
+        return await self._pool.pull(copy, digest, destination, copy.slot)
+
+    async def pull_together(
+        self, copy: RemoteCopy, digest: bytes, destination: ResumableDestination, helpers: Helpers
+    ) -> Pulled:
+        """`pull` a large object over several connections, where that may be faster."""
+        if helpers.left or may_use_two(copy):
+            return await TeamRead(self._pool, digest, destination, helpers).run(copy)
+        return await self.pull(copy, digest, destination)

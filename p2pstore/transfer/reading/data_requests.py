@@ -1,0 +1,236 @@
+"""Requests and their replies on a data connection, from the hello on: what every operation is made of. Over any
+`ByteStream`.
+
+One task or thread uses a connection at a time (`p2pstore.transfer.reading.data_pool` sees to that), so replies come
+in the order of requests. When an operation ends in the middle of a reply, by error or cancellation, the
+connection is closed: what was still on its way would be taken for the next reply.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+from p2pstore.errors import AuthenticationFailed, ProtocolError
+from p2pstore.runtime.flow import MOST_LEAST_RATE, NO_HASTE, Flow, Haste
+from p2pstore.runtime.streams import ByteStream
+from p2pstore.transfer.data_messages import (
+    MAX_DATA_VERSION,
+    MIN_DATA_VERSION,
+    DataKind,
+    Hello,
+    HelloReply,
+    Proof,
+)
+from p2pstore.transfer.failover import PullFailed, Unannounced
+from p2pstore.transfer.read_tickets import NONCE_BYTES, GrantedTicket, check_proof, prove
+from p2pstore.transfer.reading.inbox import Inbox
+from p2pstore.wire import (
+    DATA_REPLY_LIMITS,
+    ERROR,
+    HEADER_BYTES,
+    PREFACE_DATA,
+    REPLY,
+    Code,
+    Failure,
+    FrameHeader,
+    Message,
+    decode_body,
+    decode_header,
+    encode_frame,
+    error_of,
+    negotiate_version,
+)
+
+R = TypeVar("R", bound=Message)
+_NO_BULK: Final = memoryview(b"")
+HELLO_HASTE: Final = Haste(least_rate=MOST_LEAST_RATE)
+"""A few hundred bytes are no reason to wait longer than for the first of them."""
+
+
+class DataRequests:
+    """An authenticated connection to another peer. Make one with `open`.
+
+    Every operation raises `OSError` when the connection breaks, `DeadlineExceeded` when what is received lags behind
+    its least rate by `stream.progress_seconds`, or as its haste says (`p2pstore.runtime.flow`), and `ProtocolError`
+    when the other side talks nonsense; the connection is closed then. All of an operation happens in `operation()`.
+    """
+
+    def __init__(self, stream: ByteStream) -> None:
+        self.stream = stream
+        self.inbox = Inbox(stream)
+        self.incarnation = 0
+        self.version = MIN_DATA_VERSION
+        self.closed = False
+        self.abandoned = False
+        self.unanswered = 0
+        """Requests whose replies have not begun."""
+        self.bulk_left = 0
+        """Bytes of the reply's bulk that come next."""
+        self.damaged = False
+        """What came made no sense; nothing more is to be asked here."""
+        self.last_request_id = 0
+
+    @classmethod
+    async def open(cls, stream: ByteStream, granted: GrantedTicket, software: str = "") -> Self:
+        """Shake hands over a fresh stream. Raises `AuthenticationFailed` or `ProtocolMismatch`; then, as
+        after any error, the stream is closed."""
+        connection = cls(stream)
+        try:
+            await connection._shake_hands(granted, software)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _shake_hands(self, granted: GrantedTicket, software: str) -> None:
+        self.begin_flow(HELLO_HASTE)
+        nonce = os.urandom(NONCE_BYTES)
+        hello = Hello(MIN_DATA_VERSION, MAX_DATA_VERSION, granted.ticket, nonce, software)
+        self.unanswered += 1
+        await self.stream.send(PREFACE_DATA + encode_frame(DataKind.HELLO, 0, hello))
+        reply = await self.receive(DataKind.HELLO, 0, HelloReply)
+        own_versions = MIN_DATA_VERSION, MAX_DATA_VERSION
+        self.version = negotiate_version(reply.version, reply.version, own_versions)
+        if len(reply.nonce) != NONCE_BYTES or not check_proof(
+            granted.secret, b"server", nonce, reply.nonce, reply.proof
+        ):
+            raise AuthenticationFailed(
+                "the other peer did not prove that it holds this cluster's key: something else answers at "
+                "its data address, or its cluster key file differs"
+            )
+        self.incarnation = reply.incarnation
+        proof = Proof(prove(granted.secret, b"client", nonce, reply.nonce))
+        await self.stream.send(encode_frame(DataKind.PROOF, 0, proof))
+
+    def close(self) -> None:
+        """Close at once."""
+        self.closed = True
+        self.stream.close()
+
+    def abandon(self) -> None:
+        """End it under whoever uses it: that fails at once, and is not to be tried again over another connection."""
+        self.abandoned = True
+        self.stream.abort()
+
+    @property
+    def received_any(self) -> bool:
+        """Whether any byte came since `start_watching`."""
+        return self.inbox.received_any
+
+    def start_watching(self) -> None:
+        """Forget what came so far: tells a connection that went stale while idle from one that broke in
+        the middle of an answer."""
+        self.inbox.received_any = False
+
+    def operation(self, haste: Haste = NO_HASTE) -> Operation:
+        """What is asked and answered in this block belongs together."""
+        return Operation(self, haste)
+
+    @property
+    def flow(self) -> Flow:
+        """What was received since `begin_flow`."""
+        return self.inbox.flow
+
+    def begin_flow(self, haste: Haste = NO_HASTE) -> None:
+        """What is received from now on is to come as soon as this."""
+        stream = self.stream
+        patience_seconds = stream.progress_seconds
+        if haste.answer_seconds < patience_seconds:
+            stream.receive_seconds = patience_seconds = haste.answer_seconds
+        elif stream.receive_seconds is not None:
+            stream.receive_seconds = None
+        self.inbox.flow.begin(patience_seconds, haste.least_rate)
+
+    @property
+    def in_the_middle(self) -> bool:
+        """Whether the next exchange cannot begin here: an earlier one is unfinished, or was damaged."""
+        return self.unanswered > 0 or self.bulk_left > 0 or self.damaged
+
+    # --- frames ------------------------------------------------------------------------------
+
+    async def send(self, kind: DataKind, message: Message, bulk: memoryview = _NO_BULK) -> int:
+        """Send a request: its number."""
+        number, frame = self.frame(kind, message, len(bulk))
+        await (self.stream.send(frame, bulk) if bulk else self.stream.send(frame))
+        return number
+
+    def frame(self, kind: DataKind, message: Message, bulk_length: int = 0) -> tuple[int, bytes]:
+        """The next request's number, and its frame, which is to be sent at once."""
+        self.last_request_id = number = self.last_request_id % 0xFFFF_FFFF + 1
+        self.unanswered += 1
+        return number, encode_frame(kind, number, message, bulk_length=bulk_length)
+
+    async def receive(self, kind: DataKind, request_id: int, reply_type: type[R]) -> R:
+        """Header and body of the next reply; its bulk bytes are left to the caller. Raises what the other side
+        answered instead: `PullFailed` for GET and GET_SMALL, else the error that its code means."""
+        if self.bulk_left:
+            raise ProtocolError("the previous reply's bulk bytes were not read")
+        header = decode_header(await self.inbox.take(HEADER_BYTES, soon=True), DATA_REPLY_LIMITS)
+        self.flow.answered()
+        body = await self.inbox.take(header.body_length)
+        if header.flags & ERROR:
+            failure = decode_body(Failure, body)
+            self._check_order(header, kind, request_id, failure)
+            if kind in (DataKind.GET, DataKind.GET_SMALL):
+                raise PullFailed(_known(failure.code), failure.text)
+            raise error_of(failure.code, failure.text, failure.detail)
+        self._check_order(header, kind, request_id, None)
+        return decode_body(reply_type, body)
+
+    def _check_order(
+        self, header: FrameHeader, kind: DataKind, request_id: int, failure: Failure | None
+    ) -> None:
+        """Replies come in the order of requests, because one task at a time uses the connection."""
+        if failure is not None and header.kind in (DataKind.HELLO, DataKind.PROOF):
+            return  # the other side ends the connection and says why
+        if not header.flags & REPLY or (header.kind, header.request_id) != (kind, request_id):
+            raise ProtocolError(
+                f"expected the reply {request_id} of kind {kind.name}, "
+                f"got {header.request_id} of kind {header.kind}"
+            )
+        if failure is not None and header.bulk_length:
+            raise ProtocolError("a failure carries bulk bytes")
+        self.unanswered -= 1
+        self.bulk_left = header.bulk_length
+
+
+class Operation:
+    """Closes the connection when an exchange does not end where the next one can begin. Entering raises
+    `ConnectionResetError` when it is closed already."""
+
+    __slots__ = ("_connection", "_haste")
+
+    def __init__(self, connection: DataRequests, haste: Haste) -> None:
+        self._connection = connection
+        self._haste = haste
+
+    def __enter__(self) -> None:
+        if self._connection.closed:
+            raise ConnectionResetError("the connection is closed")
+        self._connection.begin_flow(self._haste)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        connection = self._connection
+        if connection.in_the_middle or is_damage(error) or connection.abandoned:
+            connection.close()
+
+
+def is_damage(error: BaseException | None) -> bool:
+    """Whether what this side received makes no sense, so that it should not go on with the other."""
+    if isinstance(error, Unannounced):  # its bytes are what it says
+        return False
+    if isinstance(error, PullFailed):
+        return error.code in (Code.STALE, Code.MALFORMED)
+    return isinstance(error, (OSError, ProtocolError))
+
+
+def _known(code: int) -> Code:
+    """A code as sent; INTERNAL for one that a newer version made up."""
+    return Code(code) if code in Code._value2member_map_ else Code.INTERNAL

@@ -1,0 +1,1 @@
+"""The holder's side of data connections: sessions, answers, threads, intake of values."""

@@ -1,0 +1,1 @@
+"""TLS on data connections, by certificates that admitted peers hand out."""
