@@ -381,7 +381,11 @@ def test_what_the_design_allows_passes() -> None:
             "peer",
         ),
         ("p2pstore/ssd_tier/a.py", "from p2pstore.core import placing", "the SSD tier knows"),
-        ("p2pstore/checkpoint/swarm/a.py", "from p2pstore.gossip import records", "checkpoints know"),
+        (
+            "p2pstore/checkpoint/swarm/a.py",
+            "from p2pstore.gossip import records",
+            "checkpoints know",
+        ),
         ("p2pstore/gossip/other.py", "import libp2p.peer.id", "may"),
         ("p2pstore/peer.py", "def f():\n    from multiaddr import Multiaddr", "may"),
         ("p2pstore/transfer/other.py", "def f():\n    import pyverbs", "rdma_verbs.py may"),
