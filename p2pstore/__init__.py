@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from p2pstore.errors import NoSuchKey as NoSuchKey
     from p2pstore.errors import ObjectTooLarge as ObjectTooLarge
     from p2pstore.errors import P2PStoreError as P2PStoreError
+    from p2pstore.errors import PeerNotInstalled as PeerNotInstalled
     from p2pstore.errors import ProtocolError as ProtocolError
     from p2pstore.errors import ProtocolMismatch as ProtocolMismatch
     from p2pstore.errors import StoreClosed as StoreClosed
@@ -71,6 +72,7 @@ _NAMES_IN = {
             "NoSuchKey",
             "ObjectTooLarge",
             "P2PStoreError",
+            "PeerNotInstalled",
         ),
         *("ProtocolError", "ProtocolMismatch", "StoreClosed", "TransferCancelled", "Unavailable"),
     ),
