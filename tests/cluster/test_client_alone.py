@@ -14,8 +14,11 @@ import pytest
 
 from tests.cluster.client_environment import build, make_environment, needed
 from tests.cluster.lone_peer import peer_process
+from tests.cluster.older_version import sources_of
 
 MOST_PACKAGES = 12
+PREVIOUS_VERSION = "5df8ac77c8adaab8e8e9b9a864530574ef5af2d1"
+"""A commit: the last before the client had an environment of its own."""
 SECONDS = 60.0
 
 PROGRAM = """
@@ -123,6 +126,13 @@ def test_a_client_brings_few_packages_and_wheels_only() -> None:
 
 def test_clients_work(python: Path, socket: str) -> None:
     run(python, "-c", PROGRAM, socket)
+
+
+def test_clients_work_with_a_peer_of_the_previous_version(python: Path, tmp_path: Path) -> None:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    with peer_process(tmp_path, sources_of(PREVIOUS_VERSION, sources)) as (_, path):
+        run(python, "-c", PROGRAM, path)
 
 
 def test_mooncakes_api_works(python: Path, socket: str) -> None:
