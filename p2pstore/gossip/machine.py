@@ -32,9 +32,8 @@ from p2pstore.gossip.exchange.anti_entropy import (
 )
 from p2pstore.gossip.exchange.asking import Asked, Questions
 from p2pstore.gossip.exchange.exchanges import Exchanges, read_reply, read_request
-from p2pstore.gossip.exchange.fresh_news import FreshNews
+from p2pstore.gossip.exchange.fresh_news import FreshNews, OperationRate
 from p2pstore.gossip.exchange.future_records import FutureRecords
-from p2pstore.gossip.exchange.operation_rate import OperationRate
 from p2pstore.gossip.floors.cluster_records import (
     ClusterRecords,
 )
@@ -64,11 +63,10 @@ from p2pstore.gossip.gossip_messages import (
     Status,
 )
 from p2pstore.gossip.homes.directory_mode import Phase
-from p2pstore.gossip.homes.home_updates import CheckedUpdate, HomeUpdate
+from p2pstore.gossip.homes.home_updates import CheckedUpdate, HomeUpdate, PushIntake
 from p2pstore.gossip.homes.hot_locations import unpack_hot
+from p2pstore.gossip.homes.partition_homes import rank
 from p2pstore.gossip.homes.partitioned_directory import PartitionedDirectory
-from p2pstore.gossip.homes.placement import rank
-from p2pstore.gossip.homes.push_intake import PushIntake
 from p2pstore.gossip.locations.catch_up import CatchUp
 from p2pstore.gossip.locations.directory import Directory, Location
 from p2pstore.gossip.locations.log import MAX_STAMP, OwnLog, newest_clock

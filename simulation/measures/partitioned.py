@@ -18,8 +18,12 @@ from typing import Final
 
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_effects import PartitionSet, Push
-from p2pstore.gossip.homes.partition_homes import table_of
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, PartitionConfig, partition_of
+from p2pstore.gossip.homes.partition_homes import (
+    PARTITION_COUNT,
+    PartitionConfig,
+    partition_of,
+    table_of,
+)
 from p2pstore.gossip.records import LocationRecord, Member
 from p2pstore.objects import Version
 from simulation.gossip_cluster import GossipCluster

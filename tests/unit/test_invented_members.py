@@ -10,18 +10,18 @@ from typing import Any
 
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.gossip.members.membership import (
-    UNMET_FOR_EACH_MET,
-    Membership,
-    MembershipConfig,
-)
-from p2pstore.gossip.members.newcomers import (
+from p2pstore.gossip.members.contacts import (
     MAX_IN_FLIGHT,
     MAX_IN_FLIGHT_A_MEMBER,
     MAX_REMEMBERED,
     PINGS_A_SECOND,
     PINGS_AT_ONCE,
     Newcomers,
+)
+from p2pstore.gossip.members.membership import (
+    UNMET_FOR_EACH_MET,
+    Membership,
+    MembershipConfig,
 )
 from p2pstore.gossip.records import PeerId, SignedRecord, sign_peer_record
 from tests.unit.gossip_network import (

@@ -15,12 +15,11 @@ import msgspec
 import pytest
 
 from p2pstore.gossip import machine
-from p2pstore.gossip.exchange.digest_table import DigestTable
+from p2pstore.gossip.exchange.digests import DigestTable
 from p2pstore.gossip.gossip_effects import Ask, Effect
 from p2pstore.gossip.gossip_messages import REQUESTS, Claim, ControlKind, Delta, Ping, Status
 from p2pstore.gossip.homes import partition_homes
-from p2pstore.gossip.homes.bounded_homes import choose_homes
-from p2pstore.gossip.homes.partition_homes import HomeTable
+from p2pstore.gossip.homes.partition_homes import HomeTable, choose_homes
 from p2pstore.gossip.homes.partitioned_directory import FOLLOWED_AT_ONCE
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.members.membership import JUDGED_AT_ONCE, PARSED_RECORDS, Membership

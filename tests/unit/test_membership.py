@@ -12,15 +12,6 @@ from hypothesis import strategies as st
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.gossip.members.accusers import (
-    ACCUSATIONS_A_SECOND,
-    ACCUSATIONS_AT_ONCE,
-    DISBELIEVED_SECONDS,
-    MAX_ACCUSERS,
-    MAX_PAIRS,
-    REFUTATIONS,
-    Accusers,
-)
 from p2pstore.gossip.members.membership import (
     MAX_AHEAD_MS,
     MAX_HEARSAY,
@@ -30,6 +21,15 @@ from p2pstore.gossip.members.membership import (
     Membership,
     MembershipConfig,
     check_claim,
+)
+from p2pstore.gossip.members.suspicion import (
+    ACCUSATIONS_A_SECOND,
+    ACCUSATIONS_AT_ONCE,
+    DISBELIEVED_SECONDS,
+    MAX_ACCUSERS,
+    MAX_PAIRS,
+    REFUTATIONS,
+    Accusers,
 )
 from p2pstore.gossip.records import PeerId, SignedRecord, member_of, sign_peer_record
 from tests.unit.gossip_network import FakeSigner, Network, bury, peer_id_of, peer_record

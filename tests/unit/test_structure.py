@@ -62,7 +62,7 @@ PURE = (
     "simulation/*.py",
     *(
         f"p2pstore/gossip/*{name}.py"
-        for name in ("machine", "messages", "effects", "records", "presets")
+        for name in ("machine", "messages", "effects", "records", "config")
     ),
     *(
         f"p2pstore/gossip/{folder}/*.py"

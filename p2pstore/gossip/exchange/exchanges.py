@@ -22,17 +22,17 @@ from typing import Final
 
 from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS, Knowledge
 from p2pstore.gossip.exchange.asking import Asked, Questions
-from p2pstore.gossip.exchange.digest_table import DigestTable
 from p2pstore.gossip.exchange.digests import (
     Digest,
+    DigestTable,
     pack_digest,
     pack_positions,
     pack_record_positions,
     unpack_digest,
     unpack_positions,
 )
-from p2pstore.gossip.exchange.operation_rate import OperationRate
-from p2pstore.gossip.floors.cluster_comparison import (
+from p2pstore.gossip.exchange.fresh_news import OperationRate
+from p2pstore.gossip.floors.cluster_records import (
     COMPARED_BUCKETS,
     TheirRecords,
     differing_buckets,

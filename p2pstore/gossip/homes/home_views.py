@@ -19,7 +19,7 @@ from p2pstore.gossip.homes.home_updates import (
     CheckedUpdate,
     WholePartition,
 )
-from p2pstore.gossip.homes.partitions import PartitionConfig, partition_of
+from p2pstore.gossip.homes.partition_homes import PartitionConfig, partition_of
 from p2pstore.gossip.locations.directory import Location, Position
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
 from p2pstore.gossip.locations.location_shares import who_makes_room

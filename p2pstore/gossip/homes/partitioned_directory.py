@@ -19,10 +19,9 @@ from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, WholePartition
 from p2pstore.gossip.homes.hot_locations import HOLDERS_OF_EACH, MAX_HOT, HotKeys, pack_hot
 from p2pstore.gossip.homes.known_locations import KnownLocations, Word
-from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable
-from p2pstore.gossip.homes.partitions import partition_of
+from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable, partition_of
+from p2pstore.gossip.locations.catch_up import FollowedLogs
 from p2pstore.gossip.locations.directory import Directory, Location, Position
-from p2pstore.gossip.locations.followed_logs import FollowedLogs
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import (

@@ -30,16 +30,14 @@ from typing import Concatenate, Final, ParamSpec, TypeVar
 import numpy as np
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations.denials import Denials
-from p2pstore.gossip.locations.early_operations import EarlyOperations
+from p2pstore.gossip.locations.early_operations import Denials, EarlyOperations
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex, digests_of
 from p2pstore.gossip.locations.location_shares import LocationShares, who_makes_room
 from p2pstore.gossip.locations.log import REMOVED, OperationRing, check_run
 from p2pstore.gossip.locations.log import Position as Position
 from p2pstore.gossip.locations.published_locations import PublishedLocations
 from p2pstore.gossip.locations.signed_runs import SignedRun
-from p2pstore.gossip.locations.snapshots import CheckedSnapshot
-from p2pstore.gossip.locations.staging import Staged, Staging
+from p2pstore.gossip.locations.snapshots import CheckedSnapshot, Staged, Staging
 from p2pstore.gossip.locations.watched_keys import STEP_RECORDS, WatchedKeys
 from p2pstore.gossip.records import (
     LOCATION_BYTES,

@@ -20,8 +20,7 @@ import numpy.ma  # else the first `numpy.unique` loads it, which takes 20 ms
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from p2pstore.gossip.locations.location_chains import RowChains
-from p2pstore.gossip.locations.location_slots import RowSlots
+from p2pstore.gossip.locations.location_slots import RowChains, RowSlots
 from p2pstore.gossip.locations.reserved_memory import reserve
 from p2pstore.location_table import (
     BLOCK_ROWS,

@@ -49,13 +49,13 @@ from typing import Final
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.message_budget import MessageBudget
+from p2pstore.gossip.exchange.rumors import ClaimRumors
 from p2pstore.gossip.gossip_messages import Claim, Status
-from p2pstore.gossip.members.accusers import Accusers
-from p2pstore.gossip.members.claim_rumors import ClaimRumors
-from p2pstore.gossip.members.local_health import LocalHealth
-from p2pstore.gossip.members.newcomers import Newcomers
+from p2pstore.gossip.members.contacts import Newcomers
 from p2pstore.gossip.members.suspicion import (
     LONGEST_MULTIPLIER,
+    Accusers,
+    LocalHealth,
     Suspicion,
     expected_confirmations,
     shortest_suspicion_seconds,

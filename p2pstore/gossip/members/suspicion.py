@@ -13,9 +13,11 @@ the time is over for those whose own probe failed, and the others probe the susp
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
+from p2pstore.gossip.exchange.message_budget import MessageBudget
 from p2pstore.gossip.records import Member
 
 PROOF_PROBES: Final = 3
@@ -104,3 +106,102 @@ class Suspicion:
         if self.judged_by_another:
             return self.failed_at > -math.inf
         return self.failed_at >= self.asked_at > -math.inf
+
+
+MOST: Final = 8
+"""The worst score: everything takes nine times as long."""
+
+
+class LocalHealth:
+    """A score from 0 (well) to `most`; every wait is multiplied by one more than it."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._score = 0
+
+    @property
+    def score(self) -> int:
+        """0 when all goes well."""
+        return self._score
+
+    @property
+    def multiplier(self) -> int:
+        """By what probe intervals and timeouts are multiplied: 1 when all goes well."""
+        return self._score + 1
+
+    def better(self) -> None:
+        """A probe succeeded."""
+        self._score = max(0, self._score - 1)
+
+    def worse(self, by: int = 1) -> None:
+        """A probe failed, a helper did not even refuse, or an accusation of this peer had to be refuted."""
+        self._score = min(self._most, self._score + by)
+
+
+ACCUSATIONS_A_SECOND: Final = 2.0
+ACCUSATIONS_AT_ONCE: Final = 64
+"""Many die at once when a rack loses power, and each survivor tells of all of them."""
+REFUTATIONS: Final = 2
+DISBELIEVED_SECONDS: Final = 180.0
+MAX_ACCUSERS: Final = 512
+MAX_PAIRS: Final = 4096
+"""Those that were heard of last are kept."""
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class Accusers:
+    """See the module's docstring. Members are named by their short names."""
+
+    def __init__(self) -> None:
+        self._budgets: OrderedDict[Member, MessageBudget] = OrderedDict()
+        self._unrefuted: OrderedDict[Member, set[Member]] = OrderedDict()
+        """Accused -> who accused it since this peer heard from it last."""
+        self._refuted: OrderedDict[tuple[Member, Member], tuple[int, float]] = OrderedDict()
+        """(accuser, accused) -> how often that was refuted, and when last."""
+
+    def __len__(self) -> int:
+        """How many entries are kept."""
+        return len(self._budgets) + len(self._unrefuted) + len(self._refuted)
+
+    def may_accuse(self, accuser: Member, accused: Member, now: float) -> bool:
+        """Whether to look at the accused for what `accuser` says. Counts it, if so."""
+        times, at = self._refuted.get((accuser, accused), (0, 0.0))
+        if times >= REFUTATIONS and now < at + DISBELIEVED_SECONDS:
+            return False
+        if not self.may_claim(accuser, now):
+            return False
+        _put(self._unrefuted, accused, self._unrefuted.get(accused, set()) | {accuser}, MAX_PAIRS)
+        return True
+
+    def may_claim(self, accuser: Member, now: float) -> bool:
+        """Whether this member's budget of claims has room for one more. Counts it, if so."""
+        budget = self._budgets.get(accuser)
+        if budget is None:
+            budget = MessageBudget(ACCUSATIONS_A_SECOND, ACCUSATIONS_AT_ONCE)
+        if not budget.has(1, now):
+            return False
+        budget.take(1, now)
+        _put(self._budgets, accuser, budget, MAX_ACCUSERS)
+        return True
+
+    def heard(self, accused: Member, now: float) -> None:
+        """Something came from the accused itself: what was said of it before is refuted."""
+        for accuser in self._unrefuted.pop(accused, ()):
+            times, at = self._refuted.get((accuser, accused), (0, 0.0))
+            times = times + 1 if now < at + DISBELIEVED_SECONDS else 1
+            _put(self._refuted, (accuser, accused), (times, now), MAX_PAIRS)
+
+    def died(self, accused: Member) -> None:
+        """This peer believes it, too."""
+        self._unrefuted.pop(accused, None)
+
+
+def _put(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
+    """Keep an entry as the newest of at most so many."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > most:
+        table.popitem(last=False)
