@@ -19,7 +19,7 @@ from p2pstore.gossip.machine import (
     Gossip,
     SnapshotHead,
 )
-from p2pstore.gossip.members.membership import MemberChange
+from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     ClusterRecord,

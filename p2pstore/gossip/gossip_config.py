@@ -11,7 +11,7 @@ from p2pstore.gossip.homes.partition_homes import PartitionConfig
 from p2pstore.gossip.locations.directory import DirectoryConfig
 from p2pstore.gossip.locations.log import DEFAULT_RING_LIMIT
 from p2pstore.gossip.members.active_view import MAX_NEIGHBOURS, ROTATION_SECONDS
-from p2pstore.gossip.members.membership import MembershipConfig
+from p2pstore.gossip.members.member_table import MembershipConfig
 
 
 @dataclass(frozen=True, slots=True)

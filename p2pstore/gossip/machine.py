@@ -80,11 +80,8 @@ from p2pstore.gossip.locations.snapshots import (
 )
 from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.members.contacts import Contacts
-from p2pstore.gossip.members.membership import (
-    MAX_INCARNATION,
-    MemberChange,
-    Membership,
-)
+from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberChange
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.members.own_record import OwnRecord
 from p2pstore.gossip.members.peer_clocks import ClockView, PeerClocks
 from p2pstore.gossip.members.probing import Probing

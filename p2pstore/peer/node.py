@@ -61,7 +61,8 @@ from p2pstore.gossip.machine import (
     SnapshotHead,
 )
 from p2pstore.gossip.machine import Effect as GossipEffect
-from p2pstore.gossip.members.membership import STALL_SECONDS, MemberChange
+from p2pstore.gossip.members.member_table import MemberChange
+from p2pstore.gossip.members.membership import STALL_SECONDS
 from p2pstore.gossip.records import (
     Member,
     PeerId,

@@ -111,7 +111,7 @@ def inform_of_death(
         return
     membership.observe_claims([Claim(peer_id, claimed, int(Status.DEAD), 7)], now)
     membership.suspect(peer_id, now)
-    membership._judge(state, membership._suspects[peer_id], now)
+    membership._judge(state, membership.suspects._suspicions[peer_id], now)
     assert state.status is Status.DEAD
 
 

@@ -14,7 +14,8 @@ from p2pstore.gossip.gossip_effects import Ask
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Status
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.active_view import ActiveView
-from p2pstore.gossip.members.membership import Membership, MembershipConfig, MemberState
+from p2pstore.gossip.members.member_table import MembershipConfig, MemberState
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import PeerId, SignedRecord, member_of
 from tests.unit.gossip_network import Network, bury, peer_id_of, peer_record
 

@@ -7,7 +7,8 @@ from p2pstore.gossip.locations.directory import Directory, DirectoryConfig
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
-from p2pstore.gossip.members.membership import Membership, MembershipConfig, MemberState
+from p2pstore.gossip.members.member_table import MembershipConfig, MemberState
+from p2pstore.gossip.members.membership import Membership
 from tests.unit.gossip_network import (
     location,
     operations_after,

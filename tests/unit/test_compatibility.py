@@ -31,7 +31,8 @@ from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
-from p2pstore.gossip.members.membership import Membership, MembershipConfig
+from p2pstore.gossip.members.member_table import MembershipConfig
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     MAX_RECORD_BYTES,

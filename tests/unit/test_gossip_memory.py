@@ -13,7 +13,7 @@ import pytest
 
 from p2pstore.gossip.locations.directory import DirectoryConfig
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.gossip.members.membership import MembershipConfig
+from p2pstore.gossip.members.member_table import MembershipConfig
 from tests.unit.gossip_network import Network, digest_of, location
 
 KEYS = 50

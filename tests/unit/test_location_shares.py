@@ -18,7 +18,8 @@ from p2pstore.gossip.locations.location_index import hash_of
 from p2pstore.gossip.locations.location_shares import LocationShares, who_makes_room
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.members.membership import Membership, MembershipConfig
+from p2pstore.gossip.members.member_table import MembershipConfig
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead
 from p2pstore.peer.node import Node
 from p2pstore.transfer.data_messages import PartitionSet, Push

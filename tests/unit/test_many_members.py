@@ -22,7 +22,9 @@ from p2pstore.gossip.homes import partition_homes
 from p2pstore.gossip.homes.partition_homes import HomeTable, choose_homes
 from p2pstore.gossip.homes.partitioned_directory import FOLLOWED_AT_ONCE
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.gossip.members.membership import JUDGED_AT_ONCE, PARSED_RECORDS, Membership
+from p2pstore.gossip.members.member_table import PARSED_RECORDS
+from p2pstore.gossip.members.membership import Membership
+from p2pstore.gossip.members.suspicion import JUDGED_AT_ONCE
 from p2pstore.gossip.records import (
     LogHead,
     PeerRecord,

@@ -19,7 +19,7 @@ from p2pstore.gossip.locations.directory import (
 )
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.members.membership import MemberState
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, Member
 from tests.unit.gossip_network import (
     location,

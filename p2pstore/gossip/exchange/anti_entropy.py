@@ -49,12 +49,8 @@ from p2pstore.gossip.locations.signed_runs import (
     pack_operations,
     unpack_operations,
 )
-from p2pstore.gossip.members.membership import (
-    MAX_INCARNATION,
-    Membership,
-    MemberState,
-    check_claim,
-)
+from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberState, check_claim
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     ClusterRecord,

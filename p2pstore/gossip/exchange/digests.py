@@ -31,7 +31,8 @@ from p2pstore.gossip.locations.signed_runs import (
     pack_operations,
     unpack_operations,
 )
-from p2pstore.gossip.members.membership import Membership, MemberState
+from p2pstore.gossip.members.member_table import MemberState
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, Member
 
 Column = NDArray[np.uint64]

@@ -15,7 +15,7 @@ from p2pstore.gossip.locations.directory import Location
 from p2pstore.gossip.locations.location_index import LocationIndex
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog, check_run
 from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.members.membership import MAX_INCARNATION
+from p2pstore.gossip.members.member_table import MAX_INCARNATION
 from p2pstore.gossip.records import LOCATION_BYTES, Member
 from p2pstore.location_table import WHOLE
 

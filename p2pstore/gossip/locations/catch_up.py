@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from p2pstore.gossip.locations.directory import Directory, Position
-from p2pstore.gossip.members.membership import Membership, MemberState
+from p2pstore.gossip.members.member_table import MemberState
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import Member
 
 MAX_IN_FLIGHT: Final = 4

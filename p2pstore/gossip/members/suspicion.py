@@ -18,12 +18,15 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from p2pstore.gossip.exchange.message_budget import MessageBudget
-from p2pstore.gossip.records import Member
+from p2pstore.gossip.members.member_table import MembershipConfig
+from p2pstore.gossip.records import Member, PeerId
 
 PROOF_PROBES: Final = 3
 """A probe that was wanted, and came to no end within the time of so many, is wanted again."""
 LONGEST_MULTIPLIER: Final = 6.0
 """The longest time is so many times the shortest."""
+JUDGED_AT_ONCE: Final = 128
+"""Suspects judged in one step: where thousands die together, the table of homes follows them in steps."""
 
 
 def shortest_suspicion_seconds(
@@ -205,3 +208,91 @@ def _put(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> N
     table.move_to_end(key)
     if len(table) > most:
         table.popitem(last=False)
+
+
+class Suspects:
+    """The suspects of one peer, `me`, and when each is to be probed or judged."""
+
+    def __init__(self, me: Member, config: MembershipConfig, health: LocalHealth) -> None:
+        self._me = me
+        self._config = config
+        self._health = health
+        self._suspicions: dict[PeerId, Suspicion] = {}
+        self._unproved: list[PeerId] = []
+        self._due_at: float | None = None
+        """The result of `due_at`, which is asked for after every event; None once anything about a suspect changed."""
+        self._due_multiplier = 0
+
+    def __len__(self) -> int:
+        return len(self._suspicions)
+
+    def get(self, peer_id: PeerId) -> Suspicion | None:
+        """The suspicion of a peer. Call `changed` after changing it."""
+        return self._suspicions.get(peer_id)
+
+    def begin(self, peer_id: PeerId, now: float, members: int, by: Member | None = None) -> None:
+        """Suspect a peer, among so many live members, from now on; `by` accuses it (None: this peer)."""
+        shortest = self.shortest_seconds(members)
+        self._suspicions[peer_id] = Suspicion(
+            began_at=now,
+            shortest_seconds=shortest,
+            longest_seconds=LONGEST_MULTIPLIER * shortest,
+            expected=expected_confirmations(self._config.suspicion_multiplier, members),
+            accusers={self._me if by is None else by},
+        )
+        self._due_at = None
+
+    def end(self, peer_id: PeerId) -> None:
+        """Suspect a peer no longer, if it was."""
+        if self._suspicions.pop(peer_id, None) is not None:
+            self._due_at = None
+
+    def changed(self) -> None:
+        """A suspicion was changed."""
+        self._due_at = None
+
+    def postpone(self, seconds: float, earliest_at: float) -> None:
+        """This process stalled for so long: see `Suspicion.postpone`."""
+        for suspicion in self._suspicions.values():
+            suspicion.postpone(seconds, earliest_at)
+        self._due_at = None
+
+    def take_due(self, now: float) -> list[tuple[PeerId, Suspicion]]:
+        """Suspicions that are due, at most `JUDGED_AT_ONCE`; the others are due at the next call."""
+        if self.due_at() > now:
+            return []
+        self._due_at = None
+        due = [each for each in self._suspicions.items() if self._due(each[1]) <= now]
+        return due[:JUDGED_AT_ONCE]
+
+    def due_at(self) -> float:
+        """When `take_due` has a suspicion; infinity without suspects."""
+        multiplier = self._health.multiplier
+        if self._due_at is None or self._due_multiplier != multiplier:
+            self._due_at = min(map(self._due, self._suspicions.values()), default=math.inf)
+            self._due_multiplier = multiplier
+        return self._due_at
+
+    def want_proof(self, peer_id: PeerId, suspicion: Suspicion, now: float) -> None:
+        """This peer has to probe the suspect before it may declare it dead."""
+        suspicion.asked_at = now
+        self._unproved.append(peer_id)
+
+    def take_unproved(self) -> list[PeerId]:
+        """Suspects to probe: those of `want_proof` since the last call."""
+        unproved, self._unproved = self._unproved, []
+        return unproved
+
+    def shortest_seconds(self, members: int) -> float:
+        """The shortest time that a suspect has to refute, among so many live members."""
+        config = self._config
+        return shortest_suspicion_seconds(
+            config.suspicion_multiplier, members, config.probe_interval_seconds
+        )
+
+    def _due(self, suspicion: Suspicion) -> float:
+        probe_seconds = self._config.probe_interval_seconds * self._health.multiplier
+        # A peer whose own probe failed has its verdict together with the accusers, also when its confirmation did not
+        # count any more: a rumour of the death may miss it.
+        accused = suspicion.failed_at > -math.inf or self._me in suspicion.accusers
+        return suspicion.due(accused, probe_seconds)
