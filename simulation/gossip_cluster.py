@@ -163,7 +163,7 @@ class GossipCluster:
         """A peer closes connections that it does not need."""
         wanted = {
             target.number
-            for peer_id in peer.gossip.neighbours()
+            for peer_id in peer.gossip.view.neighbours()
             if (target := self.by_peer_id.get(peer_id)) is not None
         }
         self.network.close_spare(peer.number, wanted)

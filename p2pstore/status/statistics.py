@@ -187,7 +187,7 @@ def _connections(node: Node) -> dict[str, int]:
     """Control connections: how many are open, how many neighbours they are kept for, and what became of others."""
     return {
         "open": node.host.open_connections,
-        "neighbours": len(node.core.gossip.neighbours()),
+        "neighbours": len(node.core.gossip.view.neighbours()),
         **asdict(node.host.keeper.counts),
     }
 

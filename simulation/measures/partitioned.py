@@ -166,7 +166,7 @@ class _Work:
         pause = self._sample.round_seconds / len(self._sample.by_home)
         for peer in self._cluster.peers:
             gossip, rng, now = peer.gossip, self._rng, peer.now
-            gossip._housekeeping_at = now + rng.random() * HOUSEKEEPING_SECONDS
+            gossip._housekeeping.due = now + rng.random() * HOUSEKEEPING_SECONDS
             gossip.partitions._mode_at = now - rng.random()
             gossip.partitions.pushes._audit_at = now + rng.random() * pause
             self._cluster.kernel.after(rng.random() * HOUSEKEEPING_SECONDS, peer.turn)

@@ -208,7 +208,7 @@ class Network:
         self._incarnation += 1000
         node = Node(self, number, self._incarnation)
         if bootstrap is not None and bootstrap != number:
-            node.gossip.add_bootstrap([address_of(bootstrap)])
+            node.gossip.addresses.add_bootstrap([address_of(bootstrap)])
         self.nodes[number] = node
         return node
 

@@ -317,10 +317,10 @@ def test_a_machine_exchanges_and_relays_with_neighbours_only() -> None:
         do(node, effects)  # type: ignore[arg-type]
 
     network.do = record  # type: ignore[method-assign,assignment]
-    neighbours = {node.number: set(node.gossip.neighbours()) for node in nodes}
+    neighbours = {node.number: set(node.gossip.view.neighbours()) for node in nodes}
     network.run(5.0)
     gossips: list[Gossip] = [node.gossip for node in nodes]
-    assert all(len(gossip.neighbours()) == 3 for gossip in gossips)
+    assert all(len(gossip.view.neighbours()) == 3 for gossip in gossips)
     for number, peers in asked.items():
         assert peers <= neighbours[number]
     assert len(asked) == 12

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from p2pstore.gossip import machine
+from p2pstore.gossip import incoming
 from p2pstore.gossip.exchange.digests import DigestTable
 from p2pstore.gossip.gossip_effects import Ask, Effect
 from p2pstore.gossip.gossip_messages import REQUESTS, Claim, ControlKind, Delta, Ping, Status
@@ -172,9 +172,9 @@ def test_what_is_done_a_few_times_a_second_is_not_done_for_every_member() -> Non
             def rest(observer: Observer = observer) -> None:
                 for _ in range(5):
                     observer.now += 0.26
-                    observer.gossip._housekeep(observer.now)
+                    observer.gossip._housekeeping._work(observer.now)
                     observer.gossip.partitions._followed.mark(observer.now)
-                    observer.gossip._probing.next_dead()
+                    observer.gossip.probing.next_dead()
 
             calls = calls_made(rest)
             calls = Counter({name: n for name, n in calls.items() if "ClusterLoad" not in name})
@@ -256,7 +256,7 @@ def test_homes_are_not_chosen_in_the_step_that_makes_digest_rows_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With 10,000 members each takes 3.5 ms of the event loop."""
-    monkeypatch.setattr(machine, "MANY_ROWS", 100)
+    monkeypatch.setattr(incoming, "MANY_ROWS", 100)
     steps: list[set[str]] = [set()]
 
     def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Final, NamedTuple, TypeVar
 
 from p2pstore.gossip.exchange.message_budget import MessageBudget
+from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.records import PeerId
 
 FIRST_DELAY_SECONDS: Final = 0.5
@@ -173,6 +174,51 @@ class Contacts:
         if self._in_flight[contact.counted_as] == MAX_IN_FLIGHT:
             self._look_at = -math.inf  # others of the kind waited for a free place
         self._in_flight[contact.counted_as] -= 1
+
+
+class AddressBook:
+    """Where peers are, and where they were last: from records of members, and from contacts."""
+
+    def __init__(self, contacts: Contacts, members: MemberTable, newcomers: Newcomers) -> None:
+        self._contacts = contacts
+        self._members = members
+        self._newcomers = newcomers
+
+    def of(self, peer_id: PeerId) -> list[str]:
+        """Control addresses of a peer, from its record or the book."""
+        state = self._members.get(peer_id)
+        if state is not None and (record := state.record) is not None:
+            return list(record.control)
+        known = self._contacts.known_at().get(peer_id, ())
+        return [*known, *self._newcomers.addresses_of(peer_id)]
+
+    def entries(self) -> list[tuple[PeerId, tuple[str, ...]]]:
+        """Where each member was last, the living before the dead; for the state directory."""
+        book: dict[PeerId, tuple[str, ...]] = {}
+        for state in sorted(self._members.states(), key=lambda state: state.status):
+            if state.control:
+                book[state.peer_id] = state.control
+        for peer_id, addresses in self._contacts.book():
+            if peer_id is not None:
+                book.setdefault(peer_id, addresses)
+        book.pop(self._members.me, None)
+        return list(book.items())
+
+    def addresses(self) -> list[str]:
+        """The addresses of `entries`, and those of peers whose ids are not known yet."""
+        kept = [each for _, addresses in self.entries() for each in addresses]
+        kept += [a for peer_id, those in self._contacts.book() if peer_id is None for a in those]
+        return kept
+
+    def load(self, book: Iterable[tuple[PeerId | None, Sequence[str]]]) -> None:
+        """Peers of an earlier run, tried while this peer is alone."""
+        for peer_id, addresses in book:
+            self._contacts.add(addresses, peer_id, bootstrap=False, loaded=True)
+
+    def add_bootstrap(self, addresses: Iterable[str]) -> None:
+        """Addresses to join through, each of another peer."""
+        for address in addresses:
+            self._contacts.add((address,))
 
 
 PINGS_A_SECOND: Final = 8.0

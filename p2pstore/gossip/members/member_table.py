@@ -19,6 +19,7 @@ from p2pstore.gossip.records import (
     PeerId,
     PeerRecord,
     SignedRecord,
+    format_peer_id,
     member_of,
     public_key_from_peer_id,
     read_peer_record,
@@ -216,6 +217,21 @@ class MemberTable:
     def dead(self, place: int) -> MemberState:
         """The dead member at this place, below `dead_count`."""
         return self._states[next(islice(self._gone, place, None))]
+
+    def name_of(self, peer_id: PeerId) -> str:
+        """The peer's name, or the end of its id where the name is not known."""
+        state = self._states.get(peer_id)
+        if state is not None and (record := state.record) is not None and record.name:
+            return record.name
+        return format_peer_id(peer_id)[-8:]
+
+    def names_of(self, members: Iterable[Member]) -> list[str]:
+        """Names of members; the short name in hexadecimal of an unknown one."""
+        states = [(member, self.resolve(member)) for member in members]
+        return [
+            f"{member:016x}" if state is None else self.name_of(state.peer_id)
+            for member, state in states
+        ]
 
     def take_changes(self) -> list[MemberChange]:
         """Changes of other members' status since the last call, in order."""
