@@ -10,7 +10,7 @@ from random import Random
 from typing import Final
 
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.locations.directory import DirectoryConfig
+from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.records import (

@@ -28,7 +28,7 @@ from p2pstore.gossip.gossip_messages import (
     PingRequest,
     Status,
 )
-from p2pstore.gossip.locations.directory import DirectoryConfig
+from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, GossipConfig, Later
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.members.probing import MAX_RELAYED

@@ -39,7 +39,7 @@ from p2pstore.gossip.gossip_messages import (
     Delta,
     LogChunk,
 )
-from p2pstore.gossip.locations.directory import Directory, Outcome
+from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog, Position, check_run
 from p2pstore.gossip.locations.signed_runs import (
     MAX_OPERATION_BYTES,
@@ -49,6 +49,7 @@ from p2pstore.gossip.locations.signed_runs import (
     pack_operations,
     unpack_operations,
 )
+from p2pstore.gossip.locations.views import Outcome
 from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberState, check_claim
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import (

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations.directory import Location, Position
+from p2pstore.gossip.locations.views import Location, Position
 from p2pstore.gossip.members.member_table import MAX_INCARNATION
 from p2pstore.gossip.records import LOCATION_BYTES, Member
 

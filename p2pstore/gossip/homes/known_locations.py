@@ -18,9 +18,10 @@ from typing import Final
 from p2pstore.gossip.homes.directory_mode import DirectoryMode, Phase
 from p2pstore.gossip.homes.home_views import HomeViews
 from p2pstore.gossip.homes.partition_homes import PartitionConfig
-from p2pstore.gossip.locations.directory import Directory, Location, Position
-from p2pstore.gossip.locations.early_operations import Denials
+from p2pstore.gossip.locations.directory import Directory
+from p2pstore.gossip.locations.location_lookups import Denials
 from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.views import Location, Position
 from p2pstore.gossip.records import Member, decode_location
 from p2pstore.objects import DIGEST_BYTES, Version
 

@@ -21,8 +21,9 @@ from p2pstore.gossip.homes.hot_locations import HOLDERS_OF_EACH, MAX_HOT, HotKey
 from p2pstore.gossip.homes.known_locations import KnownLocations, Word
 from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable, partition_of
 from p2pstore.gossip.locations.catch_up import FollowedLogs
-from p2pstore.gossip.locations.directory import Directory, Location, Position
+from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.views import Location, Position
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import (
     LOCATION_BYTES,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from p2pstore.gossip.locations.directory import Directory, Position
+from p2pstore.gossip.locations.directory import Directory
+from p2pstore.gossip.locations.views import Position
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import Member
