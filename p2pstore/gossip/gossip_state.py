@@ -245,7 +245,7 @@ class GossipState:
         """The clock up to which a member's versions are doubted; -1 when none are."""
         state = self.membership.resolve(member)
         shown = None if state is None or state.signed is None else state.floors_horizon
-        return self.floors.doubted_up_to(member, shown, now)
+        return self.floors.doubts.up_to(member, shown, now)
 
     def holders(self, digest: bytes, now: float, *, hearsay: bool = False) -> list[Location]:
         """Who is known to hold the key: owners believed alive first, among them the newest version first. With

@@ -41,8 +41,9 @@ from p2pstore.gossip.floors.cluster_records import (
     read_buckets,
     read_cells,
 )
+from p2pstore.gossip.floors.floor_comparison import FloorAnswer
 from p2pstore.gossip.floors.floor_stamps import pack_stamps, unpack_stamps
-from p2pstore.gossip.floors.floor_sync import FloorAnswer, FloorSync
+from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_effects import Ask
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, Exchange, ExchangeReply
