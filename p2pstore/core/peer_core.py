@@ -180,7 +180,7 @@ class PeerCore:
 
     def believed_unix(self, now: float) -> float:
         """Wall-clock time by which stamps of others are judged: see `Gossip.believed_unix`."""
-        return self.gossip.believed_unix(now)
+        return self.gossip.time.believed_unix(now)
 
     def is_in_time(self, clock: int, now: float) -> bool:
         """Whether a stamp of somebody else's is at most 10 s in the future."""
@@ -397,7 +397,7 @@ class PeerCore:
 
     def name_of(self, peer_id: PeerId) -> str:
         """A peer's name, or the end of its id where the name is not known."""
-        return self.gossip.name_of(peer_id)
+        return self.gossip.membership.name_of(peer_id)
 
     def known_copies(
         self,

@@ -27,11 +27,11 @@ from p2pstore.config import PeerConfig
 from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
+from p2pstore.gossip.gossip_config import preset
 from p2pstore.gossip.homes.directory_mode import ModeLimits
 from p2pstore.gossip.links.host import open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier
 from p2pstore.gossip.machine import Gossip, GossipConfig
-from p2pstore.gossip.presets import preset
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     ClusterRecord,
@@ -259,7 +259,7 @@ class _Assembly:
         office = TicketOffice(self.identity, self.credentials.ring, core.timekeeping.ahead_of)
         await self._open_transports(node, office)
         await self._open_control(node, listen)
-        core.gossip.add_bootstrap(config.bootstrap)
+        core.gossip.addresses.add_bootstrap(config.bootstrap)
         await self.stack.enter_async_context(open_ssd(config, node))
         if isinstance(self.memory, KeptMemory):
             begin_with_kept(node, self.memory)
@@ -406,7 +406,7 @@ class _Assembly:
 
     def _restore(self, core: PeerCore, state: StateDirectory) -> None:
         gossip = core.gossip
-        gossip.load_address_book((None, (address,)) for address in state.load_addresses())
+        gossip.addresses.load((None, (address,)) for address in state.load_addresses())
         # Signatures were checked when these came in; a peer that is told of one checks it again.
         floors = _decoded(state)
         gossip.cluster_records.load(floors, state.floors_horizon)

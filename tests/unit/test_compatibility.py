@@ -26,13 +26,13 @@ from p2pstore import wire
 from p2pstore.access.keyring import KeyRing
 from p2pstore.errors import ConfigError, P2PStoreError, ProtocolError, ProtocolMismatch
 from p2pstore.gossip import gossip_messages as control
-from p2pstore.gossip.floors.cluster_comparison import TheirRecords
-from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.floors.cluster_records import ClusterRecords, TheirRecords
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
-from p2pstore.gossip.members.membership import Membership, MembershipConfig
+from p2pstore.gossip.members.member_table import MembershipConfig
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     MAX_RECORD_BYTES,

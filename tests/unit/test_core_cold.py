@@ -753,7 +753,7 @@ def test_what_a_fast_clock_left_on_the_ssd_alone_is_given_up_and_counted() -> No
     world.core.unix_offset_seconds -= 3600.0
     world.unix_offset -= 3600.0
     unix_ms = round(1000 * world.core.unix(world.now))
-    world.gossip.clocks.answered(world.others[0].peer_id, unix_ms, world.now, world.now)
+    world.gossip.time.clocks.answered(world.others[0].peer_id, unix_ms, world.now, world.now)
     world.pass_time(1.0)
     for _ in range(40):
         world.pass_time(0.05)

@@ -62,7 +62,16 @@ PURE = (
     "simulation/*.py",
     *(
         f"p2pstore/gossip/*{name}.py"
-        for name in ("machine", "messages", "effects", "records", "presets")
+        for name in (
+            "machine",
+            "state",
+            "messages",
+            "effects",
+            "records",
+            "config",
+            "incoming",
+            "keeping",
+        )
     ),
     *(
         f"p2pstore/gossip/{folder}/*.py"
