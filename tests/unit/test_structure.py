@@ -79,18 +79,9 @@ PURE = (
     *(
         f"p2pstore/ssd_tier/{name}.py"
         for name in (
-            *(
-                "log_layout",
-                "record_header",
-                "superblock",
-                "dead_marks",
-                "rows",
-                "footer",
-                "payload",
-            ),
-            *("index", "digest_slots", "key_texts", "key_order", "compression", "record_rows"),
-            *("recovery", "refill", "segment_search", "disk_protocol", "write_admission", "health"),
-            *("tier_measures", "misses", "patience", "reinsertion", "log_segments"),
+            *("disk_protocol", "log_layout", "record_format", "footer", "recovery"),
+            *("index", "record_rows", "index_walks"),
+            *("log_segments", "write_admission", "health"),
         )
     ),
     "p2pstore/checkpoint/swarm/*.py",
