@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.interrupts import Interrupts
+from mooncake_p2p.exit_errors import CommandFailed, Interrupts
 from p2pstore.runtime.readiness import is_ready, read_line
 
 if TYPE_CHECKING:

@@ -100,7 +100,7 @@ PURE = (
         for name in ("metrics", "metrics_ssd", "metric_families")
     ),
     *(f"p2pstore/topology/{name}.py" for name in ("hardware", "matrix")),
-    *(f"p2pstore/integrations/mooncake/{name}.py" for name in ("codes", "placement")),
+    "p2pstore/integrations/mooncake/mooncake_types.py",
     *(f"p2pstore/{name}.py" for name in ("objects", "location_table", "wire", "put_facts")),
     *(f"p2pstore/local/{name}_messages.py" for name in ("local", "checkpoint", "group")),
     *(f"p2pstore/access/{name}.py" for name in ("allowlist", "strangers")),

@@ -1,22 +1,30 @@
-"""`join`: run a peer, in the foreground or, detached, in the background."""
+"""`join` runs a peer, in the foreground or detached; `config show` prints its settings with their origins."""
 
 from __future__ import annotations
 
 import gc
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.detach import DETACHED_VARIABLE, start_detached
 from mooncake_p2p.join_settings import (
+    CONFIG_VARIABLE,
+    DETACHED_VARIABLE,
+    INVITE_VARIABLE,
     gather,
     refuse_name_of_another,
     refuse_socket_of_another,
     spelled_as_given,
+    start_detached,
 )
+from mooncake_p2p.options import Json
+from mooncake_p2p.output import print_json, print_table, remark
+from p2pstore.objects import format_bytes
 from p2pstore.runtime.terminal import survive_hangups
 
 MAX_ATTEMPTS: Final = 8
@@ -338,3 +346,68 @@ def _run(given: Mapping[str, Any], detached: bool) -> None:
         except StateDirectoryInUse as error:
             if not chose_name(settings) or attempt == MAX_ATTEMPTS - 1:
                 raise (name_in_use(settings) or error) from None
+
+
+CLIENT_VARIABLES: Final = tuple(
+    f"MOONCAKE_P2P_{name}" for name in ("NAMESPACE", "TIMEOUT", "DEBUG", "DETACHED")
+)
+NOT_SETTINGS: Final = ("detach",)
+
+
+class Action(StrEnum):
+    show = "show"
+
+
+def _with_options_of_join(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes `**given` the options of `join`, which say what to show."""
+    own = inspect.signature(command, eval_str=True)
+    of_join = inspect.signature(join, eval_str=True)
+    parameters = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    parameters += [each for name, each in of_join.parameters.items() if name not in NOT_SETTINGS]
+    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+@_with_options_of_join
+def config(
+    action: Annotated[
+        Action,
+        typer.Argument(metavar="show", help="What to do; there is only this.", show_default=False),
+    ],
+    json: Json = False,
+    **given: Any,
+) -> None:
+    """Show every setting of a peer with its origin.
+
+    Takes the options of `join`, and shows what `join` would make of them here: flags over MOONCAKE_P2P_*
+    over the file of --config over the invite over defaults. Nothing is started, and no secret is shown: of
+    the cluster key only the file's path.
+    """
+    from p2pstore.settings import misspelled_variables, shown_settings
+
+    settings, _ = gather({name: value for name, value in given.items() if value is not None})
+    shown = shown_settings(settings)
+    known = (*CLIENT_VARIABLES, CONFIG_VARIABLE, INVITE_VARIABLE)
+    for variable, meant in misspelled_variables(os.environ, known).items():
+        remark(f"{variable} is no setting; did you mean {meant}?")
+    if json:
+        print_json([asdict(each) for each in shown])
+        return
+    print_table(
+        ("SETTING", "VALUE", "ORIGIN"),
+        [(each.name, _text(each.name, each.value), each.origin) for each in shown],
+        fold=("VALUE", "ORIGIN"),
+    )
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None or value == []:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(value)
+    if name == "memory" and isinstance(value, int):
+        return format_bytes(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

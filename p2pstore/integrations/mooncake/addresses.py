@@ -6,12 +6,21 @@ from collections.abc import Sequence
 
 from p2pstore.client.gathered import Gathered
 from p2pstore.errors import P2PStoreError
-from p2pstore.integrations.mooncake.allocator import MooncakeHostMemAllocator
-from p2pstore.integrations.mooncake.codes import ErrorCode, alike
-from p2pstore.integrations.mooncake.memory import view_at, views_at
+from p2pstore.integrations.mooncake.memory import (
+    MooncakeHostMemAllocator,
+    Scratch,
+    copy,
+    scatter,
+    view_at,
+    views_at,
+)
+from p2pstore.integrations.mooncake.mooncake_types import (
+    DEFAULT_CONFIG,
+    ErrorCode,
+    ReplicateConfig,
+    alike,
+)
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ITEM_FAILURES, ObjectCalls
-from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
-from p2pstore.integrations.mooncake.scratch import Scratch, copy, scatter
 
 GROUP_BYTES = 64 * 1024 * 1024
 """What is gathered or scattered at one time."""

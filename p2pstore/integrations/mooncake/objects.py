@@ -15,12 +15,13 @@ from p2pstore.errors import (
     P2PStoreError,
 )
 from p2pstore.integrations.mooncake.base import StoreBase
-from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import BufferHandle, handle_of
-from p2pstore.integrations.mooncake.placement import (
+from p2pstore.integrations.mooncake.mooncake_types import (
     DEFAULT_CONFIG,
+    ErrorCode,
     ExistOptions,
     ReplicateConfig,
+    alike,
     put_options,
     unused_fields,
 )

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from p2pstore.errors import NoSuchKey
-from p2pstore.integrations.mooncake.codes import alike
 from p2pstore.integrations.mooncake.memory import view_at
+from p2pstore.integrations.mooncake.mooncake_types import DEFAULT_CONFIG, ReplicateConfig, alike
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
 from p2pstore.integrations.mooncake.parallelism import (
     Manifest,
@@ -28,7 +28,6 @@ from p2pstore.integrations.mooncake.parallelism import (
     writer_key,
     writer_manifest_key,
 )
-from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
 from p2pstore.integrations.mooncake.tensor_format import (
     HEADER_BYTES,
     LayoutAxis,

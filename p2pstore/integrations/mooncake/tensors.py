@@ -8,11 +8,14 @@ from typing import Any, Final
 from p2pstore.client.gathered import Gathered
 from p2pstore.client.values import source_view
 from p2pstore.integrations.mooncake.addresses import AddressCalls, groups
-from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import view_at
+from p2pstore.integrations.mooncake.mooncake_types import (
+    DEFAULT_CONFIG,
+    ErrorCode,
+    ReplicateConfig,
+    alike,
+)
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ITEM_FAILURES
-from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
-from p2pstore.integrations.mooncake.safetensors_file import read_one, write_one
 from p2pstore.integrations.mooncake.tensor_format import (
     TensorHeader,
     cut,
@@ -21,8 +24,10 @@ from p2pstore.integrations.mooncake.tensor_format import (
     elements_of,
     encode_header,
     fill_tensor,
+    read_one,
     tensor_in,
     tp_shard,
+    write_one,
 )
 from p2pstore.objects import encode_key
 
