@@ -200,7 +200,7 @@ def support_bundle(
     socket: Socket = None,
     json: Json = False,
 ) -> None:
-    """Gather what somebody who is to help would ask for, in one file, without secrets.
+    """Collect diagnostics for support, without secrets, in one file.
 
     Statistics, members, recent slow operations, settings and the end of the log of each peer on this
     machine (or of the one named by --socket), what `doctor` finds, and versions. What cannot be had
