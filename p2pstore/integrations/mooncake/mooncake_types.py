@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from p2pstore import errors
 
@@ -197,6 +198,39 @@ _FIELDS: Final[dict[str, tuple[Any, Any]]] = {
     "group_ids": (None, _maybe_texts),
 }
 """Default, and what checks a value."""
+
+
+P = ParamSpec("P")
+Store = TypeVar("Store")
+Answer = TypeVar("Answer")
+Method = Callable[Concatenate[Store, P], Answer]
+
+
+def put_and_upsert(
+    method: Callable[Concatenate[Store, bool, P], Answer],
+) -> tuple[Method[Store, P, Answer], Method[Store, P, Answer]]:
+    """The calls `put...` and `upsert...` of a method `_put...`, whose first argument says whether to replace an object
+    that exists. (`_pub...` gives `pub...` and `upsert_pub...`.)"""
+    name = method.__name__.removeprefix("_")
+    twin = name.replace("pub", "upsert_pub") if "pub" in name else name.replace("put", "upsert")
+    return (
+        _with_first(method, False, name, method.__doc__),
+        _with_first(method, True, twin, f"`{name}` that replaces an object that exists."),
+    )
+
+
+def _with_first(
+    method: Callable[Concatenate[Store, bool, P], Answer], first: bool, name: str, doc: str | None
+) -> Method[Store, P, Answer]:
+    def call(self: Store, /, *arguments: P.args, **named: P.kwargs) -> Answer:
+        return method(self, first, *arguments, **named)
+
+    signature = inspect.signature(method)
+    (own, _, *rest) = signature.parameters.values()
+    call.__name__, call.__doc__, call.__module__ = name, doc, method.__module__
+    call.__qualname__ = f"{method.__qualname__.rpartition('.')[0]}.{name}"
+    call.__signature__ = signature.replace(parameters=[own, *rest])  # type: ignore[attr-defined]
+    return call
 
 
 class ReplicateConfig:

@@ -17,11 +17,12 @@ from p2pstore.integrations.mooncake.replicas import ReplicaCalls
 from p2pstore.integrations.mooncake.segments import SegmentCalls
 from p2pstore.integrations.mooncake.sessions import SessionCalls
 from p2pstore.integrations.mooncake.settings import DEFAULT_SEGMENT_BYTES, from_arguments
+from p2pstore.integrations.mooncake.tensor_shards import ShardCalls
 
 LOG: Final = logging.getLogger("p2pstore.mooncake")
 
 
-class StoreCalls(SessionCalls, ParallelTensorCalls, ReplicaCalls, SegmentCalls):
+class StoreCalls(SessionCalls, ShardCalls, ParallelTensorCalls, ReplicaCalls, SegmentCalls):
     """All calls, for one set-up."""
 
 
