@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from p2pstore.errors import StoreClosed as StoreClosed
     from p2pstore.errors import TransferCancelled as TransferCancelled
     from p2pstore.errors import Unavailable as Unavailable
+    from p2pstore.object_store import ObjectStore as ObjectStore
     from p2pstore.peer.api import Peer as Peer
     from p2pstore.peer.api import open_peer as open_peer
     from p2pstore.results import ItemResult as ItemResult
     from p2pstore.results import KeyPage as KeyPage
     from p2pstore.results import ListedKey as ListedKey
     from p2pstore.results import Location as Location
-    from p2pstore.results import ObjectStore as ObjectStore
     from p2pstore.results import PeerInfo as PeerInfo
     from p2pstore.results import PinResult as PinResult
     from p2pstore.results import PrefixHolder as PrefixHolder
@@ -74,6 +74,7 @@ _NAMES_IN = {
         ),
         *("ProtocolError", "ProtocolMismatch", "StoreClosed", "TransferCancelled", "Unavailable"),
     ),
+    "p2pstore.object_store": ("ObjectStore",),
     "p2pstore.peer.api": ("Peer", "open_peer"),
     "p2pstore.results": (
         *(
@@ -82,7 +83,6 @@ _NAMES_IN = {
             "ListedKey",
             "PinResult",
             "Location",
-            "ObjectStore",
             "PeerInfo",
             "PrefixHolder",
         ),
