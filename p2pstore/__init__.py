@@ -5,9 +5,9 @@ when it uses `p2pstore.blocking` or `p2pstore.aio`).
 """
 
 from __future__ import annotations
-
+from typing import Any
+from typing import TYPE_CHECKING
 import importlib
-from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from p2pstore import aio as aio
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from p2pstore.errors import StoreClosed as StoreClosed
     from p2pstore.errors import TransferCancelled as TransferCancelled
     from p2pstore.errors import Unavailable as Unavailable
+    from p2pstore.object_store import ObjectStore as ObjectStore
     from p2pstore.peer.api import Peer as Peer
     from p2pstore.peer.api import open_peer as open_peer
     from p2pstore.results import ItemResult as ItemResult
     from p2pstore.results import KeyPage as KeyPage
     from p2pstore.results import ListedKey as ListedKey
     from p2pstore.results import Location as Location
-    from p2pstore.results import ObjectStore as ObjectStore
     from p2pstore.results import PeerInfo as PeerInfo
     from p2pstore.results import PinResult as PinResult
     from p2pstore.results import PrefixHolder as PrefixHolder
@@ -76,6 +76,7 @@ _NAMES_IN = {
         ),
         *("ProtocolError", "ProtocolMismatch", "StoreClosed", "TransferCancelled", "Unavailable"),
     ),
+    "p2pstore.object_store": ("ObjectStore",),
     "p2pstore.peer.api": ("Peer", "open_peer"),
     "p2pstore.results": (
         *(
@@ -84,7 +85,6 @@ _NAMES_IN = {
             "ListedKey",
             "PinResult",
             "Location",
-            "ObjectStore",
             "PeerInfo",
             "PrefixHolder",
         ),
@@ -96,7 +96,6 @@ _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in na
 
 __all__ = ["__version__", *_MODULES, *_MODULE_OF]
 
-
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"p2pstore.{name}")
@@ -106,7 +105,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
-
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

@@ -6,31 +6,34 @@ arguments answer before anything heavy is loaded. Help is plain text: rich's cos
 """
 
 from __future__ import annotations
-
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import pairwise
+from itertools import takewhile
+from mooncake_p2p.exit_errors import AlreadyTold
+from mooncake_p2p.exit_errors import ExitCode
+from mooncake_p2p.exit_errors import STANDARD_OUTPUT
+from mooncake_p2p.exit_errors import describe
+from mooncake_p2p.exit_errors import error_document
+from mooncake_p2p.exit_errors import exit_code
+from mooncake_p2p.output import json_output
+from typer.core import TyperCommand
+from typer.core import TyperGroup
+from typing import Annotated
+from typing import Any
+from typing import Final
+from typing import NoReturn
 import contextlib
 import io
 import os
+import p2pstore
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
-from itertools import pairwise, takewhile
-from typing import Annotated, Any, Final, NoReturn
-
 import typer
-from typer.core import TyperCommand, TyperGroup
-
-import p2pstore
-from mooncake_p2p.exit_errors import (
-    STANDARD_OUTPUT,
-    AlreadyTold,
-    ExitCode,
-    describe,
-    error_document,
-    exit_code,
-)
-from mooncake_p2p.output import json_output
 
 PROGRAM: Final = "mooncake-p2p"
 COMPLETION_VARIABLE: Final = "_MOONCAKE_P2P_COMPLETE"
@@ -41,19 +44,19 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "put": ("objects", "Store a file, or standard input, under a key."),
     "get": ("objects", "Fetch the value of a key."),
     "ls": ("listing", "List keys of the whole cluster."),
-    "rm": ("removing", "Remove keys everywhere."),
-    "flush": ("removing", "Remove everything in a namespace, on all peers."),
+    "rm": ("changing", "Remove keys everywhere."),
+    "flush": ("changing", "Remove everything in a namespace, on all peers."),
     "locate": ("listing", "Show which peers hold a key."),
-    "pin": ("keeping", "Keep objects in this peer's memory."),
-    "unpin": ("keeping", "Let objects be evicted again."),
-    "replicate": ("keeping", "Have N copies of an object, on as many peers."),
+    "pin": ("changing", "Keep objects in this peer's memory."),
+    "unpin": ("changing", "Let objects be evicted again."),
+    "replicate": ("changing", "Have N copies of an object, on as many peers."),
     "stats": ("cluster", "Show this peer and the cluster."),
     "peers": ("cluster", "List the members of the cluster."),
     "doctor": ("doctor", "Check this machine, or the way to a peer, and say cause and cure."),
-    "support-bundle": ("support", "Gather what somebody who is to help would ask for."),
+    "support-bundle": ("doctor", "Collect diagnostics for support, without secrets."),
     "leave": ("cluster", "Make the local peer leave the cluster and end."),
-    "invite": ("invite", "Print one line to paste on the next machine."),
-    "config": ("config_show", "Show every setting of a peer with its origin."),
+    "invite": ("keygen", "Print one line to paste on the next machine."),
+    "config": ("join", "Show every setting of a peer with its origin."),
     "keygen": ("keygen", "Make a new cluster key."),
     "bench": ("bench", "Measure the local peer, against plain memory."),
     "bench trace": ("bench_trace", "Replay a trace of requests: what a pool of peers would save."),
@@ -74,18 +77,15 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 """Command -> (module that holds the function of that name, summary for the list of commands). One of two words is a
 command of its own."""
 
-
 HELP_OPTIONS: Final = ("-h", "--help")
 FILE_METAVARS: Final = ("FILE", "DIR", "PATH")
 """In the metavar of what names a file."""
-
 
 NOT_A_NUMBER: Final = re.compile(r"\S+ is not a valid (?:int|integer|float)(?: range)?\b")
 OUT_OF_RANGE: Final = re.compile(
     r"(\S+) is not in the range (?:(\S+)<=)?x(?:>=(\S+?))?(?:<=(\S+?))?\.?$"
 )
 """How typer says what is wrong with a number."""
-
 
 class ManualCommand(TyperCommand):
     """A command whose help ends with examples and what its exit status means."""
@@ -133,18 +133,15 @@ class ManualCommand(TyperCommand):
         with formatter.section("Exit status"):
             formatter.write_dl([(str(status), meaning) for status, meaning in page.statuses])
 
-
 def function_name(command: str) -> str:
     """The name of a command's function in its module."""
     return re.sub("[ -]", "_", command)
-
 
 def function_of(command: str) -> Callable[..., Any]:
     """The function that is the command; its module is imported."""
     module = import_module(f"mooncake_p2p.commands.{COMMANDS[command][0]}")
     function: Callable[..., Any] = getattr(module, function_name(command))
     return function
-
 
 class LazyCommands(Mapping[str, Any]):
     """The commands by name; looking one up imports its module."""
@@ -162,7 +159,6 @@ class LazyCommands(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(COMMANDS)
-
 
 class LazyGroup(TyperGroup):
     """A group whose commands are imported when called, and listed without being imported."""
@@ -202,18 +198,15 @@ class LazyGroup(TyperGroup):
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
-
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"{PROGRAM} {p2pstore.__version__}")
         raise typer.Exit
 
-
 def _show_help(context: typer.Context, wanted: bool) -> None:
     if wanted:
         print(context.get_help())
         raise typer.Exit
-
 
 def _options(
     version: Annotated[
@@ -241,7 +234,6 @@ def _options(
     prints the line that starts a peer on the next machine.
     """
 
-
 def build() -> Any:
     """The whole command, ready to parse arguments."""
     app = typer.Typer(
@@ -261,7 +253,6 @@ def build() -> Any:
     )
     app.callback(add_help_option=False)(_options)
     return typer.main.get_command(app)
-
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; returns its exit status. Errors are shown on stderr, never raised."""
@@ -296,14 +287,12 @@ def run(arguments: Sequence[str]) -> int:
             traceback.print_exc()
         return _report(error, arguments)
 
-
 def _empty_option(error: Any, arguments: Sequence[str]) -> str:
     """The option that typer complains about, if it was given without anything in it."""
     names = getattr(getattr(error, "param", None), "opts", ())
     pairs = list(pairwise(arguments))
     given = (name for name in names if f"{name}=" in arguments or (name, "") in pairs)
     return next(given, "")
-
 
 def _report(error: BaseException, arguments: Sequence[str]) -> int:
     """Say on stderr and, with --json, on stdout what went wrong. Returns the exit status."""
@@ -316,7 +305,6 @@ def _report(error: BaseException, arguments: Sequence[str]) -> int:
             json_output.end(error_document(error, message), stopped=stopped)
             sys.stdout.flush()
     return exit_code(error)
-
 
 def _message(error: BaseException, arguments: Sequence[str]) -> str:
     """One line: what went wrong and what to do about it."""
@@ -334,7 +322,6 @@ def _message(error: BaseException, arguments: Sequence[str]) -> str:
         return f"{text[:1].lower()}{text[1:].rstrip('.')}{hint}"
     return describe(error)
 
-
 def _range(found: re.Match[str]) -> str:
     """The limit that a number breaks."""
     value, least, least_alone, most = found.groups()
@@ -342,7 +329,6 @@ def _range(found: re.Match[str]) -> str:
     if least is not None and float(value) < float(least):
         return f"must be at least {least}"
     return f"must be at most {most}"
-
 
 class _NamedStandardOutput(io.FileIO):
     """Descriptor 1, whose errors say that it is standard output: the system's name no file."""
@@ -354,7 +340,6 @@ class _NamedStandardOutput(io.FileIO):
             error.filename = STANDARD_OUTPUT
             raise
 
-
 def _with_named_errors(stdout: io.TextIOWrapper) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         io.BufferedWriter(_NamedStandardOutput(stdout.fileno(), "wb", closefd=False)),
@@ -363,10 +348,8 @@ def _with_named_errors(stdout: io.TextIOWrapper) -> io.TextIOWrapper:
         line_buffering=stdout.line_buffering,
     )
 
-
 def _terminate(signal_number: int, frame: object) -> NoReturn:
     raise SystemExit(ExitCode.TERMINATED)
-
 
 def main() -> NoReturn:
     """Entry point of `mooncake-p2p`."""
@@ -384,13 +367,11 @@ def main() -> NoReturn:
         _end(complete(instruction))
     _end(run(sys.argv[1:]))
 
-
 def complete(instruction: str) -> int:
     """What a shell's completion script asks for."""
     from mooncake_p2p.completion import answer
 
     return answer(instruction, os.environ)
-
 
 def _end(status: int) -> NoReturn:
     """End the process at once: all is written and closed, and to take the modules apart costs

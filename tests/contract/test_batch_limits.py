@@ -12,7 +12,7 @@ import pytest
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import AnswerTooLarge
-from p2pstore.integrations.mooncake import removing
+from p2pstore.integrations.mooncake import replicas as removing
 from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
 from p2pstore.local import local_messages as local
 from p2pstore.local.batching import (

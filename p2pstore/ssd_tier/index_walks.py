@@ -1,19 +1,18 @@
-"""The objects of a namespace in the order of their keys, for listings. Pure.
-
-Sorting waits until somebody asks. Then keys are sorted in runs of a few thousand, one a step, so that whoever cannot
-stop for long makes pauses between them; a listing merges the runs. What is added later makes a new run. What went stays
-until it is an eighth of all, and is passed over: a row that was used again is known by its sequence.
-"""
+"""Walks over the index in small steps, while it changes: keys in order for listings, digests in any order. Pure."""
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from heapq import merge
 from operator import itemgetter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from p2pstore.ssd_tier.record_rows import RecordRows
+from p2pstore.ssd_tier.footer import SEQUENCE
+
+if TYPE_CHECKING:
+    from p2pstore.ssd_tier.record_rows import RecordRows
 
 RUN_KEYS: Final = 4_096
 """A run has at most that many keys, and all but the last about half or more. Sorting a thousand takes 1 ms."""
@@ -23,7 +22,12 @@ _STALE_SHARE: Final = 1 / 8
 
 
 class KeyOrder:
-    """See the module's docstring. Only the first part of an object counts here."""
+    """The first parts of a namespace's objects in the order of their keys.
+
+    Nothing is sorted before the first listing. Then keys are sorted in runs of a few thousand, one a step, so that an
+    event loop can yield between steps; a listing merges the runs. Later keys make a new run. Rows of removed keys are
+    skipped, and swept out when they are an eighth of all; a reused row is recognized by its sequence.
+    """
 
     def __init__(self, rows: RecordRows, namespace: int) -> None:
         self._rows = rows
@@ -41,7 +45,7 @@ class KeyOrder:
     def added(self, row: int) -> None:
         """A first part was put into this row."""
         if row < self._searched:
-            self._unsorted.append(row, self._rows.sequence(row))
+            self._unsorted.append(row, self._rows.fields(row)[SEQUENCE])
             self._count += 1
 
     def removed(self, row: int) -> None:
@@ -64,7 +68,7 @@ class KeyOrder:
 
     def _search(self, first: int, end: int) -> None:
         for row in self._rows.first_parts(self._namespace, first, end):
-            self._unsorted.append(row, self._rows.sequence(row))
+            self._unsorted.append(row, self._rows.fields(row)[SEQUENCE])
             self._count += 1
         self._searched = end
 
@@ -139,3 +143,80 @@ class _Run:
             else:
                 low = probe + 1
         return low
+
+
+WALKED_ROWS: Final = 4_096
+"""Rows looked at in one step: 0.5 ms, if all are wanted."""
+WALKED_DIGESTS: Final = 64
+"""Most digests of one step: for each, the caller has some work."""
+
+
+class KeyOrders:
+    """The key orders of all namespaces that were listed."""
+
+    def __init__(self, rows: RecordRows) -> None:
+        self._rows = rows
+        self._orders: dict[int, KeyOrder] = {}
+
+    def of(self, namespace: str) -> KeyOrder | None:
+        """The order of a namespace, begun if need be; None without any record in it."""
+        number = self._rows.names.number(namespace)
+        if number is None:
+            return None
+        order = self._orders.get(number)
+        if order is None:
+            order = self._orders[number] = KeyOrder(self._rows, number)
+        return order
+
+    def added(self, row: int) -> None:
+        """A first part was put into this row."""
+        order = self._orders.get(self._rows.namespace(row))
+        if order is not None:
+            order.added(row)
+
+    def removed(self, row: int) -> None:
+        """The first part in this row is about to be taken out."""
+        order = self._orders.get(self._rows.namespace(row))
+        if order is not None:
+            order.removed(row)
+
+    def forget(self, namespace: int) -> None:
+        """The namespace of this number has no records any more."""
+        self._orders.pop(namespace, None)
+
+
+class DigestWalk(Iterator[list[bytes]]):
+    """Batches of digests, some of them empty: of all first parts, or of those of a namespace by its number.
+
+    It is told of each row that is about to change (`about_to_change`): a row that it has still to come to counts with
+    what was in it when the walk began.
+    """
+
+    def __init__(self, rows: RecordRows, namespace: int | None) -> None:
+        self._rows = rows
+        self._namespace = namespace
+        self._at = 0
+        self._end = rows.end
+        self._found: deque[bytes] = deque()
+        self._changed: set[int] = set()
+        """Rows from `_at` on that are not as they were when the walk began."""
+
+    def about_to_change(self, row: int) -> None:
+        """The record in this row goes, or one is put into it."""
+        if self._at <= row < self._end and row not in self._changed:
+            self._take(row, row + 1)
+            self._changed.add(row)
+
+    def __next__(self) -> list[bytes]:
+        if not self._found:
+            if self._at == self._end:
+                raise StopIteration
+            first, self._at = self._at, min(self._at + WALKED_ROWS, self._end)
+            self._take(first, self._at)
+        count = min(WALKED_DIGESTS, len(self._found))
+        return [self._found.popleft() for _ in range(count)]
+
+    def _take(self, first: int, end: int) -> None:
+        for row in self._rows.first_parts(self._namespace, first, end):
+            if row not in self._changed:
+                self._found.append(self._rows.digest(row))

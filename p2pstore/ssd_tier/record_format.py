@@ -1,4 +1,9 @@
-"""The header page of a record: whose payload follows it, and its sums. Pure."""
+"""A record on the disk: its header page with the sums of the payload, and the payload, compressed with lz4 where that
+pays. Pure. Payloads are megabytes: not for the event loop's thread.
+
+Each chunk (1 MiB) is compressed alone, so that a reader checks and unpacks one after the other; a chunk that does not
+shrink is stored as it is. KV caches hardly compress, so a sample is compressed first.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import lz4.block
 import msgspec
 import numpy as np
 
 from p2pstore.errors import ProtocolError
 from p2pstore.objects import (
     CHUNK_BYTES,
+    KIB,
     MAX_OBJECT_BYTES,
     PART_BYTES,
     Version,
+    chunk_bounds,
     chunk_count,
+    chunk_sum,
     root_checksum,
 )
 from p2pstore.ssd_tier.log_layout import (
@@ -29,6 +38,7 @@ from p2pstore.ssd_tier.log_layout import (
     part_bytes,
     part_count,
     place_seed,
+    round_up_to_page,
     sealed_page,
 )
 from p2pstore.wire import Message, decode_body
@@ -59,7 +69,7 @@ class RecordHeader:
 
 
 class _Body(Message, frozen=True):
-    """What follows the prefix of a header page. New fields come at the end, with defaults."""
+    """The body of a header page, behind the prefix. New fields come at the end, with defaults."""
 
     digest: bytes
     clock: int
@@ -97,27 +107,18 @@ def encode_record_header(
     """
     first = part * (PART_BYTES // CHUNK_BYTES)
     sums = facts.chunk_sums[first : first + chunk_count(part_bytes(facts.length, part))]
-    return _encode(store_id, place, facts, sums, part, stored_bytes, codec, chunk_sizes)
+    header = RecordHeader(place, facts, part, stored_bytes, codec, tuple(chunk_sizes))
+    return _encode(store_id, header, sums)
 
 
 def moved_record_header(store_id: bytes, header: RecordHeader, place: RecordPlace) -> bytes:
     """The header page of a record whose payload is copied, as it is, to another place."""
-    sums, sizes = header.facts.chunk_sums, header.chunk_sizes
-    return _encode(
-        store_id, place, header.facts, sums, header.part, header.stored_bytes, header.codec, sizes
-    )
+    return _encode(store_id, replace(header, place=place), header.facts.chunk_sums)
 
 
-def _encode(
-    store_id: bytes,
-    place: RecordPlace,
-    facts: ColdFacts,
-    sums: Sequence[int],
-    part: int,
-    stored_bytes: int,
-    codec: Codec,
-    chunk_sizes: Sequence[int],
-) -> bytes:
+def _encode(store_id: bytes, header: RecordHeader, sums: Sequence[int]) -> bytes:
+    """The header page with `sums` as those of its part."""
+    place, facts, sizes = header.place, header.facts, header.chunk_sizes
     version = facts.version
     body = msgspec.msgpack.encode(
         _Body(
@@ -126,10 +127,10 @@ def _encode(
             writer=version.writer,
             root=version.root,
             length=facts.length,
-            part=part,
-            stored_bytes=stored_bytes,
-            codec=int(codec),
-            chunk_sizes=struct.pack(f"<{len(chunk_sizes)}I", *chunk_sizes),
+            part=header.part,
+            stored_bytes=header.stored_bytes,
+            codec=int(header.codec),
+            chunk_sizes=struct.pack(f"<{len(sizes)}I", *sizes),
             chunk_sums=struct.pack(f"<{len(sums)}Q", *sums),
             namespace=facts.namespace,
             key=facts.key,
@@ -144,7 +145,7 @@ def _encode(
     )
     if len(body) > MAX_BODY_BYTES:
         raise ValueError(
-            f"what belongs to the object needs {len(body):,} bytes; on disk at most {MAX_BODY_BYTES:,} fit"
+            f"the facts of the object need {len(body):,} bytes; a header page has room for {MAX_BODY_BYTES:,}"
         )
     prefix = _PREFIX.pack(
         RECORD_MAGIC,
@@ -243,3 +244,112 @@ def joined_facts(headers: Sequence[RecordHeader]) -> ColdFacts:
     ):
         raise DamagedRecord(f"the records of {first.key!r} are not the parts of one object")
     return replace(first, chunk_sums=sums)
+
+
+WORTH_RATIO: Final = 0.85
+"""A part that compresses to more than this share is stored as it is."""
+SAMPLES: Final = 4
+SAMPLE_BYTES: Final = 16 * KIB
+SMALLEST_SAMPLE_BYTES: Final = 2 * KIB
+
+
+def sample_ratio(value: memoryview) -> float:
+    """Compressed size over size, of four pieces spread over the value, together at most a quarter of it and 64 KiB; of
+    all of a small value; 1.0 for an empty one."""
+    piece_bytes = min(SAMPLE_BYTES, len(value) // (4 * SAMPLES))
+    if piece_bytes < SMALLEST_SAMPLE_BYTES:
+        sample: bytes | memoryview = value
+    else:
+        step = (len(value) - piece_bytes) // (SAMPLES - 1)
+        # Compressed in one go: each call gives up the interpreter lock, and has to get it back.
+        sample = b"".join(value[at * step : at * step + piece_bytes] for at in range(SAMPLES))
+    return len(lz4.block.compress(sample, store_size=False)) / len(sample) if len(sample) else 1.0
+
+
+def is_worth_it(packed_bytes: int, part_bytes: int) -> bool:
+    """Whether storing `packed_bytes` saves enough of the pages that a part takes."""
+    pages_packed, pages = round_up_to_page(packed_bytes), round_up_to_page(part_bytes)
+    return packed_bytes < part_bytes and pages_packed <= WORTH_RATIO * pages
+
+
+def compress_part(part: memoryview) -> tuple[list[bytes | memoryview], tuple[int, ...]] | None:
+    """(what to store, chunk by chunk; the sizes of these), or None when it is not worth it."""
+    chunks: list[bytes | memoryview] = []
+    for start, end in chunk_bounds(len(part)):
+        chunk = part[start:end]
+        packed = lz4.block.compress(chunk, store_size=False)
+        chunks.append(packed if len(packed) < len(chunk) else chunk)
+    sizes = tuple(len(chunk) for chunk in chunks)
+    return (chunks, sizes) if is_worth_it(sum(sizes), len(part)) else None
+
+
+def decompress_part(stored: memoryview, sizes: Sequence[int], into: memoryview) -> None:
+    """Unpack what `compress_part` gave into memory of the part's size.
+
+    Raises `DamagedRecord` when it cannot be unpacked, or not to just that size.
+    """
+    position = 0
+    for number, size in enumerate(sizes):
+        chunk = into[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+        decompress_chunk(stored[position : position + size], chunk)
+        position += size
+
+
+def decompress_chunk(stored: memoryview, into: memoryview) -> None:
+    """Unpack one chunk into memory of its size. Raises `DamagedRecord`."""
+    if len(stored) == len(into):
+        into[:] = stored
+        return
+    try:
+        unpacked = lz4.block.decompress(stored, uncompressed_size=len(into), return_bytearray=True)
+    except lz4.block.LZ4BlockError as error:
+        raise DamagedRecord(f"a compressed chunk is damaged: {error}") from error
+    if len(unpacked) != len(into):
+        raise DamagedRecord(f"a compressed chunk has {len(unpacked):,} bytes, not {len(into):,}")
+    into[:] = unpacked
+
+
+def check_part(header: RecordHeader, part: memoryview) -> None:
+    """Whether these are the bytes of the value that the header tells of.
+
+    Raises `DamagedRecord` when a chunk does not have its sum, or the part not its length.
+    """
+    if len(part) != header.part_bytes:
+        raise DamagedRecord(f"a part of {len(part):,} bytes, not {header.part_bytes:,}")
+    for number, (start, end) in enumerate(chunk_bounds(len(part))):
+        _check_chunk(header, number, part[start:end])
+
+
+def unpack_part(header: RecordHeader, stored: memoryview, into: memoryview) -> None:
+    """Unpack a compressed payload into memory of the part's size, and check it there.
+
+    Raises `DamagedRecord`; what `into` holds then is worth nothing.
+    """
+    if header.codec is not Codec.LZ4 or len(stored) != header.stored_bytes:
+        raise DamagedRecord(f"not the compressed payload of {header.facts.key!r}")
+    decompress_part(stored, header.chunk_sizes, into)
+    check_part(header, into)
+
+
+def stored_chunk_bytes(header: RecordHeader) -> list[int]:
+    """What each chunk of the payload takes, as it is stored."""
+    if header.codec is Codec.LZ4:
+        return list(header.chunk_sizes)
+    return [end - start for start, end in chunk_bounds(header.part_bytes)]
+
+
+def check_stored_chunk(header: RecordHeader, number: int, stored: memoryview) -> None:
+    """Whether this is a chunk of the payload, as it is stored. Raises `DamagedRecord`."""
+    if header.codec is Codec.LZ4:
+        start = number * CHUNK_BYTES
+        unpacked = memoryview(bytearray(min(CHUNK_BYTES, header.part_bytes - start)))
+        decompress_chunk(stored, unpacked)
+        stored = unpacked
+    _check_chunk(header, number, stored)
+
+
+def _check_chunk(header: RecordHeader, number: int, chunk: memoryview) -> None:
+    if chunk_sum(chunk) != header.facts.chunk_sums[number]:
+        raise DamagedRecord(
+            f"the payload of {header.facts.key!r} is damaged in chunk {number} of part {header.part}"
+        )
