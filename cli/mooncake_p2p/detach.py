@@ -23,7 +23,7 @@ from mooncake_p2p.join_settings import gather, read_line_of_invite, refuse_name_
 from mooncake_p2p.options import connected
 from mooncake_p2p.output import progress, remark
 from p2pstore.errors import P2PStoreError
-from p2pstore.runtime.readiness import read_line
+from p2pstore.runtime.linux import read_line
 
 DETACHED_VARIABLE: Final = "MOONCAKE_P2P_DETACHED"
 """Set for the process that is to serve on its own."""

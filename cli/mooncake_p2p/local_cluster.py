@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.interrupts import Interrupts
-from p2pstore.runtime.readiness import is_ready, read_line
+from p2pstore.runtime.linux import is_ready, read_line
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient

@@ -79,15 +79,8 @@ from p2pstore.objects import (
     namespace_digest,
 )
 from p2pstore.runtime.stepping import Steps
-from p2pstore.transfer.data_messages import (
-    MAX_SMALL_BULK_BYTES,
-    CheckCopy,
-    DataKind,
-    Locations,
-    Objects,
-    ObjectStatus,
-    Pushed,
-)
+from p2pstore.transfer.data_messages import MAX_SMALL_BULK_BYTES, DataKind, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import CheckCopy, Locations, Pushed
 from p2pstore.wire import Code, Message
 
 DOUBT_SECONDS: Final = 10.0

@@ -42,7 +42,7 @@ from p2pstore.gossip.records import (
     TransportOffer,
     format_peer_id,
 )
-from p2pstore.local.server import serve_local
+from p2pstore.local.listener import serve_local
 from p2pstore.local.socket_paths import answers as somebody_answers
 from p2pstore.local.socket_paths import default_socket_path
 from p2pstore.location_table import LocationTable, block_count, format_table, table_bytes
@@ -79,8 +79,8 @@ from p2pstore.peer.store_backend import PeerStoreBackend
 from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.results import Location
 from p2pstore.runtime import memory_barrier
-from p2pstore.runtime.nursery import open_background_nursery
 from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory, ephemeral
 from p2pstore.status.metrics.metrics_server import address_of, open_metrics_listeners, serve_metrics

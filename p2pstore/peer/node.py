@@ -80,20 +80,19 @@ from p2pstore.peer.saving import StateSaver
 from p2pstore.peer.taken_copies import TakenCopies
 from p2pstore.runtime.byte_budget import ByteBudget
 from p2pstore.runtime.stepping import Steps, run_through
-from p2pstore.runtime.turns import take_turns
+from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.status.checkup import Checkup
 from p2pstore.status.operation_watch import PeerWatch
-from p2pstore.transfer.data_messages import DataKind, Keeps, Snapshot, SnapshotReply
+from p2pstore.transfer.data_messages import DataKind, Keeps
 from p2pstore.transfer.failover import HolderReport, order_copies
+from p2pstore.transfer.peer_messages import Snapshot, SnapshotReply
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
 from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import ShmTransport
-from p2pstore.transfer.serving.data_places import DataPlaces
-from p2pstore.transfer.serving.data_session import ServerLimits
 from p2pstore.transfer.serving.read_answers import Traffic
-from p2pstore.transfer.serving.uploads import Uploads
+from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import (
     PullReport,

@@ -37,7 +37,7 @@ from p2pstore.memory.segment_layout import (
     encode_trailer,
 )
 from p2pstore.objects import MIB, chunk_count, format_bytes, namespace_digest
-from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
 from p2pstore.ssd_tier.health import Health, TierState
 from p2pstore.ssd_tier.index import ColdEntry

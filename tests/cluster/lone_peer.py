@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from p2pstore.runtime.readiness import read_line
+from p2pstore.runtime.linux import read_line
 
 SECONDS: Final = 60.0
 

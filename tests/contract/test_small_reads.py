@@ -18,7 +18,7 @@ from p2pstore.errors import CapacityExceeded
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SlotRows
 from p2pstore.objects import KIB, MIB, key_digest
-from p2pstore.runtime.streams import BlockingDriver, run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, GetSmall, SmallObjects
 from p2pstore.transfer.reading.data_pool import DataPool

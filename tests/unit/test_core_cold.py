@@ -26,8 +26,8 @@ from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier, decode_location
 from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import KIB, Version, namespace_digest
-from p2pstore.transfer.data_messages import (
-    DataKind,
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import (
     ExpiryItem,
     ExpirySet,
     Keys,

@@ -22,7 +22,7 @@ from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.members.membership import Membership, MembershipConfig
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead
 from p2pstore.peer.node import Node
-from p2pstore.transfer.data_messages import PartitionSet, Push
+from p2pstore.transfer.peer_messages import PartitionSet, Push
 from tests.unit.core_harness import OTHER_INCARNATION, Harness
 from tests.unit.gossip_network import digest_of, location
 from tests.unit.test_directory import A, B, feed, held, install, log_of, reading

@@ -17,7 +17,7 @@ from mooncake_p2p.join_settings import (
     refuse_socket_of_another,
     spelled_as_given,
 )
-from p2pstore.runtime.terminal import survive_hangups
+from p2pstore.runtime.linux import survive_hangups
 
 MAX_ATTEMPTS: Final = 8
 

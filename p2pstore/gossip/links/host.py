@@ -75,7 +75,7 @@ from p2pstore.gossip.links.yamux import PROTOCOL as YAMUX_PROTOCOL
 from p2pstore.gossip.records import PeerId, format_peer_id, public_key_from_peer_id
 from p2pstore.runtime.accepting import Accepting
 from p2pstore.runtime.byte_budget import ByteBudget, Owner
-from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.wire import CONTROL_PROTOCOL, Message
 
 logger = logging.getLogger("p2pstore.host")

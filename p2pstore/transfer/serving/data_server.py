@@ -33,6 +33,7 @@ from p2pstore.runtime.accepting import Accepting
 from p2pstore.runtime.byte_budget import Account, ByteBudget, Owner
 from p2pstore.runtime.streams import AcceptedStream, tune_tcp
 from p2pstore.runtime.trio_streams import TrioStream
+from p2pstore.transfer.data_frames import Refused, next_frame, receive_some
 from p2pstore.transfer.data_messages import (
     MAX_DATA_VERSION,
     MIN_DATA_VERSION,
@@ -42,7 +43,6 @@ from p2pstore.transfer.data_messages import (
     HelloReply,
     Proof,
 )
-from p2pstore.transfer.frame_reading import Refused, next_frame, receive_some
 from p2pstore.transfer.rdma.rdma_serving import RdmaBackend
 from p2pstore.transfer.read_tickets import (
     NONCE_BYTES,
@@ -53,19 +53,11 @@ from p2pstore.transfer.read_tickets import (
     open_ticket,
     prove,
 )
-from p2pstore.transfer.serving.data_places import DataPlaces
-from p2pstore.transfer.serving.data_session import (
-    RECEIVE_BYTES,
-    DataBackend,
-    DataSession,
-    ServerLimits,
-)
+from p2pstore.transfer.serving.data_session import RECEIVE_BYTES, DataSession
 from p2pstore.transfer.serving.read_answers import Traffic
-from p2pstore.transfer.serving.store_intake import StoreBackend
-from p2pstore.transfer.serving.swarm_serving import SwarmBackend
-from p2pstore.transfer.serving.uploads import Uploads
-from p2pstore.transfer.tls.tls_serving import TlsServing
-from p2pstore.transfer.tls.tls_streams import AcceptedTlsStream
+from p2pstore.transfer.serving.serving_backends import DataBackend, StoreBackend, SwarmBackend
+from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
+from p2pstore.transfer.tls.tls_streams import AcceptedTlsStream, TlsServing
 from p2pstore.wire import (
     DATA_REQUEST_LIMITS,
     HELLO_LIMITS,

@@ -12,23 +12,23 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Sequence
+from typing import Final
 
 import trio
 from msgspec.structs import astuple
 
 from p2pstore.access.keyring import Role
 from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError
-from p2pstore.objects import DIGEST_BYTES, GIB, KIB, MIB, PART_BYTES
+from p2pstore.objects import DIGEST_BYTES, KIB, MIB
 from p2pstore.runtime.byte_budget import SHARE_BYTES, Account
 from p2pstore.runtime.streams import (
     AcceptedStream,
     BytesLike,
     total_bytes,
 )
-from p2pstore.runtime.turns import wait_room
+from p2pstore.runtime.trio_tasks import wait_room
+from p2pstore.transfer.data_frames import FrameLink, Refused, skip_bulk
 from p2pstore.transfer.data_messages import (
     MAX_MEASURE_BYTES,
     REQUESTS,
@@ -36,7 +36,6 @@ from p2pstore.transfer.data_messages import (
     WRITE_KINDS,
     DataKind,
     Get,
-    GetItem,
     GetPiece,
     GetSmall,
     Measure,
@@ -51,20 +50,23 @@ from p2pstore.transfer.data_messages import (
     SwarmLink,
     SwarmLinked,
 )
-from p2pstore.transfer.frame_link import FrameLink
-from p2pstore.transfer.frame_reading import Refused, skip_bulk
 from p2pstore.transfer.rdma.rdma_serving import RdmaBackend, ReadableEnd
 from p2pstore.transfer.read_tickets import Rights, TicketClaims
 from p2pstore.transfer.serving.read_answers import (
     MAX_READ_THREADS,
     ReadAnswers,
-    ReadSource,
     Traffic,
     may_be_large,
 )
 from p2pstore.transfer.serving.read_thread import Briskness, ReadThread
-from p2pstore.transfer.serving.store_intake import StoreBackend, receive_value
-from p2pstore.transfer.serving.swarm_serving import OpenedPiece, SwarmBackend
+from p2pstore.transfer.serving.serving_backends import (
+    DataBackend,
+    OpenedPiece,
+    StoreBackend,
+    SwarmBackend,
+)
+from p2pstore.transfer.serving.serving_limits import ServerLimits
+from p2pstore.transfer.serving.store_intake import receive_value
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
     HEADER,
@@ -108,54 +110,6 @@ PIECE_SECONDS: Final = 60.0
 """By when the reader of a piece says that it has it, or goes on: until then it has an upload's place."""
 RETIRING_IDLE_SECONDS: Final = 0.25
 """A connection that is to end does so when no request came for so long."""
-
-
-class DataBackend(ReadSource, Protocol):
-    """What the peer does behind its data connections."""
-
-    def must_bring(self, items: Sequence[GetItem]) -> bool:
-        """Whether some of these must be brought to memory before they can be lent."""
-        ...
-
-    async def bring(self, items: Sequence[GetItem]) -> None:
-        """Bring them. Whatever keeps one from it, `lend` says; cancelled when the connection ends."""
-        ...
-
-    def note_reads(self, counts: Mapping[bytes, int]) -> None:
-        """These objects are served, each so many times. Who reads one in several requests, or from several holders,
-        reads it once."""
-        ...
-
-    async def handle(
-        self, kind: DataKind, message: Message, claims: TicketClaims
-    ) -> tuple[Message, Sequence[BytesLike]]:
-        """Answer any other request: the reply and its bulk. Its `P2PStoreError` or `ValueError` is sent
-        as a failure. Cancelled when the connection ends. Bulk bytes that came along were skipped."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
-    """What strangers and slow readers may cost. Times in seconds."""
-
-    connections: int = 1024
-    uploads: int = 16
-    """Large answers on their way at once, before readers that know other holders are told BUSY. More would share the
-    same network, and all be done later."""
-    unproved: int = 256
-    unproved_per_address: int = 32
-    hello_seconds: float = 5.0
-    idle_seconds: float = 600.0
-    progress_seconds: float = 5.0
-    frame_seconds: float = 30.0
-    """By when a request that has begun is whole: 1 MiB at 35 KB/s."""
-    store_seconds: float = 10.0
-    store_bytes_per_second: float = 1e6
-    """A value that is stored arrives in that time, plus its length at that rate: its room is taken."""
-    measured_bytes: int = 64 * GIB
-    """What one connection may move only to measure; `doctor` stops after seconds."""
-    handlers_per_connection: int = 64
-    reply_bulk_bytes: int = PART_BYTES
 
 
 class DataSession:

@@ -32,8 +32,12 @@ from p2pstore.transfer.data_messages import (
     ObjectStatus,
     SmallObjects,
 )
-from p2pstore.transfer.serving.uploads import Uploads
-from p2pstore.wire import HEADER, REPLY, Message
+from p2pstore.transfer.serving.serving_limits import Uploads
+from p2pstore.wire import (
+    HEADER,
+    REPLY,
+    Message,
+)
 
 MAX_REPLY_BODY_BYTES: Final = 3 * MIB
 """Slots and trailers in one reply; the frame's cap is 4 MiB."""
@@ -52,36 +56,6 @@ MAX_READ_THREADS: Final = 32
 GET, GET_SMALL, OK = int(DataKind.GET), int(DataKind.GET_SMALL), int(ObjectStatus.OK)
 BUSY, TOO_LARGE = int(ObjectStatus.BUSY), int(ObjectStatus.TOO_LARGE)
 _encode_body: Final = msgspec.msgpack.Encoder().encode
-
-
-class LentObject(NamedTuple):
-    """An object that stays where it is until `end_loan`, with slot and trailer as they are there. `handle` is its
-    source's own; None where nothing is given back."""
-
-    slot: bytes
-    trailer: bytes
-    value: memoryview
-    handle: Any
-
-
-class ReadSource(Protocol):
-    """The objects of a peer. Any thread may borrow them."""
-
-    def lend(
-        self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
-    ) -> LentObject | ObjectReply | None:
-        """An object in memory, to be sent to the peer `reader` or a client of it. It stays there until `end_loan`.
-        Otherwise why it is not sent, for the event loop, which `decides`; None for other threads. Never blocks."""
-        ...
-
-    def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
-        """The answer to GET_SMALL of the peer `reader`, or of a client of it; the objects stay there until `end_loan`.
-        None when it takes the event loop to say, or another look."""
-        ...
-
-    def end_loan(self, handle: Any) -> None:
-        """The end of `lend` or `lend_small`, in the same thread."""
-        ...
 
 
 class ReadTally:
@@ -288,3 +262,33 @@ def _has_large(lent: SmallObjectsLent) -> bool:
 def _frame(kind: int, request_id: int, reply: Message, bulk_length: int) -> bytes:
     body = _encode_body(reply)
     return HEADER.pack(kind, REPLY, request_id, len(body), bulk_length) + body
+
+
+class LentObject(NamedTuple):
+    """An object that stays where it is until `end_loan`, with slot and trailer as they are there. `handle` is its
+    source's own; None where nothing is given back."""
+
+    slot: bytes
+    trailer: bytes
+    value: memoryview
+    handle: Any
+
+
+class ReadSource(Protocol):
+    """The objects of a peer. Any thread may borrow them."""
+
+    def lend(
+        self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
+    ) -> LentObject | ObjectReply | None:
+        """An object in memory, to be sent to the peer `reader` or a client of it. It stays there until `end_loan`.
+        Otherwise why it is not sent, for the event loop, which `decides`; None for other threads. Never blocks."""
+        ...
+
+    def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
+        """The answer to GET_SMALL of the peer `reader`, or of a client of it; the objects stay there until `end_loan`.
+        None when it takes the event loop to say, or another look."""
+        ...
+
+    def end_loan(self, handle: Any) -> None:
+        """The end of `lend` or `lend_small`, in the same thread."""
+        ...

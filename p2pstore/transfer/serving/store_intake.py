@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator
 
 import trio
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
+from p2pstore.objects import CHUNK_BYTES, chunk_count, chunk_sum
 from p2pstore.runtime.streams import AcceptedStream
-from p2pstore.transfer.data_messages import DataKind, Store, Stored, StorePart
-from p2pstore.transfer.frame_reading import Refused, next_frame, receive_bulk
-from p2pstore.transfer.read_tickets import TicketClaims
-from p2pstore.transfer.serving.incoming_value import IncomingValue
+from p2pstore.transfer.data_frames import Refused, next_frame, receive_bulk
+from p2pstore.transfer.data_messages import DataKind, StorePart
+from p2pstore.transfer.serving.serving_backends import OpenedStore
 from p2pstore.wire import ONE_WAY, REPLY, Code, FrameBuffer, FrameHeader, decode_body
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedStore:
-    """Room for a value: `payload` is where it goes, `sums` are its chunk sums. `handle` is the backend's
-    own."""
-
-    payload: memoryview
-    sums: bytes
-    handle: Any
-
-
-class StoreBackend(Protocol):
-    """Where values that others store here go. A `P2PStoreError` or `ValueError` is sent as a failure."""
-
-    async def begin_store(self, request: Store, claims: TicketClaims) -> OpenedStore | Stored:
-        """Make room for a value, or say what became of the put without its bytes.
-
-        Every `OpenedStore` ends with `abandon_store`, whatever happens.
-        """
-        ...
-
-    async def finish_store(self, opened: OpenedStore) -> Stored:
-        """The value is there, and every chunk of it as announced: put it."""
-        ...
-
-    def abandon_store(self, opened: OpenedStore) -> None:
-        """Nothing writes to `opened.payload` any more: give the room back, unless the put was finished."""
-        ...
 
 
 async def receive_value(
@@ -85,3 +55,51 @@ async def _receive_part(
     if bool(header.flags & ONE_WAY) is incoming.complete:
         raise ProtocolError("the last part of a value, and only that one, is to be answered")
     return header
+
+
+class IncomingValue:
+    """Fills `view` from front to end. `sums` are the chunk sums that were announced, packed u64.
+
+    Raises `ProtocolError` when there is not one sum per chunk.
+    """
+
+    def __init__(self, view: memoryview, sums: bytes) -> None:
+        if len(sums) != 8 * chunk_count(len(view)):
+            raise ProtocolError(f"{len(sums)} bytes of chunk sums for {len(view):,} bytes")
+        self._view = view
+        self._sums = memoryview(sums).cast("Q")
+        self._position = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every byte has arrived and is right."""
+        return self._position == len(self._view)
+
+    def part(self, offset: int, length_bytes: int) -> Iterator[memoryview]:
+        """Where the bytes of the next part go, chunk by chunk: fill each before the next is asked for.
+
+        Raises `ProtocolError`, before the first, for a part that does not begin where the one before
+        ended, is empty, goes beyond the value or ends within a chunk; `ValueError` for a chunk that is
+        not the one announced.
+        """
+        end = offset + length_bytes
+        if offset != self._position or end > len(self._view):
+            raise ProtocolError(
+                f"a part from byte {offset:,} to {end:,} of a value of {len(self._view):,} bytes, of "
+                f"which {self._position:,} have arrived"
+            )
+        if (end % CHUNK_BYTES or not length_bytes) and end != len(self._view):
+            raise ProtocolError("a part that ends within a chunk")
+        return self._fill(end)
+
+    def _fill(self, end: int) -> Iterator[memoryview]:
+        while self._position < end:
+            number = self._position // CHUNK_BYTES
+            chunk = self._view[self._position : self._position + CHUNK_BYTES]
+            yield chunk
+            if chunk_sum(chunk) != self._sums[number]:
+                raise ValueError(
+                    f"chunk {number} is not the one that was announced: the value was changed while "
+                    "it was being stored, or spoilt on its way"
+                )
+            self._position += len(chunk)
