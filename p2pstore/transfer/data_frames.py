@@ -8,15 +8,7 @@ from typing import Final
 from p2pstore.errors import ProtocolError
 from p2pstore.objects import KIB, MIB
 from p2pstore.runtime.streams import AcceptedStream, ByteStream
-from p2pstore.wire import ONE_WAY, Code, FrameBuffer, FrameHeader, Limits, encode_failure
-
-
-class Refused(Exception):
-    """The connection ends: `code` and `text` are sent, and one line is logged."""
-
-    def __init__(self, kind: int, request_id: int, code: Code, text: str) -> None:
-        super().__init__(text)
-        self.frame = encode_failure(kind, request_id, code, text)
+from p2pstore.wire import ONE_WAY, FrameBuffer, FrameHeader, Limits
 
 
 async def receive_some(stream: AcceptedStream, view: memoryview) -> int:

@@ -34,7 +34,7 @@ from msgspec import Meta
 
 from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES
 from p2pstore.transfer import peer_messages as peer
-from p2pstore.wire import Message
+from p2pstore.wire import Code, Message, encode_failure
 
 MIN_DATA_VERSION: Final = 1
 MAX_DATA_VERSION: Final = 4
@@ -76,6 +76,14 @@ class DataKind(IntEnum):
     REMOVE = 39
     FLUSH = 40
     REPLICATE_MANY = 41
+
+
+class Refused(Exception):
+    """The connection ends: `frame`, with the code and the text, is sent, and one line is logged."""
+
+    def __init__(self, kind: int, request_id: int, code: Code, text: str) -> None:
+        super().__init__(text)
+        self.frame = encode_failure(kind, request_id, code, text)
 
 
 class Ticket(Message, frozen=True):

@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
+import trio
 
 from p2pstore.memory.entries import SmallObjectsLent
 from p2pstore.memory.segment_layout import SLOT_BYTES
 from p2pstore.objects import DIGEST_BYTES, MIB
-from p2pstore.runtime.streams import BytesLike
+from p2pstore.runtime.byte_budget import Account
+from p2pstore.runtime.streams import AcceptedStream, BytesLike
 from p2pstore.transfer.data_messages import (
     SMALL_OBJECT_BYTES,
     DataKind,
@@ -33,11 +35,7 @@ from p2pstore.transfer.data_messages import (
     SmallObjects,
 )
 from p2pstore.transfer.serving.serving_limits import Uploads
-from p2pstore.wire import (
-    HEADER,
-    REPLY,
-    Message,
-)
+from p2pstore.wire import HEADER, ONE_WAY, REPLY, Code, FrameHeader, Message, encode_failure
 
 MAX_REPLY_BODY_BYTES: Final = 3 * MIB
 """Slots and trailers in one reply; the frame's cap is 4 MiB."""
@@ -50,12 +48,18 @@ longer preferred when it wakes up."""
 MAX_TALLY: Final = 65_536
 COUNTED_READS: Final = 512
 """Counted at once, which takes 50 us: threads wait for the interpreter meanwhile."""
+TAKE_IN_OBJECTS: Final = 128
+"""Objects that one step takes in: threads wait for the interpreter meanwhile, about 1 us for each."""
 MAX_READ_THREADS: Final = 32
 """Of a peer. Connections that do not get one are served by the event loop."""
 
 GET, GET_SMALL, OK = int(DataKind.GET), int(DataKind.GET_SMALL), int(ObjectStatus.OK)
 BUSY, TOO_LARGE = int(ObjectStatus.BUSY), int(ObjectStatus.TOO_LARGE)
 _encode_body: Final = msgspec.msgpack.Encoder().encode
+
+
+NoteReads = Callable[[Mapping[bytes, int]], None]
+"""Takes how often each object was read."""
 
 
 class ReadTally:
@@ -106,7 +110,16 @@ class Traffic:
     read_threads: int = 0
     """Connections whose reads are answered in threads."""
     tally: ReadTally = field(default_factory=ReadTally)
-    """What was answered, and nobody took in."""
+    """Answers that are still to be taken in."""
+
+    def take_in(self, note_reads: NoteReads) -> bool:
+        """Count some answers of the tally, and report their objects to `note_reads`; whether there may be more."""
+        counts, length_bytes = self.tally.take(TAKE_IN_OBJECTS)
+        self.objects += sum(counts.values())
+        self.bytes += length_bytes
+        if counts:
+            note_reads(counts)
+        return self.tally.has_more
 
 
 class ReadAnswers:
@@ -244,6 +257,69 @@ class ReadAnswers:
         began, self._upload_began = self._upload_began, None
         if began is not None:
             self._traffic.uploads.end(began, time.monotonic() if sent else began)
+
+
+class Outgoing:
+    """The answers of one connection that leave from the event loop: gathered, then sent together, in order."""
+
+    def __init__(
+        self,
+        stream: AcceptedStream,
+        answers: ReadAnswers,
+        account: Account,
+        take_in: Callable[[], object],
+    ) -> None:
+        """`account` has the bytes of answers that are in memory of their own; `take_in` counts what was sent."""
+        self._stream = stream
+        self._answers = answers
+        self._account = account
+        self._take_in = take_in
+        self._sending = trio.Lock()
+        self._held_bytes = 0
+
+    def add(self, frame: bytes, bulk: Sequence[BytesLike] = ()) -> None:
+        """Send this with the next `flush`."""
+        self._answers.add(frame, bulk)
+        self.hold()
+
+    def refuse(self, header: FrameHeader, code: Code, text: str) -> None:
+        """Answer a request with a failure, unless it wants no answer."""
+        if not header.flags & ONE_WAY:
+            self.add(encode_failure(header.kind, header.request_id, code, text))
+
+    def hold(self) -> None:
+        """Hold what was gathered since the last call in the account."""
+        self._account.hold(self._answers.own_bytes - self._held_bytes)
+        self._held_bytes = self._answers.own_bytes
+
+    async def flush(self) -> None:
+        """Send what was gathered and give the objects back."""
+        answers = self._answers
+        if not answers.parts:
+            return
+        try:
+            answers.note()
+            self._take_in()
+            await self.send(*answers.parts)
+        finally:
+            self.drop()
+
+    async def send(self, *parts: BytesLike) -> None:
+        """Send at once, without another task's answer in between."""
+        try:
+            self._sending.acquire_nowait()  # `async with` would cost a turn of the event loop
+        except trio.WouldBlock:
+            await self._sending.acquire()
+        try:
+            await self._stream.send(*parts)
+        finally:
+            self._sending.release()
+
+    def drop(self) -> None:
+        """Give back all that was gathered."""
+        self._account.release(self._held_bytes)
+        self._held_bytes = 0
+        self._answers.end()
 
 
 def may_be_large(message: Get | GetSmall) -> bool:

@@ -18,6 +18,7 @@ from p2pstore.transfer.data_messages import (
     Store,
     Stored,
 )
+from p2pstore.transfer.rdma.rdma_serving import RdmaBackend
 from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.serving.read_answers import (
     ReadSource,
@@ -111,3 +112,13 @@ class DataBackend(ReadSource, Protocol):
         """Answer any other request: the reply and its bulk. Its `P2PStoreError` or `ValueError` is sent
         as a failure. Cancelled when the connection ends. Bulk bytes that came along were skipped."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """What a peer does behind its data connections; None for what it does not do."""
+
+    objects: DataBackend
+    stores: StoreBackend | None = None
+    rdma: RdmaBackend | None = None
+    swarms: SwarmBackend | None = None

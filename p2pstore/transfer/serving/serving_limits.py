@@ -1,4 +1,4 @@
-"""What others may cost a data server: places for connections, large answers in flight, times. `DataServer` applies it."""
+"""Limits of a data server: places for connections, large answers in flight, times. `DataServer` applies them."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from typing import Final, TypeVar, cast
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.objects import KIB
 from p2pstore.runtime.streams import AcceptedStream, BytesLike, ByteStream, flatten_parts, stalled
-from p2pstore.transfer.data_frames import Refused, receive_some
-from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.data_frames import receive_some
+from p2pstore.transfer.data_messages import DataKind, Refused
 from p2pstore.transfer.read_tickets import GrantedTicket, SignerLike
 from p2pstore.transfer.tls.tls_certificates import bound_secret, check_certificate, make_certificate
 from p2pstore.wire import PREFACE_DATA, Code
