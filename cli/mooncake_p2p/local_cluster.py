@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.exit_errors import Interrupts
 from p2pstore.errors import PeerNotInstalled
-from p2pstore.runtime.readiness import is_ready
-from p2pstore.runtime.readiness import read_line
+from p2pstore.runtime.linux import is_ready
+from p2pstore.runtime.linux import read_line
 from pathlib import Path
 from typing import Any
 from typing import Final

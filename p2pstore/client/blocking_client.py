@@ -43,7 +43,8 @@ from p2pstore.results import (
     TransferRequest,
     TransferStatus,
 )
-from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, BlockingDriver, run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.transfer.transfer_trace import FetchTrace, Progress
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ from p2pstore.client.leasing import (
 )
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import DeadlineExceeded, P2PStoreError
-from p2pstore.local.batching import MOST_ITEMS
-from p2pstore.local.local_messages import Holder, LeaseGrant, LocalKind
+from p2pstore.local.local_messages import Holder, LeaseGrant
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_requests import MOST_ITEMS
 from p2pstore.wire import Code
 
 T = TypeVar("T")

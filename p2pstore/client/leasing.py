@@ -13,7 +13,8 @@ from p2pstore.client.known_holders import SSD
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import Holder, LocalKind
+from p2pstore.local.local_messages import Holder
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import Version
 from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.shm import ShmTransport

@@ -15,20 +15,18 @@ from p2pstore.client.leases import LeaseBook
 from p2pstore.client.pull_ledger import PullLedger
 from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
 from p2pstore.errors import ProtocolMismatch
-from p2pstore.local.batching import MAX_REPORTED_FAILURES, Cuts
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_messages import (
     MAX_BATCH,
     Abort,
-    Access,
     AccessCount,
     HolderFailure,
     Leased,
-    LocalKind,
     Release,
     Report,
 )
-from p2pstore.local.local_requests import RequestAhead
+from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.local.local_requests import MAX_REPORTED_FAILURES, Cuts, RequestAhead
 from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.reading.segment_reader import SegmentReader
 from p2pstore.transfer.transport import PullReport

@@ -36,8 +36,8 @@ from p2pstore.client.values import describe_tensor, destination_view
 from p2pstore.client.writing import Writer, put_options
 from p2pstore.errors import AnswerTooLarge, NoSuchKey, P2PStoreError, ProtocolError, StoreClosed
 from p2pstore.local import local_messages as local
-from p2pstore.local.batching import MOST_ITEMS, Cuts, text_bytes
-from p2pstore.local.local_messages import Access, LocalKind
+from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.local.local_requests import MOST_ITEMS, Cuts, text_bytes
 from p2pstore.local.socket_paths import find_socket
 from p2pstore.objects import (
     DEFAULT_NAMESPACE,

@@ -26,7 +26,7 @@ from p2pstore.errors import (
     P2PStoreError,
 )
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import RequestAhead
 from p2pstore.objects import (
     check_object_length,

@@ -19,7 +19,7 @@ import trio
 
 from p2pstore.errors import BufferTooSmall
 from p2pstore.objects import MIB, key_digest
-from p2pstore.runtime.streams import run_blocking
+from p2pstore.runtime.blocking_streams import run_blocking
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer import transport
 from p2pstore.transfer.reading import data_pool, team_read

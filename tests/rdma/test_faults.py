@@ -30,7 +30,7 @@ from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, RdmaConnect, RdmaConnected
 from p2pstore.transfer.rdma import rdma_lines, rdma_reads, rdma_serving
-from p2pstore.transfer.rdma.rdma_extent import WHOLE_BYTES
+from p2pstore.transfer.rdma.rdma_payload import WHOLE_BYTES
 from p2pstore.transfer.rdma.rdma_reads import Piece
 from p2pstore.transfer.rdma.rdma_rules import Endpoint, RemoteMemory, agree
 from p2pstore.transfer.rdma.rdma_staging import Staging

@@ -24,8 +24,8 @@ SSD_TIER_KNOWS = (
     "p2pstore.objects",
     "p2pstore.errors",
     "p2pstore.wire",
-    "p2pstore.runtime.nursery",
-    "p2pstore.runtime.place_owners",
+    "p2pstore.runtime.trio_tasks",
+    "p2pstore.runtime.linux",
 )
 """Of p2pstore: the tier knows no peers, no memory segments and no settings."""
 
@@ -34,7 +34,7 @@ CHECKPOINT_KNOWS = (
     "p2pstore.objects",
     "p2pstore.errors",
     "p2pstore.wire",
-    "p2pstore.runtime.nursery",
+    "p2pstore.runtime.trio_tasks",
     "p2pstore.state.folder",
     "p2pstore.state.regular_file",
 )
@@ -81,8 +81,8 @@ PURE = (
     *(
         f"p2pstore/transfer/{name}.py"
         for name in (
-            *("data_messages", "failover", "read_tickets", "transfer_trace"),
-            *("reading/arriving", "reading/slicing", "rdma/rdma_rules", "serving/incoming_value"),
+            *("data_messages", "peer_messages", "failover", "read_tickets", "transfer_trace"),
+            *("reading/arriving", "reading/slicing", "rdma/rdma_rules", "serving/session_rules"),
         )
     ),
     *(
@@ -112,6 +112,7 @@ PURE = (
     "p2pstore/integrations/mooncake/mooncake_types.py",
     *(f"p2pstore/{name}.py" for name in ("objects", "location_table", "wire", "put_facts")),
     *(f"p2pstore/local/{name}_messages.py" for name in ("local", "checkpoint", "group")),
+    "p2pstore/local/local_protocol.py",
     *(f"p2pstore/access/{name}.py" for name in ("allowlist", "strangers")),
     "p2pstore/runtime/histograms.py",
 )
@@ -318,7 +319,7 @@ BANNED_CALLS = {
 }
 MAY_CALL = {
     "p2pstore/state/places.py": ("Path", "home"),
-    "p2pstore/runtime/place_owners.py": ("pwd", "getpwuid"),
+    "p2pstore/runtime/linux.py": ("pwd", "getpwuid"),
 }
 
 def test_calls_that_fail_or_wait_in_some_environment_are_not_made() -> None:

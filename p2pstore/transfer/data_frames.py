@@ -1,4 +1,4 @@
-"""A data connection on which both sides say what they like, when they like: frames without replies. Under trio."""
+"""Frames of a data connection: off an accepted stream, with their bulk bytes, and of a link. Under trio."""
 
 from __future__ import annotations
 
@@ -7,8 +7,44 @@ from typing import Final
 
 from p2pstore.errors import ProtocolError
 from p2pstore.objects import KIB, MIB
-from p2pstore.runtime.streams import ByteStream
-from p2pstore.wire import ONE_WAY, FrameBuffer, Limits
+from p2pstore.runtime.streams import AcceptedStream, ByteStream
+from p2pstore.wire import ONE_WAY, FrameBuffer, FrameHeader, Limits
+
+
+async def receive_some(stream: AcceptedStream, view: memoryview) -> int:
+    """At least one byte. Raises `ConnectionResetError` when the other side has closed."""
+    count = await stream.receive_into(view)
+    if count == 0:
+        raise ConnectionResetError("the other side closed the connection")
+    return count
+
+
+async def next_frame(
+    stream: AcceptedStream, frames: FrameBuffer, buffer: memoryview
+) -> tuple[FrameHeader, bytes]:
+    """The next header with its body; `buffer` is room to receive into. The frame's bulk bytes, if it has
+    some, come next: see `receive_bulk`."""
+    while (frame := frames.next_frame()) is None:
+        frames.feed(buffer[: await receive_some(stream, buffer)])
+    return frame
+
+
+async def receive_bulk(stream: AcceptedStream, frames: FrameBuffer, view: memoryview) -> None:
+    """Fill `view` with the bulk bytes that come next, straight off the socket."""
+    position = frames.take_into(view)
+    while position < len(view):
+        position += await receive_some(stream, view[position:])
+
+
+async def skip_bulk(
+    stream: AcceptedStream, frames: FrameBuffer, length_bytes: int, buffer: memoryview
+) -> None:
+    """Receive bulk bytes that nobody wants."""
+    while length_bytes:
+        piece = buffer[: min(length_bytes, len(buffer))]
+        await receive_bulk(stream, frames, piece)
+        length_bytes -= len(piece)
+
 
 LINK_LIMITS: Final = Limits(64 * KIB, 0)
 RECEIVE_BYTES: Final = 16 * KIB
