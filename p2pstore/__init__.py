@@ -5,9 +5,9 @@ when it uses `p2pstore.blocking` or `p2pstore.aio`).
 """
 
 from __future__ import annotations
-from typing import Any
-from typing import TYPE_CHECKING
+
 import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from p2pstore import aio as aio
@@ -96,6 +96,7 @@ _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in na
 
 __all__ = ["__version__", *_MODULES, *_MODULE_OF]
 
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"p2pstore.{name}")
@@ -105,6 +106,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
+
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

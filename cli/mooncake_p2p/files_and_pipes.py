@@ -2,18 +2,7 @@
 complete."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import contextmanager
-from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.exit_errors import ExitCode
-from mooncake_p2p.output import progress
-from p2pstore.objects import MAX_OBJECT_BYTES
-from p2pstore.objects import MIB
-from p2pstore.objects import check_object_length
-from p2pstore.runtime.linux import is_ready
-from pathlib import Path
-from typing import Final
+
 import contextlib
 import errno
 import fcntl
@@ -24,6 +13,15 @@ import secrets
 import stat
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from mooncake_p2p.exit_errors import CommandFailed, ExitCode
+from mooncake_p2p.output import progress
+from p2pstore.objects import MAX_OBJECT_BYTES, MIB, check_object_length
+from p2pstore.runtime.linux import is_ready
 
 PIECE_BYTES: Final = MIB
 
@@ -31,6 +29,7 @@ SMALL_PAGES_BYTES: Final = 2 * MIB
 
 Advance = Callable[[int], None]
 """Says that so many more bytes are done."""
+
 
 @contextmanager
 def open_source(path: str | None) -> Iterator[int]:
@@ -51,6 +50,7 @@ def open_source(path: str | None) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
 
 @contextmanager
 def value_of(descriptor: int) -> Iterator[memoryview]:
@@ -74,6 +74,7 @@ def value_of(descriptor: int) -> Iterator[memoryview]:
         with mapped(spool.fileno(), length, mmap.PROT_READ) as view:
             yield view
 
+
 def _spool(source: int, spool: int, advance: Advance) -> int:
     length = 0
     while piece := _read(source):
@@ -90,12 +91,14 @@ def _spool(source: int, spool: int, advance: Advance) -> int:
         advance(len(piece))
     return length
 
+
 def _read(descriptor: int) -> bytes:
     while True:
         try:
             return os.read(descriptor, PIECE_BYTES)
         except BlockingIOError:  # a pipe that its other users made non-blocking
             is_ready(descriptor, None)
+
 
 def memory_for(length: int) -> memoryview:
     """`length` bytes of new memory, of which only what is written to costs anything. Behind the first
@@ -108,6 +111,7 @@ def memory_for(length: int) -> memoryview:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE, SMALL_PAGES_BYTES)
     return memoryview(memory)
+
 
 @contextmanager
 def mapped(descriptor: int, length: int, protection: int) -> Iterator[memoryview]:
@@ -125,6 +129,7 @@ def mapped(descriptor: int, length: int, protection: int) -> Iterator[memoryview
             view.release()
             mapping.close()
 
+
 def write_all(descriptor: int, view: memoryview, advance: Advance = lambda count: None) -> None:
     """Write everything, in pieces, also to pipes that are not in blocking mode."""
     position = 0
@@ -137,6 +142,7 @@ def write_all(descriptor: int, view: memoryview, advance: Advance = lambda count
         position += count
         advance(count)
 
+
 def is_stream(path: str) -> bool:
     """Whether a path must be written to as it is: it exists and is no regular file or directory."""
     try:
@@ -144,6 +150,7 @@ def is_stream(path: str) -> bool:
     except OSError:
         return False
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
 
 def standard_output(*, binary_to_terminal: bool) -> int:
     """The descriptor of stdout. Raises `CommandFailed` when binary must not go there."""
@@ -154,10 +161,12 @@ def standard_output(*, binary_to_terminal: bool) -> int:
         )
     return sys.stdout.fileno()
 
+
 NO_UNNAMED_FILES: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
 """How file systems and kernels say that they have no files without a name."""
 NO_LOCKS: Final = frozenset({errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS})
 TAKEOVERS: Final = 8
+
 
 class NewFile:
     """A new file for `path` that takes that name only with `commit`.
@@ -238,6 +247,7 @@ class NewFile:
                 self._part.unlink()
         os.close(self.descriptor)
 
+
 def _link(descriptor: int, path: Path) -> None:
     """Give a file without a name one. Raises `FileExistsError`."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -245,6 +255,7 @@ def _link(descriptor: int, path: Path) -> None:
         os.link(f"/proc/self/fd/{descriptor}", path.name, dst_dir_fd=folder, follow_symlinks=True)
     finally:
         os.close(folder)
+
 
 def _create_locked(path: Path) -> int | None:
     """A new file that is ours alone, or None when another process is at it. What a process that is gone
@@ -260,6 +271,7 @@ def _create_locked(path: Path) -> int | None:
     os.close(descriptor)  # taken for a leftover by another, before the lock was on it
     return None
 
+
 def _remove_leftover(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -270,6 +282,7 @@ def _remove_leftover(path: Path) -> None:
             path.unlink()
     finally:
         os.close(descriptor)
+
 
 def _lock(descriptor: int) -> bool:
     """Whether the file is locked by us now. Where there are no locks it counts as locked."""

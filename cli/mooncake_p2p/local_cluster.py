@@ -1,17 +1,7 @@
 """Peers as processes of this machine, on loopback, that are gone without a trace at the end."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from importlib.util import find_spec
-from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.exit_errors import Interrupts
-from p2pstore.errors import PeerNotInstalled
-from p2pstore.runtime.linux import is_ready
-from p2pstore.runtime.linux import read_line
-from pathlib import Path
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
+
 import json
 import os
 import secrets
@@ -21,6 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from mooncake_p2p.exit_errors import CommandFailed, Interrupts
+from p2pstore.errors import PeerNotInstalled
+from p2pstore.runtime.linux import is_ready, read_line
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
@@ -29,6 +27,7 @@ READY_SECONDS: Final = 30.0
 STOP_SECONDS: Final = 5.0
 POLL_SECONDS: Final = 0.05
 LONGEST_FOLDER: Final = 60  # a socket's path has at most 107 bytes
+
 
 class PeerProcess:
     """One `mooncake-p2p join`. It may be killed and started again with the same identity."""
@@ -132,6 +131,7 @@ class PeerProcess:
         except FileNotFoundError:
             return []
 
+
 class LocalCluster:
     """A folder, and peers that live in it, in a cluster of its own. `close` removes all of it."""
 
@@ -180,6 +180,7 @@ class LocalCluster:
         for peer in self.peers:
             peer.reap(deadline)
         shutil.rmtree(self.folder, ignore_errors=True)
+
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = READY_SECONDS) -> None:
     """Ask until it is so. Raises `CommandFailed` saying `what` did not come."""

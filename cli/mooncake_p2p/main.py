@@ -6,34 +6,31 @@ arguments answer before anything heavy is loaded. Help is plain text: rich's cos
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from importlib import import_module
-from itertools import pairwise
-from itertools import takewhile
-from mooncake_p2p.exit_errors import AlreadyTold
-from mooncake_p2p.exit_errors import ExitCode
-from mooncake_p2p.exit_errors import STANDARD_OUTPUT
-from mooncake_p2p.exit_errors import describe
-from mooncake_p2p.exit_errors import error_document
-from mooncake_p2p.exit_errors import exit_code
-from mooncake_p2p.output import json_output
-from typer.core import TyperCommand
-from typer.core import TyperGroup
-from typing import Annotated
-from typing import Any
-from typing import Final
-from typing import NoReturn
+
 import contextlib
 import io
 import os
-import p2pstore
 import re
 import signal
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from itertools import pairwise, takewhile
+from typing import Annotated, Any, Final, NoReturn
+
 import typer
+from typer.core import TyperCommand, TyperGroup
+
+import p2pstore
+from mooncake_p2p.exit_errors import (
+    STANDARD_OUTPUT,
+    AlreadyTold,
+    ExitCode,
+    describe,
+    error_document,
+    exit_code,
+)
+from mooncake_p2p.output import json_output
 
 PROGRAM: Final = "mooncake-p2p"
 COMPLETION_VARIABLE: Final = "_MOONCAKE_P2P_COMPLETE"
@@ -87,6 +84,7 @@ OUT_OF_RANGE: Final = re.compile(
 )
 """How typer says what is wrong with a number."""
 
+
 class ManualCommand(TyperCommand):
     """A command whose help ends with examples and what its exit status means."""
 
@@ -133,15 +131,18 @@ class ManualCommand(TyperCommand):
         with formatter.section("Exit status"):
             formatter.write_dl([(str(status), meaning) for status, meaning in page.statuses])
 
+
 def function_name(command: str) -> str:
     """The name of a command's function in its module."""
     return re.sub("[ -]", "_", command)
+
 
 def function_of(command: str) -> Callable[..., Any]:
     """The function that is the command; its module is imported."""
     module = import_module(f"mooncake_p2p.commands.{COMMANDS[command][0]}")
     function: Callable[..., Any] = getattr(module, function_name(command))
     return function
+
 
 class LazyCommands(Mapping[str, Any]):
     """The commands by name; looking one up imports its module."""
@@ -159,6 +160,7 @@ class LazyCommands(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(COMMANDS)
+
 
 class LazyGroup(TyperGroup):
     """A group whose commands are imported when called, and listed without being imported."""
@@ -198,15 +200,18 @@ class LazyGroup(TyperGroup):
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"{PROGRAM} {p2pstore.__version__}")
         raise typer.Exit
 
+
 def _show_help(context: typer.Context, wanted: bool) -> None:
     if wanted:
         print(context.get_help())
         raise typer.Exit
+
 
 def _options(
     version: Annotated[
@@ -234,6 +239,7 @@ def _options(
     prints the line that starts a peer on the next machine.
     """
 
+
 def build() -> Any:
     """The whole command, ready to parse arguments."""
     app = typer.Typer(
@@ -253,6 +259,7 @@ def build() -> Any:
     )
     app.callback(add_help_option=False)(_options)
     return typer.main.get_command(app)
+
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; returns its exit status. Errors are shown on stderr, never raised."""
@@ -287,12 +294,14 @@ def run(arguments: Sequence[str]) -> int:
             traceback.print_exc()
         return _report(error, arguments)
 
+
 def _empty_option(error: Any, arguments: Sequence[str]) -> str:
     """The option that typer complains about, if it was given without anything in it."""
     names = getattr(getattr(error, "param", None), "opts", ())
     pairs = list(pairwise(arguments))
     given = (name for name in names if f"{name}=" in arguments or (name, "") in pairs)
     return next(given, "")
+
 
 def _report(error: BaseException, arguments: Sequence[str]) -> int:
     """Say on stderr and, with --json, on stdout what went wrong. Returns the exit status."""
@@ -305,6 +314,7 @@ def _report(error: BaseException, arguments: Sequence[str]) -> int:
             json_output.end(error_document(error, message), stopped=stopped)
             sys.stdout.flush()
     return exit_code(error)
+
 
 def _message(error: BaseException, arguments: Sequence[str]) -> str:
     """One line: what went wrong and what to do about it."""
@@ -322,6 +332,7 @@ def _message(error: BaseException, arguments: Sequence[str]) -> str:
         return f"{text[:1].lower()}{text[1:].rstrip('.')}{hint}"
     return describe(error)
 
+
 def _range(found: re.Match[str]) -> str:
     """The limit that a number breaks."""
     value, least, least_alone, most = found.groups()
@@ -329,6 +340,7 @@ def _range(found: re.Match[str]) -> str:
     if least is not None and float(value) < float(least):
         return f"must be at least {least}"
     return f"must be at most {most}"
+
 
 class _NamedStandardOutput(io.FileIO):
     """Descriptor 1, whose errors say that it is standard output: the system's name no file."""
@@ -340,6 +352,7 @@ class _NamedStandardOutput(io.FileIO):
             error.filename = STANDARD_OUTPUT
             raise
 
+
 def _with_named_errors(stdout: io.TextIOWrapper) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         io.BufferedWriter(_NamedStandardOutput(stdout.fileno(), "wb", closefd=False)),
@@ -348,8 +361,10 @@ def _with_named_errors(stdout: io.TextIOWrapper) -> io.TextIOWrapper:
         line_buffering=stdout.line_buffering,
     )
 
+
 def _terminate(signal_number: int, frame: object) -> NoReturn:
     raise SystemExit(ExitCode.TERMINATED)
+
 
 def main() -> NoReturn:
     """Entry point of `mooncake-p2p`."""
@@ -367,11 +382,13 @@ def main() -> NoReturn:
         _end(complete(instruction))
     _end(run(sys.argv[1:]))
 
+
 def complete(instruction: str) -> int:
     """What a shell's completion script asks for."""
     from mooncake_p2p.completion import answer
 
     return answer(instruction, os.environ)
+
 
 def _end(status: int) -> NoReturn:
     """End the process at once: all is written and closed, and to take the modules apart costs

@@ -6,95 +6,72 @@ ended by an `OperationFinished` effect. Time is monotonic seconds; `unix(now)` i
 """
 
 from __future__ import annotations
+
+import heapq
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Iterable
-from collections.abc import Sequence
-from contextlib import closing
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
+from random import Random
+from typing import Any, Final
+
 from p2pstore.core.checkpoints import Checkpoints
-from p2pstore.core.copies.checking import CheckOperation
-from p2pstore.core.copies.checking import Checks
+from p2pstore.core.copies.checking import CheckOperation, Checks
 from p2pstore.core.copies.cold_copies import ColdCopies
 from p2pstore.core.copies.copy_destination import CopyDestination
 from p2pstore.core.copies.own_copies import is_kept_elsewhere
-from p2pstore.core.copies.proofs import ProveOperation
-from p2pstore.core.copies.proofs import VersionProofs
-from p2pstore.core.copies.repair import Repair
-from p2pstore.core.copies.repair import RepairTiming
+from p2pstore.core.copies.proofs import ProveOperation, VersionProofs
+from p2pstore.core.copies.repair import Repair, RepairTiming
 from p2pstore.core.copies.write_back import WriteBack
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.core_effects import Effect
-from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.core_effects import PullFailure
-from p2pstore.core.core_effects import PullOutcome
-from p2pstore.core.core_effects import Reply
+from p2pstore.core.core_effects import AskPeer, Effect, KnownCopy, PullFailure, PullOutcome, Reply
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.hot_objects import HotObjects
 from p2pstore.core.gets.lookup import check_holding_record
 from p2pstore.core.gets.prefetching import Prefetching
-from p2pstore.core.gets.read_reports import ReadReports
-from p2pstore.core.gets.read_reports import UNSEEN_TRANSPORTS
+from p2pstore.core.gets.read_reports import UNSEEN_TRANSPORTS, ReadReports
 from p2pstore.core.gets.serving import serve
-from p2pstore.core.home_messages import message_of
-from p2pstore.core.home_messages import rivals_of
+from p2pstore.core.home_messages import message_of, rivals_of
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.comparing import Comparisons
-from p2pstore.core.puts.describe import location_of
-from p2pstore.core.puts.describe import location_on_ssd
+from p2pstore.core.puts.describe import location_of, location_on_ssd
 from p2pstore.core.puts.times_to_live import Expiries
 from p2pstore.core.removals.floors import Floors
 from p2pstore.core.taking_pushes import PushesComing
 from p2pstore.core.timekeeping import Timekeeping
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import ObjectTooLarge
+from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import Signer
-from p2pstore.gossip.records import Verifier
-from p2pstore.gossip.records import decode_location
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import writer_of
-from p2pstore.gossip.records import writer_of_member
+from p2pstore.gossip.records import (
+    LocationRecord,
+    Member,
+    PeerId,
+    Signer,
+    Verifier,
+    decode_location,
+    member_of,
+    writer_of,
+    writer_of_member,
+)
 from p2pstore.local.local_messages import HolderFailure
-from p2pstore.memory.entries import Reservation
-from p2pstore.memory.entries import SmallObjectsLent
-from p2pstore.memory.entries import Written
+from p2pstore.memory.entries import Reservation, SmallObjectsLent, Written
 from p2pstore.memory.loans import Loan
-from p2pstore.memory.segment import ObjectEntry
-from p2pstore.memory.segment import SOFT_PIN_SECONDS
-from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import MAX_TRAILER_BYTES
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.objects import CHUNK_BYTES
-from p2pstore.objects import HybridClock
-from p2pstore.objects import Version
-from p2pstore.objects import ZERO_VERSION
-from p2pstore.objects import chunk_count
-from p2pstore.objects import key_hasher
-from p2pstore.objects import namespace_digest
+from p2pstore.memory.segment import SOFT_PIN_SECONDS, ObjectEntry, Segment
+from p2pstore.memory.segment_layout import MAX_TRAILER_BYTES, Pin
+from p2pstore.objects import (
+    CHUNK_BYTES,
+    ZERO_VERSION,
+    HybridClock,
+    Version,
+    chunk_count,
+    key_hasher,
+    namespace_digest,
+)
 from p2pstore.runtime.stepping import Steps
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import MAX_SMALL_BULK_BYTES
-from p2pstore.transfer.data_messages import ObjectStatus
-from p2pstore.transfer.data_messages import Objects
-from p2pstore.transfer.peer_messages import CheckCopy
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import Pushed
-from p2pstore.wire import Code
-from p2pstore.wire import Message
-from random import Random
-from typing import Any
-from typing import Final
-import heapq
+from p2pstore.transfer.data_messages import MAX_SMALL_BULK_BYTES, DataKind, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import CheckCopy, Locations, Pushed
+from p2pstore.wire import Code, Message
 
 DOUBT_SECONDS: Final = 10.0
 """A holder is told at most once in this time that its copy of an object seems spoilt, and may take so long to look."""
@@ -116,6 +93,7 @@ WOKEN_PER_TICK: Final = 64
 """Operations whose time has come: those of a large batch end together."""
 LOOKED_UP_PER_STEP: Final = 400
 """Keys, whatever the number of members: 5 us each."""
+
 
 class PeerCore:
     """What one peer decides. See the module's docstring for how it is driven."""
@@ -925,6 +903,7 @@ class PeerCore:
         if not isinstance(machine, FetchOperation):
             raise NoSuchKey("nobody waits for this object any more")
         return CopyDestination(self, machine, now)
+
 
 def before(version: Version) -> Version:
     """The highest version that is older."""

@@ -1,27 +1,23 @@
 """Taking a file or a block device for the log: its own, large enough, and read and written directly."""
 
 from __future__ import annotations
-from contextlib import ExitStack
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import replace
-from p2pstore.errors import ConfigError
-from p2pstore.objects import MIB
-from p2pstore.objects import format_bytes
-from p2pstore.runtime.linux import file_system
-from p2pstore.runtime.linux import lock_owner
-from p2pstore.runtime.linux import mount_point
-from p2pstore.runtime.linux import user_name
-from p2pstore.ssd_tier.aligned_memory import aligned_buffer
-from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES
-from p2pstore.ssd_tier.log_layout import SUPERBLOCK_MAGIC
-from pathlib import Path
-from typing import Final
+
 import errno
 import fcntl
 import logging
 import os
 import stat
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from p2pstore.errors import ConfigError
+from p2pstore.objects import MIB, format_bytes
+from p2pstore.runtime.linux import file_system, lock_owner, mount_point, user_name
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer
+from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES
+from p2pstore.ssd_tier.log_layout import SUPERBLOCK_MAGIC
 
 FILE_NAME: Final = "cold.log"
 INSPECTED_BYTES: Final = MIB
@@ -33,6 +29,7 @@ IN_MEMORY: Final = ("tmpfs", "ramfs")
 _HOW: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK
 
 logger = logging.getLogger("p2pstore.ssd_tier")
+
 
 @dataclass(frozen=True, slots=True)
 class OpenPlace:
@@ -47,6 +44,7 @@ class OpenPlace:
     def close(self) -> None:
         """Close it, which unlocks it."""
         os.close(self.descriptor)
+
 
 def open_place(
     path: str | os.PathLike[str], capacity_bytes: int | None, *, direct: bool, overwrite: bool
@@ -92,7 +90,9 @@ def open_place(
         stack.pop_all()
     return replace(place, direct=direct)
 
+
 # --- a file in a directory ---------------------------------------------------------------------------
+
 
 def _open_file(
     directory: Path, capacity_bytes: int | None, overwrite: bool, stack: ExitStack
@@ -126,6 +126,7 @@ def _open_file(
         raise _unusable(path, error) from error
     return OpenPlace(path.absolute(), descriptor, capacity_bytes)
 
+
 def _allocate(path: Path, descriptor: int, status: os.stat_result, capacity_bytes: int) -> None:
     """Have the file system set aside every byte now, so that no write fails for want of room later."""
     if capacity_bytes < status.st_size:
@@ -150,6 +151,7 @@ def _allocate(path: Path, descriptor: int, status: os.stat_result, capacity_byte
             raise no_space from error
         raise
 
+
 def _sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -157,15 +159,19 @@ def _sync_directory(directory: Path) -> None:
     finally:
         os.close(descriptor)
 
+
 def _remove(path: Path) -> None:
     with suppress(OSError):  # what went wrong before is what is to be said
         os.unlink(path)
+
 
 def _close(descriptor: int) -> None:
     with suppress(OSError):
         os.close(descriptor)
 
+
 # --- a block device ----------------------------------------------------------------------------------
+
 
 def _open_device(
     path: Path, capacity_bytes: int | None, overwrite: bool, stack: ExitStack
@@ -193,6 +199,7 @@ def _open_device(
     usable_bytes = size_bytes if capacity_bytes is None else capacity_bytes
     return OpenPlace(path, descriptor, usable_bytes - usable_bytes % ALIGNMENT_BYTES)
 
+
 def _device_in_use(path: Path) -> ConfigError:
     mounted = mount_point(os.stat(path).st_rdev)
     owner = lock_owner(os.stat(path))
@@ -206,7 +213,9 @@ def _device_in_use(path: Path) -> ConfigError:
         )
     return ConfigError(f"the SSD tier's device {path} is {how}")
 
+
 # --- both --------------------------------------------------------------------------------------------
+
 
 def _lock(path: Path, descriptor: int) -> None:
     try:
@@ -223,6 +232,7 @@ def _lock(path: Path, descriptor: int) -> None:
             f"{path} cannot be locked ({error.strerror}): choose a local disk for the SSD tier"
         ) from None
 
+
 def _refuse_strangers_data(path: Path, descriptor: int, size_bytes: int, overwrite: bool) -> None:
     """Raises `ConfigError` when something else than a log lies there."""
     if overwrite:
@@ -237,6 +247,7 @@ def _refuse_strangers_data(path: Path, descriptor: int, size_bytes: int, overwri
                 f"(`wipefs -a` for a device, `rm` for a file), else name another place"
             )
 
+
 def _use_direct_io(place: OpenPlace) -> None:
     """From now on past the page cache. Raises `ConfigError` where that does not work."""
     try:
@@ -249,6 +260,7 @@ def _use_direct_io(place: OpenPlace) -> None:
             f"{place.path} takes no direct I/O in pages of {ALIGNMENT_BYTES} bytes ({error.strerror}): choose a "
             "directory on ext4 or XFS, or a block device; buffered I/O would work, and is slower"
         ) from None
+
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
     match error.errno:
@@ -265,6 +277,7 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
             cure = "it must be there to be read and written by this user"
     return ConfigError(f"the SSD tier cannot use {path} ({error.strerror}): {cure}")
 
+
 def _owner_of(path: Path) -> str:
     """Whose it is, or whose the directory is in which it cannot even be seen."""
     for each in (path, path.parent):
@@ -272,7 +285,9 @@ def _owner_of(path: Path) -> str:
             return f"{each} belongs to {user_name(each.stat().st_uid)}"
     return "it is somewhere where this user may not look"
 
+
 _GONE = (FileNotFoundError, NotADirectoryError)
+
 
 def why_misplaced(path: Path, descriptor: int, size_bytes: int) -> str:
     """Why what is written there now would be lost, for people; empty when nothing speaks against it. `size_bytes` are

@@ -13,49 +13,33 @@ Invariants:
 """
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Iterator
-from contextlib import asynccontextmanager
-from contextlib import suppress
-from p2pstore.objects import KIB
-from p2pstore.objects import Version
-from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.ssd_tier.cold_log import ColdLog
-from p2pstore.ssd_tier.cold_log import TierHooks
-from p2pstore.ssd_tier.disk_protocol import Disk
-from p2pstore.ssd_tier.disk_protocol import Waits
-from p2pstore.ssd_tier.health import ColdMiss
-from p2pstore.ssd_tier.health import Overdue
-from p2pstore.ssd_tier.health import PATIENCE_SECONDS
-from p2pstore.ssd_tier.health import TierOff
-from p2pstore.ssd_tier.health import TierState
-from p2pstore.ssd_tier.index import ColdEntry
-from p2pstore.ssd_tier.log_layout import ColdFacts
-from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES
-from p2pstore.ssd_tier.log_layout import Superblock
-from p2pstore.ssd_tier.log_segments import SegmentState
-from p2pstore.ssd_tier.record_reading import Prepare
-from p2pstore.ssd_tier.record_reading import Reader
-from p2pstore.ssd_tier.record_writing import Writer
-from p2pstore.ssd_tier.starting import open_superblock
-from p2pstore.ssd_tier.starting import read_log
-from p2pstore.ssd_tier.starting import restore
-from p2pstore.ssd_tier.starting import unsafe_segments
-from p2pstore.ssd_tier.upkeep import DeadMarkWriter
-from p2pstore.ssd_tier.upkeep import DiskWatch
-from p2pstore.ssd_tier.upkeep import Upkeep
-from p2pstore.ssd_tier.write_admission import Admission
-from p2pstore.ssd_tier.write_admission import AdmissionPolicy
-from p2pstore.ssd_tier.write_admission import Refusal
-from typing import Any
-from typing import Final
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final
+
 import trio
+
+from p2pstore.objects import KIB, Version
+from p2pstore.runtime.trio_tasks import open_background_nursery
+from p2pstore.ssd_tier.cold_log import ColdLog, TierHooks
+from p2pstore.ssd_tier.disk_protocol import Disk, Waits
+from p2pstore.ssd_tier.health import PATIENCE_SECONDS, ColdMiss, Overdue, TierOff, TierState
+from p2pstore.ssd_tier.index import ColdEntry
+from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES, ColdFacts, Superblock
+from p2pstore.ssd_tier.log_segments import SegmentState
+from p2pstore.ssd_tier.record_reading import Prepare, Reader
+from p2pstore.ssd_tier.record_writing import Writer
+from p2pstore.ssd_tier.starting import open_superblock, read_log, restore, unsafe_segments
+from p2pstore.ssd_tier.upkeep import DeadMarkWriter, DiskWatch, Upkeep
+from p2pstore.ssd_tier.write_admission import Admission, AdmissionPolicy, Refusal
 
 CLOSE_SECONDS: Final = 5.0
 """For the last discards, when the tier is closed."""
 BYTES_PER_RECORD: Final = 64 * KIB
 MAX_RECORDS: Final = 4_000_000
 MIN_RECORDS: Final = 65_536
+
 
 class SsdTier:
     """Made by `open_tier`. For one trio loop; calls run side by side."""
@@ -262,14 +246,17 @@ class SsdTier:
             **log.measures.document(log.unix()),
         }
 
+
 def sorted_refusals(admission: Admission) -> list[tuple[Refusal, int]]:
     """In the order of their names."""
     return sorted(admission.refused.items(), key=lambda each: each[0].value)
+
 
 def default_max_records(superblock: Superblock) -> int:
     """How many records the index has room for: enough for records of 64 KiB, up to some 450 MB of memory."""
     fitting = superblock.total_bytes // BYTES_PER_RECORD
     return min(MAX_RECORDS, max(MIN_RECORDS, fitting))
+
 
 @asynccontextmanager
 async def open_tier(

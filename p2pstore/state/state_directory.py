@@ -24,57 +24,37 @@ neighbours again, and objects that they may have forbidden are discarded (`gossi
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Sequence
-from p2pstore.access.allowlist import parse_peer_id
-from p2pstore.access.invite import Invite
-from p2pstore.access.invite import KeptInvite
-from p2pstore.access.invite import format_invite
-from p2pstore.access.keyring import KeyRing
-from p2pstore.access.keyring import parse_cluster_keys
-from p2pstore.access.keyring import reader_keys
-from p2pstore.config import split_address
-from p2pstore.errors import ConfigError
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.floors.floor_stamps import Stamps
-from p2pstore.gossip.floors.floor_stamps import stamps_as_text
-from p2pstore.gossip.floors.floor_stamps import stamps_from_text
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.identity import SEED_BYTES
-from p2pstore.gossip.members.member_table import MAX_INCARNATION
-from p2pstore.gossip.members.membership import MAX_AHEAD_MS
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.objects import newest_accepted_clock
-from p2pstore.runtime.linux import is_shortage
-from p2pstore.runtime.linux import shortage
-from p2pstore.state.floors_file import NewerFormat
-from p2pstore.state.floors_file import floor_frames
-from p2pstore.state.floors_file import floors_file
-from p2pstore.state.floors_file import read_floors
-from p2pstore.state.folder import Folder
-from p2pstore.state.folder import refuse_files_of_others
-from p2pstore.state.folder import refuse_folder_of_another
-from p2pstore.state.regular_file import SAFELY
-from p2pstore.state.regular_file import open_regular_file
-from pathlib import Path
-from typing import Annotated
-from typing import Any
-from typing import BinaryIO
-from typing import Final
-from typing import NoReturn
-from typing import TypeVar
+
 import contextlib
 import errno
 import fcntl
 import logging
-import msgspec
 import os
 import secrets
 import stat
 import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Final, NoReturn, TypeVar
+
+import msgspec
 import xxhash
+
+from p2pstore.access.allowlist import parse_peer_id
+from p2pstore.access.invite import Invite, KeptInvite, format_invite
+from p2pstore.access.keyring import KeyRing, parse_cluster_keys, reader_keys
+from p2pstore.config import split_address
+from p2pstore.errors import ConfigError, ProtocolError
+from p2pstore.gossip.floors.floor_stamps import Stamps, stamps_as_text, stamps_from_text
+from p2pstore.gossip.links.identity import SEED_BYTES, Identity
+from p2pstore.gossip.members.member_table import MAX_INCARNATION
+from p2pstore.gossip.members.membership import MAX_AHEAD_MS
+from p2pstore.gossip.records import PeerId, SignedRecord, format_peer_id
+from p2pstore.objects import newest_accepted_clock
+from p2pstore.runtime.linux import is_shortage, shortage
+from p2pstore.state.floors_file import NewerFormat, floor_frames, floors_file, read_floors
+from p2pstore.state.folder import Folder, refuse_files_of_others, refuse_folder_of_another
+from p2pstore.state.regular_file import SAFELY, open_regular_file
 
 logger = logging.getLogger("p2pstore.state.state_directory")
 
@@ -96,6 +76,7 @@ _PLAUSIBLE_UNIX_SECONDS: Final = 1_700_000_000.0
 _MAX_CLOCK: Final = (1 << 63) - 1
 """Of a reading that was kept: far in the future, with room for all that follow in the 64 bits of the format."""
 
+
 class _State(msgspec.Struct):
     format: int
     incarnation: Annotated[int, msgspec.Meta(ge=0, lt=MAX_INCARNATION)]
@@ -108,20 +89,25 @@ class _State(msgspec.Struct):
     sum: str = ""
     """Of the other fields; empty: an earlier version wrote this."""
 
+
 class _Addresses(msgspec.Struct):
     format: int
     addresses: list[str]
+
 
 class _Publishers(msgspec.Struct):
     format: int
     publishers: list[tuple[str, str, str]]
     forgotten: list[tuple[str, str, str, int]] = []
 
+
 class _FormatOnly(msgspec.Struct):
     format: int
 
+
 class StateDirectoryInUse(ConfigError):
     """Another process holds the state directory."""
+
 
 class StateDirectory:
     """An open, locked state directory. Close it, or use it as a context manager.
@@ -561,6 +547,7 @@ class StateDirectory:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _damaged(path, error) from None
 
+
 def is_in_use(path: str | os.PathLike[str]) -> bool:
     """Whether a running peer holds the state directory; False for one that does not exist."""
     try:
@@ -575,6 +562,7 @@ def is_in_use(path: str | os.PathLike[str]) -> bool:
         os.close(lock)
     return False
 
+
 def kept_invite(path: str | os.PathLike[str]) -> str | None:
     """The line of the invite that the peer of this state directory joined by. Raises `ConfigError`."""
     if not os.path.isdir(path):  # `StateDirectory.open` makes it, or says what is wrong
@@ -584,13 +572,16 @@ def kept_invite(path: str | os.PathLike[str]) -> str | None:
     except FileNotFoundError:
         return None
 
+
 def kept_cluster_key(path: str | os.PathLike[str]) -> Path:
     """Where the keys of that invite are, if it came with any."""
     return Path(path) / _KEYS
 
+
 def ephemeral() -> Identity:
     """A new identity that is kept nowhere: for a peer without a state directory."""
     return Identity(secrets.token_bytes(SEED_BYTES))
+
 
 def load_cluster_key_file(path: str | os.PathLike[str]) -> KeyRing:
     """The cluster's keys: one in hexadecimal a line, the first one proves, `#` comments.
@@ -606,18 +597,22 @@ def load_cluster_key_file(path: str | os.PathLike[str]) -> KeyRing:
         ) from None
     return parse_cluster_keys(text, str(where))
 
+
 def readers_key_file(path: str | os.PathLike[str], namespaces: Sequence[str] = ()) -> str:
     """The text of the key file for readers, or for writers of `namespaces`, that goes with a cluster key file. Raises
     as `load_cluster_key_file` and `reader_keys`."""
     ring = load_cluster_key_file(path)
     return reader_keys(ring, lambda seed: format_peer_id(Identity(seed).peer_id), namespaces)
 
+
 def parse_private_keys(folder: Folder, name: str, what: str) -> KeyRing:
     """The keys of a file in `folder`, which is `what`. Raises as `load_cluster_key_file`, and `OSError`."""
     path = folder.path / name
     return parse_cluster_keys(_read_private(path, what, folder), str(path))
 
+
 # --- files -----------------------------------------------------------------------------------
+
 
 def _take_lock(directory: Path, lock: int) -> None:
     try:
@@ -639,6 +634,7 @@ def _take_lock(directory: Path, lock: int) -> None:
     except OSError as error:
         _fail(directory / "lock", "written", error)
 
+
 def _fail(path: Path, what: str, error: OSError) -> NoReturn:
     """Raise an `OSError` that says what could not be done and what to do."""
     advice = {
@@ -650,6 +646,7 @@ def _fail(path: Path, what: str, error: OSError) -> NoReturn:
     raise OSError(
         error.errno, f"{path} cannot be {what}: {os.strerror(error.errno or 0)}; {advice}"
     ) from None
+
 
 def _read_private(path: Path, what: str, folder: Folder | None = None) -> str:
     """The text of a file with a secret in it, which lies in that folder or where a user said. Raises
@@ -678,6 +675,7 @@ def _read_private(path: Path, what: str, folder: Folder | None = None) -> str:
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not a text file") from None
 
+
 def _parse_identity(path: Path, text: str) -> bytes:
     header, _, rest = text.partition("\n")
     version = header.removeprefix(_IDENTITY_HEADER)
@@ -692,6 +690,7 @@ def _parse_identity(path: Path, text: str) -> bytes:
         "it from a backup, or move it away and this peer starts as a new one"
     )
 
+
 def _check_format(path: Path, version: int) -> None:
     if version > FORMAT:
         raise ConfigError(
@@ -701,8 +700,10 @@ def _check_format(path: Path, version: int) -> None:
     if version < 1:
         raise ConfigError(f"{path} has format {version}, which never existed: move it away")
 
+
 def _is_stamp(value: object, limit: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit
+
 
 def _is_address(text: str) -> bool:
     try:
@@ -711,10 +712,12 @@ def _is_address(text: str) -> bool:
         return False
     return True
 
+
 def _sum_of(state: dict[str, Any]) -> str:
     """Of the fields of a state file, however they are spelled."""
     fields = {name: value for name, value in state.items() if name != "sum"}
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(fields, order="deterministic"))
+
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
     return ConfigError(

@@ -1,17 +1,20 @@
 """One real peer process of its own. For tests."""
 
 from __future__ import annotations
-from collections.abc import Iterator
-from p2pstore.runtime.linux import read_line
-from pathlib import Path
-from typing import Final
+
 import contextlib
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from p2pstore.runtime.linux import read_line
 
 SECONDS: Final = 60.0
+
 
 @contextlib.contextmanager
 def peer_process(

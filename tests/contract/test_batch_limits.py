@@ -1,8 +1,14 @@
 """Batches of the most and the longest keys: every call cuts them into requests that fit, here and between peers."""
 
 from __future__ import annotations
+
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import AnswerTooLarge
@@ -11,25 +17,23 @@ from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import MAX_BATCH
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.local_requests import Cuts
-from p2pstore.local.local_requests import MAX_REPORTED_FAILURES
-from p2pstore.local.local_requests import MOST_ITEMS
-from p2pstore.local.local_requests import REQUEST_BYTES
-from p2pstore.local.local_requests import text_bytes
+from p2pstore.local.local_requests import (
+    MAX_REPORTED_FAILURES,
+    MOST_ITEMS,
+    REQUEST_BYTES,
+    Cuts,
+    text_bytes,
+)
 from p2pstore.put_facts import PutFacts
-from p2pstore.wire import LOCAL_LIMITS
-from p2pstore.wire import encode_body
-from pathlib import Path
-from tests.contract.worlds import peer_process
-from tests.contract.worlds import until
-from typing import Any
-import pytest
+from p2pstore.wire import LOCAL_LIMITS, encode_body
+from tests.contract.worlds import peer_process, until
 
 COUNT = 10_100
 KEYS = [f"{number:06}/".ljust(1024, "k") for number in range(COUNT)]
 MANY = 4200
 """What takes more than a frame."""
 VALUE = b"v"
+
 
 @pytest.fixture(scope="module")
 def near_and_far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
@@ -39,15 +43,18 @@ def near_and_far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str
         with peer_process(folder, "far", *more) as far:
             yield near.socket, far.socket
 
+
 @pytest.fixture
 def near(near_and_far: tuple[str, str]) -> Iterator[BlockingClient]:
     with blocking.connect(near_and_far[0]) as client:
         yield client
 
+
 @pytest.fixture
 def far(near_and_far: tuple[str, str]) -> Iterator[BlockingClient]:
     with blocking.connect(near_and_far[1]) as client:
         yield client
+
 
 def test_every_call_takes_ten_thousand_of_the_longest_keys(
     near: BlockingClient, far: BlockingClient
@@ -68,6 +75,7 @@ def test_every_call_takes_ten_thousand_of_the_longest_keys(
     assert [each.value for each in near.remove_many(KEYS[:MANY])] == [True] * MANY
     until(lambda: far.contains_many(KEYS) == [False] * MANY + [True] * (COUNT - MANY))
 
+
 def test_the_mooncake_api_removes_what_a_pattern_finds_to_the_end(
     near_and_far: tuple[str, str], near: BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +94,7 @@ def test_the_mooncake_api_removes_what_a_pattern_finds_to_the_end(
         assert store.batch_is_exist([keys[0], keys[-1], kept]) == [0, 0, 1]
     finally:
         store.close()
+
 
 # --- the one place that cuts -------------------------------------------------------------------
 
@@ -112,12 +121,14 @@ LARGEST: dict[LocalKind, tuple[int, Any]] = {
     LocalKind.LIST: (0, lambda n: local.ListKeys("n" * 255, "k" * 1024, "k" * 1024, n)),
 }
 
+
 @pytest.mark.parametrize("kind", MOST_ITEMS)
 def test_the_largest_request_of_each_kind_fits_a_frame(kind: LocalKind) -> None:
     assert MOST_ITEMS[kind] <= MAX_BATCH
     size, message = LARGEST[kind]
     (some,) = islice(Cuts(kind, 100_000, [size] * 100_000 if size else None), 1)
     assert len(encode_body(message(len(some)))) <= LOCAL_LIMITS.body_bytes
+
 
 def test_the_largest_report_fits_a_frame() -> None:
     counts = [BIG] * 64
@@ -132,6 +143,7 @@ def test_the_largest_report_fits_a_frame() -> None:
         [local.UnseenRead(DIGEST, BIG, BIG)] * 4096,
     )
     assert len(encode_body(report)) <= LOCAL_LIMITS.body_bytes
+
 
 def test_requests_are_cut_by_bytes_and_by_items_and_again_where_the_answer_is_too_large() -> None:
     most = MOST_ITEMS[LocalKind.REMOVE]

@@ -1,29 +1,11 @@
 """Opening a file or a block device for the SSD tier, and what happens when it fails while it is in use."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import suppress
-from p2pstore.errors import ConfigError
-from p2pstore.runtime.linux import file_system
-from p2pstore.ssd_tier.aligned_memory import aligned_buffer
-from p2pstore.ssd_tier.disk import FileDisk
-from p2pstore.ssd_tier.disk import open_disk
-from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES as PAGE
-from p2pstore.ssd_tier.disk_protocol import memory_address
-from p2pstore.ssd_tier.log_layout import SUPERBLOCK_MAGIC
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from tests.contract.disks import MIB
-from tests.contract.disks import loop_device
-from tests.contract.disks import opened
-from trio.testing import wait_all_tasks_blocked
+
 import errno
 import fcntl
 import logging
 import os
-import pytest
 import re
 import resource
 import stat
@@ -31,10 +13,27 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
+
+from p2pstore.errors import ConfigError
+from p2pstore.runtime.linux import file_system
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer
+from p2pstore.ssd_tier.disk import FileDisk, open_disk
+from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES as PAGE
+from p2pstore.ssd_tier.disk_protocol import memory_address
+from p2pstore.ssd_tier.log_layout import SUPERBLOCK_MAGIC
+from tests.contract.disks import MIB, loop_device, opened
 
 SIZE = 4 * MIB
 PATIENCE_SECONDS = 20.0
+
 
 @contextmanager
 def opened_here(path: Path, capacity_bytes: int | None = SIZE) -> Iterator[FileDisk]:
@@ -44,12 +43,15 @@ def opened_here(path: Path, capacity_bytes: int | None = SIZE) -> Iterator[FileD
     finally:
         disk.close()
 
+
 def page_of(byte: int, pages: int = 1) -> memoryview:
     buffer = aligned_buffer(pages * PAGE)
     buffer[:] = bytes([byte]) * len(buffer)
     return buffer
 
+
 # --- a file --------------------------------------------------------------------------------------
+
 
 def test_a_new_file_has_all_its_blocks_and_is_private(tmp_path: Path) -> None:
     with opened_here(tmp_path) as disk:
@@ -61,15 +63,18 @@ def test_a_new_file_has_all_its_blocks_and_is_private(tmp_path: Path) -> None:
         assert fcntl.fcntl(disk._descriptor, fcntl.F_GETFL) & os.O_DIRECT
         assert not os.get_inheritable(disk._descriptor)
 
+
 def test_a_capacity_is_cut_to_whole_pages(tmp_path: Path) -> None:
     with opened_here(tmp_path, SIZE + 5000) as disk:
         assert disk.size_bytes == SIZE + PAGE
+
 
 @pytest.mark.parametrize("capacity_bytes", [None, 0, -1, 100])
 def test_a_capacity_is_needed(tmp_path: Path, capacity_bytes: int | None) -> None:
     with pytest.raises(ConfigError, match="needs a capacity"):
         open_disk(tmp_path, capacity_bytes)
     assert not list(tmp_path.iterdir())
+
 
 async def test_a_file_can_grow(tmp_path: Path) -> None:
     with opened_here(tmp_path) as disk:
@@ -82,11 +87,13 @@ async def test_a_file_can_grow(tmp_path: Path) -> None:
         assert bytes(buffer) == bytes([1]) * PAGE + bytes(PAGE)
     assert (tmp_path / "cold.log").stat().st_blocks * 512 >= 2 * SIZE
 
+
 def test_a_file_does_not_shrink(tmp_path: Path) -> None:
     opened(tmp_path, SIZE).close()
     with pytest.raises(ConfigError, match=r"4\.0 MiB, more than the 2\.0 MiB .* cannot shrink"):
         open_disk(tmp_path, SIZE // 2)
     assert (tmp_path / "cold.log").stat().st_size == SIZE
+
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     """`cold.log` may be the log of something else."""
@@ -98,11 +105,13 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     open_disk(tmp_path, SIZE, overwrite=True).close()
     assert file.stat().st_size == SIZE
 
+
 def test_a_file_that_others_may_read_becomes_private(tmp_path: Path) -> None:
     opened(tmp_path, SIZE).close()
     (tmp_path / "cold.log").chmod(0o644)
     opened(tmp_path, SIZE).close()
     assert (tmp_path / "cold.log").stat().st_mode & 0o777 == 0o600
+
 
 def test_a_second_peer_is_told_whom_to_ask(tmp_path: Path) -> None:
     program = f"""
@@ -127,9 +136,11 @@ sys.stdin.read()
         other.communicate()
     opened(tmp_path, SIZE).close()
 
+
 def test_in_one_process_as_well(tmp_path: Path) -> None:
     with opened_here(tmp_path), pytest.raises(ConfigError, match=f"process {os.getpid()}"):
         open_disk(tmp_path, SIZE)
+
 
 def test_too_little_space_is_said_before_anything_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,6 +152,7 @@ def test_too_little_space_is_said_before_anything_is_taken(
     with pytest.raises(ConfigError, match=r"needs .* more to have .* free: choose a smaller"):
         open_disk(tmp_path, too_much)
     assert not list(tmp_path.iterdir())
+
 
 def test_a_file_that_cannot_grow_stays_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -159,6 +171,7 @@ def test_a_file_that_cannot_grow_stays_as_it_was(
     assert (tmp_path / "cold.log").stat().st_size == SIZE
     opened(tmp_path, SIZE).close()
 
+
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE + PAGE, hard))
@@ -168,6 +181,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
         opened(tmp_path, SIZE).close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
 
 def test_places_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="make it"):
@@ -185,6 +199,7 @@ def test_places_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "cold.log").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="cannot use"):
         open_disk(tmp_path, SIZE)
+
 
 def test_without_direct_io(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -217,6 +232,7 @@ def test_without_direct_io(
     trio.run(use)
     disk.close()
 
+
 def test_a_place_that_is_refused_is_closed_and_unlocked(tmp_path: Path) -> None:
     opened(tmp_path, SIZE).close()
     before = set(os.listdir("/proc/self/fd"))
@@ -224,6 +240,7 @@ def test_a_place_that_is_refused_is_closed_and_unlocked(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="shrink"):
             open_disk(tmp_path, PAGE)
     assert set(os.listdir("/proc/self/fd")) == before
+
 
 def test_a_closed_disk_leaves_nothing_open(tmp_path: Path) -> None:
     opened(tmp_path, SIZE).close()
@@ -235,7 +252,9 @@ def test_a_closed_disk_leaves_nothing_open(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
+
 # --- a block device ------------------------------------------------------------------------------
+
 
 def test_a_device_as_a_whole_or_in_part(tmp_path: Path) -> None:
     with loop_device(tmp_path, SIZE) as device:
@@ -245,6 +264,7 @@ def test_a_device_as_a_whole_or_in_part(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"has 4\.0 MiB, less than the 8\.0 MiB"):
             open_disk(device, 2 * SIZE)
 
+
 def test_a_device_in_use_is_refused(tmp_path: Path) -> None:
     with loop_device(tmp_path, SIZE) as device:
         with opened_here(device, None), pytest.raises(ConfigError, match=f"process {os.getpid()} "):
@@ -253,6 +273,7 @@ def test_a_device_in_use_is_refused(tmp_path: Path) -> None:
         link.symlink_to(device)
         with opened_here(link, None), pytest.raises(ConfigError, match=f"process {os.getpid()} "):
             open_disk(device, None)
+
 
 @pytest.mark.parametrize("position", [0, 1024, 65536, -PAGE])
 async def test_a_device_with_something_on_it_is_refused(tmp_path: Path, position: int) -> None:
@@ -268,6 +289,7 @@ async def test_a_device_with_something_on_it_is_refused(tmp_path: Path, position
         disk.close()
         with opened_here(device, None):
             pass
+
 
 @contextmanager
 def small_file_system(folder: Path, size_bytes: int = 16 * MIB) -> Iterator[Path]:
@@ -285,6 +307,7 @@ def small_file_system(folder: Path, size_bytes: int = 16 * MIB) -> Iterator[Path
         finally:
             subprocess.run(["umount", "--lazy", str(where)], check=True)
 
+
 def test_a_mounted_device_is_refused(tmp_path: Path) -> None:
     with small_file_system(tmp_path) as where:
         [device] = [
@@ -295,6 +318,7 @@ def test_a_mounted_device_is_refused(tmp_path: Path) -> None:
         for overwrite in (False, True):
             with pytest.raises(ConfigError, match=f"mounted at {where}"):
                 open_disk(device, None, overwrite=overwrite)
+
 
 def test_a_file_system_that_is_too_small(tmp_path: Path) -> None:
     with small_file_system(tmp_path) as where:
@@ -307,13 +331,16 @@ def test_a_file_system_that_is_too_small(tmp_path: Path) -> None:
             open_disk(where, 32 * MIB)
         assert (where / "cold.log").stat().st_size == 8 * MIB
 
+
 # --- failing while in use ------------------------------------------------------------------------
+
 
 def fill(path: Path) -> None:
     """Until its file system has no room."""
     with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:
             file.write(bytes(MIB))
+
 
 async def test_a_full_file_system_under_a_sparse_file(tmp_path: Path) -> None:
     """Its blocks were punched out behind our back: writing says ENOSPC, what is there is read."""
@@ -328,6 +355,7 @@ async def test_a_full_file_system_under_a_sparse_file(tmp_path: Path) -> None:
         buffer = aligned_buffer(PAGE)
         await disk.read_into(0, [buffer])
         assert buffer == page_of(1)
+
 
 async def test_a_file_system_that_turns_read_only(tmp_path: Path) -> None:
     """As after an error of the disk below it."""
@@ -345,6 +373,7 @@ async def test_a_file_system_that_turns_read_only(tmp_path: Path) -> None:
         await disk.read_into(0, [buffer])
         assert buffer == page_of(1)
 
+
 async def test_a_removed_directory_is_served_on(tmp_path: Path) -> None:
     where = tmp_path / "ssd"
     where.mkdir()
@@ -357,6 +386,7 @@ async def test_a_removed_directory_is_served_on(tmp_path: Path) -> None:
         buffer = aligned_buffer(2 * PAGE)
         await disk.read_into(0, [buffer])
         assert bytes(buffer) == bytes(page_of(1)) + bytes(page_of(2))
+
 
 @pytest.mark.parametrize(
     ("number", "said"),
@@ -376,6 +406,7 @@ def test_what_cannot_be_opened_says_what_to_do(
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ConfigError, match=said):
         open_disk(tmp_path, SIZE)
+
 
 @pytest.mark.parametrize("name", ["unlink", "close"])
 def test_what_fails_while_it_gives_up_does_not_hide_why(
@@ -398,6 +429,7 @@ def test_what_fails_while_it_gives_up_does_not_hide_why(
             open_disk(tmp_path, SIZE)
     assert list(tmp_path.iterdir()) == []
 
+
 def test_a_file_system_in_memory_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -415,29 +447,37 @@ def test_a_file_system_in_memory_is_warned_of(
         opened(tmp_path, SIZE).close()
         assert "in memory" not in caplog.text
 
+
 def delete(where: Path) -> None:
     (where / "cold.log").unlink()
+
 
 def delete_all(where: Path) -> None:
     delete(where)
     where.rmdir()
 
+
 def move(where: Path) -> None:
     (where / "cold.log").rename(where / "hot.log")
 
+
 def move_all(where: Path) -> None:
     where.rename(where.with_name("elsewhere"))
+
 
 def replace(where: Path) -> None:
     (where / "other").write_bytes(bytes(SIZE))
     (where / "other").rename(where / "cold.log")
 
+
 def exchange(where: Path) -> None:
     move(where)
     (where / "cold.log").write_bytes(bytes(SIZE))
 
+
 def cut_short(where: Path) -> None:
     os.truncate(where / "cold.log", SIZE // 2)
+
 
 @pytest.mark.parametrize("how", ["inspect", "sync"])
 @pytest.mark.parametrize(
@@ -465,6 +505,7 @@ async def test_what_nobody_will_find_again_is_noticed(
         await look()
         assert re.search(said, disk.misplaced), disk.misplaced
 
+
 async def test_who_may_look_says_nothing_of_what_is_there(tmp_path: Path) -> None:
     where = tmp_path / "ssd"
     where.mkdir()
@@ -476,6 +517,7 @@ async def test_who_may_look_says_nothing_of_what_is_there(tmp_path: Path) -> Non
         os.link(where / "cold.log", tmp_path / "second name")
         await disk.inspect()
         assert disk.misplaced == ""
+
 
 async def test_a_device_node_that_went_is_noticed(tmp_path: Path) -> None:
     with loop_device(tmp_path, SIZE) as device:
@@ -491,6 +533,7 @@ async def test_a_device_node_that_went_is_noticed(tmp_path: Path) -> None:
             await disk.inspect()
             assert "another device" in disk.misplaced
 
+
 async def test_a_file_system_that_is_unmounted_or_covered_is_noticed(tmp_path: Path) -> None:
     with small_file_system(tmp_path) as where, opened_here(where, 8 * MIB) as disk:
         await disk.inspect()
@@ -503,6 +546,7 @@ async def test_a_file_system_that_is_unmounted_or_covered_is_noticed(tmp_path: P
         finally:
             await trio.run_process(["umount", str(where)])
 
+
 async def test_a_file_cut_short_is_a_short_read(tmp_path: Path) -> None:
     with opened_here(tmp_path) as disk:
         os.truncate(tmp_path / "cold.log", SIZE // 2)
@@ -510,6 +554,7 @@ async def test_a_file_cut_short_is_a_short_read(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="short") as caught:
                 await disk.read_into(position, [aligned_buffer(4 * PAGE)])
             assert caught.value.errno == errno.EIO
+
 
 async def test_short_transfers_go_on_where_they_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -532,6 +577,7 @@ async def test_short_transfers_go_on_where_they_ended(
     assert bytes(one) + bytes(other) == expected
     assert (tmp_path / "cold.log").read_bytes()[PAGE : 5 * PAGE] == expected
 
+
 async def test_of_a_header_and_a_value_only_the_header_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -550,6 +596,7 @@ async def test_of_a_header_and_a_value_only_the_header_is_copied(
     first, second = written
     assert first[1] == second[1] == memory_address(value)
     assert {first[0], first[2]} == {second[0], second[2]}, "its memory is used again"
+
 
 class FailingSync:
     """Stands in for `os.fdatasync`: fails when told to, and waits when told to."""
@@ -572,11 +619,13 @@ class FailingSync:
             while not self.begun.is_set():
                 await trio.sleep(0.001)
 
+
 @pytest.fixture
 def syncing(monkeypatch: pytest.MonkeyPatch) -> FailingSync:
     failing = FailingSync()
     monkeypatch.setattr(os, "fdatasync", failing)
     return failing
+
 
 async def test_a_failed_sync_is_told_once(tmp_path: Path, syncing: FailingSync) -> None:
     with opened_here(tmp_path) as disk:
@@ -586,6 +635,7 @@ async def test_a_failed_sync_is_told_once(tmp_path: Path, syncing: FailingSync) 
             await disk.sync()
         syncing.fails = False
         await disk.sync()
+
 
 async def test_a_failed_sync_fails_those_that_wait_behind_it(
     tmp_path: Path, syncing: FailingSync
@@ -611,6 +661,7 @@ async def test_a_failed_sync_fails_those_that_wait_behind_it(
             syncing.may_end.set()
         assert len(failed) == 3
         await disk.sync()
+
 
 async def test_a_failed_sync_that_was_cancelled_is_told_to_the_next(
     tmp_path: Path, syncing: FailingSync

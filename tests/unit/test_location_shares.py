@@ -1,51 +1,37 @@
 """Nobody's locations crowd out those of everybody else."""
 
 from __future__ import annotations
-from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.homes.directory_mode import ClusterLoad
-from p2pstore.gossip.homes.directory_mode import ModeLimits
-from p2pstore.gossip.homes.home_updates import check_update
-from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT
-from p2pstore.gossip.homes.partition_homes import PartitionConfig
-from p2pstore.gossip.homes.partition_homes import partition_of
-from p2pstore.gossip.locations.catch_up import CatchUp
-from p2pstore.gossip.locations.catch_up import FollowedLogs
-from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.location_index import hash_of
-from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
-from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.locations.views import DirectoryConfig
-from p2pstore.gossip.locations.views import LocationShares
-from p2pstore.gossip.locations.views import Outcome
-from p2pstore.gossip.locations.views import who_makes_room
-from p2pstore.gossip.members.member_table import MembershipConfig
-from p2pstore.gossip.members.membership import Membership
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import LogHead
-from p2pstore.peer.node import Node
-from p2pstore.transfer.peer_messages import PartitionSet
-from p2pstore.transfer.peer_messages import Push
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import OTHER_INCARNATION
-from tests.unit.gossip_network import digest_of
-from tests.unit.gossip_network import location
-from tests.unit.test_directory import A
-from tests.unit.test_directory import B
-from tests.unit.test_directory import feed
-from tests.unit.test_directory import held
-from tests.unit.test_directory import install
-from tests.unit.test_directory import log_of
-from tests.unit.test_directory import reading
+
 from types import SimpleNamespace
+
 import msgspec
 import pytest
+
+from p2pstore.gossip.gossip_messages import Status
+from p2pstore.gossip.homes.directory_mode import ClusterLoad, ModeLimits
+from p2pstore.gossip.homes.home_updates import check_update
+from p2pstore.gossip.homes.home_views import HomeViews
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, PartitionConfig, partition_of
+from p2pstore.gossip.locations.catch_up import CatchUp, FollowedLogs
+from p2pstore.gossip.locations.directory import Directory
+from p2pstore.gossip.locations.location_index import hash_of
+from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog
+from p2pstore.gossip.locations.snapshots import check_snapshot
+from p2pstore.gossip.locations.views import DirectoryConfig, LocationShares, Outcome, who_makes_room
+from p2pstore.gossip.members.member_table import MembershipConfig
+from p2pstore.gossip.members.membership import Membership
+from p2pstore.gossip.records import LOCATION_BYTES, LogHead
+from p2pstore.peer.node import Node
+from p2pstore.transfer.peer_messages import PartitionSet, Push
+from tests.unit.core_harness import OTHER_INCARNATION, Harness
+from tests.unit.gossip_network import digest_of, location
+from tests.unit.test_directory import A, B, feed, held, install, log_of, reading
 
 C = 333
 TOO_MANY = LogHead(sequence=5_000_000, count=MAX_OWN_RECORDS + 1, set_hash=1)
 
 # --- the rule --------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize(
     ("counts", "wanted", "missing", "dropped"),
@@ -73,6 +59,7 @@ def test_who_makes_room(
 ) -> None:
     assert who_makes_room(counts, A, wanted, missing) == dropped
 
+
 def test_a_refusal_is_told_once_and_ends_with_the_reason_for_it() -> None:
     shares = LocationShares()
     assert shares.allows(A, MAX_OWN_RECORDS)
@@ -88,7 +75,9 @@ def test_a_refusal_is_told_once_and_ends_with_the_reason_for_it() -> None:
     shares.allows(A, MAX_OWN_RECORDS + 3)
     assert shares.take_news() == {A: MAX_OWN_RECORDS + 3}
 
+
 # --- views of whole logs ---------------------------------------------------------------------
+
 
 def test_who_announces_more_than_a_peer_can_hold_is_ignored() -> None:
     log = log_of(3)
@@ -107,6 +96,7 @@ def test_who_announces_more_than_a_peer_can_hold_is_ignored() -> None:
     assert feed(directory, log).outcome is Outcome.APPLIED
     assert held(directory, 1) == [A]
 
+
 def test_the_largest_view_makes_room_for_the_small_ones() -> None:
     directory = reading(log_of(90), max_records=100)
     for place in range(8):
@@ -120,6 +110,7 @@ def test_the_largest_view_makes_room_for_the_small_ones() -> None:
     assert [held(directory, 200 + 10 * place) for place in range(8)] == [
         [1000 + place] for place in range(8)
     ]
+
 
 def test_who_was_dropped_does_not_come_back_while_there_is_no_room() -> None:
     membership = Membership(bytes(38), 1, MembershipConfig())
@@ -135,6 +126,7 @@ def test_who_was_dropped_does_not_come_back_while_there_is_no_room() -> None:
     assert catch_up.due([owner], set(), 2.0) == [owner]
     assert install(directory, log, owner.member)
 
+
 def test_a_snapshot_is_fetched_when_a_larger_view_would_make_room() -> None:
     membership = Membership(bytes(38), 1, MembershipConfig())
     owner, log = membership.own, log_of(20)
@@ -147,6 +139,7 @@ def test_a_snapshot_is_fetched_when_a_larger_view_would_make_room() -> None:
     )
     assert directory.record_count == 20
 
+
 def test_room_that_snapshots_will_take_is_theirs() -> None:
     directory = Directory(DirectoryConfig(max_records=5_000))
     large = log_of(4_000)
@@ -157,7 +150,9 @@ def test_room_that_snapshots_will_take_is_theirs() -> None:
     assert feed(directory, small, member=B).outcome is Outcome.APPLIED
     assert not directory.staging(A)
 
+
 # --- the whole peer --------------------------------------------------------------------------
+
 
 def test_a_refused_member_stays_a_member_and_nobody_waits_for_its_log() -> None:
     world = Harness(others=2)
@@ -172,6 +167,7 @@ def test_a_refused_member_stays_a_member_and_nobody_waits_for_its_log() -> None:
     world.offer(world.others[1], head=LogHead(5, 5, 1))
     assert not followed.complete(world.now + 1.0), "of others it counts"
 
+
 def test_a_refusal_is_said_loudly_and_with_a_way_out(caplog: pytest.LogCaptureFixture) -> None:
     world = Harness(others=1)
     liar = world.others[0]
@@ -184,6 +180,7 @@ def test_a_refusal_is_said_loudly_and_with_a_way_out(caplog: pytest.LogCaptureFi
     assert "4,194,305 objects" in record.message
     assert "take it out of the cluster" in record.message
 
+
 def test_made_up_numbers_of_locations_change_nobodys_mode() -> None:
     world = Harness(others=2)
     limits = ModeLimits()
@@ -193,7 +190,9 @@ def test_made_up_numbers_of_locations_change_nobodys_mode() -> None:
     world.offer(world.others[1], head=LogHead(MAX_OWN_RECORDS, MAX_OWN_RECORDS, 1))
     assert ClusterLoad(limits).of(world.gossip.membership.live(), world.now) > before
 
+
 # --- homes -----------------------------------------------------------------------------------
+
 
 def sets_of(first: int, count: int) -> Push:
     by_partition: dict[int, list[bytes]] = {}
@@ -210,6 +209,7 @@ def sets_of(first: int, count: int) -> Push:
         ],
     )
 
+
 def test_the_owner_with_most_makes_room_at_a_home() -> None:
     home = HomeViews(PartitionConfig(max_records=4_000), lambda digest: None)
     greedy = sets_of(0, 9_000)
@@ -223,6 +223,7 @@ def test_the_owner_with_most_makes_room_at_a_home() -> None:
     assert not behind
     for number in range(20_000, 20_300):
         assert [found.member for found in home.holders(digest_of(number))] == [B]
+
 
 def test_an_owner_cannot_have_more_at_a_home_than_a_peer_can_hold(
     monkeypatch: pytest.MonkeyPatch,
@@ -242,6 +243,7 @@ def test_an_owner_cannot_have_more_at_a_home_than_a_peer_can_hold(
     home.take(B, check_update(push), 0.0)
     assert 900 < home.record_count <= 2_000
     assert LOCATION_BYTES * home.record_count > 0
+
 
 def test_who_makes_room_is_gone_from_the_partition_that_it_makes_room_in() -> None:
     """Both have keys of one partition only; what takes the other's place is found and counted."""

@@ -14,81 +14,68 @@ Only Noise is offered: with libp2p's default choice a stranger negotiates plaint
 """
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Sequence
-from contextlib import asynccontextmanager
-from contextlib import closing
-from contextlib import suppress
-from functools import partial
-from itertools import chain
-from p2pstore.access.allowlist import AllowList
-from p2pstore.access.keyring import KeyRing
-from p2pstore.access.strangers import Strangers
-from p2pstore.access.strangers import host_group
-from p2pstore.config import join_address
-from p2pstore.errors import ConfigError
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.links.admission import AdmissionRefused
-from p2pstore.gossip.links.admission import Listener
-from p2pstore.gossip.links.admission import NONCE_BYTES
-from p2pstore.gossip.links.admission import Opener
-from p2pstore.gossip.links.connection_keeper import Attempts
-from p2pstore.gossip.links.connection_keeper import ConnectionKeeper
-from p2pstore.gossip.links.connection_limits import ConnectionLimits
-from p2pstore.gossip.links.control_connection import Connection
-from p2pstore.gossip.links.control_connection import ControlBytes
-from p2pstore.gossip.links.control_link import ADMISSION_SECONDS
-from p2pstore.gossip.links.control_link import Handler
-from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.control_link import OwnAddress
-from p2pstore.gossip.links.control_link import TwinAddress
-from p2pstore.gossip.links.control_link import admit_stream
-from p2pstore.gossip.links.control_link import open_asking_stream
-from p2pstore.gossip.links.control_link import printable
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.libp2p_parts import ID
-from p2pstore.gossip.links.libp2p_parts import Multiselect
-from p2pstore.gossip.links.libp2p_parts import MultiselectClient
-from p2pstore.gossip.links.libp2p_parts import MultiselectCommunicator
-from p2pstore.gossip.links.libp2p_parts import NOISE_PROTOCOL
-from p2pstore.gossip.links.libp2p_parts import NoiseTransport
-from p2pstore.gossip.links.libp2p_parts import PeerIDMismatchesPubkey
-from p2pstore.gossip.links.libp2p_parts import RawConnection
-from p2pstore.gossip.links.libp2p_parts import SecurityMultistream
-from p2pstore.gossip.links.libp2p_parts import TProtocol
-from p2pstore.gossip.links.libp2p_parts import X25519PrivateKey
-from p2pstore.gossip.links.libp2p_parts import create_new_key_pair
-from p2pstore.gossip.links.multiplexer import Multiplexer
-from p2pstore.gossip.links.multiplexer import MuxedStream
-from p2pstore.gossip.links.multiplexer import Secured
-from p2pstore.gossip.links.refusals import Refusals
-from p2pstore.gossip.links.refusals import call_back
-from p2pstore.gossip.links.sockets import Endpoint
-from p2pstore.gossip.links.sockets import GuardedSocket
-from p2pstore.gossip.links.sockets import connect
-from p2pstore.gossip.links.sockets import first_success
-from p2pstore.gossip.links.sockets import listen_tcp
-from p2pstore.gossip.links.sockets import resolve
-from p2pstore.gossip.links.yamux import PROTOCOL as YAMUX_PROTOCOL
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.gossip.records import public_key_from_peer_id
-from p2pstore.runtime.accepting import Accepting
-from p2pstore.runtime.byte_budget import ByteBudget
-from p2pstore.runtime.byte_budget import Owner
-from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.wire import CONTROL_PROTOCOL
-from p2pstore.wire import Message
-from typing import Any
-from typing import Final
-from typing import TypeVar
+
 import logging
 import secrets
 import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from functools import partial
+from itertools import chain
+from typing import Any, Final, TypeVar
+
 import trio
+
+from p2pstore.access.allowlist import AllowList
+from p2pstore.access.keyring import KeyRing
+from p2pstore.access.strangers import Strangers, host_group
+from p2pstore.config import join_address
+from p2pstore.errors import ConfigError, ProtocolError
+from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
+from p2pstore.gossip.links.connection_keeper import Attempts, ConnectionKeeper
+from p2pstore.gossip.links.connection_limits import ConnectionLimits
+from p2pstore.gossip.links.control_connection import Connection, ControlBytes
+from p2pstore.gossip.links.control_link import (
+    ADMISSION_SECONDS,
+    Handler,
+    LinkError,
+    OwnAddress,
+    TwinAddress,
+    admit_stream,
+    open_asking_stream,
+    printable,
+)
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.links.libp2p_parts import (
+    ID,
+    NOISE_PROTOCOL,
+    Multiselect,
+    MultiselectClient,
+    MultiselectCommunicator,
+    NoiseTransport,
+    PeerIDMismatchesPubkey,
+    RawConnection,
+    SecurityMultistream,
+    TProtocol,
+    X25519PrivateKey,
+    create_new_key_pair,
+)
+from p2pstore.gossip.links.multiplexer import Multiplexer, MuxedStream, Secured
+from p2pstore.gossip.links.refusals import Refusals, call_back
+from p2pstore.gossip.links.sockets import (
+    Endpoint,
+    GuardedSocket,
+    connect,
+    first_success,
+    listen_tcp,
+    resolve,
+)
+from p2pstore.gossip.links.yamux import PROTOCOL as YAMUX_PROTOCOL
+from p2pstore.gossip.records import PeerId, format_peer_id, public_key_from_peer_id
+from p2pstore.runtime.accepting import Accepting
+from p2pstore.runtime.byte_budget import ByteBudget, Owner
+from p2pstore.runtime.trio_tasks import open_background_nursery
+from p2pstore.wire import CONTROL_PROTOCOL, Message
 
 logger = logging.getLogger("p2pstore.host")
 
@@ -121,8 +108,10 @@ _LIMITS: Final = ConnectionLimits()
 _UPGRADE_BYTES: Final = 32 * 1024
 """What the other side may send before Noise and yamux are set up; they need about 500 bytes."""
 
+
 class _Farewell(LinkError):
     """The connection was closed as useless while a request was on its way: it was not read, and may be made again."""
+
 
 class _Forward(logging.Handler):
     """libp2p's log, mostly tracebacks about strangers, as single lines at DEBUG of this module's logger."""
@@ -132,11 +121,13 @@ class _Forward(logging.Handler):
             with suppress(TypeError, ValueError):  # a malformed log call of the library
                 logger.debug("%s: %s", record.name, printable(record.getMessage()))
 
+
 def _contain_logging() -> None:
     library = logging.getLogger("libp2p")
     if not any(isinstance(handler, _Forward) for handler in library.handlers):
         library.addHandler(_Forward())
     library.propagate = False
+
 
 class ControlHost:
     """This peer's connections. Made by `open_control_host`; satisfies `p2pstore.gossip.links.control_link.Link`."""
@@ -641,8 +632,10 @@ class ControlHost:
             software=self._software,
         )
 
+
 def _communicator(stream: MuxedStream | Secured) -> MultiselectCommunicator:
     return MultiselectCommunicator(stream)  # type: ignore[arg-type] # it needs read and write only
+
 
 def _reason(error: BaseException) -> str:
     """What went wrong at the bottom, in one line."""
@@ -657,8 +650,10 @@ def _reason(error: BaseException) -> str:
         return f"the handshake took longer than {ADMISSION_SECONDS:g} s"
     return printable(str(error)) or type(error).__name__
 
+
 def _ignore(_address: str, _reason: str) -> None:
     return
+
 
 @asynccontextmanager
 async def open_control_host(
