@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from p2pstore import blocking as blocking
     from p2pstore.client.aio_client import AioClient as AioClient
     from p2pstore.client.blocking_client import BlockingClient as BlockingClient
-    from p2pstore.client.registered import RegisteredBuffer as RegisteredBuffer
     from p2pstore.client.trio_client import Client as Client
     from p2pstore.client.trio_client import connect as connect
+    from p2pstore.client.values import RegisteredBuffer as RegisteredBuffer
     from p2pstore.config import PeerConfig as PeerConfig
     from p2pstore.errors import AmbiguousLocalPeer as AmbiguousLocalPeer
     from p2pstore.errors import AuthenticationFailed as AuthenticationFailed
@@ -58,7 +58,7 @@ _MODULES = ("aio", "blocking")
 _NAMES_IN = {
     "p2pstore.client.aio_client": ("AioClient",),
     "p2pstore.client.blocking_client": ("BlockingClient",),
-    "p2pstore.client.registered": ("RegisteredBuffer",),
+    "p2pstore.client.values": ("RegisteredBuffer",),
     "p2pstore.client.trio_client": ("Client", "connect"),
     "p2pstore.config": ("PeerConfig",),
     "p2pstore.errors": (

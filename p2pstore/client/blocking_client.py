@@ -19,9 +19,9 @@ from p2pstore.checkpoint.client.group_calls import (
     UpdateWatch,
 )
 from p2pstore.client.peer_link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
-from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.session import ClientSession
 from p2pstore.client.transfers import TransferBatch
+from p2pstore.client.values import RegisteredBuffer
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
 from p2pstore.results import (

@@ -14,7 +14,7 @@ import numpy as np
 from p2pstore.client.answers import error_in, name_key, raise_for, tier_name
 from p2pstore.client.known_holders import KnownHolders, OnlyHolder, OwnPlan, is_far, remote_copy
 from p2pstore.client.peer_link import PeerLink
-from p2pstore.client.prefix_chains import PrefixChains
+from p2pstore.client.presence_calls import PrefixChains
 from p2pstore.client.reading_together import ReadingTogether
 from p2pstore.errors import (
     AnswerTooLarge,
@@ -44,11 +44,10 @@ from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES, Keeps
 from p2pstore.transfer.failover import HolderReport, SilentHolders
 from p2pstore.transfer.reading.arriving import Announced, too_small
 from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
-from p2pstore.transfer.reading.get_requests import TRANSPORT_NAME
 from p2pstore.transfer.reading.segment_reader import Copied, SegmentReader
 from p2pstore.transfer.reading.shm import ShmTransport, copy_spots, read_mapped
 from p2pstore.transfer.reading.small_reads import Parts
-from p2pstore.transfer.reading.span_reads import ItemOutcome
+from p2pstore.transfer.reading.span_reads import TRANSPORT_NAME, ItemOutcome
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
     BufferDestination,

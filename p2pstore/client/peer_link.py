@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Final, Protocol, TypeVar
 
-from p2pstore.client.known_elsewhere import KnownElsewhere
+from p2pstore.client.known_holders import KnownElsewhere
 from p2pstore.client.leases import LeaseBook
 from p2pstore.client.pull_ledger import PullLedger
 from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead

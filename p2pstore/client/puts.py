@@ -9,8 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from p2pstore.client.device_memory import GpuCopyFailed
-from p2pstore.client.gathered import SMALL_COPY_BYTES, Source
+from p2pstore.client.values import SMALL_COPY_BYTES, GpuCopyFailed, Source
 from p2pstore.local.batching import MOST_ITEMS
 from p2pstore.local.local_messages import LocalKind, Reservation, ReserveItem
 from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum

@@ -20,19 +20,21 @@ from p2pstore.client.destinations import (
     NewMemoryDestination,
     TensorDestination,
 )
-from p2pstore.client.device_memory import GpuCopyFailed
+from p2pstore.client.device_memory import GpuMapping, GpuSource, read_in_place, usable_gpu
 from p2pstore.client.fetcher import FETCH_SECONDS, Fetcher, deadline_ms
-from p2pstore.client.gathered import Source, value_of
-from p2pstore.client.gpu_mapping import GpuMapping, GpuSource, read_in_place, usable_gpu
 from p2pstore.client.host_neighbours import Neighbours
-from p2pstore.client.lease_batches import take_many
-from p2pstore.client.leasing import Leaser
+from p2pstore.client.leasing import Leaser, take_many
 from p2pstore.client.peer_link import PeerLink
-from p2pstore.client.prefix_chains import PrefixChains
-from p2pstore.client.presence_calls import Presence
-from p2pstore.client.registered import RegisteredBuffer
+from p2pstore.client.presence_calls import PrefixChains, Presence
 from p2pstore.client.transfers import TransferBatch
-from p2pstore.client.values import describe_tensor, destination_view
+from p2pstore.client.values import (
+    GpuCopyFailed,
+    RegisteredBuffer,
+    Source,
+    describe_tensor,
+    destination_view,
+    value_of,
+)
 from p2pstore.client.writing import Writer, put_options
 from p2pstore.errors import AnswerTooLarge, NoSuchKey, P2PStoreError, ProtocolError, StoreClosed
 from p2pstore.local import local_messages as local

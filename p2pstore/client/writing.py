@@ -6,12 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from p2pstore.client import answers, arguments
-from p2pstore.client.device_memory import GpuCopyFailed
 from p2pstore.client.elsewhere import ElsewhereWriter
 from p2pstore.client.fetcher import deadline_ms
-from p2pstore.client.gathered import Source, value_of
 from p2pstore.client.peer_link import PeerLink
-from p2pstore.client.prefix_chains import PrefixChains
+from p2pstore.client.presence_calls import PrefixChains
 from p2pstore.client.put_batches import PutBatch, PutRow
 from p2pstore.client.puts import (
     WINDOW_BYTES,
@@ -20,6 +18,7 @@ from p2pstore.client.puts import (
     fill_many,
     trailer_bound,
 )
+from p2pstore.client.values import GpuCopyFailed, Source, value_of
 from p2pstore.errors import (
     CapacityExceeded,
     ObjectTooLarge,

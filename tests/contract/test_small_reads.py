@@ -22,7 +22,7 @@ from p2pstore.runtime.streams import BlockingDriver, run_blocking
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, GetSmall, SmallObjects
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.inbox import Inbox
+from p2pstore.transfer.reading.data_requests import Inbox
 from p2pstore.transfer.serving import data_server, data_session
 from p2pstore.transfer.serving.data_server import ServerLimits
 from p2pstore.transfer.serving.data_session import TAKE_IN_OBJECTS

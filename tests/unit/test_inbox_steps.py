@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from p2pstore.runtime.streams import ByteStream, run_blocking
-from p2pstore.transfer.reading.inbox import Inbox
+from p2pstore.transfer.reading.data_requests import Inbox
 
 
 class Link:

@@ -11,13 +11,14 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
 from p2pstore.client.known_holders import (
     ASKED_SECONDS,
     HOLDERS_PER_PLAN,
     MAX_HOLDERS,
     TRUSTED_SECONDS,
+    KnownElsewhere,
     KnownHolders,
+    KnownRecord,
     is_far,
     remote_copy,
 )

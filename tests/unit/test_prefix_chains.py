@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pstore.client.prefix_chains import AHEAD, MAX_CHAINS, MAX_MISSING, PrefixChains
+from p2pstore.client.presence_calls import AHEAD, MAX_CHAINS, MAX_MISSING, PrefixChains
 from p2pstore.objects import DIGEST_BYTES
 
 

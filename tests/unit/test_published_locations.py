@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord, _known_record
+from p2pstore.client.known_holders import KnownElsewhere, KnownRecord, _known_record
 from p2pstore.errors import ProtocolError, ProtocolMismatch
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.locations.directory import Directory, DirectoryConfig
@@ -268,7 +268,7 @@ def test_links_that_lead_anywhere_end() -> None:
 
 
 def test_keys_that_very_many_hold_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pstore.client.known_elsewhere._MOST_ROWS", 5)
+    monkeypatch.setattr("p2pstore.client.known_holders._MOST_ROWS", 5)
     published, directory, client = known_table()
     assert client.contains(KEYS[0])
     for member in range(2, 12):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from p2pstore.runtime.flow import PATIENCE
-from p2pstore.transfer.reading.slicing import ASSUMED_CHUNK_SECONDS, CHANGE_SECONDS, Slices
+from p2pstore.transfer.reading.arriving import ASSUMED_CHUNK_SECONDS, CHANGE_SECONDS, Slices
 
 
 def test_chunks_are_handed_out_in_runs_and_come_back() -> None:

@@ -73,7 +73,7 @@ PURE = (
         f"p2pstore/transfer/{name}.py"
         for name in (
             *("data_messages", "failover", "read_tickets", "transfer_trace"),
-            *("reading/arriving", "reading/slicing", "rdma/rdma_rules", "serving/incoming_value"),
+            *("reading/arriving", "rdma/rdma_rules", "serving/incoming_value"),
         )
     ),
     *(

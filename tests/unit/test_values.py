@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.client import arguments
-from p2pstore.client.gathered import Gathered, value_of
 from p2pstore.client.puts import (
     WINDOW_BYTES,
     WINDOW_ITEMS,
@@ -27,14 +26,16 @@ from p2pstore.client.puts import (
     trailer_bound,
     windows,
 )
-from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.values import (
+    Gathered,
+    RegisteredBuffer,
     describe_tensor,
     destination_view,
     destination_views,
     empty_tensor,
     fresh_bytes,
     source_view,
+    value_of,
 )
 from p2pstore.errors import P2PStoreError
 from p2pstore.local.local_messages import ItemError, Reservation, ReserveItem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from p2pstore.client.gathered import Gathered
+from p2pstore.client.values import Gathered
 from p2pstore.errors import P2PStoreError
 from p2pstore.integrations.mooncake.allocator import MooncakeHostMemAllocator
 from p2pstore.integrations.mooncake.codes import ErrorCode, alike

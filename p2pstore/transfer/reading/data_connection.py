@@ -40,13 +40,16 @@ from p2pstore.transfer.data_messages import (
 )
 from p2pstore.transfer.reading.arriving import Arriving
 from p2pstore.transfer.reading.data_requests import DataRequests
-from p2pstore.transfer.reading.get_requests import (
+from p2pstore.transfer.reading.span_reads import (
+    BatchItem,
+    ItemOutcome,
+    SpanReader,
+    Wanted,
     ask,
     check_reply,
     failure_of,
     receive_answer,
 )
-from p2pstore.transfer.reading.span_reads import BatchItem, ItemOutcome, SpanReader, Wanted
 from p2pstore.transfer.transfer_trace import Progress
 from p2pstore.transfer.transport import Destination, Pulled, PullFailed, resumable
 from p2pstore.wire import (

@@ -33,9 +33,8 @@ from p2pstore.transfer.data_messages import DataKind, GetPiece, PieceReply, Stor
 from p2pstore.transfer.read_tickets import GrantedTicket
 from p2pstore.transfer.reading.arriving import Arriving
 from p2pstore.transfer.reading.data_connection import DataConnection
-from p2pstore.transfer.reading.get_requests import TRANSPORT_NAME, failure_of
 from p2pstore.transfer.reading.small_reads import Parts, in_parts, pull_one, pull_small
-from p2pstore.transfer.reading.span_reads import ItemOutcome
+from p2pstore.transfer.reading.span_reads import TRANSPORT_NAME, ItemOutcome, failure_of
 from p2pstore.transfer.reading.team_read import MAX_READERS, TeamRead, may_use_two
 from p2pstore.transfer.transfer_trace import Progress
 from p2pstore.transfer.transport import (

@@ -29,8 +29,7 @@ from p2pstore.transfer.data_messages import (
     SmallObjects,
 )
 from p2pstore.transfer.reading.arriving import Announced
-from p2pstore.transfer.reading.data_requests import DataRequests
-from p2pstore.transfer.reading.inbox import INBOX_BYTES
+from p2pstore.transfer.reading.data_requests import INBOX_BYTES, DataRequests
 from p2pstore.transfer.reading.span_reads import MIN_BATCH_ITEMS
 from p2pstore.wire import HEADER_BYTES, encode_body
 

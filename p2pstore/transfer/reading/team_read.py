@@ -25,11 +25,11 @@ from p2pstore.transfer.reading.arriving import (
     Arriving,
     ResumableDestination,
     Sharing,
+    Step,
 )
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.reading.data_requests import is_damage
-from p2pstore.transfer.reading.get_requests import TRANSPORT_NAME
-from p2pstore.transfer.reading.slicing import Step
+from p2pstore.transfer.reading.span_reads import TRANSPORT_NAME
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
     Helpers,
