@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from p2pstore import blocking as blocking
     from p2pstore.client.aio_client import AioClient as AioClient
     from p2pstore.client.blocking_client import BlockingClient as BlockingClient
+    from p2pstore.client.object_store import ObjectStore as ObjectStore
     from p2pstore.client.trio_client import Client as Client
     from p2pstore.client.trio_client import connect as connect
     from p2pstore.client.values import RegisteredBuffer as RegisteredBuffer
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from p2pstore.results import KeyPage as KeyPage
     from p2pstore.results import ListedKey as ListedKey
     from p2pstore.results import Location as Location
-    from p2pstore.results import ObjectStore as ObjectStore
     from p2pstore.results import PeerInfo as PeerInfo
     from p2pstore.results import PinResult as PinResult
     from p2pstore.results import PrefixHolder as PrefixHolder
@@ -58,6 +58,7 @@ _MODULES = ("aio", "blocking")
 _NAMES_IN = {
     "p2pstore.client.aio_client": ("AioClient",),
     "p2pstore.client.blocking_client": ("BlockingClient",),
+    "p2pstore.client.object_store": ("ObjectStore",),
     "p2pstore.client.values": ("RegisteredBuffer",),
     "p2pstore.client.trio_client": ("Client", "connect"),
     "p2pstore.config": ("PeerConfig",),
@@ -82,7 +83,6 @@ _NAMES_IN = {
             "ListedKey",
             "PinResult",
             "Location",
-            "ObjectStore",
             "PeerInfo",
             "PrefixHolder",
         ),

@@ -364,7 +364,7 @@ async def read_in_place(
         link.leases.end_unasked()  # the memory may be wanted by the next call of another client
     for (digest, _), length in zip(items, lengths, strict=True):
         if length is not None:
-            link.note_read(digest, length)
+            link.ledger.read(digest, length)
     return lengths
 
 

@@ -1,6 +1,6 @@
 """Where to read what others hold, without asking the local peer for a plan.
 
-Which members hold an object stands in the peer's table (`known_elsewhere`). How to get to them, and the tickets for
+Which members hold an object stands in the peer's table (`KnownElsewhere`). How to get to them, and the tickets for
 that, the peer says in its plans, and what it said of a member a moment ago still holds. So of objects whose
 holders were all named lately, the client makes the plan itself. When that does not lead to the object, the peer is
 asked as ever.
@@ -13,7 +13,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace as replace_copy
 from itertools import takewhile
 from random import Random
 from typing import Any, Final, NamedTuple, TypeVar
@@ -22,6 +21,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from p2pstore.client.read_plan import OnlyHolder, OwnPlan, goes_through_peer, way_to
 from p2pstore.local.local_messages import Holder, PlanItem
 from p2pstore.location_table import (
     APART_COUNTERS,
@@ -37,9 +37,6 @@ from p2pstore.location_table import (
     floor_clock,
 )
 from p2pstore.objects import DIGEST_BYTES, SIZE_UNIT_BYTES, ZERO_VERSION, Version
-from p2pstore.transfer.data_messages import Keeps, Ticket
-from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.transport import RemoteCopy
 
 TRUSTED_SECONDS: Final = 50.0
@@ -47,8 +44,6 @@ TRUSTED_SECONDS: Final = 50.0
 ASKED_SECONDS: Final = 10.0
 """After a member did not deliver."""
 MAX_HOLDERS: Final = 1024
-DRAM, SSD = 0, 1
-"""Tiers; the second one of what is on its holder's SSD alone."""
 HOLDERS_PER_PLAN: Final = 8
 
 T = TypeVar("T")
@@ -69,26 +64,12 @@ _CHANGES, _ALIVE_AT = int(Word.CHANGES), int(Word.ALIVE_AT)
 _AFTER, _BEFORE = int(Word.BELIEVED_AFTER), int(Word.BELIEVED_BEFORE)
 
 
-class OnlyHolder(NamedTuple):
-    """The one peer, of this host or another, that is known to hold an object, and wrote it: how to get there, a hint
-    where it has the object, and about how long that is."""
-
-    copy: RemoteCopy
-    slot_hint: int
-    expected_bytes: int
-
-
 class _Named(NamedTuple):
     """What was said of a member, and until when that is trusted."""
 
     trusted_until: float
     holder: Holder
     copy: RemoteCopy
-
-
-class OwnPlan(PlanItem, frozen=True):
-    """Made by the client itself. When it fails, that says nothing of those whom it names: they may have moved, or
-    changed their keys."""
 
 
 class KnownHolders:
@@ -113,7 +94,7 @@ class KnownHolders:
             for plan in plans:
                 for holder in () if plan.through_peer else plan.holders:
                     self._named.pop(holder.member, None)
-                    way = _way_to(holder)
+                    way = way_to(holder)
                     named = _Named(trusted_until, holder, way)
                     self._named[holder.member] = named
             while len(self._named) > MAX_HOLDERS:
@@ -145,9 +126,14 @@ class KnownHolders:
         *_, slot, size, _ = LOCATION.unpack(record)
         named = self._trusted(member, time.monotonic())
         expected_bytes = int.from_bytes(size, "little") * SIZE_UNIT_BYTES
-        if named is None or _goes_through_peer(named.holder, max(expected_bytes, most_bytes)):
+        if named is None or goes_through_peer(named.holder, max(expected_bytes, most_bytes)):
             return None
         return OnlyHolder(named.copy, slot, expected_bytes)
+
+    def expected_bytes(self, digest: bytes) -> int:
+        """The length at most of an object that one other peer is known to hold; 0 where that is not known."""
+        only = self.only(digest)
+        return 0 if only is None else only.expected_bytes
 
     def only_many(
         self, digests: Sequence[bytes], most_bytes: float = math.inf
@@ -166,7 +152,7 @@ class KnownHolders:
 
     def _direct_way(self, member: int, most_bytes: float, now: float) -> RemoteCopy | None:
         named = self._trusted(member, now)
-        if named is None or _goes_through_peer(named.holder, most_bytes):
+        if named is None or goes_through_peer(named.holder, most_bytes):
             return None
         return named.copy
 
@@ -198,7 +184,7 @@ class KnownHolders:
         now, holders = time.monotonic(), []
         for record in records:
             named = self._trusted(record.member, now)
-            if named is None or _goes_through_peer(
+            if named is None or goes_through_peer(
                 named.holder, record.size_units * SIZE_UNIT_BYTES
             ):
                 return None
@@ -224,44 +210,6 @@ class KnownHolders:
             return None
         asked = self._asked_until and self._asked_until.get(member, 0.0) > now
         return None if asked else named
-
-
-def _goes_through_peer(holder: Holder, length_bytes: float) -> bool:
-    """Whether the local peer has a faster way to an object of that length, and is to say whether it takes it."""
-    return 0 < holder.through_peer_bytes <= length_bytes
-
-
-def is_far(copy: RemoteCopy) -> bool:
-    """Whether a copy is on another host, and can be asked for there."""
-    return not copy.same_host and bool(copy.data)
-
-
-def _way_to(holder: Holder) -> RemoteCopy:
-    """To whatever a holder has in memory that it wrote itself."""
-    return replace_copy(
-        remote_copy(replace(holder, tier=DRAM)), announced=Announced(holder.member & 0xFFFF)
-    )
-
-
-def remote_copy(holder: Holder) -> RemoteCopy:
-    """A planned holder as transports want it."""
-    version = Version(holder.clock, holder.writer, holder.root)
-    return RemoteCopy(
-        peer_id=holder.peer_id,
-        data=tuple(holder.data),
-        ticket=GrantedTicket(
-            Ticket(holder.ticket_claims, holder.ticket_signature), holder.ticket_secret
-        ),
-        member=holder.member,
-        socket=holder.socket,
-        same_host=holder.same_host,
-        slot=holder.slot,
-        version=version,
-        announced=Announced(holder.member & 0xFFFF, version),
-        length_bytes=holder.size_units * SIZE_UNIT_BYTES,
-        keeps=Keeps.BY_PEER,
-        on_ssd=holder.tier == SSD,
-    )
 
 
 class KnownRecord(NamedTuple):
@@ -291,7 +239,11 @@ def _known_record(member: int, packed: bytes) -> KnownRecord:
 
 
 class KnownElsewhere:
-    """See the module's docstring. `memory` is the mapped table. Raises as `LocationTable`."""
+    """What the local peer knows of keys that others hold, read from its mapped table (`memory`). Raises as
+    `LocationTable`.
+
+    The peer goes on changing the table meanwhile. It counts its changes, so that a reader detects a torn read; and it
+    stores the time at which all of it was valid. In every doubtful case the answer is None: ask the peer."""
 
     def __init__(self, memory: Any) -> None:
         self._table = LocationTable(memory)

@@ -11,8 +11,8 @@ from p2pstore.client import answers
 from p2pstore.client.answers import error_in, plain_error
 from p2pstore.client.fetcher import FETCH_SECONDS, Fetcher, deadline_ms
 from p2pstore.client.host_neighbours import Neighbours
-from p2pstore.client.known_holders import SSD
 from p2pstore.client.peer_link import PeerLink
+from p2pstore.client.read_plan import SSD
 from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError
 from p2pstore.local import local_messages as local
 from p2pstore.local.batching import MOST_ITEMS
@@ -106,7 +106,7 @@ def note_viewed(link: PeerLink, holder: Holder, views: Sequence[memoryview]) -> 
     """Have the local peer count views at a neighbour: no request of these reads came by there."""
     if views:
         length_bytes = sum(map(len, views))
-        link.note_pulls(
+        link.ledger.count(
             holder.member,
             ShmTransport.name,
             objects=len(views),
@@ -157,7 +157,7 @@ def share(link: PeerLink, digest: bytes, announced: Announced | None = None) -> 
     when there is none, or only one of a version that this neighbour may not give."""
     view = shared_view(link, digest, announced)
     if view is not None:
-        link.note_read(digest, len(view), is_view=True)
+        link.ledger.read(digest, len(view), is_view=True)
     return view
 
 

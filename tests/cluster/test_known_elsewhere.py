@@ -322,7 +322,7 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
             assert buffer[:length] == values[key]
 
         await get(keys[start])  # from here on it knows how to get there
-        expected = client._live.fetcher.expected_bytes
+        expected = client._live.fetcher.holders.known.expected_bytes
         until(lambda: all(expected(key_digest(key)) for key in keys[start:][:20]), SECONDS)
         some, others = keys[start : start + 10], keys[start + 10 : start + 20]
         reads = [*(partial(get, key) for key in some), *(partial(get_into, key) for key in others)]

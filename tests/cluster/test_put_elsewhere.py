@@ -20,7 +20,7 @@ import p2pstore
 from p2pstore import blocking, errors
 from p2pstore.access.keyring import KeyRing
 from p2pstore.client import elsewhere
-from p2pstore.client.known_holders import remote_copy
+from p2pstore.client.read_plan import remote_copy
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_connection import LocalConnection

@@ -121,7 +121,7 @@ def neighbours_of(store: Store) -> Neighbours:
 
 def until_known(store: Store, key: str) -> None:
     """The far peer is known to have it, and how to get there: the near one has nothing to say."""
-    until(lambda: live(store).fetcher._known.only(key_digest(key)) is not None)
+    until(lambda: live(store).fetcher.holders.known.only(key_digest(key)) is not None)
 
 
 # --- in every world -----------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_copies_out_of_a_neighbours_memory_after_the_first_need_no_plan(
     into = np.zeros(length + 10, np.uint8)
     assert store.get_into(key, into) == length
     until_known(store, key)
-    monkeypatch.setattr("p2pstore.client.fetcher.pull_with_failover", refuse)
+    monkeypatch.setattr("p2pstore.client.holder_reads.pull_with_failover", refuse)
     into[:] = 0
     assert store.get_into(key, into) == length
     assert np.array_equal(into[:length], value)
@@ -300,7 +300,7 @@ def test_a_batch_of_copies(
         assert [each.value for each in store.get_many(names)] == values
         for name in names:
             until_known(store, name)
-        monkeypatch.setattr("p2pstore.client.fetcher.pull_with_failover", refuse)
+        monkeypatch.setattr("p2pstore.client.holder_reads.pull_with_failover", refuse)
     monkeypatch.undo()
     assert not any(is_near(cluster, name) for name in names)
     spoil(cluster, names[1])

@@ -21,7 +21,8 @@ from p2pstore.objects import KIB, MIB
 from p2pstore.transfer import transport
 from p2pstore.transfer.data_messages import DataKind, Ping
 from p2pstore.transfer.failover import TooSlow
-from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.transport import (
     BufferDestination,
     PullFailed,

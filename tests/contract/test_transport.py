@@ -93,8 +93,9 @@ from p2pstore.transfer.read_tickets import (
     prove,
 )
 from p2pstore.transfer.reading.arriving import Announced, announcing
-from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.span_reads import ItemOutcome
+from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.data_server import (
     DataServer,
     ServerLimits,
@@ -1380,7 +1381,7 @@ async def test_a_hurried_read_hurries_no_other_one(tcp: TcpHarness, side: Side) 
             )
         )
         assert buffer == VALUE
-        (places,) = pool._peers.values()
+        (places,) = pool._places._peers.values()
         assert places[0].connection is not None
         assert places[0].connection.stream.receive_seconds == seconds
 
@@ -1471,7 +1472,7 @@ async def test_connections_of_a_burst_close_when_fewer_are_enough(
         tcp.backend.release.set()
     await pool.request(peer, DataKind.PING, Ping())
     assert tcp.server.connections == pool.open_connections == 4
-    monkeypatch.setattr("p2pstore.transfer.reading.data_pool.SPARE_SECONDS", 0.0)
+    monkeypatch.setattr("p2pstore.transfer.reading.connection_places.SPARE_SECONDS", 0.0)
     for left in (3, 2, 1, 1):
         await pool.request(peer, DataKind.PING, Ping())
         assert pool.open_connections == left

@@ -19,9 +19,8 @@ from p2pstore.client.known_holders import (
     KnownElsewhere,
     KnownHolders,
     KnownRecord,
-    is_far,
-    remote_copy,
 )
+from p2pstore.client.read_plan import is_far, remote_copy
 from p2pstore.local.local_messages import Holder, PlanItem
 from p2pstore.location_table import LOCATION
 from p2pstore.objects import Version

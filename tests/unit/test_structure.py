@@ -113,6 +113,7 @@ PURE = (
     *(f"p2pstore/{name}.py" for name in ("objects", "location_table", "wire", "put_facts")),
     *(f"p2pstore/local/{name}_messages.py" for name in ("local", "checkpoint", "group")),
     *(f"p2pstore/access/{name}.py" for name in ("allowlist", "strangers")),
+    "p2pstore/client/read_plan.py",
     "p2pstore/runtime/histograms.py",
 )
 """`*` crosses folders; `p2pstore/memory/mapped` is the one exception, below."""

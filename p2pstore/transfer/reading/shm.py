@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -16,8 +16,9 @@ from typing import Final
 from p2pstore.errors import DeadlineExceeded, P2PStoreError
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_messages import Access, ItemError, Lease, Leased, LocalKind, Release
-from p2pstore.objects import DEFAULT_NAMESPACE
+from p2pstore.objects import DEFAULT_NAMESPACE, Version
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
+from p2pstore.transfer.reading.arriving import Announced, too_small
 from p2pstore.transfer.reading.segment_reader import Copied, SegmentReader, Spots, expired
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import (
@@ -35,6 +36,9 @@ MAX_TORN_READS: Final = 3
 RETRY_CONNECT_SECONDS: Final = 10.0
 MAX_PEERS: Final = 64
 LOOK_SECONDS: Final = 1.0
+RoomsFor = Callable[[Sequence[int], Sequence[int]], Sequence[memoryview]]
+"""Gives rooms for the values at these places of a batch, of these lengths. A room shorter than its value gets
+nothing."""
 NOT_THERE: Final = "the object is not in the holder's memory segment"
 ON_SSD: Final = "on its holder's SSD, who is asked for it over tcp"
 
@@ -88,6 +92,51 @@ async def read_mapped(
         if all(await copy_spots(driver, reader, spots, [view], watch_of(destination))):
             return Copied(slot.length, slot, trailer)
     return None
+
+
+async def copy_into(
+    driver: Driver,
+    readers: Sequence[SegmentReader],
+    digest: bytes,
+    view: memoryview,
+    announced: Announced | None = None,
+) -> int | None:
+    """A verified copy of an object in mapped memory to the beginning of `view`: its length, or None when it is not
+    there. Raises `BufferTooSmall`."""
+    for reader in readers:
+        spots = reader.spots([digest], announced)
+        if spots.places:
+            length = spots.lengths[0]
+            if len(view) < length:
+                raise too_small(length, view)
+            if (await copy_spots(driver, reader, spots, [view]))[0]:
+                return length
+    return None
+
+
+async def copy_many(
+    driver: Driver,
+    readers: Sequence[SegmentReader],
+    digests: Sequence[bytes],
+    rooms_for: RoomsFor,
+    announced: Announced | None = None,
+    versions: Sequence[Version] = (),
+) -> list[int]:
+    """Verified copies of objects in mapped memory: their lengths, -1 for what is not there. `versions`: those that were
+    planned, one a digest; without them, what the holder wrote itself."""
+    lengths = [-1] * len(digests)
+    for reader in readers:
+        spots = reader.spots(digests, announced, versions)
+        if not spots.places:
+            continue
+        rooms = rooms_for(spots.places, spots.lengths)
+        good = await copy_spots(driver, reader, spots, rooms)
+        if len(spots.places) == len(digests) and all(good):
+            return spots.lengths
+        for place, length, fine in zip(spots.places, spots.lengths, good, strict=True):
+            if fine:
+                lengths[place] = length
+    return lengths
 
 
 def _refused(error: ItemError) -> PullFailed:

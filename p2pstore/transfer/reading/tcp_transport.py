@@ -14,28 +14,36 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.config import is_loopback
-from p2pstore.errors import ConfigError
+from p2pstore.errors import (
+    ConfigError,
+)
 from p2pstore.objects import CHUNK_BYTES, MIB
-from p2pstore.runtime.streams import Event, HelperTask, StartHelper
+from p2pstore.runtime.streams import (
+    Event,
+    HelperTask,
+    StartHelper,
+)
 from p2pstore.transfer.data_addresses import split_data_address
 from p2pstore.transfer.reading.arriving import (
     AHEAD_CHUNKS,
     ALONE,
     ONLY_READER,
     Arriving,
-    ResumableDestination,
     Sharing,
     Step,
 )
 from p2pstore.transfer.reading.data_connection import DataConnection
+from p2pstore.transfer.reading.data_pool import MAX_READERS, DataPool
 from p2pstore.transfer.reading.data_requests import is_damage
 from p2pstore.transfer.reading.span_reads import TRANSPORT_NAME
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
+    Destination,
     Helpers,
     Pulled,
     PullFailed,
     RemoteCopy,
+    ResumableDestination,
     hurried,
 )
 from p2pstore.wire import Code
@@ -44,7 +52,6 @@ if TYPE_CHECKING:
     from p2pstore.transfer.reading.data_pool import DataPool
 
 SLICE_CHUNKS: Final = 16 * MIB // CHUNK_BYTES
-MAX_READERS: Final = 4
 RECHECK_SECONDS: Final = 1.0
 
 
@@ -326,3 +333,32 @@ class TeamRead:
             for reader in self._readers:
                 reader.abandon()
         self._dismiss()
+
+
+class TcpTransport:
+    """`Transport` over a `DataPool`: reaches every peer that advertises a data address."""
+
+    name = TRANSPORT_NAME
+
+    def __init__(self, pool: DataPool) -> None:
+        self._pool = pool
+
+    def offers(self, copy: RemoteCopy) -> bool:
+        return bool(copy.data)
+
+    def why_not(self, copy: RemoteCopy) -> str:
+        return "" if copy.data else "the holder advertises no data address"
+
+    def cost(self, copy: RemoteCopy) -> float:
+        return 1.0
+
+    async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
+        return await self._pool.pull(copy, digest, destination, copy.slot)
+
+    async def pull_together(
+        self, copy: RemoteCopy, digest: bytes, destination: ResumableDestination, helpers: Helpers
+    ) -> Pulled:
+        """`pull` a large object over several connections, where that may be faster."""
+        if helpers.left or may_use_two(copy):
+            return await TeamRead(self._pool, digest, destination, helpers).run(copy)
+        return await self.pull(copy, digest, destination)
