@@ -24,7 +24,7 @@ from p2pstore.errors import P2PStoreError, StoreClosed
 from p2pstore.local.local_messages import PlanItem
 from p2pstore.objects import Version
 from p2pstore.transfer.failover import SilentHolders, is_silence
-from p2pstore.transfer.reading.arriving import Announced, announcing
+from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.small_reads import (
     PARTS_TOGETHER,
     Part,
@@ -32,7 +32,7 @@ from p2pstore.transfer.reading.small_reads import (
     part_items,
     part_slices,
 )
-from p2pstore.transfer.transport import Pulled, PullFailed, RemoteCopy
+from p2pstore.transfer.transport import Pulled, PullFailed, RemoteCopy, announcing
 
 D = TypeVar("D", bound=NewMemory)
 

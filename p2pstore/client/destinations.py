@@ -20,8 +20,7 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.results import Framework
-from p2pstore.transfer.reading.arriving import too_small
-from p2pstore.transfer.transport import BufferDestination, Destination
+from p2pstore.transfer.transport import BufferDestination, Destination, too_small
 
 R = TypeVar("R")
 D = TypeVar("D", bound=NewMemory)

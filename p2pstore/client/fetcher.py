@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Final, Protocol
 
 import numpy as np
@@ -14,6 +13,8 @@ from p2pstore.client.holder_reads import HolderReads
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.presence_calls import PrefixChains
 from p2pstore.client.read_plan import (
+    AFTER_HERE,
+    AFTER_ONLY_HOLDER,
     FIRST_PLACES,
     WATCHED_PLACES,
     Place,
@@ -121,15 +122,14 @@ class Fetcher:
             return length
         only = self._known.only(digest)
         outcome: int | PullReport | None = None
-        places: tuple[Place, ...] = (Place.OWN_PLAN,)
+        is_long = False
         if only is not None:
-            if only.expected_bytes <= CHUNK_BYTES or not is_far(only.copy):
+            is_long = only.expected_bytes > CHUNK_BYTES and is_far(only.copy)
+            if not is_long:
                 outcome = await self.holders.pull_chunk(only, key, digest, view)
                 if isinstance(outcome, int):
                     return outcome
-            else:
-                places = (Place.ONLY_HOLDER, Place.OWN_PLAN)
-        plan = ReadPlan(key, places)
+        plan = ReadPlan(key, AFTER_HERE if is_long else AFTER_ONLY_HOLDER)
         if isinstance(outcome, PullReport):
             plan.failed(outcome)
         destination = BufferDestination(view)
@@ -142,18 +142,21 @@ class Fetcher:
         A small value is read into scratch memory, as `fetch_into` reads."""
         if (copied := await self.read_here(digest, room)) is not None:
             return copied.length
-        plan = ReadPlan(key, (Place.ONLY_HOLDER, Place.OWN_PLAN))
         only = self._known.only(digest)
-        if only is not None and 0 < only.expected_bytes <= SMALL_OBJECT_BYTES:
-            view, outcome = memoryview(bytearray(only.expected_bytes)), None
-            with suppress(BufferTooSmall):  # replaced meanwhile by a longer one
+        outcome: int | PullReport | None = None
+        is_short = only is not None and 0 < only.expected_bytes <= SMALL_OBJECT_BYTES
+        if only is not None and is_short:
+            view = memoryview(bytearray(only.expected_bytes))
+            try:
                 outcome = await self.holders.pull_chunk(only, key, digest, view)
+            except BufferTooSmall:  # replaced meanwhile by a longer one
+                outcome = None
             if isinstance(outcome, int):
                 room.take(view[:outcome])
                 return outcome
-            plan = ReadPlan(key, (Place.OWN_PLAN,))
-            if outcome is not None:
-                plan.failed(outcome)
+        plan = ReadPlan(key, AFTER_ONLY_HOLDER if is_short else AFTER_HERE)
+        if isinstance(outcome, PullReport):
+            plan.failed(outcome)
         return (await self._fetch_patiently(key, digest, room, plan, wait)).length
 
     async def _fetch_patiently(

@@ -58,6 +58,8 @@ class Place(Enum):
 
 
 FIRST_PLACES: Final = (Place.HERE, Place.ONLY_HOLDER, Place.OWN_PLAN)
+AFTER_HERE: Final = FIRST_PLACES[1:]
+AFTER_ONLY_HOLDER: Final = FIRST_PLACES[2:]
 WATCHED_PLACES: Final = (Place.HERE,)
 """Of a read that is traced: the local peer says where the object is known to be."""
 

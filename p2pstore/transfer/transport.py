@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
-from p2pstore.errors import P2PStoreError
+from p2pstore.errors import BufferTooSmall, P2PStoreError
 from p2pstore.memory.segment_layout import (
     Slot,
     SlotState,
@@ -18,7 +18,12 @@ from p2pstore.memory.segment_layout import (
     decode_trailer,
     trailer_matches,
 )
-from p2pstore.objects import MIB, ZERO_VERSION, Version
+from p2pstore.objects import (
+    MIB,
+    ZERO_VERSION,
+    Version,
+    format_bytes,
+)
 from p2pstore.transfer.data_messages import Keeps
 from p2pstore.transfer.failover import Attempt, HolderReport, PullAttempts, PullFailed
 from p2pstore.transfer.read_tickets import GrantedTicket
@@ -26,7 +31,6 @@ from p2pstore.transfer.reading.arriving import (
     ONLY_READER,
     Announced,
     Arriving,
-    BufferDestination,
     Destination,
     ResumableDestination,
     checked_view,
@@ -376,3 +380,51 @@ class _HelpingHolders:
     def copy_of(self, share: Share) -> RemoteCopy:
         """The copy that it comes from."""
         return self._copies[share.member]
+
+
+class BufferDestination:
+    """A caller's writable buffer: the value goes to its beginning.
+
+    `watch` is told how the read goes. Raises `ValueError` for a buffer that is read-only or not
+    contiguous.
+    """
+
+    def __init__(self, buffer: bytearray | memoryview, watch: ReadWatch | None = None) -> None:
+        self.watch = watch
+        self.announced: Announced | None = None
+        view = memoryview(buffer)
+        if view.readonly or not view.c_contiguous:
+            raise ValueError("the buffer must be writable and contiguous")
+        if view.ndim != 1 or view.format != "B":
+            view = view.cast("B") if view.nbytes else memoryview(bytearray())
+        self._view = view
+
+    def take_in(self, value: memoryview) -> bool:
+        """Copy a whole verified value to the beginning. False when it does not fit, or the read is watched."""
+        length = len(value)
+        if self.watch is not None or length > len(self._view):
+            return False
+        self._view[:length] = value
+        return True
+
+    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+        if slot.length > len(self._view):
+            raise too_small(slot.length, self._view)
+        return self._view[: slot.length]
+
+
+def too_small(length: int, room: memoryview) -> BufferTooSmall:
+    """The error of a read into a buffer that has less room than the object needs."""
+    return BufferTooSmall(
+        f"the object has {length:,} bytes ({format_bytes(length)}); the buffer has room for "
+        f"{len(room):,}: give one of that length, or use get()",
+        length,
+    )
+
+
+def announcing(destination: Destination, announced: Announced | None) -> Destination:
+    """The destination, for one read from a holder that may send this. One that can be given nothing is wrapped."""
+    if not isinstance(destination, BufferDestination):
+        destination = resumable(destination)
+    destination.announced = announced
+    return destination

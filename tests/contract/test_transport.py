@@ -92,7 +92,7 @@ from p2pstore.transfer.read_tickets import (
     open_ticket,
     prove,
 )
-from p2pstore.transfer.reading.arriving import Announced, announcing
+from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.span_reads import ItemOutcome
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
@@ -112,6 +112,7 @@ from p2pstore.transfer.transport import (
     RemoteCopy,
     RemotePeer,
     Transport,
+    announcing,
     hurried,
     pull_with_failover,
 )

@@ -9,8 +9,9 @@ from p2pstore.errors import CapacityExceeded
 from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import MIB
 from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.reading.arriving import BufferDestination, ResumableDestination
+from p2pstore.transfer.reading.arriving import ResumableDestination
 from p2pstore.transfer.reading.segment_reader import SegmentReader
+from p2pstore.transfer.transport import BufferDestination
 from tests.contract.test_transport import _buffers, pattern, put, segment_of
 
 VALUE, OTHER = pattern(3 * MIB + 5), pattern(3 * MIB + 5, seed=1)

@@ -18,7 +18,7 @@ from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_messages import Access, ItemError, Lease, Leased, LocalKind, Release
 from p2pstore.objects import DEFAULT_NAMESPACE, Version
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
-from p2pstore.transfer.reading.arriving import Announced, too_small
+from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.segment_reader import Copied, SegmentReader, Spots, expired
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import (
@@ -27,6 +27,7 @@ from p2pstore.transfer.transport import (
     PullFailed,
     RemoteCopy,
     checked_view,
+    too_small,
     watch_of,
 )
 from p2pstore.wire import ONE_WAY, Code, encode_frame
