@@ -112,7 +112,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 class _Janitor:
     """Tidies up behind a client, for as long as there is something to tidy. A timer waits, not a task: a
-    loop that is closed over a client that nobody closed has no pending task to complain of."""
+    loop that ends before its client is closed leaves no pending task behind."""
 
     def __init__(self, link: PeerLink) -> None:
         self.loop = asyncio.get_running_loop()
@@ -153,7 +153,7 @@ class _Janitor:
         try:
             await link.tidy()
         except P2PStoreError:
-            return  # who uses the client next is told
+            return  # the next call raises it
         self._wait()
 
     def stop(self) -> None:

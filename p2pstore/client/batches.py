@@ -1,4 +1,4 @@
-"""Getting many objects: what is here from the mapping, the rest in one batch per holder."""
+"""Getting many objects: local ones from the mapping, the rest in one batch per holder."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ class _Batch:
             self._settle(number, error)
 
     async def _pull_ahead(self) -> None:
-        """What a batch asks for is at one holder nearly always: so who has the first object is asked for the first part
-        of all before anything is known of the others. What turns out to be elsewhere, too, is read anew."""
+        """Ask the holder of the first object for the first part of the batch, before the rest is looked up: nearly
+        always all objects of a batch are at one holder. Objects that turn out to be elsewhere are read again."""
         items = part_items(len(self.outcomes))
         self._prepare(min(items, len(self.outcomes)))
         begin = self._rooms.small(list(self._wanted), self._fetcher)
@@ -207,7 +207,7 @@ class _Batch:
         return self._only.count(copy) == len(self._only)
 
     async def _read_here(self) -> None:
-        """What the local peer holds."""
+        """Read the objects that the local peer holds."""
         numbers = list(self._wanted) if self._here is None else self._here
         lengths = await self._fetcher.copy_many_here(
             self._rooms.digests_of(numbers), partial(self._rooms_for, numbers)
@@ -229,7 +229,7 @@ class _Batch:
         return rooms
 
     async def _pull_from_only_holders(self) -> None:
-        """What one other peer alone is known to hold, without a plan."""
+        """Read the objects that one other peer alone is known to hold, without a plan."""
         copies = [self._only[number] for number in self._wanted]
         if copies and (first := copies[0]) is not None and copies.count(first) == len(copies):
             await self._pull_only(first, list(self._wanted))
@@ -350,18 +350,18 @@ class _Batch:
                 self._settle(number, outcome.length)
             elif isinstance(outcome, PullFailed) and outcome.keep:
                 self._hot.add(number)
-            elif not isinstance(outcome, PullFailed):  # the buffer is too small, whoever fills it
+            elif not isinstance(outcome, PullFailed):  # the buffer is too small for every holder
                 self._settle(number, plain_error(outcome))
 
     def _announced(self, number: int, copy: RemoteCopy) -> Announced | None:
-        """What this holder may send of an item: what was planned, or else what it wrote."""
+        """The versions that this holder may send of an item: the planned one, or else its own."""
         plan = self._plans.get(number)
         if plan is None or copy.announced is None:
             return copy.announced
         return Announced(copy.announced.writer, version_of(plan))
 
     def _settle_lengths(self, numbers: Sequence[int], lengths: list[int]) -> None:
-        """These items have got their values: so long, or -1."""
+        """These items have got values of these lengths; -1 for none."""
         if len(lengths) == len(self._wanted) == len(self.outcomes) and min(lengths) >= 0:
             self.outcomes[:] = lengths
             self._wanted.clear()

@@ -238,7 +238,7 @@ class _Janitor:
 
     def __init__(self, link: PeerLink) -> None:
         self._link = weakref.ref(link)
-        # No Event: `stop` may run anywhere (in `__del__`, while the interpreter ends) and must wait for nobody, and an
+        # No Event: `stop` may run anywhere (in `__del__`, while the interpreter ends) and must not wait, and an
         # Event has a lock, which a thread that was waiting for it takes with it when the interpreter ends.
         self._running = threading.Lock()
         self._running.acquire()
@@ -262,7 +262,7 @@ class _Janitor:
                 run_blocking(link.tidy())
                 del link
         except P2PStoreError:
-            return  # who uses the client next is told
+            return  # the next call raises it
 
     def _watch(self) -> None:
         """Let go of dead neighbours within a second, as long as there are any. In one thread at a time: this one."""
@@ -280,11 +280,11 @@ class _Janitor:
     def _is_stopped_within(self, seconds: float) -> bool:
         stopped = self._running.acquire(timeout=seconds)
         if stopped:
-            self.stop()  # for whoever else waits
+            self.stop()  # for other waiters
         return stopped
 
     def stop(self) -> None:
-        with suppress(RuntimeError):  # somebody else did
+        with suppress(RuntimeError):  # released already
             self._running.release()
 
 

@@ -37,9 +37,9 @@ AT_ONCE_BYTES: Final = 4 * 1024 * 1024
 _PORTABLE: Final = 1
 """A flag of cudaHostRegister: for all GPUs."""
 LEAST_BYTES: Final = 64 * KIB
-"""What has room for less is read by way of pinned memory: to have it under a lease takes longer than to copy it."""
+"""Smaller tensors are read by way of pinned memory: a lease takes longer than the copy."""
 ALONE_BYTES: Final = 16 * MIB
-"""Up to so many bytes are verified by one thread, which takes as long as others take to begin."""
+"""Up to this length one thread verifies: more threads take as long to start."""
 
 
 class OnDevice:
@@ -102,7 +102,7 @@ class Staged:
         return Copy(self._device.stream, self._host, self._device.bytes)
 
     def to_give(self, length_bytes: int) -> Copy:
-        """Of so many bytes of `host` to the beginning of the tensor."""
+        """The copy of the first `length` bytes of `host` to the beginning of the tensor."""
         target, source = self._device.bytes[:length_bytes], self._host[:length_bytes]
         return Copy(self._device.stream, target, source)
 
@@ -178,7 +178,7 @@ async def take(driver: Driver, device: OnDevice) -> memoryview:
 
 
 async def make_room(driver: Driver, device: OnDevice) -> Staged:
-    """Pinned memory to read into: what was not used before takes milliseconds to make. Raises `P2PStoreError`."""
+    """Pinned memory to read into; fresh memory takes milliseconds to make. Raises `P2PStoreError`."""
     return await run(driver, device.nbytes, partial(Staged, device))
 
 

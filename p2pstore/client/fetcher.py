@@ -203,7 +203,7 @@ class Fetcher:
                 case Place.ONLY_HOLDER:
                     done = await self._pull_only(key, digest, destination, plan)
                 case Place.OWN_PLAN:
-                    # What is here and could not be read just now is left to the local peer.
+                    # A local object that could not be read just now is left to the local peer.
                     own = None if self._link.lists(digest) else self._known.plan(digest)
                     if own is not None:
                         plan.planned(own)

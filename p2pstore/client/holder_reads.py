@@ -148,7 +148,7 @@ class HolderReads:
     # --- many objects of one holder ----------------------------------------------------------
 
     async def map_nearby(self, copy: RemoteCopy, others: Collection[bytes]) -> PullFailed | None:
-        """Map the memory of a peer of this host, for `copy_many_nearby`: what kept it from that, if anything."""
+        """Map the memory of a peer of this host, for `copy_many_nearby`. Returns the failure, if any."""
         try:
             await self._shm.open(_hurried(copy, others))
         except PullFailed as failure:

@@ -1,4 +1,4 @@
-"""The calls of a client about keys: what is where, and removing, pinning and copying it."""
+"""The calls of a client about keys: finding, listing, removing, pinning and copying objects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from p2pstore.results import (
 from p2pstore.wire import Empty
 
 REMOVE_SECONDS: Final = 5.0
-"""What removing and listing may take on top, as other peers are asked."""
+"""Additional time for removing and listing, which ask other peers."""
 
 
 _ListKeys = local.ListKeys  # `list_keys` has a parameter named `local`, as its users call it

@@ -42,13 +42,13 @@ from p2pstore.transfer.transport import RemoteCopy
 TRUSTED_SECONDS: Final = 50.0
 """A ticket is good for 60 s at least when the peer hands it out."""
 ASKED_SECONDS: Final = 10.0
-"""After a member did not deliver."""
+"""Time for which a member that did not deliver is not chosen without the peer."""
 MAX_HOLDERS: Final = 1024
 HOLDERS_PER_PLAN: Final = 8
 
 T = TypeVar("T")
 FRESH_NANOSECONDS: Final = 2_000_000_000
-"""A peer that did not vouch for its table for so long may be stopped, and is asked: then that shows."""
+"""Age from which on the table is not trusted: its peer may be stopped, which a request finds out."""
 _TRIES: Final = 3
 _MOST_ROWS: Final = 4096
 """Rows that are looked at for a key: links that are being changed may lead in a circle."""
@@ -65,7 +65,7 @@ _AFTER, _BEFORE = int(Word.BELIEVED_AFTER), int(Word.BELIEVED_BEFORE)
 
 
 class _Named(NamedTuple):
-    """What was said of a member, and until when that is trusted."""
+    """The facts that the peer told of a member, and the time until which they are trusted."""
 
     trusted_until: float
     holder: Holder
@@ -73,14 +73,14 @@ class _Named(NamedTuple):
 
 
 class KnownHolders:
-    """See the module's docstring. Any thread may use it."""
+    """Plans of the client's own. Any thread may use it."""
 
     def __init__(self, elsewhere: KnownElsewhere | None, rng: Random) -> None:
         self._elsewhere = elsewhere
         self._rng = rng
         self._named: dict[int, _Named] = {}
         self._asked_until: dict[int, float] = {}
-        """Members that did not deliver: for a while the peer says which holder comes first."""
+        """Members that did not deliver: until then the peer says which holder comes first."""
         self._changing = threading.Lock()
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class KnownHolders:
         self._elsewhere = None
 
     def note(self, plans: Iterable[PlanItem]) -> None:
-        """The peer named these holders."""
+        """Remember the holders that the peer named."""
         trusted_until = time.monotonic() + TRUSTED_SECONDS
         with self._changing:
             for plan in plans:
@@ -101,7 +101,7 @@ class KnownHolders:
                 del self._named[next(iter(self._named))]
 
     def forget(self, members: Iterable[int]) -> None:
-        """These did not deliver: the peer may know better where they are, or whether."""
+        """Forget members that did not deliver: the peer may know better where they are, and whether."""
         now = time.monotonic()
         with self._changing:
             for member in members:
@@ -138,8 +138,7 @@ class KnownHolders:
     def only_many(
         self, digests: Sequence[bytes], most_bytes: float = math.inf
     ) -> list[RemoteCopy | None]:
-        """For many objects, of which nobody wants one that is longer than that, `only` without what is known of each:
-        how to get to the holder."""
+        """The way to the only holder of each of many objects, of which none longer than `most_bytes` is wanted."""
         elsewhere = self._elsewhere  # another thread may close it
         if elsewhere is None:
             return [None] * len(digests)
@@ -269,7 +268,7 @@ class KnownElsewhere:
         return None
 
     def holders(self, digest: bytes) -> list[KnownRecord] | None:
-        """What live peers are known to hold of the key; None: the local peer must be asked."""
+        """The records of live peers that hold the key; None: the local peer must be asked."""
         words, counted, members = self._words, self._counted, self._table.members
         for _ in range(_TRIES):
             changes = words[_CHANGES]
@@ -345,7 +344,7 @@ class KnownElsewhere:
         return answer
 
     def _settled(self, digests: bytes, look_up: Callable[[bytes], T]) -> T | None:
-        """What is found while nothing moves, in a table that the peer vouches for."""
+        """The answer of `look_up` on a fresh table that did not change meanwhile; None: there was none."""
         words = self._words
         for _ in range(_TRIES):
             changes = words[_CHANGES]

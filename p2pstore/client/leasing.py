@@ -28,13 +28,13 @@ LEASES_PER_REQUEST: Final = MOST_ITEMS[LocalKind.LEASE]
 LEASES_PER_TURN: Final = 256
 """Taken without a request, before others of this program's event loop have their turn: 4 ms."""
 FETCHED_AT_ONCE: Final = 16
-"""So many objects the local peer brings side by side."""
+"""Objects that the local peer brings concurrently for one request."""
 View = memoryview | P2PStoreError | ValueError
 """A view, or why there is none."""
 
 
 class Leaser:
-    """Takes leases for one client; the `LeaseBook` of the link to whoever gave one keeps it."""
+    """Takes leases for one client; the `LeaseBook` of the link to the granting peer keeps them."""
 
     def __init__(self, link: PeerLink, fetcher: Fetcher, neighbours: Neighbours) -> None:
         self._link = link
@@ -103,7 +103,7 @@ class Leaser:
 
 
 def note_viewed(link: PeerLink, holder: Holder, views: Sequence[memoryview]) -> None:
-    """Have the local peer count views at a neighbour: no request of these reads came by there."""
+    """Have the local peer count views at a neighbour, which needed no request."""
     if views:
         length_bytes = sum(map(len, views))
         link.ledger.count(
@@ -116,8 +116,8 @@ def note_viewed(link: PeerLink, holder: Holder, views: Sequence[memoryview]) -> 
 
 
 def neighbours_in(holders: Sequence[Holder]) -> list[Holder]:
-    """Of a plan's holders, those of this host that have the newest version: in memory, or on an SSD when nobody has it
-    in memory."""
+    """The holders of a plan on this host that have the newest version: in memory, or on an SSD when none has it in
+    memory."""
     only_cold = all(holder.tier == SSD for holder in holders)
     newest = max(((holder.clock, holder.writer, holder.root) for holder in holders), default=None)
     return [
@@ -173,7 +173,7 @@ def shared_view(
             view = _share_seen(link, digest, announced)
         if view is not None:
             link.stir()
-    except BaseException:  # interrupted: what was taken is to be given back
+    except BaseException:  # interrupted: a taken lease is to be given back
         link.stir()
         raise
     return view
@@ -249,12 +249,12 @@ def view_under(link: PeerLink, digest: bytes, grant: local.LeaseGrant) -> memory
 
 
 def announced(holder: Holder) -> Announced:
-    """What a plan says that a holder has, and what it may give instead."""
+    """The version that a holder has by the plan, and those that it may give instead."""
     return Announced(holder.member & 0xFFFF, Version(holder.clock, holder.writer, holder.root))
 
 
 def version_of(grant: local.LeaseGrant) -> Version:
-    """What was granted."""
+    """The version that was granted."""
     return Version(grant.clock, grant.writer, grant.root)
 
 
@@ -319,7 +319,7 @@ class _Batch:
                 del self._wanted[number]
 
     async def share(self) -> None:
-        """What needs no request."""
+        """Take the leases that need no request."""
         for some in _slices(list(self._wanted.items()), LEASES_PER_TURN):
             for number, digest in some:
                 view = share(self._link, digest)
@@ -329,7 +329,7 @@ class _Batch:
                 await self._link.driver.sleep(0)
 
     async def lease_here(self) -> None:
-        """What the local peer holds."""
+        """Lease the objects that the local peer holds."""
         wanted = list(self._wanted)
         here = self._fetcher.which_are_here(list(self._wanted.values()))
         numbers = [wanted[place] for place in here]
@@ -337,7 +337,7 @@ class _Batch:
             await self._lease(self._link, some)
 
     async def lease_nearby(self) -> None:
-        """What other peers of this host hold."""
+        """Lease the objects that other peers of this host hold."""
         if not self._wanted:
             return
         numbers = list(self._wanted)
@@ -365,7 +365,7 @@ class _Batch:
                 await self._lease(self._link, some, fetch=True)
                 for number in [each for each in some if each in self._wanted]:
                     await self._lease(self._link, [number], fetch=True)
-        except DeadlineExceeded as error:  # what there is stays of use
+        except DeadlineExceeded as error:  # the leases taken so far stay of use
             for number in list(self._wanted):
                 self._settle(number, plain_error(error))
 
@@ -405,8 +405,8 @@ class _Batch:
     async def _lease_at(
         self, some: Sequence[tuple[int, Holder]], link: PeerLink, *, again: bool = False
     ) -> bool:
-        """Lease what a neighbour has; whether it answered. What it does not have, or not in that version, stays to be
-        fetched, and what this client holds too much for."""
+        """Lease objects of a neighbour. False when it did not answer. Objects that it lacks, or has in another version,
+        stay to be fetched, and so do those beyond this client's lease limit."""
         left = [each for each in some if not self._shared_at(link, *each)]
         if not left:
             return True

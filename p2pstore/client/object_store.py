@@ -34,7 +34,7 @@ class ObjectReads(Protocol):
 
     async def get(self, key: str, *, wait: float = 0.0) -> bytes:
         """The value. `wait` seconds for a key that may still be on its way. Raises `NoSuchKey`, or
-        `Unavailable` when copies are known and none can be reached, or nobody who would know of any."""
+        `Unavailable` when copies are known and none can be reached, or no peer that would know of any can."""
         ...
 
     async def get_into(
@@ -94,7 +94,7 @@ class ObjectReads(Protocol):
         ...
 
     async def locate(self, key: str) -> list[Location]:
-        """The known copies; none for a key that nobody has."""
+        """The known copies; none for an unknown key."""
         ...
 
     async def match_prefix(self, keys: Sequence[str]) -> int:
@@ -125,13 +125,13 @@ class ObjectReads(Protocol):
         ...
 
     async def statistics(self, *, cluster: bool = True) -> dict[str, Any]:
-        """What the peer and (with `cluster`) the cluster count: `{"peer": {...}, "cluster": {...}}`."""
+        """The counters of the peer and (with `cluster`) of the cluster: `{"peer": {...}, "cluster": {...}}`."""
         ...
 
 
 @runtime_checkable
 class ObjectStore(ObjectReads, Protocol):
-    """What `Peer`, `Client` (trio) and `AioClient` (asyncio) offer, all of it async but `register`.
+    """The methods of `Peer`, `Client` (trio) and `AioClient` (asyncio), all async but `register`.
 
     `BlockingClient` has the same methods, plain. Keys are `str`, 1 to 1,024 bytes of UTF-8, in the
     store's namespace. Deadlines are seconds without progress (default 5). Every method may raise
@@ -161,7 +161,7 @@ class ObjectStore(ObjectReads, Protocol):
         may both succeed: the higher version stays. A tensor of another dtype or shape conflicts, too.
         Where the key has these bytes (`unchanged`), a `ttl` replaces the object's, on all its copies that are reached;
         without one it stays. Pin and replicas are only ever raised.
-        With `replicas`, returns when so many copies exist. `ttl` in seconds. Raises
+        With `replicas`, returns when that number of copies exists. `ttl` in seconds. Raises
         `CapacityExceeded` when neither the local peer nor another one has room and `ObjectTooLarge` above
         4 GiB, both before any byte is copied, and `ValueError` for a value that is not contiguous.
         `durable` returns when the object is on the local peer's SSD and survives a crash of its machine. Raises

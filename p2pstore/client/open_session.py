@@ -29,7 +29,7 @@ from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
 
 
 class _Parts:
-    """What an open connection is used by."""
+    """The parts of an open client that share its connection."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class _Parts:
         self.registering = link.driver.lock()
 
     def close(self) -> None:
-        """Close what this process opened; what a forked child inherited is its parent's."""
+        """Close the connections that this process opened; a forked child leaves those of its parent open."""
         self.gpus = None
         self.neighbours.close()
         self.link.close()
@@ -63,9 +63,9 @@ class OpenSession:
     """The connection of one client to the local peer: `open` it, use it, `close` it."""
 
     how_to_connect: ClassVar[str] = "open() it first"
-    """For people who have not."""
+    """Hint in the error of a call before `open`."""
     in_threads: ClassVar[bool] = False
-    """Whether what runs side by side runs in threads, which cannot be cancelled from outside."""
+    """Whether concurrent work runs in threads, which cannot be cancelled from outside."""
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class OpenSession:
             raise
 
     def close(self) -> None:
-        """Disconnect; may be called twice. What was reserved, leased or registered ends with it.
+        """Disconnect; may be called twice. Reservations, leases and registrations end with it.
 
-        In a forked child it only lets go: what is open belongs to the parent, which goes on using it.
+        In a forked child it only lets go: the connection belongs to the parent, which goes on using it.
         """
         for registered in list(self._registered):
             registered.close()
@@ -129,7 +129,8 @@ class OpenSession:
 
     @property
     def _live(self) -> _Parts:
-        """What does the work. Raises `StoreClosed` once the peer is gone, `ClientForked` in a forked child."""
+        """The parts, checked to be usable. Raises `StoreClosed` once the peer is gone, `ClientForked` in a forked
+        child."""
         self._link.check()
         assert self._parts is not None
         return self._parts

@@ -38,7 +38,7 @@ ALIVE_CHECK_SECONDS: Final = 0.1
 
 
 class Tidied(Protocol):
-    """What has to be tidied up along with a link."""
+    """Links that are tidied along with a link."""
 
     @property
     def needs_tidying(self) -> bool: ...
@@ -49,7 +49,7 @@ class Tidied(Protocol):
 
 
 class Mapped(Protocol):
-    """What maps memory of other peers."""
+    """A holder of mappings of other peers' memory."""
 
     @property
     def maps_any(self) -> bool: ...
@@ -60,8 +60,8 @@ class Mapped(Protocol):
 class PeerLink:
     """The client's side of one session with the local peer. Make one with `PeerLink.open`.
 
-    `on_busy` is called when there is something to tidy up; whoever set it then calls `tidy` every
-    50 ms while `needs_tidying`, and `rest` afterwards; and `let_go_of_the_dead` every second while `maps_others`.
+    `on_busy` is called when there is something to tidy up. The janitor that set it then calls `tidy` every 50 ms while
+    `needs_tidying`, and `rest` afterwards; and `let_go_of_the_dead` every second while `maps_others`.
     """
 
     def __init__(self, driver: Driver, connection: LocalConnection, timeout_seconds: float) -> None:
@@ -77,7 +77,7 @@ class PeerLink:
         self.companions: Tidied | None = None
         """The links to other peers of this host, where there are any."""
         self.mapped: list[Mapped] = []
-        """What has memory of other peers of this host mapped."""
+        """Objects that map memory of other peers of this host."""
         total_bytes = sum(len(view) for view in connection.segments)
         self.ahead = GrantedAhead(min(AHEAD_MAX_BYTES, total_bytes // AHEAD_SHARE))
         self.on_busy: Callable[[], None] = lambda: None
@@ -140,7 +140,7 @@ class PeerLink:
                 self.connection.check_usable()
 
     def ask(self, kind: LocalKind, message: Message, reply_type: type[M]) -> Awaitable[M]:
-        """One request with this link's deadline, of which nothing is left to give back when it fails."""
+        """One request with this link's deadline, which leaves nothing to give back when it fails."""
         return self.connection.request(
             kind, message, reply_type, progress_seconds=self.timeout_seconds
         )
@@ -172,7 +172,7 @@ class PeerLink:
         extra_seconds: float = 0.0,
         on_late_reply: Callable[[M], None] | None = None,
     ) -> M:
-        """One request with this link's deadline, plus what its work may take at most."""
+        """One request with this link's deadline, plus `extra_seconds` for its work."""
         try:
             return await self.connection.request(
                 kind,
@@ -194,8 +194,8 @@ class PeerLink:
         self.stir()
 
     def make_room(self) -> bool:
-        """Have all that this client holds without need given back before the next request. Whether
-        there is any: then it is worth asking again for what was refused."""
+        """Have idle leases and reservations given back before the next request. True when there are any: then a
+        refused request is worth repeating."""
         self._give_all_back = self.leases.keeps
         spare = self.ahead.drop()
         if spare:
@@ -203,7 +203,7 @@ class PeerLink:
         return self._give_all_back or bool(spare)
 
     def give_back(self, reply: Leased) -> None:
-        """End leases that nobody will look at."""
+        """End leases without views."""
         for grant in reply.items:
             if not grant.error.code:
                 self.leases.give_back(grant.lease)
@@ -238,12 +238,12 @@ class PeerLink:
     # --- tidying up --------------------------------------------------------------------------
 
     def stir(self) -> None:
-        """Have somebody tidy up soon. Not for finalizers."""
+        """Have the janitor tidy up soon. Not for finalizers."""
         if not self._busy:
             self._busy = True
             try:
                 self.on_busy()
-            except BaseException:  # interrupted: who stirs next tries again
+            except BaseException:  # interrupted: the next call tries again
                 self._busy = False
                 raise
 
@@ -269,7 +269,7 @@ class PeerLink:
             each.let_go_of_the_dead()
 
     async def tidy(self) -> None:
-        """Send what is due, drop reservations nobody used, receive for those who gave up."""
+        """Send what is due, drop unused reservations, receive late replies."""
         now = time.monotonic()
         if now - self._ahead_checked_at >= AHEAD_IDLE_SECONDS:
             self._ahead_checked_at = now

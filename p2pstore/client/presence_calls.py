@@ -1,4 +1,4 @@
-"""Whether objects are anywhere: from the mappings, and from the local peer where those do not tell."""
+"""Whether objects exist: from the mappings, and from the local peer where those do not tell; and prefix chains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from p2pstore.local.local_requests import RequestAhead
 from p2pstore.objects import DIGEST_BYTES
 
 FEW_KEYS: Final = 16
-"""Up to so many are looked up one after the other: numpy takes 60 us for any, 80 where its code is in no cache."""
+"""Up to this number, keys are looked up one by one: numpy takes 60 us for any, 80 with cold caches."""
 
 MAX_CHAINS: Final = 64
 MAX_MISSING: Final = 16_384
@@ -68,12 +68,12 @@ class Presence:
         return reply.present == b"\1"
 
     def _look_up_one(self, digest: bytes) -> bool | None:
-        """What is known without asking; None: the peer must be asked."""
+        """The answer without a request; None: the peer must be asked."""
         if self._link.lists(digest):
             return True
         elsewhere = self._link.elsewhere
         known = None if elsewhere is None else elsewhere.contains(digest)
-        # What is here may be missed for the moment in which its entry moves.
+        # A local object may be missed for the moment in which its entry moves.
         return self._link.lists(digest) if known is False else known
 
     async def contains_many(self, keys: Sequence[str]) -> list[bool]:
@@ -149,7 +149,7 @@ class Presence:
         if len(absent) and elsewhere is not None:
             some = _pick(packed, absent)
             held, unclear[absent] = elsewhere.contains_many(some)
-            # What is here may have been missed for the moment in which its entry moved.
+            # A local object may have been missed for the moment in which its entry moved.
             known[absent] = held | self._are_here(some)
             unclear &= ~known
         return known, unclear

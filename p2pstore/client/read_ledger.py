@@ -1,4 +1,4 @@
-"""What a client read by itself, for its peer's eviction and statistics, and which holders failed."""
+"""Reads of a client without requests, for its peer's eviction and statistics; and holders that failed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_UNSEEN: Final = 4096
 
 
 class _Pulls:
-    """What came from one holder by one transport."""
+    """Counts of one holder and transport."""
 
     __slots__ = ("bytes", "durations", "failures", "lengths", "objects")
 
@@ -229,7 +229,7 @@ class ReadLedger:
         return counted
 
     def _took(self, member: int, transport: str, seconds: float, length: int) -> None:
-        """One object was read in so much time."""
+        """One object was read in this time."""
         counted = self._counted(member, transport)
         if counted is not None:
             counted.durations.add_seconds(seconds)
@@ -243,7 +243,7 @@ class ReadLedger:
         return counted
 
     def take(self) -> Report:
-        """What was counted since the last time."""
+        """The counts since the last call."""
         reads, self._reads = self._reads, {}
         failures = []
         while self._failures:

@@ -130,8 +130,8 @@ class ReadPlan:
 
     @property
     def keeps(self) -> Keeps | None:
-        """What to say to holders about keeping the object; None: as each copy says. After KEPT failed, nobody keeps
-        it, so that holders send it."""
+        """What holders are told about keeping the object; None: as each copy says. After KEPT failed it is not kept, so
+        that holders send it."""
         return Keeps.NO if self._insists else None
 
     @property

@@ -113,7 +113,7 @@ async def _keep_tidy(link: PeerLink) -> None:
             stirred = trio.Event()
             link.rest()
     except P2PStoreError:
-        return  # who uses the client next is told
+        return  # the next call raises it
 
 
 def connect(

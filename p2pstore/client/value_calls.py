@@ -62,9 +62,9 @@ class PutCalls(OpenSession):
         `KeyExists` ("error"). `overwrite=True` is short for "overwrite". Two first puts on two peers at the same moment
         may both succeed: the higher version stays. Where the key has these bytes (`unchanged`), a `ttl` replaces the
         object's, and pin and replicas are raised if need be.
-        `ttl` in seconds. With `replicas`, returns when so many copies exist or no more can be made. On another peer
-        when the local one has no room: the result's `location` says where. Raises `CapacityExceeded` when no peer has
-        room, and `ObjectTooLarge` above 4 GiB, before any byte is copied; `ValueError` for a value that is not
+        `ttl` in seconds. With `replicas`, returns when that number of copies exists or no more can be made. On another
+        peer when the local one has no room: the result's `location` says where. Raises `CapacityExceeded` when no peer
+        has room, and `ObjectTooLarge` above 4 GiB, before any byte is copied; `ValueError` for a value that is not
         contiguous. `progress` is called with the bytes copied so far and the bytes in all; the replicas are made
         after that."""
         policy = arguments.conflict_policy(overwrite, on_conflict)
@@ -74,7 +74,7 @@ class PutCalls(OpenSession):
         return answers.accepted(result, policy)
 
     async def _source(self, key: str, value: Any) -> Source:
-        """What is to be put. The bytes of a tensor on a GPU are in pinned memory, unless the GPU copies them itself."""
+        """The source of a put. Tensors on a GPU are in pinned memory, unless the GPU copies them itself."""
         device = device_memory.on_device(value)
         if device is None:
             return value_of(value)
@@ -153,7 +153,7 @@ class GetCalls(OpenSession):
 
     async def get(self, key: str, *, wait: float = 0.0) -> bytes:
         """The value. `wait` seconds for a key that may still be on its way. Raises `NoSuchKey`, or
-        `Unavailable` when copies are known and none can be reached, or nobody who would know of any."""
+        `Unavailable` when copies are known and none can be reached, or no peer that would know of any can."""
         destination, digest, fetcher = BytesDestination(), self._digest(key), self._live.fetcher
         await fetcher.fetch_new(key, digest, destination, arguments.seconds("wait", wait))
         return destination.value()
@@ -233,7 +233,7 @@ class GetCalls(OpenSession):
         self, keys: Sequence[str], allocate: Callable[[int], memoryview]
     ) -> list[memoryview | P2PStoreError | ValueError]:
         """`get_many` for programs that make the memory for each value themselves: `allocate` is called with its length
-        and returns a writable view of so many bytes. Per key the filled view, or the error."""
+        and returns a writable view of that length. Per key the filled view, or the error."""
         rooms = [NewMemoryDestination(allocate) for _ in keys]
         outcomes = await fetch_many_new(self._live.fetcher, keys, rooms, self._digests)
         return [
@@ -290,7 +290,7 @@ class GetCalls(OpenSession):
     async def _give_staged(
         self, staging: device_memory.Staging, outcomes: list[int | P2PStoreError | ValueError]
     ) -> None:
-        """Have what a batch read for tensors on a GPU copied there; what fails is put in place of its outcome."""
+        """Copy the values of a batch to tensors on a GPU; an error replaces its outcome."""
         read: dict[int, tuple[device_memory.Staged, int]] = {}
         for number, staged in staging.items():
             length = outcomes[number]

@@ -1,5 +1,5 @@
-"""What all transports have in common: a remote copy, and the loop over holders. Where bytes go is in
-`p2pstore.transfer.reading.arriving`."""
+"""The common part of all transports: a remote copy, the `Transport` interface, and the loop over holders. See
+`p2pstore.transfer.reading.arriving` for destinations."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ __all__ = [
 
 
 SLICED_BYTES: Final = 64 * MIB
-"""From here on an object is read from several holders at once. Below, calling others takes too large a part of it."""
+"""Least length of an object that is read from several holders at once. Below, joining costs too much."""
 HURRIED_ANSWER_SECONDS: Final = 1.5
-"""For each wait for a holder while others could be asked: one lost packet of a connection's first two is made up for
-within 1 s."""
+"""Longest wait for a holder while others could be asked. One lost packet of a connection's first two is repeated within
+1 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,14 @@ class RemotePeer:
     others: tuple[bytes, ...] = field(default=(), kw_only=True)
     """Peer ids of those: this one is left when it brings less than half of what the best of them is expected to."""
     keeps: Keeps = field(default=Keeps.NO, kw_only=True)
-    """What becomes of an object that it sends."""
+    """Whether the object is kept by the peer that reads it."""
     announced: Announced | None = field(default=None, kw_only=True)
-    """What it may send of an object; None leaves that open, for those who look at whatever a peer has."""
+    """The versions that it may send; None for any version, to look at whatever a peer has."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteCopy(RemotePeer):
-    """One copy of an object and how to get there. `member` is the holder's short name, `socket` the path
+    """One copy of an object and the ways to it. `member` is the holder's short name, `socket` the path
     of its local socket (of use when `same_host`), `slot` a hint that is not trusted, `rdma` whether the holder says
     that others may read it by RDMA."""
 
@@ -163,8 +163,8 @@ class Helpers(Protocol):
         ...
 
     def ended(self, copy: RemoteCopy, failure: PullFailed | None, brought_bytes: int) -> None:
-        """It brought so much, verified, and failed, or did not. Also for the holder that was to be helped, unless
-        the read failed with it."""
+        """A holder brought this many verified bytes, and failed, or did not. Also for the holder that was to be helped,
+        unless the read failed with it."""
         ...
 
 
@@ -199,7 +199,7 @@ def check_object(
 
 
 class Share(NamedTuple):
-    """What one holder brought of an object."""
+    """The part of an object that one holder brought."""
 
     member: int
     transport: str
@@ -207,8 +207,8 @@ class Share(NamedTuple):
 
 
 class PullReport(NamedTuple):
-    """How a read over several holders ended: `pulled` from `copy` (or most of it, where `shares` says who brought
-    what), or `error`. `failures` on the way are worth telling the peer that named the holders."""
+    """The end of a read over several holders: `pulled` from `copy` (or most of it, where there are `shares`), or
+    `error`. `failures` on the way are worth telling the peer that named the holders."""
 
     pulled: Pulled | None
     copy: RemoteCopy | None
@@ -217,16 +217,16 @@ class PullReport(NamedTuple):
     fallbacks: tuple[HolderReport, ...] = ()
     """Transports that gave way to another one to the same holder."""
     shares: tuple[Share, ...] = ()
-    """Who brought how much, where several holders were read at once; the first is that of `copy`."""
+    """The shares, where several holders were read at once; the first is that of `copy`."""
 
     def brought(self) -> Sequence[Share]:
-        """Who brought how much, of any read that delivered."""
+        """The shares of any read that delivered."""
         if self.shares or self.pulled is None or self.copy is None:
             return self.shares
         return [Share(self.copy.member, self.pulled.transport, self.pulled.length)]
 
     def unwrap(self) -> Pulled:
-        """What was pulled. Raises the error."""
+        """The pulled object. Raises the error."""
         if self.pulled is None:
             assert self.error is not None
             raise self.error
@@ -323,7 +323,7 @@ async def _pull(
 
 
 def _brought_first(destination: ResumableDestination) -> int | None:
-    """What the holder of the attempt itself brought, where that was counted."""
+    """Bytes of the attempt's own holder, where they were counted."""
     arriving = destination.arriving
     return None if arriving is None else arriving.brought_bytes[ONLY_READER]
 
@@ -368,7 +368,7 @@ class _HelpingHolders:
             self._watch.failed(reason)
 
     def shares(self) -> tuple[Share, ...]:
-        """What each holder brought, the most first; nothing when it was one alone."""
+        """The share of each holder, the largest first; empty for one holder alone."""
         shares = [
             Share(each, self._name, size) for each, size in self._brought.most_common() if size
         ]

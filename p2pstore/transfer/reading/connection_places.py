@@ -29,8 +29,8 @@ MAX_IDLE: Final = 256
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Room for one connection. `users` have it or queue for it, all of them `briefly` or not; `turns` are those of
-    who queues."""
+    """Room for one connection. `users` have it or queue for it, all of them `briefly` or not; `turns` are the events of
+    the queue."""
 
     users: int = 0
     briefly: bool = False
@@ -38,7 +38,7 @@ class Place:
     connected_at: float = 0.0
     idle_since: float = 0.0
     failure: DeadlineExceeded | Unavailable | None = None
-    """What the last brief use ran into, at `failed_at`."""
+    """The error of the last brief use, at `failed_at`."""
     failed_at: float = -math.inf
     turns: deque[Event] = field(default_factory=deque)
 
@@ -83,8 +83,9 @@ class ConnectionPlaces:
             return sum(_is_open(place) for places in self._peers.values() for place in places)
 
     def check_worth(self, place: Place, came_at: float) -> None:
-        """Raise what a brief use of this place ran into while this one queued behind it: else each of many readers
-        of a hung peer would wait for it, one after the other. And `StoreClosed`, when it was closed meanwhile."""
+        """Raise the error of a brief use of this place that ended while the caller queued behind it; otherwise many
+        readers of a hung peer would wait for it one after the other. And `StoreClosed`, when it was closed
+        meanwhile."""
         if self._closed:
             raise StoreClosed("the data connections were closed")
         if place.failure is not None and place.failed_at > came_at:
@@ -93,7 +94,7 @@ class ConnectionPlaces:
     def choose(
         self, peer_id: bytes, briefly: bool, *, may_queue: bool
     ) -> tuple[Place, Event | None]:
-        """A place, and what to wait for when others have it."""
+        """A place, and the event to wait for when it is taken."""
         with self._state:
             if self._closed:
                 raise StoreClosed("the data connections were closed")
@@ -119,8 +120,8 @@ class ConnectionPlaces:
     async def wait_for(
         self, turn: Event, peer_id: bytes, answer_seconds: float, place: Place
     ) -> None:
-        """Queue for a place. Raises `DeadlineExceeded` when that takes absurdly long, `PullFailed` (BUSY) when others
-        are to be asked before that."""
+        """Queue for a place. Raises `DeadlineExceeded` after `QUEUE_SECONDS`, `PullFailed` (BUSY) when another holder
+        is to be asked before that."""
         try:
             if not await turn.wait(min(QUEUE_SECONDS, answer_seconds)):
                 if answer_seconds < QUEUE_SECONDS:

@@ -132,7 +132,7 @@ class DataConnection(DataRequests):
         """Have this connection be a link of a swarm: its stream, and what was received of it already. Raises what
         the other side answered; the connection goes on then."""
         await self.request(DataKind.SWARM_LINK, request)
-        self.closed = True  # nobody asks anything here any more; the stream is the caller's
+        self.closed = True  # no more requests here; the stream is the caller's
         return self.stream, self.inbox.take_rest()
 
     async def measure(

@@ -294,7 +294,7 @@ class DataPool:
         return lengths, None
 
     def _haste(self, peer: RemotePeer, readers: int = 1) -> Haste:
-        """How soon this holder is to deliver to one of so many readers of an object."""
+        """How soon this holder is to deliver to one of this number of readers of an object."""
         if peer.answer_seconds == math.inf and not peer.others:
             return NO_HASTE
         with self._measuring:
@@ -345,8 +345,8 @@ class DataPool:
         briefly: bool = False,
         may_queue: bool = True,
     ) -> T:
-        """Run `action` on a connection; once more on a fresh one when a kept one turns out dead. Who needs it
-        `briefly` queues for a connection that would be kept, sooner than have one opened and closed again."""
+        """Run `action` on a connection; once more on a fresh one when a kept one turns out dead. A `briefly` use queues
+        for a connection that is kept, rather than open one that is closed again."""
         came_at = time.monotonic()
         place, turn = self._places.choose(peer.peer_id, briefly, may_queue=may_queue)
         if turn is not None:
@@ -433,7 +433,7 @@ async def open_connection(
     hello, each within `stream.progress_seconds`. Raises like `dial_tls` and `DataConnection.open`; then, as after
     any error, the stream is closed."""
     if at.tls:
-        # What most clusters do without is not imported there.
+        # TLS is imported only where it is used.
         from p2pstore.transfer.tls.tls_streams import dial_tls
 
         stream, granted = await dial_tls(stream, peer_id, granted)
@@ -441,7 +441,7 @@ async def open_connection(
 
 
 class Using(Protocol):
-    """Whoever wants to know which connection somebody uses, and until when."""
+    """Hears which connection a read uses, and when that ends."""
 
     def began(self, connection: DataConnection) -> None: ...
 

@@ -1,9 +1,8 @@
-"""Requests and their replies on a data connection, from the hello on: what every operation is made of. Over any
-`ByteStream`.
+"""Requests and their replies on a data connection, from the hello on. Over any `ByteStream`.
 
 One task or thread uses a connection at a time (`p2pstore.transfer.reading.data_pool` sees to that), so replies come
 in the order of requests. When an operation ends in the middle of a reply, by error or cancellation, the
-connection is closed: what was still on its way would be taken for the next reply.
+connection is closed: its remaining bytes would be taken for the next reply.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ HELLO_HASTE: Final = Haste(least_rate=MOST_LEAST_RATE)
 
 INBOX_BYTES: Final = 128 * KIB
 HEAD_BYTES: Final = 4 * KIB
-"""What is received at once before a large payload: a reply's head with few of the bytes that belong elsewhere."""
+"""Most bytes received at once before a large payload: a reply's head with few payload bytes."""
 SUMMED_BYTES: Final = 256 * KIB
-"""What is received at most before it is summed: of more, the beginning would not be in the core's own cache any more,
-through which each byte passes twice, in the kernel's memory and in the destination."""
+"""Most bytes received before they are summed: more would leave the core's own cache, through which each byte passes
+twice, in the kernel's memory and in the destination."""
 
 
 class DataRequests:
@@ -80,7 +79,7 @@ class DataRequests:
         self.bulk_left = 0
         """Bytes of the reply's bulk that come next."""
         self.damaged = False
-        """What came made no sense; nothing more is to be asked here."""
+        """The other side broke the protocol; the connection takes no more requests."""
         self.last_request_id = 0
 
     @classmethod
@@ -121,7 +120,7 @@ class DataRequests:
         self.stream.close()
 
     def abandon(self) -> None:
-        """End it under whoever uses it: that fails at once, and is not to be tried again over another connection."""
+        """End it while it is in use: the user fails at once, and does not try again over another connection."""
         self.abandoned = True
         self.stream.abort()
 
@@ -136,16 +135,16 @@ class DataRequests:
         self.inbox.received_any = False
 
     def operation(self, haste: Haste = NO_HASTE) -> Operation:
-        """What is asked and answered in this block belongs together."""
+        """Requests and replies in this block belong together."""
         return Operation(self, haste)
 
     @property
     def flow(self) -> Flow:
-        """What was received since `begin_flow`."""
+        """The flow of bytes since `begin_flow`."""
         return self.inbox.flow
 
     def begin_flow(self, haste: Haste = NO_HASTE) -> None:
-        """What is received from now on is to come as soon as this."""
+        """Set the pace for bytes that are received from now on."""
         stream = self.stream
         patience_seconds = stream.progress_seconds
         if haste.answer_seconds < patience_seconds:
@@ -265,17 +264,17 @@ class Inbox:
         self._receive_all = getattr(stream, "receive_all", None)
 
     def expect(self, payload_bytes: int) -> None:
-        """So many bytes will come that are read by `read_into`: few of them should come with a head."""
+        """Announce a payload for `read_into`: few of its bytes should come with a head."""
         self._ahead_bytes = HEAD_BYTES if payload_bytes >= INBOX_BYTES else INBOX_BYTES
 
     def expect_head(self, head_bytes: int, payload_bytes: int) -> None:
-        """What comes next has a head of so many bytes, and then payloads of up to `payload_bytes` each, that are read
-        by `fill` and `read_summed`."""
+        """Announce a head of `head_bytes`, and then payloads of up to `payload_bytes` each, for `fill` and
+        `read_summed`."""
         in_place = self._receive_all is not None or payload_bytes >= INBOX_BYTES
         self._ahead_bytes = head_bytes if in_place else INBOX_BYTES
 
     async def fill(self, views: Sequence[memoryview], length_bytes: int) -> None:
-        """Fill many views, none empty and so many bytes in all, one after the other. Raises as `read_into`."""
+        """Fill many views, none empty and `length_bytes` in all, one after the other. Raises as `read_into`."""
         first = 0
         if self._receive_all is None:
             for view in views:
@@ -305,7 +304,7 @@ class Inbox:
         return self._buffer[start:end]
 
     def put_back(self, length: int) -> None:
-        """What `held` or `take` gave in place just now comes again."""
+        """Undo the last `held` or `take` in place."""
         self._start -= length
 
     async def take(self, length: int, *, soon: bool = False) -> memoryview:
@@ -375,13 +374,13 @@ class Inbox:
             length -= count
 
     def take_rest(self) -> bytes:
-        """All that was received and nobody has read: for who reads the stream itself from now on."""
+        """All received bytes that were not read, for a reader of the stream itself."""
         rest = bytes(self._buffer[self._start : self._end])
         self._start = self._end = 0
         return rest
 
     async def _receive(self, wanted_bytes: int, *, soon: bool = False) -> None:
-        """Receive more, with room for `wanted_bytes` after what nobody has read yet begins."""
+        """Receive more, with room for `wanted_bytes` from the first unread byte on."""
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start + wanted_bytes > INBOX_BYTES:
@@ -402,7 +401,7 @@ class Inbox:
         return count
 
     def _count(self, count: int, began: float) -> int:
-        """What a receive brought that began then."""
+        """Count a receive that began then."""
         if count == 0:
             raise ConnectionResetError("the other side closed the connection")
         self.received_any = True

@@ -1,7 +1,7 @@
 """Reading another peer of the same host straight from its memory segment.
 
-Whoever maps holds its own session with the owner: a connection to its local socket, which also
-tells when the owner is gone. Objects are copied without a lease and verified on the copy.
+Every process that maps a segment holds a session with the owner: a connection to its local socket, which also tells
+when the owner is gone. Objects are copied without a lease and verified on the copy.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _refused(error: ItemError) -> PullFailed:
 
 @dataclass(slots=True)
 class _MappedPeer:
-    """What is known of one peer at one path: an open session, or when to try it again."""
+    """One peer at one path: an open session, or the time to try it again."""
 
     connection: LocalConnection | None = None
     readers: list[SegmentReader] = field(default_factory=list)
@@ -162,7 +162,7 @@ class _MappedPeer:
         self.ended += [grant.lease for grant in leased.items if not grant.error.code]
 
     def take_releases(self) -> list[bytes]:
-        """What the holder is to be told of ended leases, if anything."""
+        """The frames that tell the holder of ended leases, if any."""
         ended, self.ended = self.ended, []
         if not ended:
             return []
@@ -294,7 +294,7 @@ class ShmTransport:
                 peer.is_opening = True
             try:
                 if not peer.usable():
-                    if reason := self.why_not(copy):  # found out by whoever was here before
+                    if reason := self.why_not(copy):  # found out by the reader before
                         raise PullFailed(Code.UNAVAILABLE, reason, retriable=True)
                     peer.close()
                     await self._open(peer, copy)
@@ -342,7 +342,7 @@ class ShmTransport:
             over.close()
 
     def let_go_of_the_dead(self) -> None:
-        """Unmap the memory of holders that are gone: it is the host's again when nobody has it mapped any more."""
+        """Unmap the memory of holders that are gone. The host has it back when the last mapping ends."""
         with self._state:
             peers = self._peers  # another thread may close this, and put another one in its place
             gone = [name for name, peer in peers.items() if peer.is_over()]

@@ -34,20 +34,20 @@ from p2pstore.transfer.reading.span_reads import MIN_BATCH_ITEMS
 from p2pstore.wire import HEADER_BYTES, encode_body
 
 BATCH_BYTES: Final = MAX_SMALL_BULK_BYTES
-"""Of room for objects that one request asks for: what is answered at once."""
+"""Room for the objects of one request: the most that is answered at once."""
 GROUP_BYTES: Final = 256 * KIB
 """Of objects that are received together."""
 PARTS_TOGETHER: Final = 2
-"""So many are asked for with one send: each may have to wake the other side, which takes 50 us."""
+"""Requests in one send: each may have to wake the other side, which takes 50 us."""
 MOST_ITEMS: Final = min(MAX_SMALL_ITEMS, MAX_GATHER - 1)
 """Of a request, so that its answer can be sent with one call: a head and as many values."""
 PARTS_AHEAD: Final = 3
-"""As long as fewer are under way, more are asked for."""
+"""Requests that are kept under way."""
 _HEAD_BYTES: Final = HEADER_BYTES + len(encode_body(SmallObjects(bytes(SLOT_BYTES))))
 
 
 class Part(NamedTuple):
-    """What one request asks for: digests, and a view for each value, none empty and none of more than `most_bytes`.
+    """The objects of one request: digests, and a view for each value, none empty and none of more than `most_bytes`.
     `versions` are those that were announced, one a digest; without them, the holder is known to have written all."""
 
     digests: Sequence[bytes]

@@ -86,7 +86,7 @@ class Span(NamedTuple):
 
 
 class SpanQueue:
-    """What to ask for next. Pure."""
+    """Decides what to ask for next. Pure."""
 
     def __init__(self, wanted: Sequence[Wanted], reader: int) -> None:
         self._reader = reader
@@ -348,7 +348,7 @@ async def ask(
 
 
 async def receive_answer(connection: DataRequests, asked: Asked) -> list[ObjectReply]:
-    """What is said of each item. Their bytes come next, one item's after the other's, all bulk there is. Raises
+    """The replies about each item. Their bytes come next, one item's after the other's, all bulk there is. Raises
     `ProtocolError` when these do not add up."""
     objects = await connection.receive(DataKind.GET, asked.request_id, Objects)
     if len(objects.items) != len(asked.items):
