@@ -19,7 +19,6 @@ from p2pstore.client.read_plan import (
     WATCHED_PLACES,
     Place,
     ReadPlan,
-    is_far,
 )
 from p2pstore.errors import (
     AnswerTooLarge,
@@ -124,7 +123,7 @@ class Fetcher:
         outcome: int | PullReport | None = None
         is_long = False
         if only is not None:
-            is_long = only.expected_bytes > CHUNK_BYTES and is_far(only.copy)
+            is_long = only.is_far and only.expected_bytes > CHUNK_BYTES
             if not is_long:
                 outcome = await self.holders.pull_chunk(only, key, digest, view)
                 if isinstance(outcome, int):
@@ -260,7 +259,7 @@ class Fetcher:
         """The one peer of another host that is known to hold an object which is not here; None where there is no such
         one, or several, or objects of up to that length are not best asked for there."""
         only = self._known.only(digest, most_bytes)
-        if only is None or not is_far(only.copy):
+        if only is None or not only.is_far:
             return None
         return None if self._link.lists(digest) else only.copy
 

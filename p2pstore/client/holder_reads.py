@@ -10,7 +10,7 @@ from random import Random
 
 from p2pstore.client.known_holders import KnownHolders
 from p2pstore.client.peer_link import PeerLink
-from p2pstore.client.read_plan import OnlyHolder, ReadPlan, blamed, is_far, remote_copy
+from p2pstore.client.read_plan import OnlyHolder, ReadPlan, blamed, remote_copy
 from p2pstore.client.reading_together import ReadingTogether
 from p2pstore.local.local_messages import HolderFailure
 from p2pstore.objects import CHUNK_BYTES, Version
@@ -63,7 +63,7 @@ class HolderReads:
         """An object of at most one chunk from its only holder, into the beginning of `view`: its length, or how that
         failed. None: the holder says that another way of reading is to tell more."""
         copy = only.copy
-        if not is_far(copy):
+        if not only.is_far:
             return await self._copy_mapped(key, digest, view, copy)
         view = view[: min(only.expected_bytes, CHUNK_BYTES)]
         if not view:
@@ -101,8 +101,8 @@ class HolderReads:
     ) -> Pulled | PullReport | None:
         """An object of any length from its only holder, or how that failed. None where a plan may tell a faster way:
         to a peer of this host, and to an object that several holders could bring."""
-        copy, slot_hint, expected_bytes = only
-        if not is_far(copy) or expected_bytes >= SLICED_BYTES:
+        copy, is_far, slot_hint, expected_bytes = only
+        if not is_far or expected_bytes >= SLICED_BYTES:
             return None
         began = time.monotonic()
         destination.announced = copy.announced

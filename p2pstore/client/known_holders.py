@@ -21,7 +21,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from p2pstore.client.read_plan import OnlyHolder, OwnPlan, goes_through_peer, way_to
+from p2pstore.client.read_plan import OnlyHolder, OwnPlan, is_far, way_to
 from p2pstore.local.local_messages import Holder, PlanItem
 from p2pstore.location_table import (
     APART_COUNTERS,
@@ -70,6 +70,12 @@ class _Named(NamedTuple):
     trusted_until: float
     holder: Holder
     copy: RemoteCopy
+    is_far: bool
+
+
+def _goes_through_peer(holder: Holder, length_bytes: float) -> bool:
+    """Whether the local peer has a faster way to an object of that length, and is to say whether it takes it."""
+    return 0 < holder.through_peer_bytes <= length_bytes
 
 
 class KnownHolders:
@@ -95,7 +101,7 @@ class KnownHolders:
                 for holder in () if plan.through_peer else plan.holders:
                     self._named.pop(holder.member, None)
                     way = way_to(holder)
-                    named = _Named(trusted_until, holder, way)
+                    named = _Named(trusted_until, holder, way, is_far(way))
                     self._named[holder.member] = named
             while len(self._named) > MAX_HOLDERS:
                 del self._named[next(iter(self._named))]
@@ -126,9 +132,9 @@ class KnownHolders:
         *_, slot, size, _ = LOCATION.unpack(record)
         named = self._trusted(member, time.monotonic())
         expected_bytes = int.from_bytes(size, "little") * SIZE_UNIT_BYTES
-        if named is None or goes_through_peer(named.holder, max(expected_bytes, most_bytes)):
+        if named is None or _goes_through_peer(named.holder, max(expected_bytes, most_bytes)):
             return None
-        return OnlyHolder(named.copy, slot, expected_bytes)
+        return OnlyHolder(named.copy, named.is_far, slot, expected_bytes)
 
     def expected_bytes(self, digest: bytes) -> int:
         """The length at most of an object that one other peer is known to hold; 0 where that is not known."""
@@ -151,7 +157,7 @@ class KnownHolders:
 
     def _direct_way(self, member: int, most_bytes: float, now: float) -> RemoteCopy | None:
         named = self._trusted(member, now)
-        if named is None or goes_through_peer(named.holder, most_bytes):
+        if named is None or _goes_through_peer(named.holder, most_bytes):
             return None
         return named.copy
 
@@ -183,7 +189,7 @@ class KnownHolders:
         now, holders = time.monotonic(), []
         for record in records:
             named = self._trusted(record.member, now)
-            if named is None or goes_through_peer(
+            if named is None or _goes_through_peer(
                 named.holder, record.size_units * SIZE_UNIT_BYTES
             ):
                 return None

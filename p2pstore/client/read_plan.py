@@ -70,10 +70,11 @@ class OwnPlan(PlanItem, frozen=True):
 
 
 class OnlyHolder(NamedTuple):
-    """The one peer that is known to hold an object, and wrote it: how to reach it, a hint at the slot, and about how
-    long the object is."""
+    """The one peer that is known to hold an object, and wrote it: the way to it, whether it is on another host, a hint
+    at the slot, and about the object's length."""
 
     copy: RemoteCopy
+    is_far: bool
     slot_hint: int
     expected_bytes: int
 
@@ -220,11 +221,6 @@ def has_ways(item: PlanItem) -> bool:
 def is_far(copy: RemoteCopy) -> bool:
     """Whether a copy is on another host, and can be asked for there."""
     return not copy.same_host and bool(copy.data)
-
-
-def goes_through_peer(holder: Holder, length_bytes: float) -> bool:
-    """Whether the local peer has a faster way to an object of that length, and is to say whether it takes it."""
-    return 0 < holder.through_peer_bytes <= length_bytes
 
 
 def version_of(item: PlanItem) -> Version:

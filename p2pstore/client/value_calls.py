@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from p2pstore.client import answers, arguments, device_memory
 from p2pstore.client.answers import plain_error
@@ -39,6 +41,9 @@ from p2pstore.results import (
 )
 from p2pstore.transfer.transfer_trace import FetchTrace, Progress, ReadWatch
 from p2pstore.transfer.transport import BufferDestination
+
+_PLAIN: Final = frozenset({bytes, bytearray, memoryview, np.ndarray})
+"""Types that are never on a GPU."""
 
 
 class PutCalls(OpenSession):
@@ -75,7 +80,7 @@ class PutCalls(OpenSession):
 
     async def _source(self, key: str, value: Any) -> Source:
         """The source of a put. Tensors on a GPU are in pinned memory, unless the GPU copies them itself."""
-        device = device_memory.on_device(value)
+        device = None if type(value) in _PLAIN else device_memory.on_device(value)
         if device is None:
             return value_of(value)
         gpus = self._live.gpus
@@ -173,7 +178,7 @@ class GetCalls(OpenSession):
 
         `progress` is called with the bytes done and the bytes in all while they arrive; `trace` is
         filled with where the value came from and what took how long."""
-        device = device_memory.on_device(buffer)
+        device = None if type(buffer) in _PLAIN else device_memory.on_device(buffer)
         wait = arguments.seconds("wait", wait)
         if device is not None:
             if trace is None:
