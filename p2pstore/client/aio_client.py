@@ -22,7 +22,7 @@ class AioClient(ClientSession):
 
     `client = await connect()`, and `await client.aclose()` when it is no longer needed; or
     `async with connect() as client`. It belongs to the event loop in which it was connected; each
-    loop connects for itself. Pickles as its socket path and namespace; what comes back is to be
+    loop connects for itself. Pickles as its socket path and namespace; the copy is to be
     awaited, or entered, where it is unpickled.
     """
 

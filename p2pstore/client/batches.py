@@ -283,8 +283,8 @@ class _Batch:
             self._silent.add(copy.member, hurried=bool(group.others))
 
     async def _fetch_the_rest(self) -> None:
-        """One by one, what did not come in a batch; what is large from all its holders. What is on the local peer's
-        SSD, and what is hot, is brought ahead of that."""
+        """Read the remaining objects one by one, large ones from all their holders. Objects on the local peer's SSD,
+        and hot ones, are brought ahead of that."""
         wanted = list(self._wanted)
         ahead = deque(
             self._rooms.digests[number]

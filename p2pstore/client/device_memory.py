@@ -43,8 +43,8 @@ ALONE_BYTES: Final = 16 * MIB
 
 
 class OnDevice:
-    """The bytes of a tensor on a GPU, `nbytes` of them, and the stream that was current when this was made: what was
-    asked of it before comes before our copies, whichever thread makes them. Raises `ValueError` for a tensor whose
+    """The bytes of a tensor on a GPU, `nbytes` of them, and the stream that was current when this was made: work that
+    was asked of it before comes before our copies, whichever thread makes them. Raises `ValueError` for a tensor whose
     elements do not lie one after the other."""
 
     def __init__(self, tensor: Any) -> None:
@@ -109,7 +109,7 @@ class Staged:
 
 def copy_all(copies: Sequence[Copy], meanwhile: Callable[[], None] = lambda: None) -> None:
     """Begin all copies, do something `meanwhile`, and wait for the copies, also after an error or an interrupt: what
-    they read and write may be somebody else's then. Raises `GpuCopyFailed`, and then any of them may have been made."""
+    they read and write may be reused then. Raises `GpuCopyFailed`, and then any of them may have been made."""
     import torch
 
     try:
@@ -188,7 +188,7 @@ async def give(driver: Driver, staged: Staged, length_bytes: int) -> None:
 
 
 async def give_all(driver: Driver, those: Sequence[tuple[Staged, int]]) -> None:
-    """`give` for many, so many bytes of each: the GPU copies one after the other, and all are waited for together.
+    """`give` for many, each with its length: the GPU copies one after the other, and all are waited for together.
     Raises `P2PStoreError`, and then any of them may have been copied."""
     copies = [staged.to_give(length) for staged, length in those]
     await run(driver, sum(length for _, length in those), partial(copy_all, copies))
@@ -238,13 +238,13 @@ def _stage(devices: Mapping[int, OnDevice], *, take_them: bool) -> Staging:
 
 
 async def run(driver: Driver, length_bytes: int, step: Callable[[], T]) -> T:
-    """Do a step that copies so many bytes, in a thread where that takes longer than a thread costs. It is never left
+    """Do a step that copies `length_bytes`, in a thread where that takes longer than a thread costs. It is never left
     half done."""
     return step() if length_bytes <= AT_ONCE_BYTES else await driver.run_in_thread(step)
 
 
 class GpuMapping:
-    """The mapped segment of the local peer, page-locked until nobody uses this any more, for all GPUs; `gpu` is the
+    """The mapped segment of the local peer, page-locked for all GPUs while this is in use; `gpu` is the
     number of one that this process uses anyway. Raises `P2PStoreError` when the driver refuses."""
 
     def __init__(self, segment: memoryview, gpu: int) -> None:
@@ -344,7 +344,7 @@ async def read_in_place(
     driver: Driver, link: PeerLink, mapping: GpuMapping, items: Sequence[tuple[bytes, OnDevice]]
 ) -> list[int | None]:
     """Have GPUs copy objects (by digest) out of the segment, each to the beginning of its tensor: the lengths. None for
-    what is not there, does not fit, or did not match its sums: what its tensor has then means nothing. Raises
+    an object that is not there, does not fit, or did not match its sums: its tensor is undefined then. Raises
     `GpuCopyFailed`, and `StoreClosed` when the session ended before all was copied."""
     found = [_leased(link, mapping, *item) for item in items]
     leased = [each for each in found if each is not None]

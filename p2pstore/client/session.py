@@ -98,8 +98,8 @@ class ClientSession(PutCalls, GetCalls, AskCalls, ChangeCalls):
         return registered
 
     async def register_gpu(self) -> None:
-        """Have GPUs copy straight out of the local peer's memory, and into it, from now on: what is read into tensors
-        on a GPU, or put from them, and is or goes there, is not copied by a processor any more. The memory is
+        """Have GPUs copy straight out of the local peer's memory, and into it, from now on: values that are read into
+        tensors on a GPU, or put from them, and is or goes there, is not copied by a processor any more. The memory is
         page-locked for that, some 0.1 s a GiB in which other work with the GPU may have to wait: do it at the start.
         Raises `P2PStoreError` where torch knows no GPU, or its driver refuses; then all is as without it."""
         parts = self._live

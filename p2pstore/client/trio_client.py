@@ -25,7 +25,7 @@ class Client(ClientSession):
     """A client of the local peer, for trio. Satisfies `p2pstore.ObjectStore`.
 
     Connected inside its `async with` block, which is to be entered under trio. Pickles as its socket
-    path and namespace; what comes back is to be connected by an `async with` of its own.
+    path and namespace; the copy is to be connected by an `async with` of its own.
     """
 
     how_to_connect = (

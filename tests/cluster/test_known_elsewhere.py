@@ -270,7 +270,7 @@ def test_a_batch_asks_the_first_ones_holder_before_it_looks_up_the_others(
         reader.get(keys[0])  # from here on it knows how to get there
 
         def as_meant() -> bool:
-            """Not at once, perhaps: what was removed or replaced here may still be in the table."""
+            """Perhaps not at once: objects that were removed or replaced here may still be in the table."""
             steps.clear()
             read(reader, keys)
             # Of the first 32 not what is asked for wrongly, or longer than one chunk; of the others not what is here
@@ -331,7 +331,9 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
             unsettled.clear()
             with holder.stopped():
                 await gather(reads, lambda: holder.signal(signal.SIGCONT))
-            if not unsettled:  # who looks while the peer changes its table reads in another way
+            if (
+                not unsettled
+            ):  # a look while the peer changes its table leads to another way of reading
                 break
         assert asked == [20]
 

@@ -1,4 +1,4 @@
-"""Data connections when the keys change under them: what is under way is finished, and then they end."""
+"""Data connections when the keys change under them: requests under way are finished, and then they end."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_what_is_under_way_is_answered_first(tcp: TcpHarness) -> None:
 async def test_nothing_is_under_way_for_ever(
     tcp: TcpHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who goes on asking, or waits for an answer that takes long, is cut off."""
+    """A connection that goes on asking, or waits for a slow answer, is cut off."""
     monkeypatch.setattr(data_server, "RETIRE_SECONDS", 0.6)
     busy, waiting = await connected(tcp), await connected(tcp)
 

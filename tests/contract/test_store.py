@@ -1094,11 +1094,11 @@ def fetcher_of(store: Store) -> Fetcher:
 
 
 def read_by(fetcher: Fetcher, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is elsewhere, by this transport alone."""
+    """Read from other peers by this transport alone."""
     only = [each for each in fetcher.holders._transports if each.name == transport]
     assert len(only) == 1
     monkeypatch.setattr(fetcher.holders, "_transports", only)
-    if transport != "shm":  # what is mapped already is read without a look at these
+    if transport != "shm":  # mapped memory is read without a look at these
         monkeypatch.setattr(fetcher.holders._shm, "mapped", lambda _: ())
 
 

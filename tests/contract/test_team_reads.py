@@ -1,4 +1,4 @@
-"""Large objects from several holders at once: who brings what, who fails, and that nothing stays behind.
+"""Large objects from several holders at once: shares, failures, and that nothing stays behind.
 
 The holders are real servers; those that are slow, hang or die are behind a relay.
 """
@@ -262,7 +262,7 @@ async def test_one_that_dies_leaves_its_slices_to_the_others(side: Side, dying: 
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("way", [SLOW, HANGS], ids=["slow", "hangs"])
 async def test_a_slow_one_is_overtaken(side: Side, slow: int, way: dict[str, float]) -> None:
-    """Nobody waits for its last slice, nor is it to blame."""
+    """The others do not wait for its last slice, nor is it to blame."""
     ways: list[dict[str, float]] = [STEADY, STEADY]
     ways[slow] = way
     buffer = bytearray(len(VALUE))
@@ -353,7 +353,7 @@ async def test_a_busy_holder_does_not_help(side: Side) -> None:
     buffer = bytearray(len(VALUE))
     async with cluster(STEADY, STEADY, uploads=1) as holders:
         uploads = holders.harnesses[1].server.traffic.uploads
-        uploads.begin(0.0)  # somebody else's
+        uploads.begin(0.0)  # of another reader
         report = await holders.read(side, BufferDestination(buffer))
         uploads.end(0.0, 0.0)
         assert buffer == VALUE

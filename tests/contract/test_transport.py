@@ -732,7 +732,7 @@ async def test_many_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
 
 
 async def test_larger_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
-    """Received in place; what arrives damaged costs no other its result."""
+    """Received in place; a damaged item costs no other its result."""
     sizes = [64 * KIB + 1, 300_000, MIB, MIB + 1, 3 * MIB] * 2
     values = [pattern(size, seed) for seed, size in enumerate(sizes)]
     digests = [put(tcp.segment, f"key {i}", value) for i, value in enumerate(values)]
@@ -1033,7 +1033,7 @@ async def test_a_stolen_ticket_is_of_no_use_without_its_secret(tcp: TcpHarness, 
     pool = tcp.pool(side.driver)
     with pytest.raises(
         AuthenticationFailed, match="did not prove"
-    ):  # the thief trusts nobody either
+    ):  # the thief trusts no ticket either
         await side.run(
             lambda: pool.request(replace(tcp.copy(), ticket=stolen), DataKind.PING, Ping())
         )

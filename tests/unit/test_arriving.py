@@ -1,4 +1,4 @@
-"""What is kept of a value when the next holder is asked, and what is not."""
+"""The chunks of a value that are kept when the next holder is asked."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_damaged_chunk_is_free_again() -> None:
         arriving.verify(1)
     with pytest.raises(PullFailed, match="chunk 0"):
         arriving.verify(0, chunk=memoryview(OTHER)[:MIB])
-    assert not any(arriving.view)  # what is not verified is not copied
+    assert not any(arriving.view)  # unverified bytes are not copied
     arriving.leave()
     assert arriving.take() == range(4)
 

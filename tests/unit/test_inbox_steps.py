@@ -11,7 +11,7 @@ from p2pstore.transfer.reading.data_requests import Inbox
 
 
 class Link:
-    """Brings so many bytes at a time, but never fewer than what is waited for: with less, it would wait forever."""
+    """Brings this number of bytes at a time, but never fewer than are waited for: with less, it would wait forever."""
 
     def __init__(self, data: bytes, most: int) -> None:
         self.data = data

@@ -54,7 +54,7 @@ def record(member: int, clock: int = 5, slot: int = 3) -> KnownRecord:
 
 
 def copy(member: int) -> KnownRecord:
-    """Of one version, whoever has it."""
+    """Records of one version."""
     return KnownRecord(member, Version(5, 1, 77), member, 7, 0)
 
 

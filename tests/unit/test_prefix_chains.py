@@ -1,4 +1,4 @@
-"""What is likely to be read after a block."""
+"""The blocks that are likely to be read after a block."""
 
 from __future__ import annotations
 

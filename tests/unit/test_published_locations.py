@@ -1,4 +1,4 @@
-"""What clients read in a peer's table of locations, against what the peer itself would say."""
+"""Clients' reads of a peer's table of locations, against the peer's own answers."""
 
 from __future__ import annotations
 

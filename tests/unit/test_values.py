@@ -382,7 +382,7 @@ def test_reservations_ahead_have_limits() -> None:
     assert ahead.wanted(small) == []
     assert ahead.drop_unused() == [0, 1, 2, 3]
     ahead.granted(small, [reservation(9)])
-    ahead.take(large)  # a put came: what is there stays until the next look
+    ahead.take(large)  # a put came: the reservation stays until the next look
     assert ahead.drop_unused() == []
     assert ahead.drop_unused() == [9]
 

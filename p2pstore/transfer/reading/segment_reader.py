@@ -225,7 +225,7 @@ class SegmentReader:
         versions: Sequence[Version] = (),
     ) -> Spots:
         """Where those objects lie that are here and have not expired. Not verified yet: that `copy_steps` does.
-        `announced`: what counts of them; with `versions`, those were announced, one a digest."""
+        `announced`: the versions that count; with `versions`, those were announced, one a digest."""
         if len(digests) > FEW_DIGESTS:
             return self._many_spots(digests, announced, versions)
         spots = Spots()

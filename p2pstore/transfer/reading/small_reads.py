@@ -89,8 +89,8 @@ async def pull_small(
 ) -> None:
     """Read many objects of 1 byte to one chunk into the beginnings of their views: adds the length of each to
     `lengths`, in the order of the parts, and -1 where `pull_many` is to say more, which costs nothing but a request.
-    Nothing is known of a view whose length is not told. `haste` and `keeps` as for `pull_many`; what is not `announced`
-    counts as not there. Raises as every operation, for all that is left."""
+    A view whose length is not told is undefined. `haste` and `keeps` as for `pull_many`; a version that is not
+    `announced` counts as not there. Raises as every operation, for all that is left."""
     steps = parts()
     if connection.version < SMALL_VERSION:
         lengths += [-1 for step in steps for part in step for _ in part.digests]

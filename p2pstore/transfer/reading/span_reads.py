@@ -287,7 +287,7 @@ class SpanReader:
 
     async def _receive_run(self, arriving: Arriving, run: range) -> None:
         """Chunks whose bytes come next: each is summed as it comes, and verified as soon as it is there. A watch is to
-        see the summing by itself. What is free after them is asked for in time."""
+        see the summing by itself. Free chunks after them are asked for in time."""
         connection, left = self._connection, len(run)
         try:
             for number in run:
