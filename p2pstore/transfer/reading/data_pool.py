@@ -123,29 +123,19 @@ class DataPool:
         timeout_seconds: float = DEFAULT_PROGRESS_SECONDS,
     ) -> tuple[Message, bytearray]:
         """Like `request`, with up to `max_bulk_bytes` of bulk."""
-        try:
-            return await self._use(
-                peer,
-                timeout_seconds,
-                lambda connection: connection.request_bulk(kind, message, max_bulk_bytes),
-            )
-        except DeadlineExceeded:
-            raise
-        except OSError as error:
-            raise _broken(peer, error) from error
+        return await self._ask(
+            peer,
+            timeout_seconds,
+            lambda connection: connection.request_bulk(kind, message, max_bulk_bytes),
+        )
 
     async def get_piece(
         self, peer: RemotePeer, request: GetPiece, into: memoryview, timeout_seconds: float
     ) -> PieceReply:
-        """A piece of a checkpoint, into memory of its length: see `DataConnection.get_piece`. Raises like `request`."""
-        try:
-            return await self._use(
-                peer, timeout_seconds, lambda connection: connection.get_piece(request, into)
-            )
-        except DeadlineExceeded:
-            raise
-        except OSError as error:
-            raise _broken(peer, error) from error
+        """A piece of a checkpoint, into memory of its length: see `DataConnection.get_piece`. Raises as `request`."""
+        return await self._ask(
+            peer, timeout_seconds, lambda connection: connection.get_piece(request, into)
+        )
 
     async def store(
         self,
@@ -155,18 +145,29 @@ class DataPool:
         finish_seconds: float = 0.0,
         progress: Progress | None = None,
     ) -> Stored:
-        """Store a value there: see `DataConnection.store`. Raises `Unavailable` as well when the peer
-        cannot be reached or the connection breaks; a value may be stored all the same then."""
+        """Store a value there: see `DataConnection.store`. Raises as `request`; the value may be stored all the same
+        when the connection breaks."""
+        return await self._ask(
+            peer,
+            self._progress_seconds,
+            lambda connection: connection.store(request, source, finish_seconds, progress),
+        )
+
+    async def _ask(
+        self,
+        peer: RemotePeer,
+        timeout_seconds: float,
+        action: Callable[[DataConnection], Awaitable[T]],
+    ) -> T:
+        """`_use`. Raises `Unavailable` when the connection breaks."""
         try:
-            return await self._use(
-                peer,
-                self._progress_seconds,
-                lambda connection: connection.store(request, source, finish_seconds, progress),
-            )
+            return await self._use(peer, timeout_seconds, action)
         except DeadlineExceeded:
             raise
         except OSError as error:
-            raise _broken(peer, error) from error
+            reason = str(error) or type(error).__name__
+            where = ", ".join(peer.data) or "the peer"
+            raise Unavailable(f"the connection to {where} broke: {reason}") from error
 
     async def pull(
         self,
@@ -466,12 +467,3 @@ def _is_connection_error(error: Exception) -> bool:
         | Unavailable
         | PullFailed,
     )
-
-
-def _broken(peer: RemotePeer, error: OSError) -> Unavailable:
-    reason = str(error) or type(error).__name__
-    return Unavailable(f"the connection to {_addresses(peer)} broke: {reason}")
-
-
-def _addresses(peer: RemotePeer) -> str:
-    return ", ".join(peer.data) or "the peer"
