@@ -18,7 +18,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from p2pstore import aio, blocking, connect, open_peer
 from p2pstore.blocking import BlockingClient
-from p2pstore.client import reading_together
+from p2pstore.client import holder_reads
 from p2pstore.client.known_holders import KnownHolders
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.session import ClientSession
@@ -304,7 +304,7 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
         return copy
 
     # The first one lets the others ask before it reads, however lately it did so.
-    monkeypatch.setattr(reading_together, "GATHER_SECONDS", 0.0)
+    monkeypatch.setattr(holder_reads, "GATHER_SECONDS", 0.0)
     monkeypatch.setattr(KnownHolders, "only", noted_only)
     monkeypatch.setattr(DataPool, "pull_small", counted_small)
 

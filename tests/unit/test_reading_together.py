@@ -12,7 +12,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from p2pstore.client.reading_together import MANY, MOST_ALONE, MOST_TOGETHER, ReadingTogether
+from p2pstore.client.holder_reads import MANY, MOST_ALONE, MOST_TOGETHER, ReadingTogether
 from p2pstore.runtime.asyncio_streams import AsyncioDriver
 from p2pstore.runtime.streams import Driver
 from p2pstore.runtime.trio_streams import TrioDriver
