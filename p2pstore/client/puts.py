@@ -9,8 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from p2pstore.client.device_memory import GpuCopyFailed
-from p2pstore.client.gathered import SMALL_COPY_BYTES, Source
+from p2pstore.client.values import SMALL_COPY_BYTES, GpuCopyFailed, Source
 from p2pstore.local.local_messages import Reservation, ReserveItem
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import MOST_ITEMS

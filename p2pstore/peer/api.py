@@ -84,8 +84,9 @@ from p2pstore.status.source import StatusSource
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
-from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.transport import Transport
 from p2pstore.wire import decode_body

@@ -371,7 +371,7 @@ class SmallPeer:
         return outcome.result(10)
 
     def stall(self, seconds: float) -> None:
-        """Have the whole peer stand still for so long, from now on."""
+        """Stall the whole peer for this time, from now on."""
         assert self.token is not None
         begun = threading.Event()
 

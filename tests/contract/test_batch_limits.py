@@ -31,7 +31,7 @@ from tests.contract.worlds import peer_process, until
 COUNT = 10_100
 KEYS = [f"{number:06}/".ljust(1024, "k") for number in range(COUNT)]
 MANY = 4200
-"""What takes more than a frame."""
+"""More items than a frame takes."""
 VALUE = b"v"
 
 

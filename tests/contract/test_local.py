@@ -568,7 +568,7 @@ async def test_when_all_holders_fail(store: Any, peer: SmallPeer, tmp_path: Path
         await store.get("k")
     assert peer.backend.excluded[-2:] == [[], [1 << 16 | 7, 2 << 16 | 7]]
     peer.backend.planned[digest] = [local.PlanItem([holder(1, nobody)]), nothing]
-    with pytest.raises(Unavailable):  # not NoSuchKey: a copy may be there, where nobody gets to
+    with pytest.raises(Unavailable):  # not NoSuchKey: an unreachable peer may have a copy
         await store.get("k")
 
 
@@ -625,7 +625,7 @@ async def test_a_deadline_leaves_the_client_usable(kind: str, peer: SmallPeer) -
 
 
 async def test_a_cancelled_receive_loses_no_bytes() -> None:
-    """On a connection that many share, they may be the answer to somebody else."""
+    """On a shared connection they may be the answer to another request."""
     ours, theirs = socket.socketpair()
     stream = TrioStream(ours)
     received = bytearray(8)
@@ -905,7 +905,7 @@ async def test_a_wait_that_is_nearly_over_does_not_cut_off_who_sends(peer: Small
 
 
 def test_threads_come_and_go_while_others_wait(peer: SmallPeer) -> None:
-    """Whoever ends goes through those who wait, while others are added and taken away."""
+    """An ending transfer wakes its waiters while others are added and removed."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     errors: list[BaseException] = []
@@ -1262,7 +1262,7 @@ def test_an_interrupted_caller_leaves_no_lock_taken(moment: str, peer: SmallPeer
 def test_a_lease_that_is_interrupted_anywhere_is_given_back(
     peer: SmallPeer, strike: Callable[..., Iterator[str]]
 ) -> None:
-    """From the moment in which its reply is there: what is half received ends the session, and so the lease."""
+    """From the moment in which its reply is there: a half-received reply ends the session, and so the lease."""
     places: list[str] = []
     with blocking.connect(str(peer.path)) as client:
         client.put("k", bytes(10_000))
@@ -1304,7 +1304,7 @@ def test_leases_that_another_thread_gave_back_meanwhile() -> None:
 
 
 def test_leases_without_a_view_are_given_back_at_once() -> None:
-    """Who copies one object after another keeps none of them in the peer's memory."""
+    """A loop of copies keeps no object in the peer's memory."""
     book = LeaseBook()
     view = book.view(1, b"1" * 16, memoryview(b"value"), (0, 5, Version(1, 1, 1)))
     book.give_back(2)

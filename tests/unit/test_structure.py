@@ -82,7 +82,7 @@ PURE = (
         f"p2pstore/transfer/{name}.py"
         for name in (
             *("data_messages", "peer_messages", "failover", "read_tickets", "transfer_trace"),
-            *("reading/arriving", "reading/slicing", "rdma/rdma_rules", "serving/session_rules"),
+            *("reading/arriving", "rdma/rdma_rules", "serving/session_rules"),
         )
     ),
     *(
@@ -114,6 +114,7 @@ PURE = (
     *(f"p2pstore/local/{name}_messages.py" for name in ("local", "checkpoint", "group")),
     "p2pstore/local/local_protocol.py",
     *(f"p2pstore/access/{name}.py" for name in ("allowlist", "strangers")),
+    "p2pstore/client/read_plan.py",
     "p2pstore/runtime/histograms.py",
 )
 """`*` crosses folders; `p2pstore/memory/mapped` is the one exception, below."""

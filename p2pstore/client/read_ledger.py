@@ -1,29 +1,40 @@
-"""What a client read from other peers by itself, for its own peer's statistics. Pure."""
+"""Reads of a client without requests, for its peer's eviction and statistics; and holders that failed."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from p2pstore.local.local_messages import PullCount, SlowRead, TransportFallback, UnseenRead
+from p2pstore.local.local_messages import (
+    MAX_BATCH,
+    AccessCount,
+    HolderFailure,
+    PullCount,
+    Report,
+    SlowRead,
+    TransportFallback,
+    UnseenRead,
+)
+from p2pstore.local.local_requests import MAX_REPORTED_FAILURES
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.transfer.failover import HolderReport, is_silence
 from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.transport import PullReport
 
 MAX_HOLDERS: Final = 1024
+MAX_REPORTED_KEYS: Final = MAX_BATCH
 MAX_SLOW_READS: Final = 16
-"""In one report: who reads slowly all the time says so often enough."""
+"""In one report."""
 SLOW_SECONDS: Final = 0.05
-"""Reads that the peer is told of; it keeps those above its own threshold."""
+"""Duration from which on the peer is told of a read; it keeps those above its own threshold."""
 MAX_FALLBACKS: Final = 64
 MAX_REASON_LETTERS: Final = 200
 MAX_UNSEEN: Final = 4096
 
 
 class _Pulls:
-    """What came from one holder by one transport."""
+    """Counts of one holder and transport."""
 
     __slots__ = ("bytes", "durations", "failures", "lengths", "objects")
 
@@ -48,10 +59,14 @@ class _Pulls:
         )
 
 
-class PullLedger:
-    """Counts until `take`."""
+class ReadLedger:
+    """Counts until `take`. `stir` is called when there is something to tell; it never waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, stir: Callable[[], None]) -> None:
+        self._stir = stir
+        self._reads: dict[bytes, list[int]] = {}
+        """Of the local peer's memory, by digest: how often, how long, and how often as a view."""
+        self._failures: deque[HolderFailure] = deque(maxlen=MAX_REPORTED_FAILURES)
         self._counts: dict[tuple[int, str], _Pulls] = {}
         self._slow: list[SlowRead] = []
         self._fallbacks: dict[tuple[int, str], TransportFallback] = {}
@@ -59,14 +74,54 @@ class PullLedger:
         self._unseen: dict[int, Counter[bytes]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._counts or self._slow or self._fallbacks or self._misses)
+        return bool(
+            self._reads
+            or self._failures
+            or self._counts
+            or self._slow
+            or self._fallbacks
+            or self._misses
+        )
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the peer is to be told before anything else is asked: a holder failed."""
+        return bool(self._failures)
+
+    def read(self, digest: bytes, length: int, *, is_view: bool = False) -> None:
+        """One object was read from the local peer's memory without a request."""
+        counted = self._reads.get(digest)
+        if counted is not None:
+            counted[0] += 1
+            counted[2] += is_view
+        elif len(self._reads) < MAX_REPORTED_KEYS:
+            self._reads[digest] = [1, length, int(is_view)]
+            self._stir()
+
+    def read_many(self, digests: Sequence[bytes], lengths: Sequence[int]) -> None:
+        """`read` of a batch; length -1 for what was not read."""
+        reads = self._reads
+        for digest, length in zip(digests, lengths, strict=True):
+            counted = reads.get(digest)
+            if counted is not None:
+                counted[0] += length >= 0
+            elif length >= 0 and len(reads) < MAX_REPORTED_KEYS:
+                reads[digest] = [1, length, 0]
+        if reads:
+            self._stir()
+
+    def failed(self, failures: Sequence[HolderFailure]) -> None:
+        """Holders did not deliver."""
+        self._failures.extend(failures)
 
     def missed(self) -> None:
-        """A read ended without the value."""
+        """A read ended without the value: no reachable peer has it."""
         self._misses += 1
+        self._stir()
 
     def pulled(self, key: str, digest: bytes, report: PullReport, seconds: float) -> None:
-        """One object was read, or was not."""
+        """One object was read from its holders, or was not."""
+        self._stir()
         for failure in report.failures:
             self._add(failure.member, failure.transport, failures=1)
         for fallback in report.fallbacks:
@@ -92,7 +147,7 @@ class PullLedger:
             self._slow.append(SlowRead(digest, member, transport, seconds, code, key))
 
     def _was_slow(self, key: str, digest: bytes, failure: HolderReport, seconds: float) -> None:
-        """A holder was left for others: all of the read's time is told, as most of it was waited for that one."""
+        """A holder was left for others. The time of the whole read is told: most of it was the wait for that holder."""
         if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
             self._slow.append(
                 SlowRead(digest, failure.member, failure.transport, seconds, int(failure.code), key)
@@ -108,6 +163,7 @@ class PullLedger:
         seconds: float,
     ) -> None:
         """`pulled`, for an object that came from its only holder at once."""
+        self._stir()
         counted = self._counts.get((member, transport)) or self._counted(member, transport)
         if counted is not None:
             counted.objects += 1
@@ -120,7 +176,7 @@ class PullLedger:
             self._slow.append(SlowRead(digest, member, transport, seconds, 0, key))
 
     def _unseen_by(self, member: int, digests: Sequence[bytes]) -> None:
-        """Nobody but this client knows that the holder was read; its eviction is to know as well."""
+        """The holder did not see that it was read; its eviction needs to know."""
         counts = self._unseen.setdefault(member, Counter())
         room = MAX_UNSEEN - sum(map(len, self._unseen.values()))
         if len(digests) > room:
@@ -147,6 +203,7 @@ class PullLedger:
     ) -> None:
         """Objects came together from one holder: how long each of them is counts as their mean. `unseen`: the digests
         of what the holder did not see read."""
+        self._stir()
         if unseen:
             self._unseen_by(member, unseen)
         counted = self._add(
@@ -172,7 +229,7 @@ class PullLedger:
         return counted
 
     def _took(self, member: int, transport: str, seconds: float, length: int) -> None:
-        """One object was read in so much time."""
+        """One object was read in this time."""
         counted = self._counted(member, transport)
         if counted is not None:
             counted.durations.add_seconds(seconds)
@@ -185,19 +242,30 @@ class PullLedger:
             counted = self._counts[member, transport] = _Pulls()
         return counted
 
-    def take(
-        self,
-    ) -> tuple[list[PullCount], list[SlowRead], list[TransportFallback], int, list[UnseenRead]]:
-        """What was counted since the last time."""
-        counts, self._counts = self._counts, {}
+    def take(self) -> Report:
+        """The counts since the last call."""
+        reads, self._reads = self._reads, {}
+        failures = []
+        while self._failures:
+            failures.append(self._failures.popleft())
+        pulls, self._counts = self._counts, {}
         slow, self._slow = self._slow, []
         fallbacks, self._fallbacks = self._fallbacks, {}
         misses, self._misses = self._misses, 0
         unseen, self._unseen = self._unseen, {}
-        pulls = [counted.message(*where) for where, counted in list(counts.items())]
-        reads = [
-            UnseenRead(digest, member, count)
-            for member, counts in list(unseen.items())
-            for digest, count in list(counts.items())
-        ]
-        return pulls, slow, list(fallbacks.values()), misses, reads
+        return Report(
+            [
+                AccessCount(digest, count, count * length, views)
+                for digest, (count, length, views) in list(reads.items())
+            ],
+            failures,
+            [counted.message(*where) for where, counted in list(pulls.items())],
+            slow,
+            list(fallbacks.values()),
+            misses,
+            [
+                UnseenRead(digest, member, count)
+                for member, counts in list(unseen.items())
+                for digest, count in list(counts.items())
+            ],
+        )

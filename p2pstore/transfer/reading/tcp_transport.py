@@ -1,9 +1,9 @@
-"""One large object read over several connections at once: to several holders, or two to one. Over any `Driver`.
+"""TCP as a transport. A large object is read over several connections at once: to several holders, or two to one.
 
-The first answer decides what is read and where it goes, as for any read. Then others join, each in a task (or thread)
-of its own with a connection of its own, and take slice after slice. Who fails leaves its slices to the others, and
-the next holder joins instead; who is far slower than one that has nothing left to do is stopped. When the value is
-there, or nobody is left, nothing runs any more that this read began.
+The first answer decides the version and the memory, as for any read. Then other readers join, each in a task (or
+thread) with a connection of its own, and take slice after slice. A reader that fails leaves its slices to the others,
+and the next holder joins instead; a reader that is far slower than an idle one is stopped. When the value has arrived,
+or no reader is left, nothing of the read runs any more.
 """
 
 from __future__ import annotations
@@ -14,28 +14,36 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from p2pstore.config import is_loopback
-from p2pstore.errors import ConfigError
+from p2pstore.errors import (
+    ConfigError,
+)
 from p2pstore.objects import CHUNK_BYTES, MIB
-from p2pstore.runtime.streams import Event, HelperTask, StartHelper
+from p2pstore.runtime.streams import (
+    Event,
+    HelperTask,
+    StartHelper,
+)
 from p2pstore.transfer.data_addresses import split_data_address
 from p2pstore.transfer.reading.arriving import (
     AHEAD_CHUNKS,
     ALONE,
     ONLY_READER,
     Arriving,
-    ResumableDestination,
     Sharing,
+    Step,
 )
 from p2pstore.transfer.reading.data_connection import DataConnection
+from p2pstore.transfer.reading.data_pool import MAX_READERS, DataPool
 from p2pstore.transfer.reading.data_requests import is_damage
-from p2pstore.transfer.reading.get_requests import TRANSPORT_NAME
-from p2pstore.transfer.reading.slicing import Step
+from p2pstore.transfer.reading.span_reads import TRANSPORT_NAME
 from p2pstore.transfer.transport import (
     SLICED_BYTES,
+    Destination,
     Helpers,
     Pulled,
     PullFailed,
     RemoteCopy,
+    ResumableDestination,
     hurried,
 )
 from p2pstore.wire import Code
@@ -44,7 +52,6 @@ if TYPE_CHECKING:
     from p2pstore.transfer.reading.data_pool import DataPool
 
 SLICE_CHUNKS: Final = 16 * MIB // CHUNK_BYTES
-MAX_READERS: Final = 4
 RECHECK_SECONDS: Final = 1.0
 
 
@@ -72,7 +79,7 @@ class _Reader:
         """Whether another one reads from the same holder."""
         self.task: HelperTask | None = None
         self.told = False
-        """Whether it was said how it fared."""
+        """Whether its outcome was told."""
         self._team = team
         self._connection: DataConnection | None = None
 
@@ -91,12 +98,12 @@ class _Reader:
             self._connection = None
 
     def abandon(self) -> None:
-        """End its use of a connection, if it has one. For who has the lock."""
+        """End its use of a connection, if it has one. The caller holds the lock."""
         if self._connection is not None:
             self._connection.abandon()
 
     def stop_connecting(self) -> None:
-        """End its wait for a connection. For who has the lock."""
+        """End its wait for a connection. The caller holds the lock."""
         if self._connection is None and self.task is not None:
             self.task.cancel()
 
@@ -125,8 +132,8 @@ class TeamRead:
 
     async def run(self, copy: RemoteCopy) -> Pulled:
         """Read the object, from this holder first. Raises `PullFailed` when this holder failed and the others did
-        not bring the rest, and what the destination or its watch raises. `helpers` were told how everybody else
-        fared."""
+        not bring the rest, and what the destination or its watch raises. `helpers` were told the outcome of every
+        other reader."""
         self._destination.share(Sharing(SLICE_CHUNKS, AHEAD_CHUNKS, self.lock, time.monotonic))
         try:
             async with self._driver.helpers() as start:
@@ -189,7 +196,7 @@ class TeamRead:
     # --- those that help ---------------------------------------------------------------------
 
     def _call_helpers(self, arriving: Arriving, copy: RemoteCopy, start: StartHelper) -> None:
-        """It is known what arrives: have others bring some of it, if there is much."""
+        """The version is known: have other readers bring parts of a large value."""
         with self.lock:
             self._arriving = arriving
             if arriving.slot.length < SLICED_BYTES:
@@ -209,7 +216,7 @@ class TeamRead:
         self._helping += 1
         try:
             start(partial(self._help, reader))
-        except RuntimeError:  # no more threads: the others do without it
+        except RuntimeError:  # no more threads: the others go on alone
             self._helping -= 1
             self._tell(reader, None)
 
@@ -244,7 +251,7 @@ class TeamRead:
             return self._add(hurried(other, [self._readers[0].copy.peer_id]))
 
     def _tell(self, reader: _Reader, failure: PullFailed | None) -> None:
-        """Say how a reader fared, once. A second connection that does not come about is no news of its holder."""
+        """Tell the outcome of a reader, once. A second connection that fails says nothing of its holder."""
         if reader.told:
             return
         reader.told = True
@@ -271,7 +278,7 @@ class TeamRead:
                     self._notify()
 
     def _next_step(self, reader: _Reader) -> tuple[Step, Event | None]:
-        """What to do now, and what to wait for if that is waiting."""
+        """The next step, and the event to wait for if that is waiting."""
         with self.lock:
             if self._over or self._arriving is None:
                 return Step(), None
@@ -281,7 +288,7 @@ class TeamRead:
             return step, self._new_event() if step.wait_seconds else None
 
     async def _wait_for_helpers(self) -> None:
-        """Return when the value is there, or nobody is left to bring it."""
+        """Return when the value has arrived, or no reader is left."""
         while True:
             with self.lock:
                 arriving = self._arriving
@@ -296,7 +303,7 @@ class TeamRead:
         return event
 
     async def _wait(self, event: Event, seconds: float) -> None:
-        """Wait for news, or so long."""
+        """Wait for the event, at most for this time."""
         try:
             await event.wait(seconds)
         finally:
@@ -305,14 +312,14 @@ class TeamRead:
                     self._waiting.remove(event)
 
     def _notify(self) -> None:
-        """Something changed: chunks may be free, or all there, or somebody gone."""
+        """Wake the waiting readers: chunks may be free, or all there, or a reader gone."""
         with self.lock:
             waiting, self._waiting = self._waiting, []
             for event in waiting:
                 event.set()
 
     def _dismiss(self) -> None:
-        """Have everybody end who has nothing under way."""
+        """End the readers that have nothing under way."""
         with self.lock:
             self._over = True
             for reader in self._readers:
@@ -320,9 +327,38 @@ class TeamRead:
         self._notify()
 
     def _abandon_all(self) -> None:
-        """Have everybody end."""
+        """End all readers."""
         with self.lock:
             self.is_abandoned = True
             for reader in self._readers:
                 reader.abandon()
         self._dismiss()
+
+
+class TcpTransport:
+    """`Transport` over a `DataPool`: reaches every peer that advertises a data address."""
+
+    name = TRANSPORT_NAME
+
+    def __init__(self, pool: DataPool) -> None:
+        self._pool = pool
+
+    def offers(self, copy: RemoteCopy) -> bool:
+        return bool(copy.data)
+
+    def why_not(self, copy: RemoteCopy) -> str:
+        return "" if copy.data else "the holder advertises no data address"
+
+    def cost(self, copy: RemoteCopy) -> float:
+        return 1.0
+
+    async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
+        return await self._pool.pull(copy, digest, destination, copy.slot)
+
+    async def pull_together(
+        self, copy: RemoteCopy, digest: bytes, destination: ResumableDestination, helpers: Helpers
+    ) -> Pulled:
+        """`pull` a large object over several connections, where that may be faster."""
+        if helpers.left or may_use_two(copy):
+            return await TeamRead(self._pool, digest, destination, helpers).run(copy)
+        return await self.pull(copy, digest, destination)
