@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from p2pstore import blocking as blocking
     from p2pstore.client.aio_client import AioClient as AioClient
     from p2pstore.client.blocking_client import BlockingClient as BlockingClient
-    from p2pstore.client.registered import RegisteredBuffer as RegisteredBuffer
     from p2pstore.client.trio_client import Client as Client
     from p2pstore.client.trio_client import connect as connect
     from p2pstore.config import PeerConfig as PeerConfig
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from p2pstore.errors import Unavailable as Unavailable
     from p2pstore.peer.api import Peer as Peer
     from p2pstore.peer.api import open_peer as open_peer
+    from p2pstore.registered import RegisteredBuffer as RegisteredBuffer
     from p2pstore.results import ItemResult as ItemResult
     from p2pstore.results import KeyPage as KeyPage
     from p2pstore.results import ListedKey as ListedKey
@@ -58,7 +58,7 @@ _MODULES = ("aio", "blocking")
 _NAMES_IN = {
     "p2pstore.client.aio_client": ("AioClient",),
     "p2pstore.client.blocking_client": ("BlockingClient",),
-    "p2pstore.client.registered": ("RegisteredBuffer",),
+    "p2pstore.registered": ("RegisteredBuffer",),
     "p2pstore.client.trio_client": ("Client", "connect"),
     "p2pstore.config": ("PeerConfig",),
     "p2pstore.errors": (

@@ -12,8 +12,8 @@ from p2pstore.errors import P2PStoreError
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    from p2pstore.client.registered import RegisteredBuffer
     from p2pstore.client.transfers import TransferBatch
+    from p2pstore.registered import RegisteredBuffer
     from p2pstore.transfer.transfer_trace import FetchTrace, Progress
 
     T_co = TypeVar("T_co", covariant=True, default=Any)

@@ -14,7 +14,6 @@ import numpy as np
 from p2pstore.client.answers import plain_error
 from p2pstore.client.fetcher import Fetcher
 from p2pstore.client.known_holders import DRAM, is_far, remote_copy
-from p2pstore.client.values import destination_views
 from p2pstore.errors import P2PStoreError, StoreClosed
 from p2pstore.local.local_messages import PlanItem
 from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES, Version
@@ -35,6 +34,7 @@ from p2pstore.transfer.transport import (
     PullFailed,
     RemoteCopy,
 )
+from p2pstore.values import destination_views
 
 R = TypeVar("R")
 

@@ -19,11 +19,11 @@ from p2pstore.checkpoint.client.group_calls import (
     UpdateWatch,
 )
 from p2pstore.client.peer_link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
-from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.session import ClientSession
 from p2pstore.client.transfers import TransferBatch
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
+from p2pstore.registered import RegisteredBuffer
 from p2pstore.results import (
     Buffer,
     CheckpointInfo,
@@ -47,7 +47,7 @@ from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, BlockingDriver, r
 from p2pstore.transfer.transfer_trace import FetchTrace, Progress
 
 if TYPE_CHECKING:
-    from p2pstore.client.tensors import CheckpointTensors, Rows
+    from p2pstore.checkpoint.client.checkpoint_tensors import CheckpointTensors, Rows
 
 T = TypeVar("T")
 

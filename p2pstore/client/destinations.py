@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from p2pstore.client.values import (
+from p2pstore.errors import P2PStoreError
+from p2pstore.memory.segment_layout import Slot, TrailerBody
+from p2pstore.results import Framework
+from p2pstore.values import (
     destination_view,
     empty_tensor,
     fresh_bytes,
 )
-from p2pstore.errors import P2PStoreError
-from p2pstore.memory.segment_layout import Slot, TrailerBody
-from p2pstore.results import Framework
 
 
 class BytesDestination:

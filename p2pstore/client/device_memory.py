@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
-from p2pstore.client.values import dense_bytes, device_type, source_view
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import check_object_length
 from p2pstore.runtime.streams import Driver
+from p2pstore.values import dense_bytes, device_type, source_view
 
 T = TypeVar("T")
 

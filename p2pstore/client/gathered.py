@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from p2pstore.client.values import source_view
 from p2pstore.objects import chunk_bounds, chunk_sum
 from p2pstore.runtime.side_by_side import threads_for
+from p2pstore.values import source_view
 
 SMALL_COPY_BYTES: Final = 64 * 1024
 """Up to here a plain copy, which holds the interpreter's lock for a few microseconds, is quicker."""

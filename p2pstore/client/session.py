@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
+from p2pstore import arguments
 from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
-from p2pstore.client import answers, arguments, device_memory
+from p2pstore.client import answers, device_memory
 from p2pstore.client.answers import plain_error
 from p2pstore.client.batches import fetch_many, fetch_many_new
 from p2pstore.client.destinations import (
@@ -30,9 +31,7 @@ from p2pstore.client.leasing import Leaser
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.client.presence_calls import Presence
-from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.transfers import TransferBatch
-from p2pstore.client.values import describe_tensor, destination_view
 from p2pstore.client.writing import Writer, put_options
 from p2pstore.errors import AnswerTooLarge, NoSuchKey, P2PStoreError, ProtocolError, StoreClosed
 from p2pstore.local import local_messages as local
@@ -45,6 +44,7 @@ from p2pstore.objects import (
     encode_key,
     key_hasher,
 )
+from p2pstore.registered import RegisteredBuffer
 from p2pstore.results import (
     Buffer,
     Framework,
@@ -62,6 +62,7 @@ from p2pstore.results import (
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
 from p2pstore.transfer.transfer_trace import FetchTrace, Progress, ReadWatch
 from p2pstore.transfer.transport import BufferDestination
+from p2pstore.values import describe_tensor, destination_view
 from p2pstore.wire import Empty, Message
 
 M = TypeVar("M", bound=Message)

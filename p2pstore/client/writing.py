@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from p2pstore.client import answers, arguments
+from p2pstore import arguments
+from p2pstore.client import answers
 from p2pstore.client.device_memory import GpuCopyFailed
 from p2pstore.client.elsewhere import ElsewhereWriter
 from p2pstore.client.fetcher import deadline_ms

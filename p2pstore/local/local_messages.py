@@ -13,8 +13,8 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from p2pstore.local import checkpoint_messages as checkpoints
-from p2pstore.local import group_messages as groups
+from p2pstore.checkpoint import checkpoint_messages as checkpoints
+from p2pstore.checkpoint import checkpoint_messages as groups
 from p2pstore.put_facts import PutFacts
 from p2pstore.wire import Empty, Message
 

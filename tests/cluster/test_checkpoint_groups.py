@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from p2pstore import errors
-from p2pstore.checkpoint.peer import updating
+from p2pstore.checkpoint.peer import following as updating
 from p2pstore.peer import Peer
 from p2pstore.results import FollowedCheckpoint
 from p2pstore.status.statistics import peer_document

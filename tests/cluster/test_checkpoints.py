@@ -16,7 +16,7 @@ import p2pstore
 from p2pstore import errors
 from p2pstore.checkpoint.content.hashing import PieceHashes
 from p2pstore.checkpoint.peer import checkpoint_service as service
-from p2pstore.checkpoint.peer.memory_target import MemoryTarget
+from p2pstore.checkpoint.peer.stores import MemoryTarget
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.gossip.records import TakesPart
 from p2pstore.peer import Peer, open_peer

@@ -23,7 +23,7 @@ from p2pstore.checkpoint.content.manifest import (
     sign_manifest,
     version_of,
 )
-from p2pstore.checkpoint.content.source_directory import SourceDirectory
+from p2pstore.checkpoint.content.sources import SourceDirectory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
 from p2pstore.checkpoint.peer.running import RunningSwarms
 from p2pstore.checkpoint.peer.stores import PieceStore, PublishedPieces

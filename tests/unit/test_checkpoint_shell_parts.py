@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.checkpoint.peer.introductions import BELIEVED_SECONDS, MAX_BELIEVED, Introductions
-from p2pstore.checkpoint.peer.piece_buffers import MOST_KEPT_BYTES, PieceBuffers
+from p2pstore.checkpoint.peer.piece_flow import (
+    BELIEVED_SECONDS,
+    BURST_SECONDS,
+    MAX_BELIEVED,
+    MOST_KEPT_BYTES,
+    Introductions,
+    PieceBuffers,
+    TokenBucket,
+)
 from p2pstore.checkpoint.peer.swarm_links import SwarmLinks, _Link
-from p2pstore.checkpoint.peer.token_bucket import BURST_SECONDS, TokenBucket
 from p2pstore.checkpoint.swarm.swarm_messages import (
     MAX_INTRODUCED,
     Grant,

@@ -8,16 +8,16 @@ from typing import TypeVar
 
 import pytest
 
-from p2pstore.checkpoint.content.piece_map import (
+from p2pstore.checkpoint.content.pieces import (
     Availability,
     full_map,
     map_of,
     pack_map,
     pieces_in,
 )
-from p2pstore.checkpoint.swarm.super_seeding import SuperSeeding
 from p2pstore.checkpoint.swarm.swarm import Swarm, SwarmConfig
-from p2pstore.checkpoint.swarm.swarm_effects import (
+from p2pstore.checkpoint.swarm.swarm_messages import (
+    ANY_PIECE,
     Abandon,
     Asked,
     Complete,
@@ -29,28 +29,26 @@ from p2pstore.checkpoint.swarm.swarm_effects import (
     Failure,
     Fetch,
     Found,
+    Grant,
+    Invite,
     Linked,
     Needed,
+    Needs,
+    NewPieces,
     Participants,
     PieceArrived,
     PieceFailed,
+    PieceMapMessage,
     Received,
+    Refusal,
+    Refuse,
     Serve,
     Served,
     Tell,
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.swarm.swarm_messages import (
-    ANY_PIECE,
-    Grant,
-    Invite,
-    Needs,
-    NewPieces,
-    PieceMapMessage,
-    Refusal,
-    Refuse,
-)
+from p2pstore.checkpoint.swarm.upload_slots import SuperSeeding
 
 OWN = 100
 PIECES = 8

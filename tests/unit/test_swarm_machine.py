@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from p2pstore.checkpoint.content.piece_map import full_map, pack_map, pieces_in
+from p2pstore.checkpoint.content.pieces import full_map, pack_map, pieces_in
 from p2pstore.checkpoint.swarm.swarm import Swarm, SwarmConfig
-from p2pstore.checkpoint.swarm.swarm_effects import (
+from p2pstore.checkpoint.swarm.swarm_messages import (
     Abandon,
     Asked,
     Connect,
@@ -21,24 +21,22 @@ from p2pstore.checkpoint.swarm.swarm_effects import (
     Event,
     Failure,
     Fetch,
+    Grant,
     Linked,
     Needed,
+    Needs,
+    NewPieces,
     Participants,
     PieceArrived,
     PieceFailed,
+    PieceMapMessage,
     Received,
+    Refuse,
     Serve,
     Served,
     Tell,
     Tick,
     Unlinked,
-)
-from p2pstore.checkpoint.swarm.swarm_messages import (
-    Grant,
-    Needs,
-    NewPieces,
-    PieceMapMessage,
-    Refuse,
 )
 
 PIECES = 12

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.client import arguments
+from p2pstore import arguments
 from p2pstore.client.gathered import Gathered, value_of
 from p2pstore.client.puts import (
     WINDOW_BYTES,
@@ -27,8 +27,13 @@ from p2pstore.client.puts import (
     trailer_bound,
     windows,
 )
-from p2pstore.client.registered import RegisteredBuffer
-from p2pstore.client.values import (
+from p2pstore.errors import P2PStoreError
+from p2pstore.local.local_messages import ItemError, Reservation, ReserveItem
+from p2pstore.memory.segment_layout import TrailerBody, encode_trailer
+from p2pstore.objects import MIB, chunk_count, chunk_sums
+from p2pstore.registered import RegisteredBuffer
+from p2pstore.runtime.streams import BlockingDriver, run_blocking
+from p2pstore.values import (
     describe_tensor,
     destination_view,
     destination_views,
@@ -36,11 +41,6 @@ from p2pstore.client.values import (
     fresh_bytes,
     source_view,
 )
-from p2pstore.errors import P2PStoreError
-from p2pstore.local.local_messages import ItemError, Reservation, ReserveItem
-from p2pstore.memory.segment_layout import TrailerBody, encode_trailer
-from p2pstore.objects import MIB, chunk_count, chunk_sums
-from p2pstore.runtime.streams import BlockingDriver, run_blocking
 from tests.optional import require_torch
 
 

@@ -273,9 +273,8 @@ def _say_notes(notes: Sequence[str]) -> None:
 def _say_what_would_be(directory: str, include: list[str], exclude: list[str], json: bool) -> None:
     from pathlib import Path
 
-    from p2pstore.checkpoint.content.inspecting import inspect
     from p2pstore.checkpoint.content.pieces import choose_piece_bytes
-    from p2pstore.checkpoint.content.source_directory import SourceDirectory
+    from p2pstore.checkpoint.content.sources import SourceDirectory, inspect
 
     source = SourceDirectory(Path(directory), include, exclude)
     notes = inspect(source, include, exclude)

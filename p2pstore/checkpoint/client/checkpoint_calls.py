@@ -19,20 +19,19 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import structs
 
+from p2pstore import arguments
 from p2pstore.access.allowlist import parse_peer_id
+from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.client.group_calls import CheckpointGroups, checkpoint_name, make_directory
-from p2pstore.checkpoint.content.piece_map import pack_map
-from p2pstore.checkpoint.content.pieces import check_piece_bytes
-from p2pstore.client import arguments
+from p2pstore.checkpoint.content.pieces import check_piece_bytes, pack_map
 from p2pstore.errors import CheckpointRefused, DeadlineExceeded, NoSuchKey
-from p2pstore.local import checkpoint_messages as local
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_messages import LocalKind
 from p2pstore.results import CheckpointProgress, FetchedCheckpoint, PublishedCheckpoint
 from p2pstore.wire import Message
 
 if TYPE_CHECKING:
-    from p2pstore.client.tensors import CheckpointTensors, MappedVersion, Rows
+    from p2pstore.checkpoint.client.checkpoint_tensors import CheckpointTensors, MappedVersion, Rows
 
 M = TypeVar("M", bound=Message)
 CheckpointWatch = Callable[[CheckpointProgress], None]
@@ -120,7 +119,7 @@ class Checkpoints(CheckpointGroups):
     ) -> local.Published:
         if request.include or request.exclude:
             raise ValueError("include and exclude are for files: pass the tensors that are meant")
-        from p2pstore.client.tensor_file import FILE_NAME, plan_image, write_image
+        from p2pstore.checkpoint.client.tensor_file import FILE_NAME, plan_image, write_image
 
         image = plan_image(tensors)
         memory = await self._driver.run_in_thread(partial(write_image, image))
@@ -248,7 +247,7 @@ class Checkpoints(CheckpointGroups):
             memory=True,
             pieces=b"" if some else None,
         )
-        from p2pstore.client.tensors import CheckpointTensors, TensorsWanted
+        from p2pstore.checkpoint.client.checkpoint_tensors import CheckpointTensors, TensorsWanted
 
         wanted = TensorsWanted(patterns, other_files, rows)
         mapped = await self._fetch_and_map(request, progress, wait)
@@ -282,7 +281,7 @@ class Checkpoints(CheckpointGroups):
         finally:
             bringing.close()  # from here on the other connection holds it
         try:
-            from p2pstore.client.tensors import MappedVersion
+            from p2pstore.checkpoint.client.checkpoint_tensors import MappedVersion
 
             return await self._driver.run_in_thread(lambda: MappedVersion(mapped, done.version))
         except BaseException:
@@ -350,8 +349,7 @@ class Checkpoints(CheckpointGroups):
 
 def _inspected(request: local.Publish, directory: str | os.PathLike[str]) -> list[str]:
     """Notes on the files that are to be published. Raises `CheckpointRefused` and `OSError`."""
-    from p2pstore.checkpoint.content.inspecting import inspect
-    from p2pstore.checkpoint.content.source_directory import SourceDirectory
+    from p2pstore.checkpoint.content.sources import SourceDirectory, inspect
 
     root = Path(directory)
     if not root.is_dir():

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from p2pstore import arguments
 from p2pstore.access.allowlist import parse_peer_id
+from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
-from p2pstore.client import arguments
 from p2pstore.errors import CheckpointRefused, FollowersLag, P2PStoreError
-from p2pstore.local import group_messages as local
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_messages import Access, LocalKind
 from p2pstore.objects import format_peer_id

@@ -31,10 +31,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from p2pstore.checkpoint.content.bulk_reading import BulkReader
 from p2pstore.checkpoint.content.content_paths import CURRENT
 from p2pstore.checkpoint.content.directory_versions import (
     STATE,
+    PieceRecord,
+    boot_id,
     forgetting_versions,
     part_of,
     removing_tree,
@@ -43,17 +44,20 @@ from p2pstore.checkpoint.content.directory_versions import (
     versions_in,
     write_part,
 )
-from p2pstore.checkpoint.content.hashing import STEP_BYTES, PieceHashes, neighbours
-from p2pstore.checkpoint.content.local_disks import is_local_directory
+from p2pstore.checkpoint.content.hashing import (
+    STEP_BYTES,
+    BulkReader,
+    PieceHashes,
+    is_local_directory,
+    neighbours,
+)
 from p2pstore.checkpoint.content.manifest import (
     Manifest,
     SignedManifest,
     format_version,
     unchanged_pieces,
 )
-from p2pstore.checkpoint.content.piece_map import PieceMap, full_map, map_of, pieces_in
-from p2pstore.checkpoint.content.piece_record import PieceRecord, boot_id
-from p2pstore.checkpoint.content.pieces import Extent
+from p2pstore.checkpoint.content.pieces import Extent, PieceMap, full_map, map_of, pieces_in
 from p2pstore.errors import (
     CapacityExceeded,
     CheckpointRefused,

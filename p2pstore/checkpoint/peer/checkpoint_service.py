@@ -18,7 +18,13 @@ from typing import Final
 
 import trio
 
-from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
+from p2pstore.checkpoint.content.content_paths import (
+    WILDCARDS,
+    check_checkpoint_name,
+    choose_files,
+    nearest,
+    unmatched,
+)
 from p2pstore.checkpoint.content.directory_versions import kept_manifest, kept_versions
 from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import (
@@ -30,28 +36,29 @@ from p2pstore.checkpoint.content.manifest import (
     open_manifest,
     sign_manifest,
 )
-from p2pstore.checkpoint.content.piece_map import NO_PIECES, PieceMap, pieces_in
-from p2pstore.checkpoint.content.pieces import Extent
-from p2pstore.checkpoint.content.source_directory import SourceDirectory
-from p2pstore.checkpoint.content.source_memory import SourceMemory
+from p2pstore.checkpoint.content.pieces import NO_PIECES, Extent, PieceMap, pieces_in
+from p2pstore.checkpoint.content.sources import SourceDirectory, SourceMemory
 from p2pstore.checkpoint.content.target_directory import (
     DirectoryInUse,
     TargetDirectory,
 )
-from p2pstore.checkpoint.peer.held_directory import HeldDirectory
-from p2pstore.checkpoint.peer.holding import Holding, PublishedMemory
-from p2pstore.checkpoint.peer.job import Job, JobPhase
+from p2pstore.checkpoint.peer.following import ACQUAINTED_SECONDS
+from p2pstore.checkpoint.peer.jobs import Job, JobPhase, make_durable, reader_of, verify
 from p2pstore.checkpoint.peer.manifests import ask_for_manifest
-from p2pstore.checkpoint.peer.memories import Memories
-from p2pstore.checkpoint.peer.memory_target import MemoryTarget
 from p2pstore.checkpoint.peer.orders import Fetched, FetchOrder, PublishOrder, pieces_ordered
 from p2pstore.checkpoint.peer.publications import Publication, Publications
 from p2pstore.checkpoint.peer.running import RunningSwarms
-from p2pstore.checkpoint.peer.stores import PieceStore, PublishedPieces, Target
+from p2pstore.checkpoint.peer.stores import (
+    HeldDirectory,
+    Holding,
+    Memories,
+    MemoryTarget,
+    PieceStore,
+    PublishedMemory,
+    PublishedPieces,
+    Target,
+)
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
-from p2pstore.checkpoint.peer.updating import ACQUAINTED_SECONDS
-from p2pstore.checkpoint.peer.verifying import make_durable, reader_of, verify
-from p2pstore.checkpoint.swarm.choosing import WILDCARDS, choose_files, nearest, unmatched
 from p2pstore.errors import (
     CapacityExceeded,
     CheckpointChanged,

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.manifest import Manifest, format_version
-from p2pstore.checkpoint.content.source_memory import SourceMemory
+from p2pstore.checkpoint.content.sources import SourceMemory
 from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints, in_users_words
-from p2pstore.checkpoint.peer.held_directory import HeldDirectory
-from p2pstore.checkpoint.peer.job import Job
-from p2pstore.checkpoint.peer.memory_target import MemoryTarget
+from p2pstore.checkpoint.peer.jobs import Job
 from p2pstore.checkpoint.peer.orders import FetchOrder, PublishOrder
+from p2pstore.checkpoint.peer.stores import HeldDirectory, MemoryTarget
 from p2pstore.errors import NoSuchKey
-from p2pstore.local import checkpoint_messages as local
 from p2pstore.local.server import LocalClient
 from p2pstore.wire import Message
 

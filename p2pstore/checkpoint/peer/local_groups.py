@@ -7,19 +7,18 @@ from typing import Final
 
 import trio
 
+from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
 from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints, in_users_words
-from p2pstore.checkpoint.peer.following import Following, FollowOrder
-from p2pstore.checkpoint.peer.held_directory import HeldDirectory
-from p2pstore.checkpoint.peer.job import Job
+from p2pstore.checkpoint.peer.following import Following, FollowOrder, Updating
+from p2pstore.checkpoint.peer.jobs import Job
 from p2pstore.checkpoint.peer.orders import FetchOrder
-from p2pstore.checkpoint.peer.paces import Paces
-from p2pstore.checkpoint.peer.updating import Updating
+from p2pstore.checkpoint.peer.piece_flow import Paces
+from p2pstore.checkpoint.peer.stores import HeldDirectory
 from p2pstore.checkpoint.swarm.group import Laggard, Stage
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import Participation, PeerId, TakesPart
-from p2pstore.local import group_messages as local
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import unix_seconds_from_clock
 from p2pstore.peer.local_answers import MAX_WAIT_SECONDS

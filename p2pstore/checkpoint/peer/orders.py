@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from p2pstore.checkpoint.content.manifest import Manifest
-from p2pstore.checkpoint.content.piece_map import NO_PIECES, PieceMap, full_map, unpack_map
+from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, unpack_map
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import PeerId
 

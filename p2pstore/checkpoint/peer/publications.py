@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from p2pstore.checkpoint.content.manifest import SignedManifest, format_version
-from p2pstore.checkpoint.content.source_directory import SourceDirectory
-from p2pstore.checkpoint.peer.held_directory import HeldDirectory
+from p2pstore.checkpoint.content.sources import SourceDirectory
+from p2pstore.checkpoint.peer.stores import HeldDirectory
 from p2pstore.errors import CheckpointRefused, ProtocolError
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.wire import Message, decode_body, encode_body

@@ -15,8 +15,16 @@ from typing import Final
 
 import trio
 
-from p2pstore.checkpoint.swarm.swarm_effects import Event, Linked, Received, Unlinked
-from p2pstore.checkpoint.swarm.swarm_messages import Members, SwarmMessage, decode_message, kind_of
+from p2pstore.checkpoint.swarm.swarm_messages import (
+    Event,
+    Linked,
+    Members,
+    Received,
+    SwarmMessage,
+    Unlinked,
+    decode_message,
+    kind_of,
+)
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.transfer.data_messages import SwarmLink
 from p2pstore.transfer.frame_link import LINK_LIMITS, FrameLink

@@ -19,15 +19,18 @@ from typing import Final, Protocol, TypeVar
 import trio
 
 from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest
-from p2pstore.checkpoint.content.piece_map import PieceMap, map_of
-from p2pstore.checkpoint.peer.at_once import AtOnce
-from p2pstore.checkpoint.peer.introductions import GATHER_SECONDS, Introductions
-from p2pstore.checkpoint.peer.piece_buffers import PieceBuffers
+from p2pstore.checkpoint.content.pieces import PieceMap, map_of
+from p2pstore.checkpoint.peer.piece_flow import (
+    GATHER_SECONDS,
+    AtOnce,
+    Introductions,
+    PieceBuffers,
+    TokenBucket,
+)
 from p2pstore.checkpoint.peer.stores import PieceStore
 from p2pstore.checkpoint.peer.swarm_links import Member, OfferedSwarmLink, SwarmLinks
-from p2pstore.checkpoint.peer.token_bucket import TokenBucket
 from p2pstore.checkpoint.swarm.swarm import Swarm, SwarmConfig
-from p2pstore.checkpoint.swarm.swarm_effects import (
+from p2pstore.checkpoint.swarm.swarm_messages import (
     Abandon,
     Asked,
     Complete,
@@ -44,13 +47,13 @@ from p2pstore.checkpoint.swarm.swarm_effects import (
     Participants,
     PieceArrived,
     PieceFailed,
+    Refusal,
     Serve,
     Served,
     Tell,
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.swarm.swarm_messages import Refusal
 from p2pstore.errors import CheckpointChanged, P2PStoreError, StoreClosed, Unavailable
 from p2pstore.transfer.data_messages import GetPiece, PieceReply, PieceStatus
 from p2pstore.transfer.reading.data_pool import DataPool

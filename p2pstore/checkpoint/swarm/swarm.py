@@ -24,12 +24,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
-from p2pstore.checkpoint.content.piece_map import NO_PIECES, PieceMap, full_map, pack_map
-from p2pstore.checkpoint.swarm.deadlines import Pace, Senders
-from p2pstore.checkpoint.swarm.flights import Flight, Flights
-from p2pstore.checkpoint.swarm.selection import HostShare, Selection
-from p2pstore.checkpoint.swarm.super_seeding import SuperSeeding
-from p2pstore.checkpoint.swarm.swarm_effects import (
+from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, pack_map
+from p2pstore.checkpoint.swarm.selection import Flight, Flights, HostShare, Selection
+from p2pstore.checkpoint.swarm.swarm_messages import (
+    ANY_PIECE,
+    MAX_NEW_PIECES,
     Abandon,
     Asked,
     Complete,
@@ -41,29 +40,25 @@ from p2pstore.checkpoint.swarm.swarm_effects import (
     Failure,
     Fetch,
     Found,
+    Grant,
+    Invite,
     Linked,
     Needed,
+    Needs,
+    NewPieces,
     Participants,
     PieceArrived,
     PieceFailed,
+    PieceMapMessage,
     Received,
+    Refusal,
+    Refuse,
     Serve,
     Served,
+    SwarmMessage,
     Tell,
     Tick,
     Unlinked,
-)
-from p2pstore.checkpoint.swarm.swarm_messages import (
-    ANY_PIECE,
-    MAX_NEW_PIECES,
-    Grant,
-    Invite,
-    Needs,
-    NewPieces,
-    PieceMapMessage,
-    Refusal,
-    Refuse,
-    SwarmMessage,
     map_in,
 )
 from p2pstore.checkpoint.swarm.swarm_neighbours import Neighbours
@@ -71,6 +66,9 @@ from p2pstore.checkpoint.swarm.upload_slots import (
     MOST_SLOTS,
     QUEUED_SLOTS,
     USUAL_SLOTS,
+    Pace,
+    Senders,
+    SuperSeeding,
     UploadSlots,
     places_for,
     slots_for,

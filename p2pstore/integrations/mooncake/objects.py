@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from p2pstore.client.gathered import Gathered
-from p2pstore.client.values import source_view
 from p2pstore.errors import (
     BufferTooSmall,
     CapacityExceeded,
@@ -26,6 +25,7 @@ from p2pstore.integrations.mooncake.placement import (
 )
 from p2pstore.objects import encode_key
 from p2pstore.results import Buffer
+from p2pstore.values import source_view
 
 FAILURES = (P2PStoreError, ValueError)
 """What becomes a code. Anything else is a mistake in a program, and raised."""

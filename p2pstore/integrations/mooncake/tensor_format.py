@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any, Final
 
-from p2pstore.client.values import memory_was_freed
+from p2pstore.values import memory_was_freed
 
 HEADER_BYTES: Final = 304
 MAX_RANK: Final = 8

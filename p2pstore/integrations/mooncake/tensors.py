@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from p2pstore.client.gathered import Gathered
-from p2pstore.client.values import source_view
 from p2pstore.integrations.mooncake.addresses import AddressCalls, groups
 from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import view_at
@@ -25,6 +24,7 @@ from p2pstore.integrations.mooncake.tensor_format import (
     tp_shard,
 )
 from p2pstore.objects import encode_key
+from p2pstore.values import source_view
 
 Tensor = Any
 Place = tuple[int, int] | None

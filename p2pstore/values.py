@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.errors import P2PStoreError
+from p2pstore.registered import RegisteredBuffer
 from p2pstore.results import Framework
 
 TORCH_PREFIX: Final = "torch."
