@@ -1,8 +1,8 @@
 """Messages on the local socket about checkpoints. Pure.
 
-What a client publishes, or fetches to, is a directory that it opened itself: its descriptor comes along with the HELLO
-of a connection of its own (`Hello.directory`). What was begun on that connection and is not done ends with it; so
-whoever goes away, by Ctrl-C or otherwise, leaves nothing running.
+A job (publish, fetch, follow, update) has a connection of its own, whose HELLO carries the descriptor of the directory
+to work in (`Hello.directory`). A job ends with its connection, so a client that dies leaves nothing running. `path` is
+the client's name for the directory, for messages.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from p2pstore.checkpoint.content.pieces import MAX_PIECES
-from p2pstore.wire import Message
+from p2pstore.local.local_messages import LocalKind
+from p2pstore.wire import Empty, Message
 
 MAX_PATTERNS: Final = 256
 Patterns = Annotated[list[str], Meta(max_length=MAX_PATTERNS)]
 
+# Empty lists as defaults are safe: msgspec copies them.
+
 
 class Publish(Message, frozen=True):
     """Publish the connection's directory. Answered when others can fetch it; with `wait_seeded`, when the others have
-    every piece of it among them."""
+    every piece among them."""
 
     namespace: str
     name: str
-    include: Patterns = []  # msgspec copies it
-    exclude: Patterns = []  # msgspec copies it
+    include: Patterns = []
+    exclude: Patterns = []
     piece_bytes: int = 0
     wait_seeded: bool = False
     path: str = ""
-    """How the client calls the directory: for people."""
     file: str = ""
-    """What came along is no directory but sealed memory, with this one file in it."""
+    """Name of the only file, when the descriptor is sealed memory instead of a directory."""
 
 
 class Published(Message, frozen=True):
-    """The version that it is now."""
-
     version: bytes
     files: int
     total_bytes: int
@@ -45,14 +45,14 @@ class Published(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Fetch a version to the connection's directory. `version`: hexadecimal digits that it begins with, or nothing
-    for the newest; `publisher` a peer id, or nothing for the one who is trusted for the name. Answered when it is in
-    its place."""
+    """Fetch a version to the connection's directory; answered when it is in its place."""
 
     namespace: str
     name: str
     version: str = ""
+    """Its first hexadecimal digits; empty for the newest."""
     publisher: bytes = b""
+    """A peer id; empty for the trusted publisher of the name."""
     flat: bool = False
     keep: int = 2
     limit_bytes_per_second: int = 0
@@ -60,36 +60,35 @@ class Fetch(Message, frozen=True):
     wait_ms: int = 0
     path: str = ""
     memory: bool = False
-    """To memory instead, for this client: who says HELLO with the version then, while this connection is open, has it
-    passed."""
-    include: Patterns = []  # msgspec copies it
-    exclude: Patterns = []  # msgspec copies it
+    """Fetch to memory. A client that says HELLO with the version while this connection is open is passed it."""
+    include: Patterns = []
+    exclude: Patterns = []
     pieces: Annotated[bytes, Meta(max_length=MAX_PIECES // 8)] | None = None
     """To memory: only these, as packed by `pack_map`; empty for none yet, None for all."""
 
 
 class Fetched(Message, frozen=True):
-    """It is there. `directory` is where, from the connection's directory on; of `total_bytes` so many came over the
-    network, the others were there. `whole`: all its files are there. `unmatched`: patterns that match no file."""
+    """The version is in `directory`, relative to the connection's. `fetched_bytes` of `total_bytes` came over the
+    network. `whole`: all files are there. `unmatched`: patterns without a file."""
 
     version: bytes
     directory: str
     total_bytes: int
     fetched_bytes: int
     whole: bool = True
-    unmatched: list[str] = []  # msgspec copies it
+    unmatched: list[str] = []
 
 
 class Progress(Message, frozen=True):
-    """How far is what was begun on this connection? Answered when that is not `seen` any more, or after `wait_ms`."""
+    """Ask for the progress of this connection's job. Answered when it differs from `seen`, or after `wait_ms`."""
 
     seen: int = 0
     wait_ms: int = 0
 
 
 class ProgressReply(Message, frozen=True):
-    """`number` grows with each change. `phase` is a `JobPhase`; `ended`: the answer is on its way. `members` are those
-    with whom pieces are exchanged."""
+    """`number` grows with each change. `phase` is a `JobPhase`; `ended`: the job's answer is on its way. `members` is
+    the number of members that pieces are exchanged with."""
 
     number: int
     phase: str
@@ -101,29 +100,28 @@ class ProgressReply(Message, frozen=True):
 
 
 class Follow(Message, frozen=True):
-    """Have each version of a name fetched to the connection's directory, and used when its publisher says so.
-    `publisher` is a peer id, or nothing for the one who is trusted for the name. Answered when that fails."""
+    """Fetch each version of a name to the connection's directory, and use it when its publisher says so. `publisher` is
+    a peer id, empty for the trusted one. Answered only when the follow fails."""
 
     namespace: str
     name: str
     publisher: bytes = b""
     keep: int = 2
     path: str = ""
-    """How the client calls the directory: for people."""
-    include: list[str] = []  # msgspec copies it
+    include: list[str] = []
     exclude: list[str] = []
 
 
 class FollowNews(Message, frozen=True):
-    """How is the follow of this connection? Answered when that is not `seen` any more, or after `wait_ms`."""
+    """Ask for the state of this connection's follow. Answered when it differs from `seen`, or after `wait_ms`."""
 
     seen: int = 0
     wait_ms: int = 0
 
 
 class FollowNewsReply(Message, frozen=True):
-    """`version` is the one to be used next, or in use; `stage` a `checkpoint.group.Stage`; `current` the one in use;
-    `why` something failed. Versions are empty where there is none."""
+    """`version` is the next one to use, or the one in use; `stage` a `group.Stage`; `current` the version in use; `why`
+    the reason of a failure. Versions are empty where there is none."""
 
     number: int
     publisher: bytes
@@ -138,8 +136,8 @@ class FollowNewsReply(Message, frozen=True):
 
 
 class Update(Message, frozen=True):
-    """Have all who follow this peer's name switch to its newest version, when all of them have it, or, with a
-    `quorum` that is not negative, as many. Nobody switches when that is not so within the time."""
+    """Switch all followers of this peer's name to its newest version, once all of them have it; with a `quorum` of 0 or
+    more, once that number has it. After the timeout no follower switches."""
 
     namespace: str
     name: str
@@ -148,14 +146,14 @@ class Update(Message, frozen=True):
 
 
 class UpdateNews(Message, frozen=True):
-    """How far is the update of this connection? Answered when that is not `seen` any more, or after `wait_ms`."""
+    """Ask for the state of this connection's update. Answered when it differs from `seen`, or after `wait_ms`."""
 
     seen: int = 0
     wait_ms: int = 0
 
 
 class FollowerEntry(Message, frozen=True):
-    """A follower that an update waits for. `dead`: nothing is heard of it any more."""
+    """A follower that an update waits for. `dead`: it counts as dead now."""
 
     peer_id: bytes
     name: str
@@ -166,8 +164,7 @@ class FollowerEntry(Message, frozen=True):
 
 
 class UpdateNewsReply(Message, frozen=True):
-    """Of `followers`, so many have the version (`ready`), and use it (`using`); `laggards` are those that are waited
-    for."""
+    """`ready` of `followers` have the version, `using` use it; the update waits for `laggards`."""
 
     number: int
     version: bytes
@@ -175,13 +172,13 @@ class UpdateNewsReply(Message, frozen=True):
     ready: int
     using: int
     switched: bool
-    laggards: list[FollowerEntry] = []  # msgspec copies it
+    laggards: list[FollowerEntry] = []
     ended: bool = False
 
 
 class Updated(Message, frozen=True):
-    """The end of an update. `switched` says whether the version is the one to use from now on; `superseded`, that it is
-    not because there is a newer one. `laggards`: who does not have it, or, once switched, does not use it yet."""
+    """The end of an update. `switched`: followers are to use the version from now on; `superseded`: not, because there
+    is a newer one. `laggards` lack the version or, once switched, do not use it yet."""
 
     version: bytes
     switched: bool
@@ -189,19 +186,19 @@ class Updated(Message, frozen=True):
     followers: int
     ready: int
     using: int
-    laggards: list[FollowerEntry] = []  # msgspec copies it
+    laggards: list[FollowerEntry] = []
 
 
 class ListCheckpoints(Message, frozen=True):
-    """Which names are published in a namespace (all, if empty)? With `name`, that one, and what members have of it."""
+    """List the names of a namespace, or of all when it is empty. With `name`: that one, with its members."""
 
     namespace: str = ""
     name: str = ""
 
 
 class MemberEntry(Message, frozen=True):
-    """What a member has of a name. `version` and `current` are the first 8 bytes; `state` is a `TakesPart`, in lower
-    case. `bytes_per_second` is what it fetched at so far, 0 where that is not known."""
+    """A member's part in a name. `version` and `current` are the first 8 bytes; `state` is a `TakesPart` in lower case.
+    `bytes_per_second` is its mean rate of fetching, 0 when unknown."""
 
     peer_id: bytes
     name: str
@@ -217,8 +214,8 @@ class MemberEntry(Message, frozen=True):
 
 
 class CheckpointEntry(Message, frozen=True):
-    """A name of one publisher. `switched` is the version that followers are to use, empty when none was named.
-    `trusted`: this peer takes the name from this publisher; `mine`: it is the publisher; `alive`: the publisher is."""
+    """A name of one publisher. `switched` is the version that followers are to use, empty for none. `trusted`: this
+    peer takes the name from this publisher; `mine`: this peer is the publisher; `alive`: the publisher is."""
 
     namespace: str
     name: str
@@ -235,7 +232,7 @@ class CheckpointEntry(Message, frozen=True):
     trusted: bool = False
     mine: bool = False
     alive: bool = False
-    members: list[MemberEntry] = []  # msgspec copies it
+    members: list[MemberEntry] = []
 
 
 class Checkpoints(Message, frozen=True):
@@ -243,8 +240,8 @@ class Checkpoints(Message, frozen=True):
 
 
 class RemoveCheckpoint(Message, frozen=True):
-    """Say that a name of this peer's is gone, and give its versions away no more. With a publisher: do not show and
-    trust that one's name any more on this peer, until it says something new of it."""
+    """Remove a name of this peer, and end its parts in the name's versions. With a publisher: hide and distrust that
+    publisher's name on this peer, until it announces something newer."""
 
     namespace: str
     name: str
@@ -253,3 +250,27 @@ class RemoveCheckpoint(Message, frozen=True):
 
 class CheckpointRemoved(Message, frozen=True):
     version: bytes
+
+
+REQUESTS: Final[dict[int, type[Message]]] = {
+    LocalKind.CHECKPOINT_PUBLISH: Publish,
+    LocalKind.CHECKPOINT_FETCH: Fetch,
+    LocalKind.CHECKPOINT_PROGRESS: Progress,
+    LocalKind.CHECKPOINT_FOLLOW: Follow,
+    LocalKind.CHECKPOINT_FOLLOW_NEWS: FollowNews,
+    LocalKind.CHECKPOINT_UPDATE: Update,
+    LocalKind.CHECKPOINT_UPDATE_NEWS: UpdateNews,
+    LocalKind.CHECKPOINT_LIST: ListCheckpoints,
+    LocalKind.CHECKPOINT_REMOVE: RemoveCheckpoint,
+}
+REPLIES: Final[dict[int, type[Message]]] = {
+    LocalKind.CHECKPOINT_PUBLISH: Published,
+    LocalKind.CHECKPOINT_FETCH: Fetched,
+    LocalKind.CHECKPOINT_PROGRESS: ProgressReply,
+    LocalKind.CHECKPOINT_FOLLOW: Empty,
+    LocalKind.CHECKPOINT_FOLLOW_NEWS: FollowNewsReply,
+    LocalKind.CHECKPOINT_UPDATE: Updated,
+    LocalKind.CHECKPOINT_UPDATE_NEWS: UpdateNewsReply,
+    LocalKind.CHECKPOINT_LIST: Checkpoints,
+    LocalKind.CHECKPOINT_REMOVE: CheckpointRemoved,
+}

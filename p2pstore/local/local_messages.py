@@ -13,8 +13,6 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from p2pstore.checkpoint import checkpoint_messages as checkpoints
-from p2pstore.checkpoint import checkpoint_messages as groups
 from p2pstore.put_facts import PutFacts
 from p2pstore.wire import Empty, Message
 
@@ -100,7 +98,7 @@ class HelloReply(Message, frozen=True):
     """Of the table, whose read-only descriptor follows those of the segments; 0 when there is none."""
     checkpoint_bytes: int = 0
     """Of the version that the client wanted, whose read-only descriptor comes last: files as
-    `checkpoint.memory_layout` has them, and from `checkpoint_manifest` on the manifest."""
+    `checkpoint.content.pieces.plan_memory` has them, and from `checkpoint_manifest` on the manifest."""
     checkpoint_manifest: int = 0
     hazards: bool = False
     """Whether there is a page for that. Its writable descriptor comes after that of the table, and before a
@@ -618,16 +616,8 @@ REQUESTS: Final[dict[int, type[Message]]] = {
     LocalKind.MATCH_PREFIX: MatchPrefix,
     LocalKind.PLACE: Place,
     LocalKind.STORED: StoredElsewhere,
-    LocalKind.CHECKPOINT_PUBLISH: checkpoints.Publish,
-    LocalKind.CHECKPOINT_FETCH: checkpoints.Fetch,
-    LocalKind.CHECKPOINT_PROGRESS: checkpoints.Progress,
-    LocalKind.CHECKPOINT_FOLLOW: groups.Follow,
-    LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.FollowNews,
-    LocalKind.CHECKPOINT_UPDATE: groups.Update,
-    LocalKind.CHECKPOINT_UPDATE_NEWS: groups.UpdateNews,
-    LocalKind.CHECKPOINT_LIST: groups.ListCheckpoints,
-    LocalKind.CHECKPOINT_REMOVE: groups.RemoveCheckpoint,
 }
+"""Those about checkpoints are in `p2pstore.checkpoint.checkpoint_messages`."""
 REPLIES: Final[dict[int, type[Message]]] = {
     LocalKind.HELLO: HelloReply,
     LocalKind.RESERVE: Reserved,
@@ -649,14 +639,5 @@ REPLIES: Final[dict[int, type[Message]]] = {
     LocalKind.MATCH_PREFIX: MatchedPrefix,
     LocalKind.PLACE: Placed,
     LocalKind.STORED: Empty,
-    LocalKind.CHECKPOINT_PUBLISH: checkpoints.Published,
-    LocalKind.CHECKPOINT_FETCH: checkpoints.Fetched,
-    LocalKind.CHECKPOINT_PROGRESS: checkpoints.ProgressReply,
-    LocalKind.CHECKPOINT_FOLLOW: Empty,
-    LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.FollowNewsReply,
-    LocalKind.CHECKPOINT_UPDATE: groups.Updated,
-    LocalKind.CHECKPOINT_UPDATE_NEWS: groups.UpdateNewsReply,
-    LocalKind.CHECKPOINT_LIST: groups.Checkpoints,
-    LocalKind.CHECKPOINT_REMOVE: groups.CheckpointRemoved,
 }
 ONE_WAY_KINDS: Final = frozenset({LocalKind.RELEASE, LocalKind.REPORT})

@@ -1,7 +1,9 @@
-"""Where the pieces of a version are: what a swarm reads from, and writes to. Blocking, for worker threads."""
+"""Stores of pieces, which a swarm reads and writes: published files, target directories, memory for clients. Shell;
+stores block, for worker threads."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -16,51 +18,55 @@ from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest
 from p2pstore.checkpoint.content.pieces import NO_PIECES, Extent, PieceMap, full_map, plan_memory
 from p2pstore.checkpoint.content.sources import SourceMemory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
-from p2pstore.errors import CapacityExceeded, ConfigError, StoreClosed
+from p2pstore.errors import CapacityExceeded, ConfigError, P2PStoreError, StoreClosed
 from p2pstore.memory.mapped.mapped_memory import available_memory, create_table_memory
 from p2pstore.objects import format_bytes
 from p2pstore.runtime.streams import BytesLike
 
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+LEAVING_SECONDS: Final = 1.0
+"""How long a new version waits for memory of a client that is leaving; that is noticed within some ms."""
+
 
 class PieceStore(Protocol):
-    """A place for pieces: `TargetDirectory`, or `PublishedPieces`."""
+    """The pieces of one version: `TargetDirectory`, `MemoryTarget`, `PublishedPieces`."""
 
     @property
     def have(self) -> PieceMap:
-        """The pieces that are here and verified."""
+        """Verified pieces that are here."""
         ...
 
     @property
     def needed(self) -> PieceMap:
-        """The pieces that are to be here in the end."""
+        """Pieces to have in the end."""
         ...
 
     @property
     def copies(self) -> Mapping[int, Sequence[Extent]]:
-        """Of the pieces that are needed, those that are made of others, which come first (`Manifest.copies`)."""
+        """Needed pieces that are made of earlier ones (`Manifest.copies`)."""
         ...
 
     @property
     def is_local(self) -> bool:
-        """Whether they are in memory or on a disk of this machine, as far as is known."""
+        """Whether the store is known to be in memory or on a disk of this machine."""
         ...
 
     def read(self, piece: int, room: memoryview | None = None) -> BytesLike:
-        """A piece that is here, in the beginning of `room` where there is some and that saves anything. Raises
-        `OSError`, and `CheckpointChanged` when it is not what it was."""
+        """A piece that is here, at the beginning of `room` if given and useful. Raises `OSError`, and
+        `CheckpointChanged` for a changed file."""
         ...
 
     def write(self, piece: int, data: memoryview) -> bool:
-        """Verify a piece and keep it. False when these are not its bytes. Raises `OSError`."""
+        """Verify a piece and store it. False for wrong bytes. Raises `OSError`."""
         ...
 
     def close(self) -> None:
-        """Let go of the place; what is there stays."""
+        """Release the store; pieces on disk stay."""
         ...
 
 
 class Target(PieceStore, Protocol):
-    """A place that pieces of one version come to: `TargetDirectory`, `MemoryTarget`."""
+    """A store that is being filled: `TargetDirectory`, `MemoryTarget`."""
 
     @property
     def manifest(self) -> Manifest: ...
@@ -68,18 +74,18 @@ class Target(PieceStore, Protocol):
     def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool: ...
 
     def read_extents(self, extents: Sequence[Extent]) -> memoryview:
-        """Ranges of files, one behind the other, in pieces that are here. Raises `OSError`."""
+        """Concatenated ranges of files, in pieces that are here. Raises `OSError`."""
         ...
 
 
 class PublishedSource(Protocol):
-    """What was published: `SourceDirectory`, `SourceMemory`."""
+    """Published files: `SourceDirectory`, `SourceMemory`."""
 
     def read_piece(self, manifest: Manifest, piece: int) -> bytearray: ...
 
 
 class PublishedPieces:
-    """The `PieceStore` of who publishes: everything is there."""
+    """The `PieceStore` of a publisher, which has every piece."""
 
     def __init__(self, source: PublishedSource, manifest: Manifest) -> None:
         self.is_local = False  # links may lead anywhere, and files may be cold
@@ -102,19 +108,19 @@ class PublishedPieces:
         return self._source.read_piece(self._manifest, piece)
 
     def write(self, piece: int, data: memoryview) -> bool:
-        """Nothing is missing, so nothing is fetched. Raises `ValueError`."""
-        raise ValueError("what is published is written by nobody")
+        """Raises `ValueError`: a publisher fetches nothing."""
+        raise ValueError("a published version is never written")
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """There is nothing to release."""
 
 
 class HeldDirectory:
-    """An own descriptor of it, and a path through that. So it is the directory that its user means, whatever this
-    process sees under the same name, and wherever it is moved."""
+    """A directory that a client opened and passed: a duplicate descriptor, and a path through it. So it stays the
+    directory that the user means, even when it is moved or this process sees another one under its name."""
 
     def __init__(self, descriptor: int, shown: str) -> None:
-        """`shown` is what people call it. Raises `ConfigError` when the descriptor is not that of a directory."""
+        """`shown` is the user's name for it. Raises `ConfigError` when the descriptor is not that of a directory."""
         if descriptor < 0 or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise ConfigError("no directory came with the request")
         self.shown = shown or "the directory"
@@ -123,13 +129,13 @@ class HeldDirectory:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """The same for all descriptors of one directory."""
+        """Device and inode."""
         status = os.fstat(self._descriptor)
         return status.st_dev, status.st_ino
 
     @property
     def place(self) -> Path | None:
-        """Where this process finds it by its path; None where that leads elsewhere, or nowhere."""
+        """Its path, if that leads to it in this process; else None."""
         place = self.path.readlink()
         try:
             found = place.stat()
@@ -138,33 +144,44 @@ class HeldDirectory:
         return place if (found.st_dev, found.st_ino) == self.identity else None
 
     def again(self) -> HeldDirectory:
-        """The same directory, to be closed by somebody else."""
+        """A second handle of the same directory, with its own `close`."""
         return HeldDirectory(self._descriptor, self.shown)
 
     def hand_over(self) -> HeldDirectory:
-        """The same descriptor, in the hands of somebody else: `close` here lets go of nothing any more."""
+        """Move the descriptor to a new handle: `close` of this one has no effect any more."""
         other = object.__new__(HeldDirectory)
         other.shown, other.path, other._descriptor = self.shown, self.path, self._descriptor
         self._descriptor = -1
         return other
 
     def say(self, text: str) -> str:
-        """What is said of it, in its user's words."""
+        """A message with the user's name for the directory."""
         return text.replace(str(self.path), self.shown)
 
+    @contextmanager
+    def users_words(self) -> Iterator[None]:
+        """Raise what fails in the block in the user's words: `OSError` as an error of the store, with known paths."""
+        try:
+            yield
+        except P2PStoreError as error:
+            raise type(error)(self.say(str(error))) from error
+        except OSError as error:
+            text = self.say(f"{error.filename or self.shown}: {error.strerror or error}")
+            kind = CapacityExceeded if error.errno in FULL else ConfigError
+            raise kind(text) from error
+
     def close(self) -> None:
-        """Let go of it; may be called twice."""
+        """Close the descriptor; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class MemoryTarget:
-    """A `Target` in a memfd: a page counts once something was written to it."""
+    """A `Target` in a memfd, where only written pages take memory."""
 
     def __init__(self, signed: SignedManifest, needed: PieceMap | None = None) -> None:
-        """`signed` must have been verified. `needed`: the pieces that are wanted; None: all. Raises `ConfigError` where
-        there can be no such memory."""
+        """`signed` was verified. `needed`: wanted pieces; None: all. Raises `ConfigError` without memfds."""
         self.manifest = signed.manifest
         self.signed = signed
         self.version = signed.version
@@ -175,12 +192,12 @@ class MemoryTarget:
         self.is_local = True
         self._have = NO_PIECES
         self.needed = full_map(self.manifest.layout.count) if needed is None else needed
-        """The pieces that somebody wants; more may be, later."""
+        """Pieces that clients want; grows with further orders."""
         self.copies = self.manifest.copies_among(self.needed)
         self._lock = threading.Lock()
         self._closed = False
         self.descriptor = self._memory.read_only_descriptor()
-        """For clients, as long as this is open."""
+        """For clients; valid until `close`."""
 
     @property
     def have(self) -> PieceMap:
@@ -188,24 +205,24 @@ class MemoryTarget:
 
     @property
     def used_bytes(self) -> int:
-        """What it takes when all that is wanted is here."""
+        """Memory in use when all wanted pieces are here."""
         layout = self.manifest.layout
         if self.needed == full_map(layout.count):
             return self.layout.total_bytes
         return layout.size_of(self.needed) + self.layout.total_bytes - self.layout.manifest
 
     def bytes_more(self, pieces: PieceMap) -> int:
-        """How much more it takes when these are wanted, too."""
+        """Further memory that these pieces need."""
         return self.manifest.layout.size_of(pieces & ~self.needed)
 
     @property
     def closed(self) -> bool:
-        """Whether its memory was given back."""
+        """Whether the memory was freed."""
         return self._closed
 
     def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool:
-        """Verify a piece and keep it. False when these are not its bytes. A piece that is here is never written
-        again: clients look at it."""
+        """Verify a piece and store it. False for wrong bytes. A piece that is here is never written again: clients have
+        it mapped."""
         if not self.manifest.is_piece(piece, data):
             return False
         with self._lock:
@@ -220,11 +237,11 @@ class MemoryTarget:
         return True
 
     def read(self, piece: int, room: memoryview | None = None) -> memoryview:
-        """A piece that is here, for others; in `room` where there is some."""
+        """A piece that is here; in `room` if given."""
         return self.read_extents(self.manifest.layout.extents(piece), room)
 
     def read_extents(self, extents: Sequence[Extent], room: memoryview | None = None) -> memoryview:
-        """Ranges of files, one behind the other, in pieces that are here; in `room` where there is some."""
+        """Concatenated ranges of files, in pieces that are here; in `room` if given."""
         size = sum(extent.length for extent in extents)
         data = memoryview(bytearray(size)) if room is None else room[:size]
         left = data
@@ -248,10 +265,6 @@ class MemoryTarget:
         if self._closed:
             raise StoreClosed("the memory of this version was given back")
         return self._memory.view
-
-
-LEAVING_SECONDS: Final = 1.0
-"""Until it is noticed that a client is gone; it takes a few milliseconds, unless the peer is busy."""
 
 
 class Memories:
