@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 import trio
 
+from p2pstore.checkpoint.content.manifest import SignedManifest
 from p2pstore.checkpoint.peer.surroundings import THREADS
 from p2pstore.gossip.members.membership import MemberState
 from p2pstore.gossip.records import Member, Participation, PeerId
@@ -51,6 +52,19 @@ class CheckpointPeer:
 
     def check_clock(self) -> None:
         self._core.timekeeping.check(self._node.now)
+
+    def announce(self, namespace: str, signed: SignedManifest) -> None:
+        manifest = signed.manifest
+        self.records.publish(
+            namespace,
+            manifest.name,
+            signed.version,
+            self.now,
+            manifest_bytes=len(signed.body),
+            total_bytes=manifest.layout.total_bytes,
+            files=len(manifest.files),
+            pieces=manifest.layout.count,
+        )
 
     def _state(self, member: Member) -> MemberState | None:
         return self._membership.resolve(member)

@@ -15,7 +15,7 @@ import trio
 import p2pstore
 from p2pstore import errors
 from p2pstore.checkpoint.content.hashing import PieceHashes
-from p2pstore.checkpoint.peer import bringing, finding
+from p2pstore.checkpoint.peer import bringing
 from p2pstore.checkpoint.peer.stores import MemoryTarget
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.gossip.records import TakesPart
@@ -196,7 +196,7 @@ async def test_what_was_published_is_published_again_by_the_next_life_of_its_pee
 async def test_a_version_that_its_publisher_gave_up_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finding, "MANIFEST_SECONDS", 1.0)
+    monkeypatch.setattr(manifest_search, "MANIFEST_SECONDS", 1.0)
     monkeypatch.setattr(bringing, "HOPE_SECONDS", 1.0)
     source = tmp_path / "from"
     make_files(source, FILES)

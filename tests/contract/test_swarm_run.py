@@ -14,9 +14,9 @@ from p2pstore.checkpoint.content import target_directory
 from p2pstore.checkpoint.content.manifest import SignedManifest, format_version, version_of
 from p2pstore.checkpoint.content.pieces import Extent
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
-from p2pstore.checkpoint.peer.finding import ask_for_manifest
-from p2pstore.checkpoint.swarm.swarm import SwarmConfig
+from p2pstore.checkpoint.peer.manifest_search import ask_for_manifest
 from p2pstore.checkpoint.swarm.swarm_messages import MAX_NEW_PIECES, NewPieces
+from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from p2pstore.errors import CheckpointChanged, NoSuchKey
 from p2pstore.objects import MIB
 from tests.contract.swarm_world import (
@@ -172,10 +172,10 @@ async def test_who_sends_bad_pieces_is_banned_and_everybody_completes(tmp_path: 
         fetcher = await world.add()
         config = SwarmConfig(retry_seconds=0.05)
         run = fetcher.fetch(signed, to(tmp_path, fetcher), config)
-        run.machine.senders._first_deadline = 5.0
+        run.machine.state.senders._first_deadline = 5.0
         await complete(tmp_path, [fetcher])
         assert lies.reads <= 4
-        assert run.machine.senders.is_ignored(liar.own, trio.current_time()) or not lies.reads
+        assert run.machine.state.senders.is_ignored(liar.own, trio.current_time()) or not lies.reads
 
 
 async def test_a_map_beyond_the_last_piece_bans_its_sender(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ async def test_a_map_beyond_the_last_piece_bans_its_sender(tmp_path: Path) -> No
         run = liar.fetch(signed, to(tmp_path, liar))
         await until(lambda: source.own in run.links.members)
         run.links.say([source.own], NewPieces([4000]))
-        await until(lambda: source.run.machine.senders.is_banned(liar.own))
+        await until(lambda: source.run.machine.state.senders.is_banned(liar.own))
         await until(lambda: liar.own not in source.run.links.members)
         run.links.begin_dialing(source.own)
         await run.links.dial(source.own)

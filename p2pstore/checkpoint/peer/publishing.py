@@ -253,7 +253,7 @@ class Publishing:
         part = await self._parts.begin(order.namespace, signed, store, publishes=True)
         with part.wanted():
             await trio.to_thread.run_sync(keep, signed)
-            self._announce(order.namespace, signed)
+            self._peer.announce(order.namespace, signed)
             part.say(TakesPart.PUBLISHING)
             logger.info(
                 "published checkpoint %s@%s", order.name, format_version(version), extra=_PUBLISHED
@@ -271,20 +271,6 @@ class Publishing:
             while not self._peer.synchronised:  # noqa: ASYNC110  # the core is pure
                 await trio.sleep(LOOK_SECONDS)
         self._peer.records.check_free(order.namespace, order.name)
-
-    def _announce(self, namespace: str, signed: SignedManifest) -> None:
-        """Announce the newest version of the name."""
-        manifest = signed.manifest
-        self._peer.records.publish(
-            namespace,
-            manifest.name,
-            signed.version,
-            self._peer.now,
-            manifest_bytes=len(signed.body),
-            total_bytes=manifest.layout.total_bytes,
-            files=len(manifest.files),
-            pieces=manifest.layout.count,
-        )
 
     def _previous_piece_bytes(self, order: Publish) -> int:
         """Piece length of the name's version before, if this peer still serves it; else 0."""
@@ -357,7 +343,7 @@ class Publishing:
         store = Holding(PublishedPieces(source, manifest), directory)
         part = await self._parts.begin(kept.namespace, kept.manifest, store, publishes=True)
         if self._peer.records.head(digest) is None:
-            self._announce(kept.namespace, kept.manifest)
+            self._peer.announce(kept.namespace, kept.manifest)
         part.say(TakesPart.PUBLISHING)
         logger.info(
             "checkpoint %s is published again, from %s", kept.called, where, extra=_PUBLISHED

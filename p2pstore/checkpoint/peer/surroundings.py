@@ -7,6 +7,7 @@ from typing import Final, Protocol
 
 import trio
 
+from p2pstore.checkpoint.content.manifest import SignedManifest
 from p2pstore.gossip.checkpoint_records import Head, Switch
 from p2pstore.gossip.records import Member, Participation, PeerId, TakesPart
 from p2pstore.transfer.reading.data_pool import DataPool
@@ -71,18 +72,6 @@ class CheckpointRecords(Protocol):
     def followers(self, digest: bytes) -> dict[Member, Participation]: ...
     def gone_from(self, digest: bytes, members: Iterable[Member]) -> list[Member]: ...
 
-    def publish(
-        self,
-        namespace: str,
-        name: str,
-        version: bytes,
-        now: float,
-        *,
-        manifest_bytes: int,
-        total_bytes: int,
-        files: int,
-        pieces: int,
-    ) -> Head: ...
     def switch(self, namespace: str, name: str, version: bytes, now: float) -> None: ...
     def remove(self, namespace: str, name: str, now: float) -> Head: ...
     def forget(self, namespace: str, name: str, publisher: PeerId) -> Head: ...
@@ -116,6 +105,10 @@ class PeerInterface(Surroundings, Protocol):
 
     @property
     def records(self) -> CheckpointRecords: ...
+
+    def announce(self, namespace: str, signed: SignedManifest) -> None:
+        """Write the head of a name: this version is the newest."""
+        ...
 
     @property
     def synchronised(self) -> bool:
