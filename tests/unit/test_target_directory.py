@@ -41,7 +41,8 @@ from p2pstore.checkpoint.content.pieces import (
     map_of,
     pieces_in,
 )
-from p2pstore.checkpoint.content.target_directory import FILES_A_STEP, TargetDirectory
+from p2pstore.checkpoint.content.target_directory import TargetDirectory
+from p2pstore.checkpoint.content.version_files import FILES_A_STEP
 from p2pstore.errors import CapacityExceeded, ConfigError
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.state.folder import Folder
