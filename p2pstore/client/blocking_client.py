@@ -9,9 +9,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints, CheckpointWatch
+from p2pstore.checkpoint.client.checkpoint_calls import (
+    Checkpoints,
+    CheckpointWatch,
+    FetchOptions,
+    VersionOptions,
+)
 from p2pstore.checkpoint.client.group_calls import (
     UPDATE_SECONDS,
     FollowWatch,
@@ -119,37 +124,9 @@ class BlockingCheckpoints:
         )
 
     def fetch(
-        self,
-        name: str,
-        directory: str | os.PathLike[str],
-        *,
-        version: str = "",
-        publisher: str | None = None,
-        flat: bool = False,
-        keep: int = 2,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        limit_rate: int = 0,
-        verify: bool = False,
-        wait: float = 0.0,
-        progress: CheckpointWatch | None = None,
+        self, name: str, directory: str | os.PathLike[str], **options: Unpack[FetchOptions]
     ) -> FetchedCheckpoint:
-        return run_blocking(
-            self._checkpoints.fetch(
-                name,
-                directory,
-                version=version,
-                publisher=publisher,
-                flat=flat,
-                keep=keep,
-                include=include,
-                exclude=exclude,
-                limit_rate=limit_rate,
-                verify=verify,
-                wait=wait,
-                progress=progress,
-            )
-        )
+        return run_blocking(self._checkpoints.fetch(name, directory, **options))
 
     def follow(
         self,
@@ -220,22 +197,10 @@ class BlockingCheckpoints:
         *,
         files: Sequence[str] = (),
         rows: Rows | None = None,
-        version: str = "",
-        publisher: str | None = None,
-        wait: float = 0.0,
-        progress: CheckpointWatch | None = None,
+        **options: Unpack[VersionOptions],
     ) -> CheckpointTensors:
         return run_blocking(
-            self._checkpoints.fetch_tensors(
-                name,
-                names,
-                files=files,
-                rows=rows,
-                version=version,
-                publisher=publisher,
-                wait=wait,
-                progress=progress,
-            )
+            self._checkpoints.fetch_tensors(name, names, files=files, rows=rows, **options)
         )
 
 
