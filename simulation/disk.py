@@ -72,7 +72,7 @@ class Disk:
     def keep_memory(self, core: PeerCore) -> None:
         """The process ends: what it held is still on the SSD."""
         for entry in core.segment.entries():
-            trailer = decode_trailer(core.segment.trailer_bytes(entry))
+            trailer = decode_trailer(core.segment.table.trailer_bytes(entry))
             if trailer is not None and not core.floors.sweep.forbids(entry):
                 value = bytes(core.segment.payload(entry))
                 self.cold[entry.digest] = ColdValue(entry.version, trailer, value)

@@ -207,7 +207,7 @@ class Poison(Behaviour):
     def step(self) -> None:
         for holder, entry in self.some_held(1):
             assert holder.core is not None
-            trailer = decode_trailer(holder.core.segment.trailer_bytes(entry))
+            trailer = decode_trailer(holder.core.segment.table.trailer_bytes(entry))
             mine = self.core.segment.find(entry.digest, self.core.unix(self.now))
             if trailer is None or (mine is not None and mine.version.covers(entry.version)):
                 continue

@@ -172,7 +172,7 @@ class SimulatedPeer:
             cold = self.disk.cold_objects()
             newest = max((each.version.clock for each in cold), default=0)
             self.core.floors.return_with(cold, newest, now)
-        if segment.returned_count:
+        if len(segment.returned):
             self.core.floors.return_with_memory(now)
         self.core.timekeeping.started(now)
         self._waiting.clear()
@@ -531,8 +531,8 @@ class SimulatedPeer:
             )
         return data.ObjectReply(
             data.ObjectStatus.OK,
-            core.segment.slot_bytes(entry),
-            core.segment.trailer_bytes(entry),
+            core.segment.table.slot_bytes(entry),
+            core.segment.table.trailer_bytes(entry),
         )
 
     def when_done(self, operation: Operation | PutAmongMany, action: Callable[[], None]) -> None:

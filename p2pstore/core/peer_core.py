@@ -169,7 +169,7 @@ class PeerCore:
         self.repair = Repair(self, repair)
         self.read_reports = ReadReports(self)
         self.checkpoints = Checkpoints(self)
-        segment.ask_who_keeps(self._is_kept_elsewhere)
+        segment.room.ask_who_keeps(self._is_kept_elsewhere)
         gossip.locations.watch(segment.digests(), self._awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
@@ -298,8 +298,8 @@ class PeerCore:
         self.prefetching.tick(now)
         self.checkpoints.tick(now)
         if now >= self._next_expire:
-            self.segment.expire(self.unix(now))
-            more = self.segment.expires_on(self.unix(now))
+            self.segment.objects.expire(self.unix(now))
+            more = self.segment.objects.expires_on(self.unix(now))
             self._next_expire = now if more else now + EXPIRE_INTERVAL_SECONDS
             self.announce_withdrawn(now)
             self.cold.expire(now)
@@ -619,7 +619,7 @@ class PeerCore:
     def _restamp(self, entry: ObjectEntry, version: Version, now: float) -> None:
         old = entry.version
         self.gossip.release(entry.digest, old, now)
-        self.segment.renew_version(entry, version)
+        self.segment.objects.renew_version(entry, version)
         if self.cold.store is not None:
             self.cold.store.discard(entry.digest, old)
         if self.forbids(entry):
@@ -705,7 +705,7 @@ class PeerCore:
         a thread that is not the one that `decides`."""
         if self.floors.sweep.pending and not (decides and self.find(digest, now)):
             return None
-        return self.segment.lend(digest, self.unix(now))
+        return self.segment.views.lend(digest, self.unix(now))
 
     def lend_small(
         self,
@@ -718,7 +718,7 @@ class PeerCore:
         if self.floors.sweep.pending:
             return None
         most_bytes = min(most_bytes, CHUNK_BYTES)
-        return self.segment.lend_small(
+        return self.segment.views.lend_small(
             digests, most_bytes, MAX_SMALL_BULK_BYTES, self.unix(now), declines
         )
 
@@ -734,7 +734,7 @@ class PeerCore:
 
     def held_back(self, digest: bytes) -> Version | None:
         """The version of an object of an earlier life that nobody is shown yet, as it is not known to be good."""
-        entry = self.segment.find_returned(digest)
+        entry = self.segment.returned.find(digest)
         cold = None if self.cold.store is None else self.cold.store.find(digest)
         versions = [each.version for each in (entry, cold) if each is not None]
         return max(versions, default=None)
@@ -817,7 +817,7 @@ class PeerCore:
         trailer_length = min(
             MAX_TRAILER_BYTES, SUM_BYTES * chunk_count(length) + USUAL_TRAILER_BYTES
         )
-        if self.segment.has_room(length, trailer_length, namespace=namespace):
+        if self.segment.room.has_room(length, trailer_length, namespace=namespace):
             return
         holder = object()
         with suppress(CapacityExceeded, ObjectTooLarge):
@@ -848,7 +848,7 @@ class PeerCore:
 
     def announce_withdrawn(self, now: float) -> None:
         """Say where that is now which the segment evicted, expired or replaced."""
-        self.cold.left_memory(self.segment.take_withdrawn(), now)
+        self.cold.left_memory(self.segment.objects.take_withdrawn(), now)
         self.write_back.memory_taken(now)
 
     def announce(self, entry: ObjectEntry, now: float) -> None:
@@ -859,7 +859,7 @@ class PeerCore:
     def strengthen(self, entry: ObjectEntry, pin: int, replicas: int, now: float) -> None:
         """A second put of the same bytes may pin more firmly and ask for more copies, never less."""
         if pin > entry.pin or replicas > entry.replicas or entry.soft:
-            self.segment.strengthen(
+            self.segment.objects.strengthen(
                 entry,
                 pin=Pin(max(pin, entry.pin)),
                 replicas=max(replicas, entry.replicas),
@@ -873,9 +873,11 @@ class PeerCore:
         """Pin or unpin a copy that is here. With `firm`, one that is pinned is no soft copy any more: those are kept
         for speed alone, pinned or not."""
         if firm and pin is not Pin.NONE and entry.soft:
-            self.segment.strengthen(entry, pin=pin, replicas=entry.replicas, now=self.unix(now))
+            self.segment.objects.strengthen(
+                entry, pin=pin, replicas=entry.replicas, now=self.unix(now)
+            )
         ends = self.unix(now) + (soft_seconds or SOFT_PIN_SECONDS)
-        self.segment.set_pin(entry, pin, ends if pin is Pin.SOFT else 0.0)
+        self.segment.objects.set_pin(entry, pin, ends if pin is Pin.SOFT else 0.0)
         self.announce(entry, now)
 
     def set_expiry(self, digest: bytes, version: Version, expires_unix_ms: int, now: float) -> bool:
@@ -883,7 +885,7 @@ class PeerCore:
         entry = self.find(digest, now)
         here = entry is not None and entry.version[:2] == version[:2]
         if entry is not None and here:
-            self.segment.set_expiry(entry, expires_unix_ms)
+            self.segment.objects.set_expiry(entry, expires_unix_ms)
             version = entry.version
         elif (cold := self.cold.find(digest, now)) is not None and cold.version[:2] == version[:2]:
             version = cold.version

@@ -348,7 +348,7 @@ class Timekeeping:
         core = self._core
         for first in range(0, core.segment.geometry.slots, SLOTS_PER_UNIT):
             yield 0.0
-            for number, entry in enumerate(core.segment.entries_in(first, SLOTS_PER_UNIT)):
+            for number, entry in enumerate(core.segment.objects.in_slots(first, SLOTS_PER_UNIT)):
                 if entry.version.clock <= limit:
                     continue
                 if number % COLD_PER_UNIT == 0:

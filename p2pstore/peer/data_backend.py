@@ -121,13 +121,13 @@ class PeerDataBackend:
             elif (
                 decides and item.first_chunk
             ):  # a read that goes on; those that begin are noted when they are sent
-                segment.used(entry, 0, self._core.unix(now))
-            slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
+                segment.objects.used(entry, 0, self._core.unix(now))
+            slot, trailer = segment.table.slot_bytes(entry), segment.table.trailer_bytes(entry)
             kept = True
             return LentObject(slot, trailer, segment.payload(entry), loan)
         finally:
             if not kept:
-                segment.end_loan(loan)
+                segment.views.end_loan(loan)
 
     def _sent_on(self, sent_on: SentOn) -> ObjectReply:
         """To those that keep it, when the object is hot."""
@@ -171,13 +171,13 @@ class PeerDataBackend:
 
     def end_loan(self, handle: Loan) -> None:
         """It was sent, or will not be."""
-        self._segment.end_loan(handle)
+        self._segment.views.end_loan(handle)
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         """These are served, each so many times."""
         unix = self._core.unix(self._node.now)
         for digest, count in counts.items():
-            self._segment.touch(digest, count, unix)
+            self._segment.objects.touch(digest, count, unix)
         self._core.counters["reads_served"] += sum(counts.values())
 
     async def handle(

@@ -205,7 +205,7 @@ class PeerLocalBackend:
             logger.warning("a client gets no page to lease by: %s", error.strerror)
             return None
         self._hazard_pages[client.holder] = page
-        self._segment.watch_hazards(client.holder, page.view)
+        self._segment.views.watch_hazards(client.holder, page.view)
         return page
 
     def welcomed(self, client: LocalClient) -> None:

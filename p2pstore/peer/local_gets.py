@@ -80,7 +80,7 @@ class LocalGets:
         except BaseException:  # nobody will hear of them
             for grant in grants:
                 if grant is not None and grant.lease:
-                    self._segment.release(grant.lease, holder=client.holder)
+                    self._segment.views.release(grant.lease, holder=client.holder)
             raise
         return grants
 
@@ -99,14 +99,14 @@ class LocalGets:
         entry = self._segment.find(digest, self._core.unix(self._node.now))
         if entry is None:
             return None
-        held = self._segment.leased_bytes_of(client.holder)
+        held = self._segment.views.leased_bytes_of(client.holder)
         if held + entry.length > self._max_leased_bytes:
             error = LeaseLimitExceeded(
                 f"this client holds {format_bytes(held)} leased and may hold "
                 f"{format_bytes(self._max_leased_bytes)}: let go of views, or raise the peer's max_leased"
             )
             return local.LeaseGrant(0, 0, 0, entry.length, 0, error=item_error(error))
-        number = self._segment.lease(
+        number = self._segment.views.lease(
             entry, holder=client.holder, now=self._core.unix(self._node.now)
         )
         return lease_grant(number, entry)
@@ -168,7 +168,7 @@ class LocalGets:
             if place:
                 yield
             with suppress(ValueError):
-                self._segment.release(lease, holder=client.holder)
+                self._segment.views.release(lease, holder=client.holder)
 
     def plan(self, client: LocalClient, message: local.Plan) -> Answer:
         """Where objects can be read, asking the keys' home peers where this one does not know."""
@@ -271,7 +271,7 @@ class LocalGets:
         for access in message.accesses[:MAX_BATCH]:
             count = max(0, access.count)
             views = max(0, min(access.views, count))
-            self._segment.touch(access.digest, count, self._core.unix(self._node.now))
+            self._segment.objects.touch(access.digest, count, self._core.unix(self._node.now))
             self._core.counters["client_reads"] += count - views
             self._core.counters["client_leases"] += views
             self._core.counters["client_read_bytes"] += max(0, access.bytes_read)

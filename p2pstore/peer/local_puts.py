@@ -190,7 +190,7 @@ class LocalPuts:
         self, client: LocalClient, item: local.ReserveItem, namespace: str
     ) -> Steps[local.Reservation]:
         """Room for a put that may never come, where some can be spared."""
-        if not self._segment.can_spare(item.length, item.trailer_length, namespace=namespace):
+        if not self._segment.room.can_spare(item.length, item.trailer_length, namespace=namespace):
             return _NO_ROOM_AHEAD
         [reservation] = yield from self._rooms_for(client, [item], namespace)
         if not reservation.error.code:
@@ -205,7 +205,7 @@ class LocalPuts:
         item, namespace = self._next_put
         self._next_put = None
         now = self._node.now
-        self._segment.make_room_ahead(
+        self._segment.room.make_ahead(
             item.length, item.trailer_length, now=self._core.unix(now), namespace=namespace
         )
         self._core.announce_withdrawn(now)

@@ -481,14 +481,14 @@ class Node:
 
     def restore_header(self) -> None:
         """Before a client maps this peer's memory: no client must keep others out."""
-        if self.core.segment.restore_header():
+        if self.core.segment.restoring.header():
             self._say_restored(1)
 
     async def _restore_memory(self) -> None:
         """Go over what only this peer may write in its memory, in small steps, as clients may write anywhere."""
         while True:
             await trio.sleep(RESTORE_SECONDS)
-            restored, damaged = self.core.segment.restore_some(RESTORE_COUNT)
+            restored, damaged = self.core.segment.restoring.some(RESTORE_COUNT)
             for entry in damaged:
                 self.doubt_own_copy(entry.digest)
             if restored or damaged:

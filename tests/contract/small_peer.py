@@ -34,6 +34,7 @@ from p2pstore.objects import DIGEST_BYTES, MIB, Version, key_digest
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime import memory_barrier
 from p2pstore.wire import Code, Empty, Message, code_of
+from simulation.segment_checks import check_segment
 
 T = TypeVar("T")
 PEER_ID = bytes.fromhex("002408011220") + bytes(32)
@@ -87,7 +88,7 @@ class SmallBackend:
         descriptors = [self.memory.descriptor if writable else self.read_only]
         if self.gives_pages and client.hazards:
             page = self.pages[client.holder] = create_page(HAZARD_PAGE_BYTES, "small-peer-hazards")
-            self.segment.watch_hazards(client.holder, page.view)
+            self.segment.views.watch_hazards(client.holder, page.view)
             reply = msgspec.structs.replace(reply, hazards=True)
             descriptors.append(page.descriptor)
         return reply, descriptors
@@ -185,10 +186,10 @@ class SmallBackend:
         if entry is None:
             error = NoSuchKey("no live peer holds this key")
             return local.LeaseGrant(0, 0, 0, 0, 0, error=_item_error(error))
-        if self.segment.leased_bytes_of(client.holder) + entry.length > self.max_leased_bytes:
+        if self.segment.views.leased_bytes_of(client.holder) + entry.length > self.max_leased_bytes:
             error = LeaseLimitExceeded("let go of views before you take more")
             return local.LeaseGrant(0, 0, 0, 0, 0, error=_item_error(error))
-        number = self.segment.lease(entry, holder=client.holder, now=time.time())
+        number = self.segment.views.lease(entry, holder=client.holder, now=time.time())
         version = entry.version
         return local.LeaseGrant(
             *(number, 0, entry.offset, entry.length, entry.trailer_length),
@@ -197,7 +198,7 @@ class SmallBackend:
 
     def _release(self, client: LocalClient, message: local.Release) -> None:
         for lease in message.leases:
-            self.segment.release(lease, holder=client.holder)
+            self.segment.views.release(lease, holder=client.holder)
 
     def _plan(self, client: LocalClient, message: local.Plan) -> Message | Awaitable[Message]:
         self.excluded.append(message.exclude)
@@ -251,7 +252,7 @@ class SmallBackend:
         return local.Removed([each is not None for each in removed])
 
     def _list(self, client: LocalClient, message: local.ListKeys) -> Message:
-        entries, more = self.segment.keys(
+        entries, more = self.segment.listing.page(
             message.namespace, message.prefix, message.after, message.limit
         )
         return local.Keys(
@@ -281,12 +282,12 @@ class SmallBackend:
             if entry is None:
                 items.append(_item_error(NoSuchKey("no live peer holds this key")))
             else:
-                self.segment.set_pin(entry, Pin(message.pin), 0)
+                self.segment.objects.set_pin(entry, Pin(message.pin), 0)
                 items.append(local.OK)
         return local.Pinned(items)
 
     def _flush(self, client: LocalClient, message: local.Flush) -> Message:
-        for entry in self.segment.keys(message.namespace, "", "", 1000)[0]:
+        for entry in self.segment.listing.page(message.namespace, "", "", 1000)[0]:
             self.segment.remove(entry.digest)
         return Empty()
 
@@ -404,7 +405,7 @@ class SmallPeer:
         """Bytes taken in the segment, which is checked for leaks and contradictions."""
 
         def look() -> int:
-            self.backend.segment.check()
+            check_segment(self.backend.segment)
             return self.backend.segment.used_bytes
 
         return self.call(look)

@@ -128,7 +128,7 @@ class ColdWorld(Harness):
 
     def _keep(self, effect: WriteObject) -> None:
         held = effect.entry
-        trailer = decode_trailer(self.segment.trailer_bytes(held))
+        trailer = decode_trailer(self.segment.table.trailer_bytes(held))
         assert trailer is not None
         entry = ColdEntry(
             digest=held.digest,

@@ -75,6 +75,7 @@ from p2pstore.transfer.data_messages import (
     Push,
 )
 from p2pstore.wire import Code, Message, decode_body, encode_body
+from simulation.segment_checks import check_segment
 from simulation.signer import SimulatedSigner, SimulatedVerifier
 from tests.unit.gossip_network import inform_of_death
 
@@ -447,7 +448,7 @@ class Harness:
         assert self.segment.leased_bytes == 0
         live = sum(entry.extent_bytes for entry in self.segment.entries())
         assert self.segment.used_bytes == live, "a reservation was left behind"
-        self.segment.check()
+        check_segment(self.segment)
 
 
 def digests_asked(ask: AskPeer) -> list[bytes]:

@@ -28,7 +28,7 @@ def with_unproved_copy() -> Harness:
     entry = world.stored("k", b"value")
     world.gossip.release(entry.digest, entry.version, world.now)
     foreign = Version(entry.version.clock, world.writer ^ 1, entry.version.root)
-    world.segment.renew_version(entry, foreign)
+    world.segment.objects.renew_version(entry, foreign)
     world.core.proofs.lacks(entry.digest, world.now)
     return world
 

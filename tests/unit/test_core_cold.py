@@ -38,6 +38,7 @@ from p2pstore.transfer.data_messages import (
     SetExpiry,
 )
 from p2pstore.wire import Code
+from simulation.segment_checks import check_segment
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import NAMESPACE, Harness, digest_of
 
@@ -60,7 +61,7 @@ def test_the_coldest_is_written_first_and_used_objects_last() -> None:
         world.stored(f"k{number}", VALUE + bytes([number]))
     used = world.find("k0")
     assert used is not None
-    world.segment.used(used, 1, world.core.unix(world.now))
+    world.segment.objects.used(used, 1, world.core.unix(world.now))
     for number in range(12, 20):
         world.stored(f"k{number}", VALUE + bytes([number]))
     world.pass_time(0.1)
@@ -80,7 +81,7 @@ def test_the_coldest_quarter_is_written_however_many_objects_that_are() -> None:
         world.pass_time(0.05)
         world.write()
     assert len(world.store.objects) == pytest.approx(count / 4, rel=0.1)
-    world.segment.check()
+    check_segment(world.segment)
 
 
 def test_what_is_being_written_is_not_evicted_and_little_is_at_a_time() -> None:
@@ -263,13 +264,13 @@ def test_a_pass_over_cold_objects_does_not_push_out_what_is_used() -> None:
         world.cool(name, VALUE + name.encode())
     for number in range(10):
         entry = world.stored(f"hot{number}", VALUE)
-        world.segment.used(entry, 3, world.core.unix(world.now))
+        world.segment.objects.used(entry, 3, world.core.unix(world.now))
     for name in names:
         world.core.fetch(digest_of(name), world.now)
         assert world.load() == [name]
         entry_of_it = world.find(name)
         assert entry_of_it is not None
-        world.segment.used(entry_of_it, 1, world.core.unix(world.now))
+        world.segment.objects.used(entry_of_it, 1, world.core.unix(world.now))
         world.pass_time(0.01)
         world.write()
     assert all(world.find(f"hot{number}") for number in range(10))

@@ -225,7 +225,7 @@ def test_threads_are_lent_nothing_that_a_flush_may_end(monkeypatch: pytest.Monke
     def lent(*, decides: bool = False) -> bool:
         found = world.core.lend(entry.digest, world.now, decides=decides)
         if found is not None:
-            world.segment.end_loan(found[0])
+            world.segment.views.end_loan(found[0])
         return found is not None
 
     assert lent()
@@ -243,7 +243,7 @@ def test_what_expired_is_lent_no_longer() -> None:
     entry = world.stored("k", b"value", ttl_seconds=5.0)
     found = world.core.lend(entry.digest, world.now + 4.0, decides=False)
     assert found is not None
-    world.segment.end_loan(found[0])
+    world.segment.views.end_loan(found[0])
     assert world.core.lend(entry.digest, world.now + 5.0, decides=False) is None
 
 

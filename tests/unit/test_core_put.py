@@ -34,6 +34,7 @@ from p2pstore.transfer.data_messages import (
     SetExpiry,
 )
 from p2pstore.wire import Code, Failure
+from simulation.segment_checks import check_segment
 from tests.unit.core_harness import (
     HOLDER,
     NAMESPACE,
@@ -364,10 +365,10 @@ def test_the_ttl_of_a_second_put_replaces_that_of_the_object(before: float) -> N
     assert not put.done
     world.answer(ask, ExpirySet(b"\1"))
     assert end_of(put).status == PutStatus.UNCHANGED
-    trailer = decode_trailer(world.segment.trailer_bytes(entry))
+    trailer = decode_trailer(world.segment.table.trailer_bytes(entry))
     assert trailer is not None
     assert trailer.expires_unix_ms == entry.expires_unix_ms, "readers of the mapping see it, too"
-    world.segment.check()
+    check_segment(world.segment)
     world.now += 6.9
     world.core.tick(world.now)
     assert world.find("k") is entry
@@ -456,10 +457,10 @@ def test_a_value_that_fills_its_extent_is_given_an_end() -> None:
         world = Harness()
         entry = world.stored("k", bytes(length))
         world.put("k", bytes(length), ttl_seconds=5.0)
-        trailer = decode_trailer(world.segment.trailer_bytes(entry))
+        trailer = decode_trailer(world.segment.table.trailer_bytes(entry))
         assert trailer is not None
         assert trailer.expires_unix_ms == entry.expires_unix_ms > 0
-        world.segment.check()
+        check_segment(world.segment)
 
 
 # --- tensors -----------------------------------------------------------------------------------

@@ -415,7 +415,7 @@ def test_a_withdrawal_of_an_old_version_leaves_the_new_one_announced() -> None:
     record = world.announced("k")
     assert record is not None
     assert record.version == new
-    assert not world.segment.take_withdrawn(), "announced with the put, not some time later"
+    assert not world.segment.objects.take_withdrawn(), "announced with the put, not some time later"
 
 
 def known_keys(world: Harness, count: int) -> list[str]:

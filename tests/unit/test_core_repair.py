@@ -318,7 +318,7 @@ def test_pinned_objects_go_first_then_those_that_are_asked_for_most() -> None:
     for key, hits, ago in (("seldom", 1, 50.0), ("often", 30, 20.0), ("now", 1, 0.5)):
         entry = world.find(key)
         assert entry is not None
-        world.segment.used(entry, hits, unix - ago)
+        world.segment.objects.used(entry, hits, unix - ago)
     operation = hand_over(world)
     order = answer_all(world)
     assert order == [digest_of(key) for key in ("hard", "soft", "often", "now", "seldom")]
@@ -335,7 +335,7 @@ def test_of_very_many_objects_the_first_in_order_are_kept(monkeypatch: pytest.Mo
     offering(world, 1 << 20)
     for number in range(40):
         entry = world.stored(f"k{number}", b"value")
-        world.segment.used(entry, number * 7 % 40, world.core.unix(world.now))
+        world.segment.objects.used(entry, number * 7 % 40, world.core.unix(world.now))
     operation = hand_over(world)
     order = answer_all(world)
     by_hits = sorted(range(40), key=lambda number: -(number * 7 % 40))

@@ -367,12 +367,12 @@ def test_a_limit_below_one_still_gets_somewhere(limit: int) -> None:
 def test_an_item_says_what_the_object_is() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"12345", pin=2, ttl_seconds=50.0)
-    lease = world.segment.lease(entry, holder="reader", now=world.core.unix(world.now))
+    lease = world.segment.views.lease(entry, holder="reader", now=world.core.unix(world.now))
     (item,) = list_here(world).items
     assert (item.length, item.pin, item.soft, item.leased) == (5, Pin.HARD, False, True)
     assert (item.clock, item.writer) == (entry.version.clock, entry.version.writer)
     assert item.expires_unix_ms == entry.expires_unix_ms
-    world.segment.release(lease, holder="reader")
+    world.segment.views.release(lease, holder="reader")
 
 
 # --- the rest --------------------------------------------------------------------------------

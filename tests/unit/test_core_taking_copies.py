@@ -112,7 +112,7 @@ def test_copies_come_together_are_firm_and_keep_their_proofs() -> None:
         record = world.announced(f"k{number}")
         assert record is not None
         assert (record.version, record.replicas) == (thing.version, 2)
-        trailer = decode_trailer(world.segment.trailer_bytes(entry))
+        trailer = decode_trailer(world.segment.table.trailer_bytes(entry))
         assert trailer is not None
         assert world.core.proofs.accept(entry.digest, entry.version, trailer.proof)
         assert msgspec.structs.replace(trailer, proof=b"") == thing.trailer

@@ -82,12 +82,12 @@ class Checks:
             waiting.append(operation)
             return
         self._waiting[entry.slot] = [operation]
-        self._core.segment.acquire(entry)
+        self._core.segment.references.acquire(entry)
         self._core.emit(CheckObject(entry))
 
     def ended(self, entry: ObjectEntry, sums: bytes, now: float) -> None:
         """The outcome of a `CheckObject`: the checksums that the bytes give."""
-        self._core.segment.let_go(entry, was_used=False)
+        self._core.segment.references.let_go(entry, was_used=False)
         self.judge(entry, sums, now)
         for operation in self._waiting.pop(entry.slot):
             if not operation.done:
@@ -98,7 +98,7 @@ class Checks:
         wrote over that; or it is withdrawn."""
         live = entry.state is SlotState.LIVE
         good = root_checksum(entry.length, sums) == entry.version.root
-        if good and (not live or self._core.segment.restore_object(entry, sums)):
+        if good and (not live or self._core.segment.restoring.object(entry, sums)):
             entry.verified = True
         elif live:
             if len(self._spoilt) < MAX_NOTED:

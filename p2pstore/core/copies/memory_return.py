@@ -80,7 +80,7 @@ class MemoryReturn:
                 self._drop(entry, "damaged")
             elif not is_good(entry):
                 self._drop(entry, "discarded")
-            elif core.segment.publish_returned(entry, unix):
+            elif core.segment.returned.publish(entry, unix):
                 self._count(entry, "returned")
                 entry.verified = True
                 core.cold.came_to_memory(entry)
@@ -92,7 +92,7 @@ class MemoryReturn:
 
     def _drop(self, entry: ObjectEntry, fate: str) -> None:
         if entry.state is SlotState.RETURNED:
-            self._core.segment.drop_returned(entry)
+            self._core.segment.returned.drop(entry)
             self._count(entry, fate)
 
     def _count(self, entry: ObjectEntry, fate: str) -> None:

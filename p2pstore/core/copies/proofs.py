@@ -98,7 +98,7 @@ class VersionProofs:
     def of(self, entry: ObjectEntry, now: float) -> bytes:
         """The proof of what is here in memory; empty where there is none."""
         core = self._core
-        trailer = decode_trailer(core.segment.trailer_bytes(entry))
+        trailer = decode_trailer(core.segment.table.trailer_bytes(entry))
         if trailer is None or trailer.proof or not core.is_own(entry.version):
             return b"" if trailer is None else trailer.proof
         known = self._signed.get(entry.digest)
@@ -311,4 +311,4 @@ class ProveOperation(Operation):
         """Put a proof beside the copy that is here."""
         entry = self.core.find(digest, now)
         if entry is not None and entry.version == version and not self.core.is_own(version):
-            self.core.segment.set_proof(entry, proof)
+            self.core.segment.objects.set_proof(entry, proof)

@@ -85,7 +85,9 @@ class ReplicateOperation(Operation):
             for peer_id in dict.fromkeys((*soft, *ranked))
             if peer_id not in known and offers_memory(self.core, peer_id)
         ]
-        self.core.segment.acquire(entry)  # the source of copies is not evicted before they are made
+        self.core.segment.references.acquire(
+            entry
+        )  # the source of copies is not evicted before they are made
         for peer_id in to_tell:
             self._ask(peer_id, now)
         self._proceed(now)
@@ -94,7 +96,7 @@ class ReplicateOperation(Operation):
         while self._copies + len(self._pending) < self._wanted and self._candidates:
             self._ask(self._next_candidate(), now)
         if not self._pending:
-            self.core.segment.let_go(self._entry)
+            self.core.segment.references.let_go(self._entry)
             self.finish(self._copies, now)
 
     def _next_candidate(self) -> PeerId:
@@ -132,7 +134,7 @@ class ReplicateOperation(Operation):
 
     def cancel(self, now: float) -> None:
         if not self.done:
-            self.core.segment.let_go(self._entry)
+            self.core.segment.references.let_go(self._entry)
         super().cancel(now)
 
 

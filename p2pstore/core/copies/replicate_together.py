@@ -75,7 +75,9 @@ class ReplicateTogether(Operation):
         able = [peer_id for peer_id in core.live_peers() if offers_memory(core, peer_id)]
         understanding = set(filter(self._understands, able))
         for row in self._rows:
-            self.core.segment.acquire(row.entry)  # not evicted before its copies are made
+            self.core.segment.references.acquire(
+                row.entry
+            )  # not evicted before its copies are made
             for target in filter(understanding.__contains__, self._targets_of(row, able)):
                 row.waiting += 1
                 by_target.setdefault(target, []).append(row)
@@ -110,8 +112,8 @@ class ReplicateTogether(Operation):
         segment, me = self.core.segment, self.core.gossip.record(now)
         entries = [row.entry for row in rows]
         request = ReplicateMany(
-            b"".join(map(segment.slot_bytes, entries)),
-            list(map(segment.trailer_bytes, entries)),
+            b"".join(map(segment.table.slot_bytes, entries)),
+            list(map(segment.table.trailer_bytes, entries)),
             self.core.proofs.sign(entries),
             me.body,
             me.signature,
@@ -160,7 +162,7 @@ class ReplicateTogether(Operation):
     def _ended(self, row: _Row, copies: Any, now: float) -> None:
         if self.done:
             return
-        self.core.segment.let_go(row.entry)
+        self.core.segment.references.let_go(row.entry)
         count = self._copies[row.place] = copies if isinstance(copies, int) else 1 + len(row.made)
         if count < row.wanted:
             self.core.repair.fell_short(count, now)
@@ -175,7 +177,7 @@ class ReplicateTogether(Operation):
         super().cancel(now)
         for row in self._rows:
             if not self._copies[row.place]:
-                self.core.segment.let_go(row.entry)
+                self.core.segment.references.let_go(row.entry)
                 if row.alone is not None:
                     row.alone.cancel(now)
 

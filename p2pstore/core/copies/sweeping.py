@@ -60,7 +60,7 @@ class Sweep:
     def _pass_slots(self, now: float) -> None:
         core, withdrawn = self._core, 0
         count = min(SLOTS_PER_STEP, self._left)
-        for entry in core.segment.entries_in(self._at, count):
+        for entry in core.segment.objects.in_slots(self._at, count):
             if self.forbids(entry):
                 if withdrawn == WITHDRAWN_PER_STEP:
                     count = entry.slot - self._at

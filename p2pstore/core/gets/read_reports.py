@@ -70,6 +70,6 @@ class ReadReports:
     def heard(self, items: Sequence[ReadCount], now: float) -> None:
         """Others read these objects here."""
         for item in items:
-            self._core.segment.touch(
+            self._core.segment.objects.touch(
                 item.digest, max(0, min(item.count, MAX_COUNT)), self._core.unix(now)
             )

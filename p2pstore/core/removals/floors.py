@@ -332,7 +332,7 @@ class Floors:
     def return_with_memory(self, now: float) -> None:
         """As `return_with`, for what the segment has of an earlier life. It is taken care of here: what turns out good
         is asked to be checked (`CheckReturned`), then published and announced."""
-        returned = self._core.segment.returned()
+        returned = self._core.segment.returned.entries()
         self._memory = MemoryReturn(self._core, returned)
         newest_clock = max((entry.version.clock for entry in returned), default=0)
         self._hold_back(newest_clock, now)
@@ -425,9 +425,9 @@ class Floors:
         entry = core.segment.find(digest, core.unix(now))
         if entry is not None and version.covers(entry.version):
             core.withdraw(entry, now)
-        returned = core.segment.find_returned(digest)
+        returned = core.segment.returned.find(digest)
         if returned is not None and version.covers(returned.version):
-            core.segment.drop_returned(returned)
+            core.segment.returned.drop(returned)
         core.cold.discard(digest, version, now)
 
     def _distrust(self, clock: int, now: float) -> None:
