@@ -97,7 +97,7 @@ class World(harness.Harness):
             room = self.segment.reserve(1, 200, holder="c", now=self.core.unix(self.now))
             key = f"k{number:08d}"
             spec = PutSpec("c", room.number, harness.NAMESPACE, key, 1, SUMS, ROOT)
-            self.core.start(PutOperation(self.core, spec), self.now)
+            self.core.operations.start(PutOperation(self.core, spec), self.now)
             if number % 1000 == 0:
                 self.core.take_effects()
 
@@ -216,7 +216,7 @@ class Requests:
         )
         world.ticks("its death, later", 60.0)
         operation = FlushOperation(core, harness.NAMESPACE)
-        measure("FLUSH", lambda: core.start(operation, world.now))
+        measure("FLUSH", lambda: core.operations.start(operation, world.now))
         world.ticks("FLUSH, later", 10.0)
 
 

@@ -111,11 +111,11 @@ class Disk:
             )
         except P2PStoreError:
             return
-        core.announce_withdrawn(now)
+        core.objects.announce_withdrawn(now)
         view = core.segment.reservation_view(reservation.number, holder="ssd")
         view[: len(cold.value)] = cold.value
         try:
-            core.publish(
+            core.objects.publish(
                 Written(reservation.number, digest, cold.version, cold.trailer, len(cold.value)),
                 holder="ssd",
                 soft=False,

@@ -268,7 +268,7 @@ class SimulatedPeer:
         assert self.core is not None
         self.core.closing = True
         operation = HandOverOperation(self.core)
-        self.core.start(operation, self.cluster.kernel.now)
+        self.core.operations.start(operation, self.cluster.kernel.now)
         self.settle()
         return operation
 
@@ -342,7 +342,7 @@ class SimulatedPeer:
             self._pulls.remove(task)
             outcome = task.result()
             if outcome is not None:
-                self.core.pulled(operation, outcome, self.cluster.kernel.now)
+                self.core.operations.pulled(operation, outcome, self.cluster.kernel.now)
                 self.settle()
 
         task = Task(self.cluster.kernel, pull, end)
@@ -522,7 +522,7 @@ class SimulatedPeer:
         return None if self.core is None else self._object_reply(self.core, digest)
 
     def _object_reply(self, core: PeerCore, digest: bytes) -> data.ObjectReply:
-        entry = core.find(digest, self.cluster.kernel.now)
+        entry = core.objects.find(digest, self.cluster.kernel.now)
         if entry is None:
             return data.ObjectReply(
                 data.ObjectStatus.NOT_FOUND,
@@ -619,7 +619,7 @@ class SimulatedPeer:
             )
         except P2PStoreError:
             return None
-        core.announce_withdrawn(now)
+        core.objects.announce_withdrawn(now)
         core.segment.reservation_view(reservation.number, holder="client")[: len(value)] = value
         facts = PutFacts(
             reservation.number,
@@ -633,7 +633,7 @@ class SimulatedPeer:
         operation = PutOperation(core, facts, holder="client", namespace=namespace)
         [end] = publish_new(core, [facts], holder="client", namespace=namespace, now=now)
         if end is None:
-            core.start(operation, now)
+            core.operations.start(operation, now)
         elif not isinstance(end, PutAmongMany):
             operation.finish(end, now)
         self.settle()
@@ -647,7 +647,7 @@ class SimulatedPeer:
         if entry is not None:
             done(bytes(core.segment.payload(entry)))
             return
-        operation = core.fetch(digest, now)
+        operation = core.operations.fetch(digest, now)
 
         def finished() -> None:
             result = operation.result
@@ -667,7 +667,7 @@ class SimulatedPeer:
         """Remove everywhere."""
         assert self.core is not None
         operation = RemoveOperation(self.core, namespace, [key])
-        self.core.start(operation, self.cluster.kernel.now)
+        self.core.operations.start(operation, self.cluster.kernel.now)
         self.settle()
         return operation
 
@@ -675,6 +675,6 @@ class SimulatedPeer:
         """Remove a whole namespace everywhere."""
         assert self.core is not None
         operation = FlushOperation(self.core, namespace)
-        self.core.start(operation, self.cluster.kernel.now)
+        self.core.operations.start(operation, self.cluster.kernel.now)
         self.settle()
         return operation

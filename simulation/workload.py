@@ -10,8 +10,8 @@ from typing import Final
 
 from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import NoSuchKey, P2PStoreError
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import key_digest
+from p2pstore.put_facts import PutStatus
 from simulation.cluster import NAMESPACE, SimulatedPeer
 from simulation.kernel import Faults
 from simulation.scenario import BOOTED_SECONDS, ScenarioRun

@@ -355,7 +355,7 @@ class Timekeeping:
                     yield 0.0
                 if core.segment.find(entry.digest, core.unix(self._now)) is entry:
                     clock = self._lowered(entry.version.clock, by)
-                    core.renew_version(entry, clock, self._now)
+                    core.objects.renew_version(entry, clock, self._now)
                     core.counters["stamps_renewed"] += 1
 
     def _drop_cold(self, limit: int) -> Iterator[float]:

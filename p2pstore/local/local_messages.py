@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from p2pstore.local import checkpoint_messages as checkpoints
 from p2pstore.local import group_messages as groups
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import KeyEntry, PutFacts
 from p2pstore.wire import Empty, Message
 
 MAX_BATCH: Final = 16_384
@@ -161,12 +161,6 @@ class Commit(Message, frozen=True):
     deadline_ms: int = 5000
     again: Annotated[list[ReserveItem], MANY] = []
     at_hand: bool = False
-
-
-class PutStatus(IntEnum):
-    CREATED = 0
-    UNCHANGED = 1
-    KEPT_EXISTING = 2
 
 
 class PutOutcome(Message, frozen=True):
@@ -472,18 +466,6 @@ class ListKeys(Message, frozen=True):
     local: bool = False
     pinned: bool = False
     deadline_ms: int = 5000
-
-
-class KeyEntry(Message, frozen=True):
-    key: str
-    length: int
-    copies: int
-    peers: list[str]
-    pin: int
-    soft: bool
-    expires_unix_ms: int
-    clock: int = 0
-    writer: int = 0
 
 
 class Keys(Message, frozen=True):

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 import trio
 
-from p2pstore.core.core_effects import KnownCopy
+from p2pstore.core.core_effects import KnownCopy, PullFailure
 from p2pstore.core.gets.fetch_operation import FetchOperation, unavailable, unknown
 from p2pstore.core.gets.lookup import LookupOperation, split_digests
 from p2pstore.errors import (
@@ -141,9 +141,9 @@ class LocalGets:
         if message.wait_ms:  # not a part of the fetch, which others share who wait less, or longer
             wait_seconds = min(message.wait_ms / 1000, MAX_WAIT_SECONDS)
             lookup = LookupOperation(self._core, [digest], wait_seconds=wait_seconds)
-            await self._node.settle(self._core.start(lookup, self._node.now))
+            await self._node.settle(self._core.operations.start(lookup, self._node.now))
         for _ in range(FETCH_ROUNDS):  # what was just fetched may be evicted before it is leased
-            operation = self._core.fetch(
+            operation = self._core.operations.fetch(
                 digest,
                 self._node.now,
                 progress_seconds=message.deadline_ms / 1000,
@@ -183,7 +183,7 @@ class LocalGets:
             ),
             namespace=message.namespace or None,
         )
-        self._core.start(operation, self._node.now)
+        self._core.operations.start(operation, self._node.now)
         if operation.done:
             return in_turns(self._planned(operation))
         return self._plan_later(operation)
@@ -283,5 +283,9 @@ class LocalGets:
             if failure.member == local.OWN_COPY:
                 self._node.doubt_own_copy(failure.digest)
             else:
-                self._core.client_reported(failure, self._node.now)
+                self._core.holders.failed(failure.digest, _pull_failure(failure), self._node.now)
             yield
+
+
+def _pull_failure(failure: local.HolderFailure) -> PullFailure:
+    return PullFailure(failure.member, failure.code, "", failure.incarnation, failure.sequence)

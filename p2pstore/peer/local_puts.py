@@ -122,7 +122,7 @@ class LocalPuts:
             operation = PutOperation(
                 self._core, item, holder=client.holder, namespace=message.namespace
             )
-            return self._core.start(operation, self._node.now)
+            return self._core.operations.start(operation, self._node.now)
         except (P2PStoreError, ValueError) as error:
             return failed_put(error)
 
@@ -208,7 +208,7 @@ class LocalPuts:
         self._segment.room.make_ahead(
             item.length, item.trailer_length, now=self._core.unix(now), namespace=namespace
         )
-        self._core.announce_withdrawn(now)
+        self._core.objects.announce_withdrawn(now)
 
     def abort(self, client: LocalClient, message: local.Abort) -> Answer:
         """Give reservations back; one that has ended already is passed over."""

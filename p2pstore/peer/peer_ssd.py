@@ -283,7 +283,7 @@ class PeerSsd:
         """Bring an object to memory."""
         core, node = self._core, self._node
         try:
-            destination = core.copy_destination(effect.operation, node.now)
+            destination = core.operations.copy_destination(effect.operation, node.now)
         except NoSuchKey:
             return  # whoever wanted it has gone
         load = _Load(node, effect)
@@ -398,7 +398,7 @@ class PeerSsd:
         """Have what a client put on the SSD before this returns, so that it survives a crash of the machine.
         Raises `CapacityExceeded` when the tier does not take it, and `Unavailable` when it does not answer."""
         segment = self._core.segment
-        entry = self._core.find(digest, self._node.now)
+        entry = self._core.objects.find(digest, self._node.now)
         if entry is None:
             raise CapacityExceeded(
                 "durable: the object was removed or evicted before it was on the SSD"
@@ -536,7 +536,7 @@ class _Load:
         code = int(Code.DEADLINE_EXCEEDED)
         failures = (PullFailure(core.member, code, silent),) if silent else ()
         outcome = PullOutcome(length >= 0, failures, error, core.member, NAME)
-        core.pulled(self._effect.operation, outcome, node.now)
+        core.operations.pulled(self._effect.operation, outcome, node.now)
         node.process()
 
 

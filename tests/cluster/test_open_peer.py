@@ -171,12 +171,12 @@ async def test_readers_spread_over_the_holders(tmp_path: Path) -> None:
         (reader,) = (peer for peer in peers if not peer.node.core.segment.object_count)
         core = reader.node.core
         digest = key_digest("k")
-        await until(lambda: len(core.known_copies(digest, reader.node.now)) == 2)
-        copies = core.known_copies(digest, reader.node.now)
+        await until(lambda: len(core.copies.known(digest, reader.node.now)) == 2)
+        copies = core.copies.known(digest, reader.node.now)
         firsts = {reader.node.reading_order(copies)[0].member for _ in range(100)}
         assert firsts == {copy.member for copy in copies}
-        core.peer_failed(copies[0].peer_id, reader.node.now)
-        copies = core.known_copies(digest, reader.node.now)
+        core.holders.peer_failed(copies[0].peer_id, reader.node.now)
+        copies = core.copies.known(digest, reader.node.now)
         firsts = {reader.node.reading_order(copies)[0].member for _ in range(100)}
         assert firsts == {copies[0].member}
 
@@ -720,7 +720,7 @@ async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies
 ) -> None:
     async with cluster(tmp_path, 2) as (first, second):
         await first.put("k", b"value")
-        entry = first.node.core.find(key_digest("k", "default"), first.node.now)
+        entry = first.node.core.objects.find(key_digest("k", "default"), first.node.now)
         assert entry is not None
         second.node.core.closing = True
         leaving = first.node.remote_peer(second.node.core.peer_id)

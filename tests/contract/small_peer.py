@@ -31,7 +31,7 @@ from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_memory, cr
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import Pin, TrailerBody, plan_geometry
 from p2pstore.objects import DIGEST_BYTES, MIB, Version, key_digest
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import KeyEntry, PutFacts, PutStatus
 from p2pstore.runtime import memory_barrier
 from p2pstore.wire import Code, Empty, Message, code_of
 from simulation.segment_checks import check_segment
@@ -145,7 +145,7 @@ class SmallBackend:
         if existing is not None and not item.overwrite:
             self.segment.abort(item.reservation, holder=client.holder)
             same = existing.version.root == item.root and existing.length == item.length
-            status = local.PutStatus.UNCHANGED if same else local.PutStatus.KEPT_EXISTING
+            status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
             version = existing.version
             return local.PutOutcome(status, 1, item.replicas, version.clock, version.writer)
         self._clock += 1
@@ -167,7 +167,7 @@ class SmallBackend:
             soft=False,
             now=time.time(),
         )
-        return local.PutOutcome(local.PutStatus.CREATED, 1, item.replicas, self._clock, 7)
+        return local.PutOutcome(PutStatus.CREATED, 1, item.replicas, self._clock, 7)
 
     def _place(self, client: LocalClient, message: local.Place) -> Message:
         return local.Placed([], error=_item_error(CapacityExceeded("there is no other peer")))
@@ -257,7 +257,7 @@ class SmallBackend:
         )
         return local.Keys(
             [
-                local.KeyEntry(
+                KeyEntry(
                     each.key, each.length, 1, ["small"], each.pin, each.soft, each.expires_unix_ms
                 )
                 for each in entries

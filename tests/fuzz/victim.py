@@ -121,7 +121,7 @@ class Victim:
             with trio.fail_after(SECONDS):
                 await self._serves()
                 while core.operations_under_way or core.segment.leased_bytes:
-                    under_way = [vars(each) for each in core._operations.values()]
+                    under_way = [vars(each) for each in core.operations._running.values()]
                     self._step = f"leased {core.segment.leased_bytes}, under way {under_way}"
                     await trio.sleep(0.01)
         except trio.TooSlowError:

@@ -307,7 +307,7 @@ class Harness:
         reservation = self.segment.reserve(
             len(value), trailer, holder=HOLDER, now=self.core.unix(self.now)
         )
-        self.core.announce_withdrawn(self.now)
+        self.core.objects.announce_withdrawn(self.now)
         self.segment.reservation_view(reservation.number, holder=HOLDER)[:] = value
         return reservation.number
 
@@ -363,7 +363,7 @@ class Harness:
     # --- driving -----------------------------------------------------------------------------
 
     def start(self, operation: Operation) -> Operation:
-        return self.core.start(operation, self.now)
+        return self.core.operations.start(operation, self.now)
 
     def pass_time(self, seconds: float) -> None:
         """Advance in the steps that the core asks for."""
@@ -423,10 +423,12 @@ class Harness:
         self, pull: PullObject, thing: RemoteObject, *failures: PullFailure
     ) -> ObjectEntry | None:
         """Carry out a pull: the object arrives, after these failures of others."""
-        destination = self.core.copy_destination(pull.operation, self.now)
+        destination = self.core.operations.copy_destination(pull.operation, self.now)
         destination.prepare(thing.slot, thing.trailer)[:] = thing.value
         entry = destination.commit(self.now)
-        self.core.pulled(pull.operation, PullOutcome(entry is not None, tuple(failures)), self.now)
+        self.core.operations.pulled(
+            pull.operation, PullOutcome(entry is not None, tuple(failures)), self.now
+        )
         return entry
 
     def fail(self, pull: PullObject, *codes: Code, error: Exception | None = None) -> None:
@@ -435,7 +437,7 @@ class Harness:
             PullFailure(copy.member, int(code), "", OTHER_INCARNATION, 1000)
             for copy, code in zip(pull.copies, codes, strict=True)
         )
-        self.core.pulled(pull.operation, PullOutcome(False, failures, error), self.now)
+        self.core.operations.pulled(pull.operation, PullOutcome(False, failures, error), self.now)
 
     def finished(self) -> set[int]:
         """Numbers of the operations that were reported as finished since the last call."""

@@ -61,7 +61,7 @@ def test_what_is_gone_meanwhile_is_not_adopted() -> None:
     world = with_unproved_copy()
     entry = world.find("k")
     assert entry is not None
-    world.core.withdraw(entry, world.now)
+    world.core.objects.withdraw(entry, world.now)
     tick_for(world, LONG_SECONDS)
     assert world.core.counters["copies_adopted"] == 0
     assert world.gossip.holders(digest_of("k"), world.now) == []

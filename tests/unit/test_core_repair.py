@@ -230,11 +230,11 @@ def test_evicted_soft_and_removed_copies_are_not_looked_for() -> None:
     world.stored("gone", b"value", replicas=2)
     entry = world.find("gone")
     assert entry is not None
-    world.core.withdraw(entry, world.now)
+    world.core.objects.withdraw(entry, world.now)
     world.stored("one", b"value", replicas=1)
     with_others(world, 1)
     thing = world.hold(world.others[0], "soft", b"value", replicas=3)
-    world.core.fetch(digest_of("soft"), world.now)
+    world.core.operations.fetch(digest_of("soft"), world.now)
     world.deliver(world.pull_wanted(), thing)
     live(world, DELAY_SECONDS)
     assert not replications(world)
@@ -251,7 +251,7 @@ def test_a_walk_misses_nothing_that_stays() -> None:
         met += walk.step(3)
         entry = world.find(f"k{number}")
         assert entry is not None
-        world.core.withdraw(entry, world.now)
+        world.core.objects.withdraw(entry, world.now)
     while not walk.done:
         met += walk.step(7)
     stayed = {digest_of(f"k{number}") for number in range(1, 60, 2) if number % 3}
@@ -283,7 +283,7 @@ def test_whom_to_give_objects_to_is_looked_for_some_at_a_time(
 
     monkeypatch.setattr(hand_over_module._Rooms, "choose", choose)
     operation = HandOverOperation(world.core)
-    world.core.start(operation, world.now)
+    world.core.operations.start(operation, world.now)
     while not operation.done:
         before = len(chosen)
         world.now += 0.001
@@ -370,7 +370,7 @@ def test_what_is_on_the_ssd_alone_goes_last_and_pushes_out_nothing() -> None:
     world = ColdWorld()
     world.cool("cold", VALUE)
     for entry in world.segment.entries():
-        world.core.withdraw(entry, world.now)
+        world.core.objects.withdraw(entry, world.now)
     world.stored("warm", VALUE)
     with_others(world, 2)
     offering(world, 100, 20_000)
@@ -400,7 +400,7 @@ def test_cancelling_leaves_nothing_under_way() -> None:
     operation = hand_over(world)
     asked = replications(world)
     world.answer(asked[0], DONE)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     assert operation.result == HandedOver(1, 5, 11, 55)
     world.check_idle()
     for ask in asked[1:]:

@@ -83,7 +83,7 @@ def bring(
 def end(world: Harness, pull: PullTogether, brought: Collection[int]) -> None:
     pull.copies.publish(brought, world.now)
     pull.copies.abort()
-    world.core.pulled(pull.operation, PullOutcome(delivered=True), world.now)
+    world.core.operations.pulled(pull.operation, PullOutcome(delivered=True), world.now)
 
 
 def take(world: Harness, things: Sequence[RemoteObject], lost: Collection[int] = ()) -> list[int]:
@@ -286,7 +286,7 @@ def test_nobody_waiting_any_more_the_copies_are_kept() -> None:
     things = [written(world.others[0], "k", b"1")]
     operation = ask(world, things)
     pull, brought = bring(world, things)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     end(world, pull, brought)
     assert world.value("k") == b"1"
     world.check_idle()
@@ -297,7 +297,7 @@ def test_a_pull_that_ends_early_leaves_nothing() -> None:
     ask(world, [written(world.others[0], "k", b"1")])
     pull, copies = rooms_for(world)
     copies.abort()
-    world.core.pulled(pull.operation, PullOutcome(delivered=False), world.now)
+    world.core.operations.pulled(pull.operation, PullOutcome(delivered=False), world.now)
     assert world.value("k") is None
     world.check_idle()
 

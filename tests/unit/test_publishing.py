@@ -13,9 +13,8 @@ from p2pstore.core.copies.replicate_together import PutAmongMany
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.gossip.records import writer_of
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.segment_layout import Pin, decode_trailer
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import PutFacts, PutStatus
 from simulation.segment_checks import check_segment
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, clock_at, digest_of
 
@@ -58,8 +57,8 @@ def test_who_waits_for_a_key_hears_of_it() -> None:
     heard: list[bytes] = []
     operation: Any = world.put("waited for", b"v", overwrite=True)  # any that has a number
     operation.heard_of = lambda digest, now: heard.append(digest)
-    world.core._operations[operation.number] = operation
-    world.core.await_keys(operation, [digest_of("b")])
+    world.core.operations._running[operation.number] = operation
+    world.core.operations.await_keys(operation, [digest_of("b")])
     publish(world, [world.facts(key, b"v") for key in "abc"])
     assert heard == [digest_of("b")]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import trio
 
-from p2pstore.core import peer_core
+from p2pstore.core import operations, peer_core
 from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copies.sweeping import WITHDRAWN_PER_STEP
 from p2pstore.core.gets import serving
@@ -532,7 +532,7 @@ class Sleeper(Operation):
 
     def start(self, now: float) -> None:
         self.wake_at = now + 1.0
-        self.core.set_alarm(self)
+        self.core.operations.set_alarm(self)
 
     def wake(self, now: float) -> None:
         Sleeper.woken += 1
@@ -542,11 +542,11 @@ class Sleeper(Operation):
 def test_operations_that_end_together_end_some_at_a_time() -> None:
     world = Harness()
     for _ in range(300):
-        world.core.start(Sleeper(world.core), world.now)
+        world.core.operations.start(Sleeper(world.core), world.now)
     world.now += 2.0
     Sleeper.woken, before = 0, 0
     while Sleeper.woken < 300:
         assert world.core.next_tick(world.now) <= world.now
         world.core.tick(world.now)
-        assert 0 < Sleeper.woken - before <= peer_core.WOKEN_PER_TICK
+        assert 0 < Sleeper.woken - before <= operations.WOKEN_PER_TICK
         before = Sleeper.woken

@@ -47,7 +47,7 @@ class CheckOperation(Operation):
         self._again = again
 
     def start(self, now: float) -> None:
-        entry = self.core.find(self._digest, now)
+        entry = self.core.objects.find(self._digest, now)
         if entry is None or (entry.verified and not self._again):
             self.checked(now)
             return
@@ -57,7 +57,7 @@ class CheckOperation(Operation):
     def checked(self, now: float) -> None:
         """The comparison has ended; what was wrong is gone."""
         core = self.core
-        good = core.own_location(self._digest, now) is not None
+        good = core.copies.own_location(self._digest, now) is not None
         self.finish(CopyChecked(good, core.incarnation, core.gossip.log.sequence), now)
 
 
@@ -103,7 +103,7 @@ class Checks:
         elif live:
             if len(self._spoilt) < MAX_NOTED:
                 self._spoilt.append(entry.key)
-            self._core.drop_spoilt(entry, now)
+            self._core.objects.drop_spoilt(entry, now)
 
     def take_spoilt(self) -> list[str]:
         """The keys of objects that were found spoilt since the last call, for the log."""

@@ -84,11 +84,11 @@ class MemoryReturn:
                 self._count(entry, "returned")
                 entry.verified = True
                 core.cold.came_to_memory(entry)
-                core.announce(entry, now)
+                core.objects.announce(entry, now)
                 core.gossip.directory.touch(
                     entry.digest
                 )  # a newer version may have been put meanwhile
-        core.announce_withdrawn(now)
+        core.objects.announce_withdrawn(now)
 
     def _drop(self, entry: ObjectEntry, fate: str) -> None:
         if entry.state is SlotState.RETURNED:

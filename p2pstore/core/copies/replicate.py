@@ -69,7 +69,7 @@ class ReplicateOperation(Operation):
         entry = self._entry
         copies = [
             copy
-            for copy in self.core.known_copies(entry.digest, now)
+            for copy in self.core.copies.known(entry.digest, now)
             if copy.reachable and not copy.local and copy.record.version == entry.version
         ]
         holding = [copy for copy in copies if not copy.record.soft]
@@ -129,7 +129,7 @@ class ReplicateOperation(Operation):
             self._holders.append(target)
             self.made += 1
         elif reply is None:
-            self.core.peer_failed(target, now)
+            self.core.holders.peer_failed(target, now)
         self._proceed(now)
 
     def cancel(self, now: float) -> None:

@@ -17,9 +17,9 @@ from p2pstore.core.core_effects import Reply
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.gossip.records import PeerId
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import MIB, Version
+from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import (
     MAX_REPLICATED,
     REPLICATE_MANY_VERSION,
@@ -132,7 +132,7 @@ class ReplicateTogether(Operation):
             self._ask_next(target, now)
         else:
             if reply is None:
-                self.core.peer_failed(target, now)
+                self.core.holders.peer_failed(target, now)
             while self._queued[target]:
                 rows += self._queued[target].popleft()
             is_older = isinstance(reply, Failure) and reply.code in _OLDER
@@ -157,7 +157,7 @@ class ReplicateTogether(Operation):
             made=made,
             tried=row.failed,
         )
-        self.core.start(row.alone, now)
+        self.core.operations.start(row.alone, now)
 
     def _ended(self, row: _Row, copies: Any, now: float) -> None:
         if self.done:

@@ -36,7 +36,7 @@ class Sweep:
     def forbids(self, entry: ObjectEntry) -> bool:
         """Whether the object is to go, though it is still here."""
         return self._left > 0 and (
-            entry.version.clock <= self._distrusted or self._core.forbids(entry)
+            entry.version.clock <= self._distrusted or self._core.objects.forbids(entry)
         )
 
     def begin(self, now: float, distrusted: int = 0) -> None:
@@ -66,7 +66,7 @@ class Sweep:
                     count = entry.slot - self._at
                     break
                 core.counters["objects_distrusted"] += entry.version.clock <= self._distrusted
-                core.withdraw(entry, now)
+                core.objects.withdraw(entry, now)
                 withdrawn += 1
         self._left -= count
         self._at += count

@@ -58,7 +58,7 @@ class ReadReports:
         self._noted, self._due_at = 0, math.inf
         for member, counts in told.items():
             state = self._core.gossip.membership.resolve(member)
-            if state is None or self._core.is_avoided(member, now):
+            if state is None or self._core.holders.is_avoided(member, now):
                 continue
             items = [ReadCount(digest, count) for digest, count in counts.items()]
             for start in range(0, len(items), MAX_READ_COUNTS):

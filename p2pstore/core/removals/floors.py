@@ -424,7 +424,7 @@ class Floors:
         core = self._core
         entry = core.segment.find(digest, core.unix(now))
         if entry is not None and version.covers(entry.version):
-            core.withdraw(entry, now)
+            core.objects.withdraw(entry, now)
         returned = core.segment.returned.find(digest)
         if returned is not None and version.covers(returned.version):
             core.segment.returned.drop(returned)
@@ -433,7 +433,7 @@ class Floors:
     def _distrust(self, clock: int, now: float) -> None:
         core = self._core
         self._distrusted_before = max(self._distrusted_before, clock)
-        self._trusted_operation = core.next_operation
+        self._trusted_operation = core.operations.next_number
         core.counters["horizons_missed"] += 1
         event = self._distrusting
         if event is None:
