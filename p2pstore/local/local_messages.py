@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import KeyEntry, PutFacts
 from p2pstore.wire import Message
 
 MAX_BATCH: Final = 16_384
@@ -75,10 +75,6 @@ class Commit(Message, frozen=True):
     at_hand: bool = False
 
 
-class PutStatus(IntEnum):
-    CREATED = 0
-    UNCHANGED = 1
-    KEPT_EXISTING = 2
 
 
 class PutOutcome(Message, frozen=True):
@@ -167,16 +163,6 @@ class ListKeys(Message, frozen=True):
     deadline_ms: int = 5000
 
 
-class KeyEntry(Message, frozen=True):
-    key: str
-    length: int
-    copies: int
-    peers: list[str]
-    pin: int
-    soft: bool
-    expires_unix_ms: int
-    clock: int = 0
-    writer: int = 0
 
 
 class Keys(Message, frozen=True):

@@ -1,17 +1,11 @@
 """What the peer answers on data connections."""
 
 from __future__ import annotations
-
-import contextlib
-import json
-import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
-
-import trio
-
+from collections.abc import Mapping
+from collections.abc import Sequence
 from p2pstore.checkpoint.peer.running import RunningSwarms
-from p2pstore.core.gets.hot_objects import HOT_BYTES, SentOn
+from p2pstore.core.gets.hot_objects import HOT_BYTES
+from p2pstore.core.gets.hot_objects import SentOn
 from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.comparing import SLOT_ONLY
@@ -20,33 +14,41 @@ from p2pstore.gossip.records import member_of
 from p2pstore.memory.entries import SmallObjectsLent
 from p2pstore.memory.loans import Loan
 from p2pstore.memory.segment import ObjectEntry
-from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
+from p2pstore.memory.segment_layout import Slot
+from p2pstore.memory.segment_layout import SlotState
+from p2pstore.memory.segment_layout import TrailerBody
+from p2pstore.memory.segment_layout import encode_slot
+from p2pstore.memory.segment_layout import encode_trailer
 from p2pstore.objects import KIB
 from p2pstore.peer.erasing import Erasing
 from p2pstore.peer.node import Node
 from p2pstore.runtime.streams import BytesLike
 from p2pstore.status.statistics import peer_document
-from p2pstore.transfer.data_messages import (
-    DataKind,
-    GetItem,
-    GetManifest,
-    GetSmall,
-    Keeps,
-    ObjectReply,
-    ObjectStatus,
-    keeps_of,
-)
-from p2pstore.transfer.peer_messages import (
-    Flush,
-    Remove,
-    Snapshot,
-    SnapshotReply,
-    Statistics,
-    StatisticsReply,
-)
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.data_messages import GetItem
+from p2pstore.transfer.data_messages import GetManifest
+from p2pstore.transfer.data_messages import GetSmall
+from p2pstore.transfer.data_messages import Keeps
+from p2pstore.transfer.data_messages import ObjectReply
+from p2pstore.transfer.data_messages import ObjectStatus
+from p2pstore.transfer.data_messages import keeps_of
+from p2pstore.transfer.peer_messages import Flush
+from p2pstore.transfer.peer_messages import Remove
+from p2pstore.transfer.peer_messages import Snapshot
+from p2pstore.transfer.peer_messages import SnapshotReply
+from p2pstore.transfer.peer_messages import Statistics
+from p2pstore.transfer.peer_messages import StatisticsReply
 from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.serving.read_answers import LentObject
-from p2pstore.wire import Failure, Message, error_of
+from p2pstore.wire import Failure
+from p2pstore.wire import Message
+from p2pstore.wire import error_of
+from typing import Final
+from typing import TYPE_CHECKING
+import contextlib
+import json
+import threading
+import trio
 
 if TYPE_CHECKING:
     from p2pstore.ssd_tier.index import ColdEntry
@@ -55,7 +57,6 @@ BRING_SECONDS: Final = 4.0
 """For objects that are asked for before they are in memory. Who asks gives up after 5 s without progress."""
 COPIED_BYTES: Final = 16 * KIB
 """Values up to this are copied before they are sent: that takes less time than to keep them where they are."""
-
 
 class PeerDataBackend:
     """Satisfies `p2pstore.transfer.serving.data_server.DataBackend`."""
@@ -71,21 +72,21 @@ class PeerDataBackend:
 
     def must_bring(self, items: Sequence[GetItem]) -> bool:
         """Whether some of these are on the SSD alone, or on their way here."""
-        if self._core.cold.store is None and not self._core.fetching:
+        if self._core.cold.store is None and not self._core.operations.fetching:
             return False
         now = self._node.now
         return any(item.first_chunk != SLOT_ONLY and self._comes(item, now) for item in items)
 
     def _comes(self, item: GetItem, now: float) -> bool:
         """Whether it will be in memory, if somebody sees to it or waits for it."""
-        is_on_its_way = item.first_chunk == 0 and self._core.is_fetching(item.digest)
+        is_on_its_way = item.first_chunk == 0 and self._core.operations.is_fetching(item.digest)
         return is_on_its_way or self._core.cold.find_only_here(item.digest, now) is not None
 
     async def bring(self, items: Sequence[GetItem]) -> None:
         """Bring those to memory. What fails is not there when it is opened."""
         now = self._node.now
         operations = [
-            self._core.fetch(item.digest, now, only_here=True)
+            self._core.operations.fetch(item.digest, now, only_here=True)
             for item in items
             if self._comes(item, now)
         ]
@@ -110,7 +111,7 @@ class PeerDataBackend:
     ) -> LentObject | ObjectReply | None:
         """An object that is about to be sent."""
         now, segment = self._node.now, self._segment
-        lent = self._core.lend(item.digest, now, decides=decides)
+        lent = self._core.objects.lend(item.digest, now, decides=decides)
         if lent is None:
             return self._why_not(item, now) if decides else None
         loan, entry = lent
@@ -123,13 +124,13 @@ class PeerDataBackend:
             elif (
                 decides and item.first_chunk
             ):  # a read that goes on; those that begin are noted when they are sent
-                segment.used(entry, 0, self._core.unix(now))
-            slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
+                segment.objects.used(entry, 0, self._core.unix(now))
+            slot, trailer = segment.table.slot_bytes(entry), segment.table.trailer_bytes(entry)
             kept = True
             return LentObject(slot, trailer, segment.payload(entry), loan)
         finally:
             if not kept:
-                segment.end_loan(loan)
+                segment.views.end_loan(loan)
 
     def _sent_on(self, sent_on: SentOn) -> ObjectReply:
         """To those that keep it, when the object is hot."""
@@ -164,22 +165,22 @@ class PeerDataBackend:
         """Many objects of one chunk, for any thread."""
         now = self._node.now
         if asked.most_bytes < HOT_BYTES:
-            return self._core.lend_small(asked.digests, asked.most_bytes, now)
+            return self._core.objects.lend_small(asked.digests, asked.most_bytes, now)
 
         def is_sent_on(entry: ObjectEntry) -> bool:
             return self._is_sent_on(entry, reader, asked.keeps, now)
 
-        return self._core.lend_small(asked.digests, asked.most_bytes, now, is_sent_on)
+        return self._core.objects.lend_small(asked.digests, asked.most_bytes, now, is_sent_on)
 
     def end_loan(self, handle: Loan) -> None:
         """It was sent, or will not be."""
-        self._segment.end_loan(handle)
+        self._segment.views.end_loan(handle)
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         """These are served, each so many times."""
         unix = self._core.unix(self._node.now)
         for digest, count in counts.items():
-            self._segment.touch(digest, count, unix)
+            self._segment.objects.touch(digest, count, unix)
         self._core.counters["reads_served"] += sum(counts.values())
 
     async def handle(
@@ -218,7 +219,6 @@ class PeerDataBackend:
         head = copy.head
         reply = SnapshotReply(self._core.member, copy.incarnation, head.sequence, head.set_hash)
         return reply, copy.parts
-
 
 def _trailer_on_ssd(cold: ColdEntry) -> bytes:
     """The trailer of what is on the SSD alone, without its sums; nothing where only its record tells all."""

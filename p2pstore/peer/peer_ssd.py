@@ -1,47 +1,65 @@
 """A peer's SSD: carries out what the core decides to write and to load, and tells it what became of that."""
 
 from __future__ import annotations
-
+from collections.abc import AsyncIterator
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from itertools import chain
+from p2pstore.config import MINIMUM_SSD_BYTES
+from p2pstore.config import PeerConfig
+from p2pstore.core.copies.cold_return import ColdObject
+from p2pstore.core.copies.cold_return import ColdSorted
+from p2pstore.core.copies.copy_destination import CopyDestination
+from p2pstore.core.core_effects import LoadObject
+from p2pstore.core.core_effects import PullFailure
+from p2pstore.core.core_effects import PullOutcome
+from p2pstore.core.core_effects import WriteObject
+from p2pstore.errors import CapacityExceeded
+from p2pstore.errors import ConfigError
+from p2pstore.errors import NoSuchKey
+from p2pstore.errors import P2PStoreError
+from p2pstore.errors import Unavailable
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.segment_layout import MAX_TRAILER_BYTES
+from p2pstore.memory.segment_layout import SLOT_FLAG_SOFT
+from p2pstore.memory.segment_layout import Slot
+from p2pstore.memory.segment_layout import SlotState
+from p2pstore.memory.segment_layout import TrailerBody
+from p2pstore.memory.segment_layout import decode_trailer
+from p2pstore.memory.segment_layout import encode_trailer
+from p2pstore.objects import MIB
+from p2pstore.objects import chunk_count
+from p2pstore.objects import format_bytes
+from p2pstore.objects import namespace_digest
+from p2pstore.runtime.trio_tasks import open_background_nursery
+from p2pstore.ssd_tier.cold_log import TierHooks
+from p2pstore.ssd_tier.disk import FileDisk
+from p2pstore.ssd_tier.disk import open_disk
+from p2pstore.ssd_tier.health import ColdMiss
+from p2pstore.ssd_tier.health import Health
+from p2pstore.ssd_tier.health import Miss
+from p2pstore.ssd_tier.health import PATIENCE_SECONDS as ALONE_SECONDS
+from p2pstore.ssd_tier.health import TierState
+from p2pstore.ssd_tier.index import ColdEntry
+from p2pstore.ssd_tier.log_layout import ColdFacts
+from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES
+from p2pstore.ssd_tier.opening import FILE_NAME
+from p2pstore.ssd_tier.tier import SsdTier
+from p2pstore.ssd_tier.tier import open_tier
+from p2pstore.ssd_tier.write_admission import AdmissionPolicy
+from p2pstore.ssd_tier.write_admission import Refusal
+from p2pstore.ssd_tier.write_admission import Share
+from p2pstore.wire import Code
+from pathlib import Path
+from typing import Final
+from typing import TYPE_CHECKING
 import contextlib
 import heapq
 import logging
 import shutil
 import struct
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
-from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
 import trio
-
-from p2pstore.config import MINIMUM_SSD_BYTES, PeerConfig
-from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
-from p2pstore.core.copies.copy_destination import CopyDestination
-from p2pstore.core.core_effects import LoadObject, PullFailure, PullOutcome, WriteObject
-from p2pstore.errors import CapacityExceeded, ConfigError, NoSuchKey, P2PStoreError, Unavailable
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.segment_layout import (
-    MAX_TRAILER_BYTES,
-    SLOT_FLAG_SOFT,
-    Slot,
-    SlotState,
-    TrailerBody,
-    decode_trailer,
-    encode_trailer,
-)
-from p2pstore.objects import MIB, chunk_count, format_bytes, namespace_digest
-from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.ssd_tier.cold_log import TierHooks
-from p2pstore.ssd_tier.disk import FileDisk, open_disk
-from p2pstore.ssd_tier.health import PATIENCE_SECONDS as ALONE_SECONDS
-from p2pstore.ssd_tier.health import ColdMiss, Health, Miss, TierState
-from p2pstore.ssd_tier.index import ColdEntry
-from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES, ColdFacts
-from p2pstore.ssd_tier.opening import FILE_NAME
-from p2pstore.ssd_tier.tier import SsdTier, open_tier
-from p2pstore.ssd_tier.write_admission import AdmissionPolicy, Refusal, Share
-from p2pstore.wire import Code
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -69,7 +87,6 @@ LEAST_SEGMENT_BYTES: Final = 16 * MIB
 SPARE_TRAILER_BYTES: Final = 512
 """Room for what belongs to a tensor, which is not known before it is read."""
 _FOR_NOW: Final = (Refusal.QUEUE_FULL, Refusal.WRITE_BUDGET_SPENT, Refusal.NO_ROOM)
-
 
 @asynccontextmanager
 async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
@@ -118,7 +135,6 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(disk.close)
 
-
 @asynccontextmanager
 async def _opening(
     disk: FileDisk, config: PeerConfig, guards: trio.Nursery
@@ -148,7 +164,6 @@ async def _opening(
             "log for that disk, or start this peer without it"
         ) from error
 
-
 async def _leave_alone_what_hangs(ssd: PeerSsd, disk: FileDisk) -> None:
     """There is no way to end I/O that hangs, and the tasks that wait for it would keep this peer from ending."""
     await ssd.ending.wait()
@@ -164,7 +179,6 @@ async def _leave_alone_what_hangs(ssd: PeerSsd, disk: FileDisk) -> None:
     )
     ssd.tier.stop()
     disk.abandon()
-
 
 async def _open_in_thread(config: PeerConfig) -> FileDisk:
     """A path that hangs can be cancelled: what is opened after that is closed at once."""
@@ -189,19 +203,16 @@ async def _open_in_thread(config: PeerConfig) -> FileDisk:
         raise
     return opened[0]
 
-
 def _open_disk(config: PeerConfig) -> FileDisk:
     path = config.ssd
     assert path is not None
     return open_disk(path, config.ssd_capacity_bytes or default_capacity(path))
-
 
 def segment_bytes_for(capacity_bytes: int) -> int:
     """A power of two: 256 MiB, or on a small disk what makes some sixteen of them. Reclaim goes by whole segments, and
     parts of large objects are 64 MiB."""
     wanted = max(LEAST_SEGMENT_BYTES, capacity_bytes // SEGMENTS_WANTED)
     return min(SEGMENT_BYTES, 1 << (wanted.bit_length() - 1))
-
 
 def default_capacity(path: str) -> int | None:
     """What is taken when nobody says how much: of a directory what was taken before, else half of what is free; None
@@ -221,10 +232,8 @@ def default_capacity(path: str) -> int | None:
         )
     return half
 
-
 def _least_unused(entry: ObjectEntry) -> float:
     return -entry.last_access
-
 
 class PeerSsd:
     """The shell between a peer's core and its SSD tier."""
@@ -278,7 +287,7 @@ class PeerSsd:
         """Bring an object to memory."""
         core, node = self._core, self._node
         try:
-            destination = core.copy_destination(effect.operation, node.now)
+            destination = core.operations.copy_destination(effect.operation, node.now)
         except NoSuchKey:
             return  # whoever wanted it has gone
         load = _Load(node, effect)
@@ -372,7 +381,7 @@ class PeerSsd:
         a million in order would hold the event loop for a second."""
         segment, runs = self._core.segment, []
         for first in range(0, segment.geometry.slots, SLOTS_PER_STEP):
-            some = segment.entries_in(first, SLOTS_PER_STEP)
+            some = segment.objects.in_slots(first, SLOTS_PER_STEP)
             wanted = [entry for entry in some if not entry.on_ssd and not entry.soft]
             runs.append(sorted(wanted, key=_least_unused))
             with trio.CancelScope(shield=True):  # how many are left unwritten is said in any case
@@ -383,7 +392,7 @@ class PeerSsd:
         segment = self._core.segment
         if self.tier.admit(entry.digest, entry.length, entry.hits, entry.namespace) is not None:
             return
-        segment.acquire(entry)
+        segment.references.acquire(entry)
         if await self._stored(entry, durable=False):
             self._core.cold.written(entry, self._node.now)
 
@@ -393,12 +402,12 @@ class PeerSsd:
         """Have what a client put on the SSD before this returns, so that it survives a crash of the machine.
         Raises `CapacityExceeded` when the tier does not take it, and `Unavailable` when it does not answer."""
         segment = self._core.segment
-        entry = self._core.find(digest, self._node.now)
+        entry = self._core.objects.find(digest, self._node.now)
         if entry is None:
             raise CapacityExceeded(
                 "durable: the object was removed or evicted before it was on the SSD"
             )
-        segment.acquire(entry)
+        segment.references.acquire(entry)
         if not await self._stored(entry, durable=True):
             if entry.state is not SlotState.LIVE:
                 raise CapacityExceeded(
@@ -423,7 +432,7 @@ class PeerSsd:
             except Exception as error:
                 outcome.append(error)
             finally:
-                self._core.segment.let_go(entry, was_used=durable)
+                self._core.segment.references.let_go(entry, was_used=durable)
                 ended.set()
 
         began = self._node.now
@@ -498,12 +507,11 @@ class PeerSsd:
         segment = self._core.segment
         if not await self._node.copy_checks.are_good(entry):  # it would be kept, and never be read
             return False
-        trailer = decode_trailer(segment.trailer_bytes(entry))
+        trailer = decode_trailer(segment.table.trailer_bytes(entry))
         if trailer is None:
             raise RuntimeError(f"the trailer of {entry.key!r} is damaged in this peer's own memory")
         payload = segment.payload_pages(entry)
         return await self.tier.store(_facts_of(entry, trailer), payload, durable=durable)
-
 
 class _Load:
     """A load that somebody waits for, until it ends or is overdue. What comes after that goes nowhere."""
@@ -531,9 +539,8 @@ class _Load:
         code = int(Code.DEADLINE_EXCEEDED)
         failures = (PullFailure(core.member, code, silent),) if silent else ()
         outcome = PullOutcome(length >= 0, failures, error, core.member, NAME)
-        core.pulled(self._effect.operation, outcome, node.now)
+        core.operations.pulled(self._effect.operation, outcome, node.now)
         node.process()
-
 
 def _facts_of(entry: ObjectEntry, trailer: TrailerBody) -> ColdFacts:
     return ColdFacts(
@@ -552,7 +559,6 @@ def _facts_of(entry: ObjectEntry, trailer: TrailerBody) -> ColdFacts:
         proof=trailer.proof,
     )
 
-
 def _trailer_of(facts: ColdFacts, sums: bytes) -> TrailerBody:
     return TrailerBody(
         facts.namespace,
@@ -566,7 +572,6 @@ def _trailer_of(facts: ColdFacts, sums: bytes) -> TrailerBody:
         facts.proof,
     )
 
-
 def _slot_of(facts: ColdFacts, trailer: TrailerBody, spare_bytes: int) -> Slot:
     return Slot(
         SlotState.LIVE,
@@ -577,7 +582,6 @@ def _slot_of(facts: ColdFacts, trailer: TrailerBody, spare_bytes: int) -> Slot:
         min(MAX_TRAILER_BYTES, len(encode_trailer(trailer)) + spare_bytes),
         SLOT_FLAG_SOFT if facts.soft else 0,
     )
-
 
 def _packed(sums: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(sums)}Q", *sums)

@@ -5,23 +5,15 @@ same test process can use it. What the segment holds is looked at through `call`
 """
 
 from __future__ import annotations
-
-import contextlib
-import json
-import math
-import os
-import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable
+from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
-
-import msgspec
-import trio
-
-from p2pstore.errors import CapacityExceeded, LeaseLimitExceeded, NoSuchKey, P2PStoreError
+from p2pstore.errors import CapacityExceeded
+from p2pstore.errors import LeaseLimitExceeded
+from p2pstore.errors import NoSuchKey
+from p2pstore.errors import P2PStoreError
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.listener import serve_local
@@ -29,17 +21,40 @@ from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.server import LocalClient
 from p2pstore.memory.entries import Written
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
-from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_memory, create_page
+from p2pstore.memory.mapped.mapped_memory import SharedMemory
+from p2pstore.memory.mapped.mapped_memory import create_memory
+from p2pstore.memory.mapped.mapped_memory import create_page
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import Pin, TrailerBody, plan_geometry
-from p2pstore.objects import DIGEST_BYTES, MIB, Version, key_digest
+from p2pstore.memory.segment_layout import Pin
+from p2pstore.memory.segment_layout import TrailerBody
+from p2pstore.memory.segment_layout import plan_geometry
+from p2pstore.objects import DIGEST_BYTES
+from p2pstore.objects import MIB
+from p2pstore.objects import Version
+from p2pstore.objects import key_digest
+from p2pstore.put_facts import KeyEntry
 from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import PutStatus
 from p2pstore.runtime import memory_barrier
-from p2pstore.wire import Code, Empty, Message, code_of
+from p2pstore.wire import Code
+from p2pstore.wire import Empty
+from p2pstore.wire import Message
+from p2pstore.wire import code_of
+from pathlib import Path
+from simulation.segment_checks import check_segment
+from typing import Any
+from typing import TypeVar
+import contextlib
+import json
+import math
+import msgspec
+import os
+import threading
+import time
+import trio
 
 T = TypeVar("T")
 PEER_ID = bytes.fromhex("002408011220") + bytes(32)
-
 
 class SmallBackend:
     """The rules of the local socket over one segment, without replicas and other peers.
@@ -95,7 +110,7 @@ class SmallBackend:
         descriptors = [self.memory.descriptor if writable else self.read_only]
         if self.gives_pages and client.hazards:
             page = self.pages[client.holder] = create_page(HAZARD_PAGE_BYTES, "small-peer-hazards")
-            self.segment.watch_hazards(client.holder, page.view)
+            self.segment.views.watch_hazards(client.holder, page.view)
             reply = msgspec.structs.replace(reply, hazards=True)
             descriptors.append(page.descriptor)
         return reply, descriptors
@@ -152,7 +167,7 @@ class SmallBackend:
         if existing is not None and not item.overwrite:
             self.segment.abort(item.reservation, holder=client.holder)
             same = existing.version.root == item.root and existing.length == item.length
-            status = local.PutStatus.UNCHANGED if same else local.PutStatus.KEPT_EXISTING
+            status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
             version = existing.version
             return local.PutOutcome(status, 1, item.replicas, version.clock, version.writer)
         self._clock += 1
@@ -174,7 +189,7 @@ class SmallBackend:
             soft=False,
             now=time.time(),
         )
-        return local.PutOutcome(local.PutStatus.CREATED, 1, item.replicas, self._clock, 7)
+        return local.PutOutcome(PutStatus.CREATED, 1, item.replicas, self._clock, 7)
 
     def _place(self, client: LocalClient, message: local.Place) -> Message:
         return local.Placed([], error=_item_error(CapacityExceeded("there is no other peer")))
@@ -193,10 +208,10 @@ class SmallBackend:
         if entry is None:
             error = NoSuchKey("no live peer holds this key")
             return local.LeaseGrant(0, 0, 0, 0, 0, error=_item_error(error))
-        if self.segment.leased_bytes_of(client.holder) + entry.length > self.max_leased_bytes:
+        if self.segment.views.leased_bytes_of(client.holder) + entry.length > self.max_leased_bytes:
             error = LeaseLimitExceeded("let go of views before you take more")
             return local.LeaseGrant(0, 0, 0, 0, 0, error=_item_error(error))
-        number = self.segment.lease(entry, holder=client.holder, now=time.time())
+        number = self.segment.views.lease(entry, holder=client.holder, now=time.time())
         version = entry.version
         return local.LeaseGrant(
             *(number, 0, entry.offset, entry.length, entry.trailer_length),
@@ -205,7 +220,7 @@ class SmallBackend:
 
     def _release(self, client: LocalClient, message: local.Release) -> None:
         for lease in message.leases:
-            self.segment.release(lease, holder=client.holder)
+            self.segment.views.release(lease, holder=client.holder)
 
     def _plan(self, client: LocalClient, message: local.Plan) -> Message | Awaitable[Message]:
         self.excluded.append(message.exclude)
@@ -259,12 +274,12 @@ class SmallBackend:
         return local.Removed([each is not None for each in removed])
 
     def _list(self, client: LocalClient, message: local.ListKeys) -> Message:
-        entries, more = self.segment.keys(
+        entries, more = self.segment.listing.page(
             message.namespace, message.prefix, message.after, message.limit
         )
         return local.Keys(
             [
-                local.KeyEntry(
+                KeyEntry(
                     each.key, each.length, 1, ["small"], each.pin, each.soft, each.expires_unix_ms
                 )
                 for each in entries
@@ -289,23 +304,20 @@ class SmallBackend:
             if entry is None:
                 items.append(_item_error(NoSuchKey("no live peer holds this key")))
             else:
-                self.segment.set_pin(entry, Pin(message.pin), 0)
+                self.segment.objects.set_pin(entry, Pin(message.pin), 0)
                 items.append(local.OK)
         return local.Pinned(items)
 
     def _flush(self, client: LocalClient, message: local.Flush) -> Message:
-        for entry in self.segment.keys(message.namespace, "", "", 1000)[0]:
+        for entry in self.segment.listing.page(message.namespace, "", "", 1000)[0]:
             self.segment.remove(entry.digest)
         return Empty()
-
 
 def split(digests: bytes) -> list[bytes]:
     return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
 
-
 def _item_error(error: P2PStoreError) -> local.ItemError:
     return local.ItemError(int(code_of(error)), str(error))
-
 
 def _copy(entry: Any) -> local.Copy:
     version = entry.version
@@ -313,7 +325,6 @@ def _copy(entry: Any) -> local.Copy:
         *(PEER_ID, "small", 0, entry.length, version.clock, version.writer),
         *(entry.soft, int(entry.pin), True, True),
     )
-
 
 class SmallPeer:
     """A running `SmallBackend`."""
@@ -412,7 +423,7 @@ class SmallPeer:
         """Bytes taken in the segment, which is checked for leaks and contradictions."""
 
         def look() -> int:
-            self.backend.segment.check()
+            check_segment(self.backend.segment)
             return self.backend.segment.used_bytes
 
         return self.call(look)
@@ -427,7 +438,6 @@ class SmallPeer:
             self.backend.close()
         if self.failure is not None:
             raise self.failure
-
 
 @contextlib.contextmanager
 def small_peer(path: Path, **settings: Any) -> Iterator[SmallPeer]:

@@ -1,44 +1,56 @@
 """What a core makes of its SSD: objects are written before memory needs their room, announced, and brought back."""
 
 from __future__ import annotations
-
 from itertools import pairwise
-from typing import Any
-
-import pytest
 from msgspec.structs import replace
-
-from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
+from p2pstore.core.copies.cold_return import ColdObject
+from p2pstore.core.copies.cold_return import ColdSorted
 from p2pstore.core.copies.write_back import LOOKED_AT
-from p2pstore.core.core_effects import LoadObject, PullFailure, PullObject, PullOutcome, WriteObject
+from p2pstore.core.core_effects import LoadObject
+from p2pstore.core.core_effects import PullFailure
+from p2pstore.core.core_effects import PullObject
+from p2pstore.core.core_effects import PullOutcome
+from p2pstore.core.core_effects import WriteObject
 from p2pstore.core.gets.key_pages import ListOperation
-from p2pstore.core.gets.prefetching import AT_ONCE, BEGUN_PER_STEP, MAX_QUEUED
-from p2pstore.core.gets.presence_answers import is_known, known_keys
-from p2pstore.core.gets.serving import ListHereOperation, reply_of
-from p2pstore.errors import CapacityExceeded, NoSuchKey, Unavailable
-from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier, decode_location
-from p2pstore.local.local_messages import PutStatus
+from p2pstore.core.gets.prefetching import AT_ONCE
+from p2pstore.core.gets.prefetching import BEGUN_PER_STEP
+from p2pstore.core.gets.prefetching import MAX_QUEUED
+from p2pstore.core.gets.presence_answers import is_known
+from p2pstore.core.gets.presence_answers import known_keys
+from p2pstore.core.gets.serving import ListHereOperation
+from p2pstore.core.gets.serving import reply_of
+from p2pstore.errors import CapacityExceeded
+from p2pstore.errors import NoSuchKey
+from p2pstore.errors import Unavailable
+from p2pstore.gossip.records import SCOPE_NAMESPACE
+from p2pstore.gossip.records import Tier
+from p2pstore.gossip.records import decode_location
 from p2pstore.memory.segment_layout import Pin
-from p2pstore.objects import KIB, Version, namespace_digest
+from p2pstore.objects import KIB
+from p2pstore.objects import Version
+from p2pstore.objects import namespace_digest
+from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import (
-    ExpiryItem,
-    ExpirySet,
-    Keys,
-    ListKeys,
-    Lookup,
-    Replicate,
-    Replicated,
-    SetExpiry,
-)
+from p2pstore.transfer.peer_messages import ExpiryItem
+from p2pstore.transfer.peer_messages import ExpirySet
+from p2pstore.transfer.peer_messages import Keys
+from p2pstore.transfer.peer_messages import ListKeys
+from p2pstore.transfer.peer_messages import Lookup
+from p2pstore.transfer.peer_messages import Replicate
+from p2pstore.transfer.peer_messages import Replicated
+from p2pstore.transfer.peer_messages import SetExpiry
 from p2pstore.wire import Code
+from simulation.segment_checks import check_segment
 from tests.unit.cold_world import ColdWorld
-from tests.unit.core_harness import NAMESPACE, Harness, digest_of
+from tests.unit.core_harness import Harness
+from tests.unit.core_harness import NAMESPACE
+from tests.unit.core_harness import digest_of
+from typing import Any
+import pytest
 
 VALUE = b"v" * 9_000
 
 # --- to the SSD ------------------------------------------------------------------------------
-
 
 def test_nothing_is_written_while_memory_has_room() -> None:
     world = ColdWorld()
@@ -46,14 +58,13 @@ def test_nothing_is_written_while_memory_has_room() -> None:
     world.pass_time(1.0)
     assert not world.effects(WriteObject)
 
-
 def test_the_coldest_is_written_first_and_used_objects_last() -> None:
     world = ColdWorld(memory_bytes=256 * 1024)
     for number in range(12):
         world.stored(f"k{number}", VALUE + bytes([number]))
     used = world.find("k0")
     assert used is not None
-    world.segment.used(used, 1, world.core.unix(world.now))
+    world.segment.objects.used(used, 1, world.core.unix(world.now))
     for number in range(12, 20):
         world.stored(f"k{number}", VALUE + bytes([number]))
     world.pass_time(0.1)
@@ -62,7 +73,6 @@ def test_the_coldest_is_written_first_and_used_objects_last() -> None:
     assert "k0" not in written
     assert world.announced("k1") is not None
     assert world.announced("k1").tier is Tier.DRAM  # type: ignore[union-attr]  # it is not None
-
 
 def test_the_coldest_quarter_is_written_however_many_objects_that_are() -> None:
     count = 6 * LOOKED_AT
@@ -73,8 +83,7 @@ def test_the_coldest_quarter_is_written_however_many_objects_that_are() -> None:
         world.pass_time(0.05)
         world.write()
     assert len(world.store.objects) == pytest.approx(count / 4, rel=0.1)
-    world.segment.check()
-
+    check_segment(world.segment)
 
 def test_what_is_being_written_is_not_evicted_and_little_is_at_a_time() -> None:
     world = ColdWorld(memory_bytes=256 * 1024)
@@ -90,17 +99,15 @@ def test_what_is_being_written_is_not_evicted_and_little_is_at_a_time() -> None:
         world.core.write_back.ended(effect.entry, False, 60.0, world.now)
     world.check_idle()
 
-
 def test_an_evicted_object_is_announced_as_on_the_ssd() -> None:
     world = ColdWorld()
     record = world.cool("k", VALUE, replicas=2)
     assert (record.tier, record.replicas) == (Tier.SSD, 2)
-    (copy,) = world.core.known_copies(digest_of("k"), world.now)
+    (copy,) = world.core.copies.known(digest_of("k"), world.now)
     assert copy.local
     assert copy.record == record
     assert is_known(world.core, digest_of("k"), world.now)
     assert known_keys(world.core, [digest_of("k"), digest_of("x")], world.now) == {digest_of("k")}
-
 
 def test_what_the_ssd_does_not_take_is_lost_when_it_is_evicted() -> None:
     world = ColdWorld()
@@ -115,7 +122,6 @@ def test_what_the_ssd_does_not_take_is_lost_when_it_is_evicted() -> None:
         world.core.counters["last_copies_dropped"] == world.core.counters["objects_withdrawn"] > 0
     )
 
-
 def test_what_others_have_and_what_the_ssd_took_are_no_last_copies() -> None:
     world = ColdWorld(others=1)
     world.cool("k", VALUE)
@@ -128,7 +134,6 @@ def test_what_others_have_and_what_the_ssd_took_are_no_last_copies() -> None:
         world.write(accept=True)
     assert world.find("both") is None
     assert world.core.counters["last_copies_dropped"] == before
-
 
 def test_a_refused_object_is_offered_again_later() -> None:
     world = ColdWorld()
@@ -144,17 +149,15 @@ def test_a_refused_object_is_offered_again_later() -> None:
     world.pass_time(0.1)
     assert set(refused) & set(world.write())
 
-
 def test_soft_copies_are_not_written() -> None:
     world = ColdWorld(others=1)
     thing = world.hold(world.others[0], "soft", VALUE)
-    world.core.fetch(digest_of("soft"), world.now)
+    world.core.operations.fetch(digest_of("soft"), world.now)
     world.deliver(world.pull_wanted(), thing)
     for number in range(30):
         world.stored(f"k{number}", VALUE)
         world.pass_time(0.05)
         assert "soft" not in world.write()
-
 
 def test_what_is_removed_while_it_is_written_does_not_stay_on_the_ssd() -> None:
     world = ColdWorld(others=1)
@@ -170,15 +173,13 @@ def test_what_is_removed_while_it_is_written_does_not_stay_on_the_ssd() -> None:
     assert digest_of("k0") not in world.store.objects
     world.check_idle()
 
-
 # --- and back --------------------------------------------------------------------------------
-
 
 def test_a_fetch_loads_from_the_ssd_and_asks_nobody() -> None:
     world = ColdWorld(others=2)
     world.cool("k", VALUE)
-    operation = world.core.fetch(digest_of("k"), world.now)
-    again = world.core.fetch(digest_of("k"), world.now)
+    operation = world.core.operations.fetch(digest_of("k"), world.now)
+    again = world.core.operations.fetch(digest_of("k"), world.now)
     assert again is operation
     assert world.load() == ["k"]
     entry = world.find("k")
@@ -191,7 +192,6 @@ def test_a_fetch_loads_from_the_ssd_and_asks_nobody() -> None:
     assert record is not None
     assert record.tier is Tier.BOTH
 
-
 def test_a_load_that_fails_goes_on_at_another_holder() -> None:
     world = ColdWorld(others=2)
     world.cool("k", VALUE)
@@ -199,55 +199,50 @@ def test_a_load_that_fails_goes_on_at_another_holder() -> None:
     thing = world.hold(
         world.others[0], "k", VALUE, cold.entry.version.clock, cold.entry.version.writer
     )
-    operation = world.core.fetch(digest_of("k"), world.now)
+    operation = world.core.operations.fetch(digest_of("k"), world.now)
     world.load(fail=True)
     entry = world.deliver(world.pull_wanted(), thing)
     assert operation.result is entry is world.find("k")
 
-
 def test_a_load_without_room_says_so() -> None:
     world = ColdWorld()
     world.cool("k", VALUE)
-    operation = world.core.fetch(digest_of("k"), world.now)
+    operation = world.core.operations.fetch(digest_of("k"), world.now)
     error = CapacityExceeded("no room")
     world.load(error=error)
     assert operation.result is error
-
 
 def test_a_load_for_another_peer_asks_nobody_when_it_fails() -> None:
     world = ColdWorld(others=2)
     world.cool("k", VALUE)
     cold = world.store.objects[digest_of("k")].entry.version
     world.hold(world.others[0], "k", VALUE, cold.clock, cold.writer)
-    operation = world.core.fetch(digest_of("k"), world.now, only_here=True)
+    operation = world.core.operations.fetch(digest_of("k"), world.now, only_here=True)
     world.load(fail=True)
     assert isinstance(operation.result, NoSuchKey)
     assert not world.effects(PullObject)
 
-
 def test_an_ssd_that_hangs_is_said_and_its_peer_is_not_doubted() -> None:
     world = ColdWorld()
     world.cool("k", VALUE)
-    operation = world.core.fetch(digest_of("k"), world.now)
+    operation = world.core.operations.fetch(digest_of("k"), world.now)
     (effect,) = world.effects(LoadObject)
     own = PullFailure(world.core.member, int(Code.DEADLINE_EXCEEDED), "the SSD did not answer")
-    world.core.pulled(effect.operation, PullOutcome(False, (own,)), world.now)
+    world.core.operations.pulled(effect.operation, PullOutcome(False, (own,)), world.now)
     assert isinstance(operation.result, Unavailable)
     assert "the SSD did not answer" in str(operation.result)
     assert world.core.counters["holder_failures"] == 0
     assert is_known(world.core, digest_of("k"), world.now)
-
 
 def test_who_wants_it_from_anywhere_may_join_a_load_for_another_peer() -> None:
     world = ColdWorld(others=2)
     world.cool("k", VALUE)
     cold = world.store.objects[digest_of("k")].entry.version
     thing = world.hold(world.others[0], "k", VALUE, cold.clock, cold.writer)
-    operation = world.core.fetch(digest_of("k"), world.now, only_here=True)
-    assert world.core.fetch(digest_of("k"), world.now) is operation
+    operation = world.core.operations.fetch(digest_of("k"), world.now, only_here=True)
+    assert world.core.operations.fetch(digest_of("k"), world.now) is operation
     world.load(fail=True)
     assert world.deliver(world.pull_wanted(), thing) is operation.result
-
 
 def test_a_pass_over_cold_objects_does_not_push_out_what_is_used() -> None:
     world = ColdWorld(memory_bytes=512 * 1024)
@@ -256,20 +251,18 @@ def test_a_pass_over_cold_objects_does_not_push_out_what_is_used() -> None:
         world.cool(name, VALUE + name.encode())
     for number in range(10):
         entry = world.stored(f"hot{number}", VALUE)
-        world.segment.used(entry, 3, world.core.unix(world.now))
+        world.segment.objects.used(entry, 3, world.core.unix(world.now))
     for name in names:
-        world.core.fetch(digest_of(name), world.now)
+        world.core.operations.fetch(digest_of(name), world.now)
         assert world.load() == [name]
         entry_of_it = world.find(name)
         assert entry_of_it is not None
-        world.segment.used(entry_of_it, 1, world.core.unix(world.now))
+        world.segment.objects.used(entry_of_it, 1, world.core.unix(world.now))
         world.pass_time(0.01)
         world.write()
     assert all(world.find(f"hot{number}") for number in range(10))
 
-
 # --- other peers -----------------------------------------------------------------------------
-
 
 def test_others_hear_of_it_and_may_count_on_it() -> None:
     world = ColdWorld(others=1)
@@ -283,7 +276,6 @@ def test_others_hear_of_it_and_may_count_on_it() -> None:
     )
     assert not world.effects(LoadObject)
 
-
 def test_a_newer_version_elsewhere_ends_an_older_one_on_the_ssd() -> None:
     world = ColdWorld(others=1)
     world.cool("k", VALUE)
@@ -293,9 +285,7 @@ def test_a_newer_version_elsewhere_ends_an_older_one_on_the_ssd() -> None:
     assert digest_of("k") not in world.store.objects
     assert world.announced("k") is None
 
-
 # --- the end of objects ----------------------------------------------------------------------
-
 
 def test_a_floor_ends_it() -> None:
     world = ColdWorld(others=1)
@@ -307,7 +297,6 @@ def test_a_floor_ends_it() -> None:
     assert world.core.cold.find(digest_of("k"), world.now) is None
     assert digest_of("k") not in world.store.objects
     assert world.announced("k") is None
-
 
 def test_the_floor_of_a_namespace_ends_all_in_steps_and_hides_them_at_once() -> None:
     world = ColdWorld(others=1)
@@ -322,7 +311,6 @@ def test_the_floor_of_a_namespace_ends_all_in_steps_and_hides_them_at_once() -> 
     assert not any(world.announced(name) for name in names)
     world.check_idle()
 
-
 def test_it_expires() -> None:
     world = ColdWorld()
     world.cool("k", VALUE, ttl_seconds=30.0)
@@ -331,12 +319,11 @@ def test_it_expires() -> None:
     assert world.announced("k") is None
     assert digest_of("k") not in world.store.objects
 
-
 def test_an_object_that_comes_and_goes_is_timed_once() -> None:
     world = ColdWorld()
     world.cool("k", VALUE, ttl_seconds=1000.0)
     for number in range(3):
-        world.core.fetch(digest_of("k"), world.now)
+        world.core.operations.fetch(digest_of("k"), world.now)
         world.load()
         for filler in range(100):
             world.fill(5_000 + 100 * number + filler, 1, len(VALUE))
@@ -346,12 +333,11 @@ def test_an_object_that_comes_and_goes_is_timed_once() -> None:
     assert world.announced("k") is None
     assert not world.core.cold._expiring
 
-
 def test_what_the_tier_loses_is_withdrawn_unless_memory_has_it() -> None:
     world = ColdWorld()
     world.cool("gone", VALUE)
     world.cool("here", VALUE + b"x")
-    world.core.fetch(digest_of("here"), world.now)
+    world.core.operations.fetch(digest_of("here"), world.now)
     world.load()
     lost = [world.store.objects.pop(digest_of(name)).entry for name in ("gone", "here")]
     world.core.cold.lost(lost, world.now)
@@ -361,22 +347,19 @@ def test_what_the_tier_loses_is_withdrawn_unless_memory_has_it() -> None:
     assert not entry.on_ssd
     assert world.announced("here") is not None
 
-
 def test_spoilt_memory_leaves_the_copy_on_the_ssd() -> None:
     world = ColdWorld()
     world.cool("k", VALUE)
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     world.load()
     entry = world.find("k")
     assert entry is not None
-    world.core.drop_spoilt(entry, world.now)
+    world.core.objects.drop_spoilt(entry, world.now)
     record = world.announced("k")
     assert record is not None
     assert record.tier is Tier.SSD
 
-
 # --- puts ------------------------------------------------------------------------------------
-
 
 def test_what_leaves_memory_is_kept_on_the_ssd_as_firmly_as_it_was_last() -> None:
     """It was written before anybody wanted three copies, and while it was pinned."""
@@ -389,24 +372,23 @@ def test_what_leaves_memory_is_kept_on_the_ssd_as_firmly_as_it_was_last() -> Non
         replicas=1,
         soft=False,
     )
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     world.load()
     entry = world.find("k")
     assert entry is not None
     assert (entry.on_ssd, entry.pin, entry.replicas) == (True, Pin.SOFT, 1)
-    world.core.set_pin(entry, Pin.NONE, 0.0, world.now)
-    world.core.strengthen(entry, 0, 3, world.now)
+    world.core.objects.set_pin(entry, Pin.NONE, 0.0, world.now)
+    world.core.objects.strengthen(entry, 0, 3, world.now)
     world.cool_again("k")
     held = world.gossip.log.held(digest_of("k"))
     assert held is not None
     record = decode_location(held)
     assert (record.tier, record.pin, record.replicas) == (Tier.SSD, 0, 3)
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     world.load()
     back = world.find("k")
     assert back is not None
     assert (back.pin, back.replicas) == (Pin.NONE, 3)
-
 
 def test_the_same_bytes_come_back_to_memory_until_the_object_ends() -> None:
     world = ColdWorld()
@@ -417,7 +399,6 @@ def test_the_same_bytes_come_back_to_memory_until_the_object_ends() -> None:
     entry = world.find("k")
     assert entry is not None
     assert (entry.expires_unix_ms, entry.pin, entry.soft) == (ends, 1, False)
-
 
 @pytest.mark.parametrize(("before", "after"), [(0.0, 500.0), (60.0, 500.0), (1000.0, 60.0)])
 def test_the_ttl_of_a_second_put_is_that_of_the_copy_on_the_ssd_too(
@@ -442,7 +423,6 @@ def test_the_ttl_of_a_second_put_is_that_of_the_copy_on_the_ssd_too(
     assert world.announced("k") is None
     assert digest_of("k") not in world.store.objects
 
-
 def test_a_holder_sets_the_end_of_what_is_on_its_ssd_alone() -> None:
     world = ColdWorld(others=1)
     record = world.cool("k", VALUE, ttl_seconds=60.0)
@@ -456,7 +436,6 @@ def test_a_holder_sets_the_end_of_what_is_on_its_ssd_alone() -> None:
     world.pass_time(100.0)
     assert world.announced("k") is not None
 
-
 def test_without_its_bytes_the_same_value_takes_over_no_pin() -> None:
     """Asked for more than it is, what is on the SSD alone needs its bytes in memory."""
     world = ColdWorld()
@@ -469,7 +448,6 @@ def test_without_its_bytes_the_same_value_takes_over_no_pin() -> None:
         assert put.done
         assert put.result is None
 
-
 def test_the_same_bytes_come_back_to_memory() -> None:
     world = ColdWorld()
     record = world.cool("k", VALUE)
@@ -480,9 +458,7 @@ def test_the_same_bytes_come_back_to_memory() -> None:
     assert entry.on_ssd
     assert (entry.version.clock, entry.version.writer) == record.version[:2]
 
-
 TENSOR: dict[str, Any] = {"dtype": "uint8", "shape": (len(VALUE),)}
-
 
 @pytest.mark.parametrize("ttl", [0.0, 60.0])
 @pytest.mark.parametrize("given", [{}, TENSOR])
@@ -501,7 +477,6 @@ def test_the_bytes_of_a_tensor_come_back_as_that_tensor(given: dict[str, Any], t
     )
     assert (entry.expires_unix_ms > 0) == (ttl > 0)
 
-
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("had", [{}, TENSOR])
 def test_the_same_bytes_in_another_shape_are_another_value(
@@ -517,7 +492,6 @@ def test_the_same_bytes_in_another_shape_are_another_value(
     assert entry is not None
     assert entry.shape == ((1, len(VALUE)) if overwrite else had.get("shape", ()))
 
-
 def test_a_tensor_that_the_ssd_does_not_give_is_created_anew() -> None:
     world = ColdWorld()
     record = world.cool("k", VALUE, **TENSOR)
@@ -525,7 +499,6 @@ def test_a_tensor_that_the_ssd_does_not_give_is_created_anew() -> None:
     world.load(fail=True)
     assert put.result.status is PutStatus.CREATED
     assert put.result.version[:2] > record.version[:2]
-
 
 def test_other_bytes_keep_what_exists() -> None:
     world = ColdWorld()
@@ -535,7 +508,6 @@ def test_other_bytes_keep_what_exists() -> None:
     assert world.find("k") is None
     assert world.core.cold.find(digest_of("k"), world.now) is not None
     world.check_idle()
-
 
 def test_overwriting_ends_the_copy_on_the_ssd() -> None:
     world = ColdWorld()
@@ -548,9 +520,7 @@ def test_overwriting_ends_the_copy_on_the_ssd() -> None:
     assert entry is not None
     assert not entry.on_ssd
 
-
 # --- listing ---------------------------------------------------------------------------------
-
 
 def listed_here(world: ColdWorld, request: ListKeys) -> Keys:
     operation = world.start(ListHereOperation(world.core, request))
@@ -558,7 +528,6 @@ def listed_here(world: ColdWorld, request: ListKeys) -> Keys:
         world.pass_time(0.0001)
     assert isinstance(operation.result, Keys)
     return operation.result
-
 
 def test_keys_in_memory_and_on_the_ssd_are_listed_together_page_by_page() -> None:
     world = ColdWorld()
@@ -583,7 +552,6 @@ def test_keys_in_memory_and_on_the_ssd_are_listed_together_page_by_page() -> Non
     page = listed_here(world, ListKeys(NAMESPACE, "", "", 100, True))
     assert [item.key for item in page.items] == ["pinned"]
 
-
 def test_many_keys_are_put_in_order_step_by_step_before_they_are_listed() -> None:
     world = ColdWorld(others=1)
     world.cool("a", VALUE)
@@ -599,9 +567,8 @@ def test_many_keys_are_put_in_order_step_by_step_before_they_are_listed() -> Non
     cancelled = ListOperation(world.core, request, local=True)
     world.store.steps_to_prepare = 5
     world.start(cancelled)
-    world.core.cancel(cancelled, world.now)
+    world.core.operations.cancel(cancelled, world.now)
     world.check_idle()
-
 
 def test_a_page_goes_past_keys_that_may_not_be_shown() -> None:
     world = ColdWorld(others=1)
@@ -616,14 +583,11 @@ def test_a_page_goes_past_keys_that_may_not_be_shown() -> None:
     assert "b" in [item.key for item in page.items] or page.more
     assert not any(item.key.startswith("a") for item in page.items)
 
-
 # --- a new life ------------------------------------------------------------------------------
-
 
 def returned(world: Harness) -> ColdSorted:
     (effect,) = world.effects(ColdSorted)
     return effect
-
 
 def test_objects_of_an_earlier_life_are_hidden_until_they_are_known_to_be_good() -> None:
     before = ColdWorld()
@@ -634,8 +598,7 @@ def test_objects_of_an_earlier_life_are_hidden_until_they_are_known_to_be_good()
     cold = ColdObject(entry.digest, namespace_digest(NAMESPACE), entry.version)
     world.core.floors.return_with([cold], entry.version.clock, world.now)
     assert world.core.cold.find(digest_of("k"), world.now) is None
-    assert not world.core.known_copies(digest_of("k"), world.now)
-
+    assert not world.core.copies.known(digest_of("k"), world.now)
 
 def test_alone_they_are_back_at_once() -> None:
     before = ColdWorld()
@@ -654,7 +617,6 @@ def test_alone_they_are_back_at_once() -> None:
     assert record.tier is Tier.SSD
     assert world.core.cold.find(digest_of("k"), world.now) is not None
 
-
 @pytest.mark.parametrize("many", [1, 5])
 def test_without_a_tier_nothing_changes(many: int) -> None:
     world = Harness()
@@ -664,9 +626,7 @@ def test_without_a_tier_nothing_changes(many: int) -> None:
     assert not world.effects(WriteObject)
     assert world.core.cold.find(digest_of("k0"), world.now) is None
 
-
 # --- ahead of need ---------------------------------------------------------------------------
-
 
 def test_prefetching_goes_some_at_a_time() -> None:
     world = ColdWorld(memory_bytes=1024 * 1024)
@@ -683,24 +643,21 @@ def test_prefetching_goes_some_at_a_time() -> None:
     assert brought == names
     world.check_idle()
 
-
 def test_prefetching_passes_over_what_is_here_nowhere_or_on_its_way() -> None:
     world = ColdWorld()
     world.stored("here", b"x")
     world.cool("cold", VALUE)
-    wanted = world.core.fetch(digest_of("cold"), world.now)
+    wanted = world.core.operations.fetch(digest_of("cold"), world.now)
     world.core.prefetching.add([digest_of(name) for name in ("here", "nowhere", "cold")], world.now)
     assert not len(world.core.prefetching)
     assert wanted.shared_by == 1
     assert world.load() == ["cold"]
     world.check_idle()
 
-
 def test_prefetching_ends_somewhere() -> None:
     world = ColdWorld(others=1)
     world.core.prefetching.add((number.to_bytes(16, "big") for number in range(40_000)), world.now)
     assert len(world.core.prefetching) <= MAX_QUEUED + AT_ONCE
-
 
 def test_prefetching_many_that_are_nowhere() -> None:
     world = ColdWorld()
@@ -710,15 +667,13 @@ def test_prefetching_many_that_are_nowhere() -> None:
     assert not len(world.core.prefetching)
     world.check_idle()
 
-
 # --- a failing SSD ---------------------------------------------------------------------------
-
 
 def test_without_its_ssd_a_peer_withdraws_what_was_there_and_goes_on() -> None:
     world = ColdWorld()
     for number in range(100):
         world.cool(f"cold{number}", VALUE + bytes([number]))
-    world.core.fetch(digest_of("cold5"), world.now)
+    world.core.operations.fetch(digest_of("cold5"), world.now)
     world.load()
     world.core.cold.lose_store()
     assert world.core.cold.find(digest_of("cold1"), world.now) is None
@@ -733,7 +688,6 @@ def test_without_its_ssd_a_peer_withdraws_what_was_there_and_goes_on() -> None:
         world.pass_time(0.05)
     assert not world.effects(WriteObject)
     world.check_idle()
-
 
 def test_what_a_fast_clock_left_on_the_ssd_alone_is_given_up_and_counted() -> None:
     """What memory has as well gets a new stamp there."""

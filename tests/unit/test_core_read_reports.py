@@ -1,18 +1,20 @@
 """Reads that their holder did not see, and what it makes of being told."""
 
 from __future__ import annotations
-
-import pytest
-
 from p2pstore.core.core_effects import PullOutcome
 from p2pstore.core.gets import read_reports
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.read_reports import ANSWER_SECONDS, REPORT_SECONDS
+from p2pstore.core.gets.read_reports import ANSWER_SECONDS
+from p2pstore.core.gets.read_reports import REPORT_SECONDS
 from p2pstore.errors import ProtocolError
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, ReadCount, Reads, ReadsTaken
-from tests.unit.core_harness import Harness, digest_of
-
+from p2pstore.transfer.peer_messages import MAX_READ_COUNTS
+from p2pstore.transfer.peer_messages import ReadCount
+from p2pstore.transfer.peer_messages import Reads
+from p2pstore.transfer.peer_messages import ReadsTaken
+from tests.unit.core_harness import Harness
+from tests.unit.core_harness import digest_of
+import pytest
 
 def told(world: Harness) -> dict[bytes, dict[bytes, int]]:
     """What was told since the last call: to whom, of which objects."""
@@ -23,7 +25,6 @@ def told(world: Harness) -> dict[bytes, dict[bytes, int]]:
         counts = found.setdefault(ask.peer_id, {})
         counts |= {item.digest: item.count for item in ask.request.items}
     return found
-
 
 def test_reads_are_told_to_their_holders_together_and_once() -> None:
     world = Harness(others=2)
@@ -44,7 +45,6 @@ def test_reads_are_told_to_their_holders_together_and_once() -> None:
     world.pass_time(10 * REPORT_SECONDS)
     assert told(world) == {}
 
-
 def test_what_is_read_elsewhere_stays_there_when_room_is_made() -> None:
     world = Harness(others=1)
     value = bytes(20_000)
@@ -58,7 +58,6 @@ def test_what_is_read_elsewhere_stays_there_when_room_is_made() -> None:
     assert world.find(keys[0]) is not None
     assert world.find(keys[1]) is None
 
-
 def test_a_pull_that_its_holder_did_not_see_is_told_and_others_are_not() -> None:
     world = Harness(others=1)
     holder = world.others[0]
@@ -66,14 +65,13 @@ def test_a_pull_that_its_holder_did_not_see_is_told_and_others_are_not() -> None
         thing = world.hold(holder, key, b"value")
         world.start(FetchOperation(world.core, digest_of(key)))
         pull = world.pull_wanted()
-        destination = world.core.copy_destination(pull.operation, world.now)
+        destination = world.core.operations.copy_destination(pull.operation, world.now)
         destination.prepare(thing.slot, thing.trailer)[:] = thing.value
         destination.commit(world.now)
         outcome = PullOutcome(True, source=holder.member, transport=transport)
-        world.core.pulled(pull.operation, outcome, world.now)
+        world.core.operations.pulled(pull.operation, outcome, world.now)
     world.pass_time(2 * REPORT_SECONDS)
     assert told(world) == {holder.peer_id: {digest_of("shm"): 1, digest_of("rdma"): 1}}
-
 
 def test_reports_are_bounded_and_those_who_do_not_answer_get_none() -> None:
     world = Harness(others=2)
@@ -82,7 +80,7 @@ def test_reports_are_bounded_and_those_who_do_not_answer_get_none() -> None:
     for number in range(read_reports.MAX_NOTED + 10):
         reports.note(first.member, number.to_bytes(16, "little"), 1, world.now)
     reports.note(second.member, digest_of("a"), 1, world.now)
-    world.core.peer_failed(second.peer_id, world.now)
+    world.core.holders.peer_failed(second.peer_id, world.now)
     world.pass_time(REPORT_SECONDS)
     asks = world.asks(DataKind.READS)
     assert {ask.peer_id for ask in asks} == {first.peer_id}

@@ -6,15 +6,17 @@ when the SSD is to keep it, and when a reader found it spoilt. Then the peer com
 """
 
 from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
-
 from p2pstore.core.core_effects import CheckObject
 from p2pstore.core.operation import Operation
 from p2pstore.memory.segment_layout import SlotState
-from p2pstore.objects import KIB, chunk_sums, root_checksum
+from p2pstore.objects import KIB
+from p2pstore.objects import chunk_sums
+from p2pstore.objects import root_checksum
 from p2pstore.transfer.peer_messages import CopyChecked
+from typing import Any
+from typing import Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -24,7 +26,6 @@ INLINE_BYTES: Final = 4 * KIB
 """Values up to this are compared at once, in about 3 us; longer ones by the shell, in a thread."""
 MAX_NOTED: Final = 16
 """Spoilt objects that the log is told of at a time; a counter has all of them."""
-
 
 class CheckOperation(Operation):
     """Compare an object's bytes in this peer's memory with its checksums, and withdraw it when they differ.
@@ -47,7 +48,7 @@ class CheckOperation(Operation):
         self._again = again
 
     def start(self, now: float) -> None:
-        entry = self.core.find(self._digest, now)
+        entry = self.core.objects.find(self._digest, now)
         if entry is None or (entry.verified and not self._again):
             self.checked(now)
             return
@@ -57,9 +58,8 @@ class CheckOperation(Operation):
     def checked(self, now: float) -> None:
         """The comparison has ended; what was wrong is gone."""
         core = self.core
-        good = core.own_location(self._digest, now) is not None
+        good = core.copies.own_location(self._digest, now) is not None
         self.finish(CopyChecked(good, core.incarnation, core.gossip.log.sequence), now)
-
 
 class Checks:
     """Comparisons under way. Each object is compared by one at a time, however many wait for it."""
@@ -82,12 +82,12 @@ class Checks:
             waiting.append(operation)
             return
         self._waiting[entry.slot] = [operation]
-        self._core.segment.acquire(entry)
+        self._core.segment.references.acquire(entry)
         self._core.emit(CheckObject(entry))
 
     def ended(self, entry: ObjectEntry, sums: bytes, now: float) -> None:
         """The outcome of a `CheckObject`: the checksums that the bytes give."""
-        self._core.segment.let_go(entry, was_used=False)
+        self._core.segment.references.let_go(entry, was_used=False)
         self.judge(entry, sums, now)
         for operation in self._waiting.pop(entry.slot):
             if not operation.done:
@@ -98,12 +98,12 @@ class Checks:
         wrote over that; or it is withdrawn."""
         live = entry.state is SlotState.LIVE
         good = root_checksum(entry.length, sums) == entry.version.root
-        if good and (not live or self._core.segment.restore_object(entry, sums)):
+        if good and (not live or self._core.segment.restoring.object(entry, sums)):
             entry.verified = True
         elif live:
             if len(self._spoilt) < MAX_NOTED:
                 self._spoilt.append(entry.key)
-            self._core.drop_spoilt(entry, now)
+            self._core.objects.drop_spoilt(entry, now)
 
     def take_spoilt(self) -> list[str]:
         """The keys of objects that were found spoilt since the last call, for the log."""

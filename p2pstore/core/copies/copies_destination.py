@@ -2,35 +2,40 @@
 one."""
 
 from __future__ import annotations
-
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
-
+from collections.abc import Collection
+from collections.abc import Sequence
 from msgspec.structs import replace
-
 from p2pstore.core.copies.copy_destination import PROOF_BYTES
-from p2pstore.core.core_effects import PullOutcome, PullTogether
+from p2pstore.core.core_effects import PullOutcome
+from p2pstore.core.core_effects import PullTogether
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.publishing import announce_new
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.core.puts.reserving import reserve_many
-from p2pstore.errors import NoSuchKey, ProtocolError
-from p2pstore.gossip.records import PeerId, member_of, writer_of
-from p2pstore.gossip.version_proofs import SIGNATURE_BYTES, signed_proofs
-from p2pstore.memory.entries import Reservation, Written
-from p2pstore.memory.segment_layout import (
-    EXPIRY_BYTES,
-    MAX_TRAILER_BYTES,
-    SLOT_BYTES,
-    Slot,
-    TrailerBody,
-    decode_slot,
-)
+from p2pstore.errors import NoSuchKey
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import member_of
+from p2pstore.gossip.records import writer_of
+from p2pstore.gossip.version_proofs import SIGNATURE_BYTES
+from p2pstore.gossip.version_proofs import signed_proofs
+from p2pstore.memory.entries import Reservation
+from p2pstore.memory.entries import Written
+from p2pstore.memory.segment_layout import EXPIRY_BYTES
+from p2pstore.memory.segment_layout import MAX_TRAILER_BYTES
+from p2pstore.memory.segment_layout import SLOT_BYTES
+from p2pstore.memory.segment_layout import Slot
+from p2pstore.memory.segment_layout import TrailerBody
+from p2pstore.memory.segment_layout import decode_slot
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.peer_messages import ReplicatedMany, ReplicateMany
+from p2pstore.transfer.peer_messages import ReplicateMany
+from p2pstore.transfer.peer_messages import ReplicatedMany
 from p2pstore.transfer.transport import check_object
 from p2pstore.wire import Code
+from typing import Final
+from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -38,13 +43,11 @@ if TYPE_CHECKING:
 HELD: Final = 0
 """In place of a code: the object is here."""
 
-
 class Thing(NamedTuple):
     """An object of which a copy is wanted: its slot at its writer, and its trailer, with the writer's proof."""
 
     slot: Slot
     trailer: TrailerBody
-
 
 class Room(NamedTuple):
     """Where the bytes of an object go, which are to be those of this slot. `place`: in the message."""
@@ -52,7 +55,6 @@ class Room(NamedTuple):
     place: int
     slot: Slot
     view: memoryview
-
 
 class RoomDestination:
     """Takes the one version of an object for which there is room."""
@@ -66,7 +68,6 @@ class RoomDestination:
         if (slot.version, slot.length) != (wanted.version, wanted.length):
             raise NoSuchKey("the holder has another version than the one to be copied")
         return self._room.view
-
 
 def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[Thing]:
     """What the sender wants copies of. Raises `ProtocolError` for what no writer of them sends."""
@@ -104,7 +105,6 @@ def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[
         Thing(slot, replace(trailer, proof=proof))
         for (slot, trailer), proof in zip(found, proofs, strict=True)
     ]
-
 
 class CopiesDestination:
     """Takes copies into the peer's memory: reservations that become objects, or nothing. `codes` says of each whether
@@ -164,11 +164,11 @@ class CopiesDestination:
         namespace = core.namespace_digest(trailer.namespace)
         if core.gossip.cluster_records.floors.forbids(digest, namespace, version):
             return int(Code.NO_SUCH_KEY)
-        entry = core.find(digest, now)
+        entry = core.objects.find(digest, now)
         if entry is not None and entry.version.covers(version):
             if version.covers(entry.version):
                 wanted = max(entry.replicas, min(trailer.replicas, MAX_REPLICAS))
-                core.strengthen(entry, entry.pin, wanted, now)
+                core.objects.strengthen(entry, entry.pin, wanted, now)
             return HELD
         cold = core.cold.find(digest, now) if entry is None else None
         if cold is not None and cold.version.covers(version) and not cold.soft:
@@ -208,13 +208,13 @@ class CopiesDestination:
         self._publish_new(new, now)
 
     def _publish_one(self, place: int, row: Written, now: float) -> None:
-        existing = self._core.find(row.digest, now)
+        existing = self._core.objects.find(row.digest, now)
         if existing is not None and existing.version.covers(row.version):
             self.codes[place] = HELD
             return
         self._core.gossip.directory.touch(row.digest)
         try:
-            entry = self._core.publish(row, holder=self._holder, soft=False, now=now)
+            entry = self._core.objects.publish(row, holder=self._holder, soft=False, now=now)
         except (NoSuchKey, ValueError):
             return
         del self._reservations[place]
@@ -242,7 +242,6 @@ class CopiesDestination:
             self._core.segment.abort(reservation.number, holder=self._holder)
         self._reservations.clear()
         self.rooms.clear()
-
 
 class TakeCopiesOperation(Operation):
     """Take copies that their writer asks for. The result is `ReplicatedMany`. What is being pulled when nobody waits

@@ -6,30 +6,36 @@ remembered here; it lies beside the copy, in its trailer and on the SSD, and goe
 """
 
 from __future__ import annotations
-
-import heapq
-import logging
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
-
-from p2pstore.core.core_effects import KnownCopy, Reply
+from p2pstore.core.core_effects import KnownCopy
+from p2pstore.core.core_effects import Reply
 from p2pstore.core.operation import Operation
-from p2pstore.gossip.records import Member, PeerId, Tier, writer_of_member
-from p2pstore.gossip.version_proofs import (
-    MAX_LEAVES,
-    SignedTree,
-    read_proof,
-    sign_versions,
-    signature_of,
-)
+from p2pstore.gossip.records import Member
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import Tier
+from p2pstore.gossip.records import writer_of_member
+from p2pstore.gossip.version_proofs import MAX_LEAVES
+from p2pstore.gossip.version_proofs import SignedTree
+from p2pstore.gossip.version_proofs import read_proof
+from p2pstore.gossip.version_proofs import sign_versions
+from p2pstore.gossip.version_proofs import signature_of
 from p2pstore.memory.segment import ObjectEntry
 from p2pstore.memory.segment_layout import decode_trailer
 from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import MAX_PROVED, Proofs, Prove
+from p2pstore.transfer.peer_messages import MAX_PROVED
+from p2pstore.transfer.peer_messages import Proofs
+from p2pstore.transfer.peer_messages import Prove
+from typing import Any
+from typing import Final
+from typing import TYPE_CHECKING
+import heapq
+import logging
+import math
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -61,7 +67,6 @@ it."""
 LONGEST_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
 """Of one version."""
-
 
 class VersionProofs:
     """See the module's docstring."""
@@ -99,7 +104,7 @@ class VersionProofs:
     def of(self, entry: ObjectEntry, now: float) -> bytes:
         """The proof of what is here in memory; empty where there is none."""
         core = self._core
-        trailer = decode_trailer(core.segment.trailer_bytes(entry))
+        trailer = decode_trailer(core.segment.table.trailer_bytes(entry))
         if trailer is None or trailer.proof or not core.is_own(entry.version):
             return b"" if trailer is None else trailer.proof
         known = self._signed.get(entry.digest)
@@ -114,7 +119,7 @@ class VersionProofs:
         self._unsigned.pop(entry.digest, None)
         for digest in list(islice(reversed(self._unsigned), MAX_LEAVES - 1)):
             del self._unsigned[digest]
-            other = self._core.find(digest, now)
+            other = self._core.objects.find(digest, now)
             if other is not None and self._core.is_own(other.version):
                 versions.append((digest, other.version))
         self._sign_together(versions)
@@ -213,23 +218,23 @@ class VersionProofs:
                 break
             _, digest = heapq.heappop(self._due)
             pause = self._lacking.pop(digest)
-            entry = self._core.find(digest, now)
+            entry = self._core.objects.find(digest, now)
             if entry is None or self._core.is_own(entry.version) or self.of(entry, now):
                 continue
             same = [
                 copy
-                for copy in self._core.known_copies(digest, now)
+                for copy in self._core.copies.known(digest, now)
                 if not copy.local and copy.reachable and copy.record.version == entry.version
             ]
             vouched = any(writer_of_member(copy.member) == entry.version.writer for copy in same)
             if pause > PATIENCE_SECONDS and not vouched:
-                self._core.adopt(entry, now)
+                self._core.objects.adopt(entry, now)
                 continue
             self._lacking[digest] = min(2 * pause, LONGEST_PAUSE_SECONDS)
             heapq.heappush(self._due, (now + pause, digest))
             wanted += same
         if wanted:
-            self._core.start(ProveOperation(self._core, wanted), now)
+            self._core.operations.start(ProveOperation(self._core, wanted), now)
 
     def begin_asking(self, digest: bytes) -> bool:
         """Whether nobody asks for proofs of newer versions of this key yet; now somebody does."""
@@ -248,7 +253,6 @@ class VersionProofs:
         self._doubted_until.move_to_end((member, digest))
         if len(self._doubted_until) > MAX_DOUBTED:
             self._doubted_until.popitem(last=False)
-
 
 class ProveOperation(Operation):
     """Ask holders for proofs of copies that nothing else vouches for. The result is how many were proved."""
@@ -310,6 +314,6 @@ class ProveOperation(Operation):
 
     def _keep(self, digest: bytes, version: Version, proof: bytes, now: float) -> None:
         """Put a proof beside the copy that is here."""
-        entry = self.core.find(digest, now)
+        entry = self.core.objects.find(digest, now)
         if entry is not None and entry.version == version and not self.core.is_own(version):
-            self.core.segment.set_proof(entry, proof)
+            self.core.segment.objects.set_proof(entry, proof)

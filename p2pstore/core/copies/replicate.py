@@ -1,17 +1,17 @@
 """Having copies of an object made."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
-
-from p2pstore.core.core_effects import (
-    Reply,
-)
+from collections.abc import Callable
+from collections.abc import Sequence
+from p2pstore.core.core_effects import Reply
 from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import PeerId
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Replicate, Replicated
+from p2pstore.transfer.peer_messages import Replicate
+from p2pstore.transfer.peer_messages import Replicated
+from typing import Any
+from typing import Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -22,7 +22,6 @@ REPLICATE_BYTES_PER_SECOND: Final = 50e6
 
 MOST_ANNOUNCED: Final = 4
 """Location records count wanted copies up to here."""
-
 
 class ReplicateOperation(Operation):
     """Have `wanted` copies of a local object made; the result is how many there are.
@@ -66,7 +65,7 @@ class ReplicateOperation(Operation):
         entry = self._entry
         copies = [
             copy
-            for copy in self.core.known_copies(entry.digest, now)
+            for copy in self.core.copies.known(entry.digest, now)
             if copy.reachable and not copy.local and copy.record.version == entry.version
         ]
         holding = [copy for copy in copies if not copy.record.soft]
@@ -82,7 +81,9 @@ class ReplicateOperation(Operation):
             for peer_id in dict.fromkeys((*soft, *ranked))
             if peer_id not in known and offers_memory(self.core, peer_id)
         ]
-        self.core.segment.acquire(entry)  # the source of copies is not evicted before they are made
+        self.core.segment.references.acquire(
+            entry
+        )  # the source of copies is not evicted before they are made
         for peer_id in to_tell:
             self._ask(peer_id, now)
         self._proceed(now)
@@ -91,7 +92,7 @@ class ReplicateOperation(Operation):
         while self._copies + len(self._pending) < self._wanted and self._candidates:
             self._ask(self._next_candidate(), now)
         if not self._pending:
-            self.core.segment.let_go(self._entry)
+            self.core.segment.references.let_go(self._entry)
             self.finish(self._copies, now)
 
     def _next_candidate(self) -> PeerId:
@@ -124,20 +125,18 @@ class ReplicateOperation(Operation):
             self._holders.append(target)
             self.made += 1
         elif reply is None:
-            self.core.peer_failed(target, now)
+            self.core.holders.peer_failed(target, now)
         self._proceed(now)
 
     def cancel(self, now: float) -> None:
         if not self.done:
-            self.core.segment.let_go(self._entry)
+            self.core.segment.references.let_go(self._entry)
         super().cancel(now)
-
 
 def offers_memory(core: PeerCore, peer_id: PeerId) -> bool:
     """Whether the member can hold copies at all."""
     state = core.gossip.membership.get(peer_id)
     return state is not None and state.memory_capacity > 0
-
 
 def take_target(core: PeerCore, candidates: list[PeerId], taken: Sequence[PeerId]) -> PeerId:
     """Take out the first candidate that is on a host without a copy; where there is none, the first. `taken` have, or
@@ -149,7 +148,6 @@ def take_target(core: PeerCore, candidates: list[PeerId], taken: Sequence[PeerId
         place for place, peer_id in enumerate(candidates) if _host_of(core, peer_id) not in hosts
     )
     return candidates.pop(next(elsewhere, 0))
-
 
 def _host_of(core: PeerCore, peer_id: PeerId) -> bytes:
     state = core.gossip.membership.get(peer_id)

@@ -1,28 +1,34 @@
 """Having copies made of objects that were published together."""
 
 from __future__ import annotations
-
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-from p2pstore.core.copies.replicate import (
-    REPLICATE_BYTES_PER_SECOND,
-    ReplicateOperation,
-    offers_memory,
-    take_target,
-)
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from p2pstore.core.copies.replicate import REPLICATE_BYTES_PER_SECOND
+from p2pstore.core.copies.replicate import ReplicateOperation
+from p2pstore.core.copies.replicate import offers_memory
+from p2pstore.core.copies.replicate import take_target
 from p2pstore.core.core_effects import Reply
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.gossip.records import PeerId
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.objects import MIB, Version
-from p2pstore.transfer.data_messages import REPLICATE_MANY_VERSION, DataKind
-from p2pstore.transfer.peer_messages import MAX_REPLICATED, ReplicatedMany, ReplicateMany
-from p2pstore.wire import Code, Failure
+from p2pstore.objects import MIB
+from p2pstore.objects import Version
+from p2pstore.put_facts import PutStatus
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.data_messages import REPLICATE_MANY_VERSION
+from p2pstore.transfer.peer_messages import MAX_REPLICATED
+from p2pstore.transfer.peer_messages import ReplicateMany
+from p2pstore.transfer.peer_messages import ReplicatedMany
+from p2pstore.wire import Code
+from p2pstore.wire import Failure
+from typing import Any
+from typing import Final
+from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -33,7 +39,6 @@ WINDOW_TRAILER_BYTES: Final = 512 * 1024
 """Trailers of one message: half of what a request may have."""
 ANSWER_SECONDS: Final = 5.0
 _OLDER: Final = (Code.UNSUPPORTED, Code.PROTOCOL_MISMATCH)
-
 
 @dataclass(slots=True, eq=False)
 class _Row:
@@ -46,7 +51,6 @@ class _Row:
     made: list[PeerId] = field(default_factory=list)
     failed: list[PeerId] = field(default_factory=list)
     alone: ReplicateOperation | None = None
-
 
 class ReplicateTogether(Operation):
     """Have as many copies made of new own objects as each wants; the result is how many there are of each.
@@ -70,7 +74,9 @@ class ReplicateTogether(Operation):
         able = [peer_id for peer_id in core.live_peers() if offers_memory(core, peer_id)]
         understanding = set(filter(self._understands, able))
         for row in self._rows:
-            self.core.segment.acquire(row.entry)  # not evicted before its copies are made
+            self.core.segment.references.acquire(
+                row.entry
+            )  # not evicted before its copies are made
             for target in filter(understanding.__contains__, self._targets_of(row, able)):
                 row.waiting += 1
                 by_target.setdefault(target, []).append(row)
@@ -105,8 +111,8 @@ class ReplicateTogether(Operation):
         segment, me = self.core.segment, self.core.gossip.record(now)
         entries = [row.entry for row in rows]
         request = ReplicateMany(
-            b"".join(map(segment.slot_bytes, entries)),
-            list(map(segment.trailer_bytes, entries)),
+            b"".join(map(segment.table.slot_bytes, entries)),
+            list(map(segment.table.trailer_bytes, entries)),
             self.core.proofs.sign(entries),
             me.body,
             me.signature,
@@ -125,7 +131,7 @@ class ReplicateTogether(Operation):
             self._ask_next(target, now)
         else:
             if reply is None:
-                self.core.peer_failed(target, now)
+                self.core.holders.peer_failed(target, now)
             while self._queued[target]:
                 rows += self._queued[target].popleft()
             is_older = isinstance(reply, Failure) and reply.code in _OLDER
@@ -150,12 +156,12 @@ class ReplicateTogether(Operation):
             made=made,
             tried=row.failed,
         )
-        self.core.start(row.alone, now)
+        self.core.operations.start(row.alone, now)
 
     def _ended(self, row: _Row, copies: Any, now: float) -> None:
         if self.done:
             return
-        self.core.segment.let_go(row.entry)
+        self.core.segment.references.let_go(row.entry)
         count = self._copies[row.place] = copies if isinstance(copies, int) else 1 + len(row.made)
         if count < row.wanted:
             self.core.repair.fell_short(count, now)
@@ -170,10 +176,9 @@ class ReplicateTogether(Operation):
         super().cancel(now)
         for row in self._rows:
             if not self._copies[row.place]:
-                self.core.segment.let_go(row.entry)
+                self.core.segment.references.let_go(row.entry)
                 if row.alone is not None:
                     row.alone.cancel(now)
-
 
 class PutAmongMany(NamedTuple):
     """A put that was published with others, and whose copies are made with theirs."""
@@ -195,7 +200,6 @@ class PutAmongMany(NamedTuple):
         if isinstance(copies, Exception):
             return copies
         return PutEnd(PutStatus.CREATED, copies[self.place], self.wanted, self.version)
-
 
 def _windows(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
     """Rows in turn, as many as one message may have."""

@@ -1,22 +1,29 @@
 """Pinning objects, and unpinning them, wherever they are held. Pins belong to objects: each copy has them."""
 
 from __future__ import annotations
-
-import math
-from collections import Counter, deque
+from collections import Counter
+from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-from p2pstore.core.core_effects import KnownCopy, Reply
+from p2pstore.core.core_effects import KnownCopy
+from p2pstore.core.core_effects import Reply
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.times_to_live import MAX_TTL_MS
-from p2pstore.errors import ProtocolError, Unavailable
+from p2pstore.errors import ProtocolError
+from p2pstore.errors import Unavailable
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.segment_layout import Pin
-from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.objects import DIGEST_BYTES
+from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import PinItem, PinsSet, SetPins
+from p2pstore.transfer.peer_messages import PinItem
+from p2pstore.transfer.peer_messages import PinsSet
+from p2pstore.transfer.peer_messages import SetPins
+from typing import Any
+from typing import Final
+from typing import NamedTuple
+from typing import TYPE_CHECKING
+import math
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -28,7 +35,6 @@ MAX_PINS: Final = 64
 announced."""
 TOLD_PER_STEP: Final = 1_024
 
-
 class PinEnd(NamedTuple):
     """What became of one object: whether this peer's memory has it, whether anybody has, and how many of the copies
     that are known of have the pin now."""
@@ -37,7 +43,6 @@ class PinEnd(NamedTuple):
     found: bool
     copies: int
     known: int
-
 
 class PinOperation(Operation):
     """Pin some objects, or unpin them: here at once, and then where others hold the same version, as far as they can
@@ -86,9 +91,9 @@ class PinOperation(Operation):
         core = self.core
         for _ in range(min(MAX_PINS, len(self._to_pin))):
             digest = self._to_pin.popleft()
-            entry = core.find(digest, now)
+            entry = core.objects.find(digest, now)
             if entry is not None:
-                core.set_pin(entry, self._pin, self._soft_seconds, now, firm=True)
+                core.objects.set_pin(entry, self._pin, self._soft_seconds, now, firm=True)
                 self._here[digest] = entry.version
                 self._copies[digest] = self._known[digest] = 1
             elif (cold := core.cold.find_only_here(digest, now)) is not None:
@@ -104,11 +109,11 @@ class PinOperation(Operation):
             ask_always=not core.gossip.partitions.knows_all,
             on_finish=self._looked,
         )
-        core.start(self._lookup, now)
+        core.operations.start(self._lookup, now)
 
     def _wake_soon(self, now: float) -> None:
         self.wake_at = now
-        self.core.set_alarm(self)
+        self.core.operations.set_alarm(self)
 
     def cancel(self, now: float) -> None:
         super().cancel(now)
@@ -176,7 +181,6 @@ class PinOperation(Operation):
             ]
             self.finish(ends, now)
 
-
 def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:
     """Pin, or unpin, what this peer has in just that version. Raises `ProtocolError` for nonsense."""
     if (
@@ -188,7 +192,7 @@ def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:
         raise ProtocolError("a request to pin that makes no sense")
     done = bytearray()
     for item in request.items:
-        entry = core.find(item.digest, now)
+        entry = core.objects.find(item.digest, now)
         version = Version(item.clock, item.writer)
         if entry is None:
             cold = core.cold.find_only_here(item.digest, now)
@@ -197,10 +201,9 @@ def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:
             done.append(cold is not None and _same(cold.version, version))
             continue
         if _same(entry.version, version):
-            core.set_pin(entry, Pin(request.pin), request.soft_ms / 1000, now)
+            core.objects.set_pin(entry, Pin(request.pin), request.soft_ms / 1000, now)
         done.append(_same(entry.version, version))
     return PinsSet(bytes(done))
-
 
 def _same(one: Version, other: Version) -> bool:
     return (one.clock, one.writer) == (other.clock, other.writer)

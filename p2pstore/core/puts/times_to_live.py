@@ -1,19 +1,23 @@
 """Giving objects another time to live, wherever they are held."""
 
 from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
-
 from p2pstore.core.core_effects import Reply
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.records import PeerId, writer_of
-from p2pstore.objects import DIGEST_BYTES, Version
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import writer_of
+from p2pstore.objects import DIGEST_BYTES
+from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import ExpiryItem, ExpirySet, SetExpiry
+from p2pstore.transfer.peer_messages import ExpiryItem
+from p2pstore.transfer.peer_messages import ExpirySet
+from p2pstore.transfer.peer_messages import SetExpiry
+from typing import Any
+from typing import Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -28,7 +32,6 @@ MAX_TOGETHER: Final = 512
 
 Then = Callable[[float], None]
 """Called with the time when the holders have answered, or will not."""
-
 
 class ExpiryOperation(Operation):
     """Have objects end at other times, where others hold that version, as far as they can be reached. The last put
@@ -45,7 +48,7 @@ class ExpiryOperation(Operation):
 
     def start(self, now: float) -> None:
         self.wake_at = now
-        self.core.set_alarm(self)
+        self.core.operations.set_alarm(self)
 
     @property
     def takes_more(self) -> bool:
@@ -62,7 +65,7 @@ class ExpiryOperation(Operation):
         self._lookup = LookupOperation(
             self.core, list(self._items), ask_always=True, on_finish=self._looked
         )
-        self.core.start(self._lookup, now)
+        self.core.operations.start(self._lookup, now)
 
     def cancel(self, now: float) -> None:
         super().cancel(now)
@@ -103,7 +106,6 @@ class ExpiryOperation(Operation):
         if not self._pending:
             self.finish(self._changed, now)
 
-
 class Expiries:
     """Changes of times to live: those of one step go to their holders together."""
 
@@ -115,12 +117,11 @@ class Expiries:
         self, digest: bytes, version: Version, expires_unix_ms: int, now: float, then: Then
     ) -> None:
         """Have a version end at that time: here at once, and soon where others hold it."""
-        self._core.set_expiry(digest, version, expires_unix_ms, now)
+        self._core.objects.set_expiry(digest, version, expires_unix_ms, now)
         if self._open is None or not self._open.takes_more:
             self._open = ExpiryOperation(self._core)
-            self._core.start(self._open, now)
+            self._core.operations.start(self._open, now)
         self._open.add(ExpiryItem(digest, version.clock, version.writer, expires_unix_ms), then)
-
 
 def serve_expiry(core: PeerCore, sender: PeerId, request: SetExpiry, now: float) -> ExpirySet:
     """Change the ends of what this peer has in just these versions: to a sooner one for the peer that wrote the version
@@ -137,10 +138,9 @@ def serve_expiry(core: PeerCore, sender: PeerId, request: SetExpiry, now: float)
         version = Version(item.clock, item.writer)
         refused = item.writer != writes_as and _ends_sooner(core, item, now)
         done.append(
-            not refused and core.set_expiry(item.digest, version, item.expires_unix_ms, now)
+            not refused and core.objects.set_expiry(item.digest, version, item.expires_unix_ms, now)
         )
     return ExpirySet(bytes(done))
-
 
 def _written_by(core: PeerCore, sender: PeerId) -> int:
     """The writer that versions of this peer's have; -1 when another living member could be meant by that as well."""
@@ -148,10 +148,9 @@ def _written_by(core: PeerCore, sender: PeerId) -> int:
     named = (state for state in core.gossip.membership.live() if state.member & 0xFFFF == writer)
     return writer if len(list(islice(named, 2))) < 2 else -1
 
-
 def _ends_sooner(core: PeerCore, item: ExpiryItem, now: float) -> bool:
     """Whether an object would end before the time that its copy here has."""
-    here = core.find(item.digest, now) or core.cold.find(item.digest, now)
+    here = core.objects.find(item.digest, now) or core.cold.find(item.digest, now)
     if here is None or not item.expires_unix_ms:
         return False
     return not here.expires_unix_ms or item.expires_unix_ms < here.expires_unix_ms

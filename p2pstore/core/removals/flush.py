@@ -1,18 +1,22 @@
 """Removing a whole namespace everywhere."""
 
 from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
-
 from p2pstore.core.copies.sweeping import SweepOperation
 from p2pstore.core.core_effects import Reply
 from p2pstore.core.operation import Operation
 from p2pstore.errors import Unavailable
-from p2pstore.gossip.records import SCOPE_NAMESPACE, PeerId, SignedRecord
-from p2pstore.objects import ZERO_VERSION, Version, namespace_digest
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import SCOPE_NAMESPACE
+from p2pstore.gossip.records import SignedRecord
+from p2pstore.objects import Version
+from p2pstore.objects import ZERO_VERSION
+from p2pstore.objects import namespace_digest
 from p2pstore.transfer.peer_messages import RecordsTaken
 from p2pstore.wire import Failure
+from typing import Any
+from typing import Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -21,7 +25,6 @@ PUSHES_AT_ONCE: Final = 32
 FLUSH_TIMEOUT_SECONDS: Final = 10.0
 MAX_ROUNDS: Final = 2
 
-
 @dataclass(frozen=True, slots=True)
 class FlushEnd:
     """What a flush did. `told` other peers have dropped the namespace's objects; those of `not_told`,
@@ -29,7 +32,6 @@ class FlushEnd:
 
     told: int
     not_told: tuple[PeerId, ...]
-
 
 class FlushOperation(Operation):
     """Remove all objects of a namespace, wherever they are: one floor above everything that this peer has
@@ -70,7 +72,7 @@ class FlushOperation(Operation):
         self._begin_round(self.core.gossip.floors.newest_heard, now)
         if not self.done:
             self.wake_at = self._deadline
-            self.core.set_alarm(self)
+            self.core.operations.set_alarm(self)
 
     def _begin_round(self, newest_clock: int, now: float) -> None:
         self._rounds += 1
@@ -83,7 +85,7 @@ class FlushOperation(Operation):
         self._to_tell = self.core.live_peers()
         self._silent, self._told = [], 0
         self._own_sweep = SweepOperation(self.core, on_finish=self._swept)
-        self.core.start(self._own_sweep, now)
+        self.core.operations.start(self._own_sweep, now)
         self._proceed(now)
 
     def answered(self, tag: int, reply: Reply, now: float) -> None:
