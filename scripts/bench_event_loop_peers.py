@@ -5,51 +5,53 @@ signatures are simulated: a real one takes 60 us to check.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from p2pstore.core.puts.put_operation import PutOperation
-from p2pstore.core.puts.put_operation import PutSpec
-from p2pstore.core.removals.flush import FlushOperation
-from p2pstore.gossip.gossip_messages import Claim
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Delta
-from p2pstore.gossip.gossip_messages import Exchange
-from p2pstore.gossip.gossip_messages import LogChunk
-from p2pstore.gossip.gossip_messages import Ping
-from p2pstore.gossip.gossip_messages import REQUESTS as GOSSIP
-from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.locations.signed_runs import MAX_SIGNED_OPERATIONS
-from p2pstore.gossip.locations.signed_runs import sign_run
-from p2pstore.gossip.records import CLUSTER_RECORD_FORMAT
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import ClusterRecordKind
-from p2pstore.gossip.records import FloorBody
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import sign_cluster_record
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import ClusterRecords
-from p2pstore.transfer.peer_messages import ListKeys
-from p2pstore.transfer.peer_messages import Lookup
-from p2pstore.transfer.peer_messages import PinItem
-from p2pstore.transfer.peer_messages import Push
-from p2pstore.transfer.peer_messages import ReadCount
-from p2pstore.transfer.peer_messages import Reads
-from p2pstore.transfer.peer_messages import SetPins
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_body
-from pathlib import Path
-from typing import Any
+
 import gc
 import mmap
 import sys
-import tests.unit.core_harness as harness
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tests.unit.core_harness as harness
+from p2pstore.core.puts.put_operation import PutOperation, PutSpec
+from p2pstore.core.removals.flush import FlushOperation
+from p2pstore.gossip.gossip_messages import REQUESTS as GOSSIP
+from p2pstore.gossip.gossip_messages import (
+    Claim,
+    ControlKind,
+    Delta,
+    Exchange,
+    LogChunk,
+    Ping,
+    Status,
+)
+from p2pstore.gossip.locations.signed_runs import MAX_SIGNED_OPERATIONS, sign_run
+from p2pstore.gossip.records import (
+    CLUSTER_RECORD_FORMAT,
+    LOCATION_BYTES,
+    ClusterRecord,
+    ClusterRecordKind,
+    FloorBody,
+    LocationRecord,
+    SignedRecord,
+    sign_cluster_record,
+)
+from p2pstore.memory.segment_layout import Pin
+from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import (
+    ClusterRecords,
+    ListKeys,
+    Lookup,
+    PinItem,
+    Push,
+    ReadCount,
+    Reads,
+    SetPins,
+)
+from p2pstore.wire import decode_body, encode_body
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -59,9 +61,11 @@ VALUE = b"v"
 SUMS = chunk_sums(VALUE)
 ROOT = root_checksum(1, SUMS)
 
+
 def report(what: str, seconds: float, more: str = "") -> None:
     ms = 1000 * seconds
     print(f"{'*' if ms > 5 else ' '} {what:<60} {ms:9.2f} ms{more}", flush=True)
+
 
 def measure(what: str, step: Callable[[], Any]) -> Any:
     """What one step takes, and its result."""
@@ -69,6 +73,7 @@ def measure(what: str, step: Callable[[], Any]) -> Any:
     result = step()
     report(what, time.thread_time() - began)
     return result
+
 
 class World(harness.Harness):
     """A core, and objects in its memory."""
@@ -96,8 +101,10 @@ class World(harness.Harness):
             if number % 1000 == 0:
                 self.core.take_effects()
 
+
 def digest(number: int) -> bytes:
     return key_digest(f"k{number:08d}", harness.NAMESPACE)
+
 
 def floor_of(number: int, clock: int, other: harness.Other) -> SignedRecord:
     body = encode_body(FloorBody(bytes(16)))
@@ -107,12 +114,14 @@ def floor_of(number: int, clock: int, other: harness.Other) -> SignedRecord:
     )
     return sign_cluster_record(record, other.signer)
 
+
 def packed(first: int, count: int, clock: int) -> bytes:
     """Operations on so many keys."""
     return b"".join(
         LocationRecord(digest(first + n), Version(clock + n, 9), n, 1).encode()
         for n in range(count)
     )
+
 
 class Requests:
     """What another member asks and tells."""
@@ -210,6 +219,7 @@ class Requests:
         measure("FLUSH", lambda: core.operations.start(operation, world.now))
         world.ticks("FLUSH, later", 10.0)
 
+
 def main() -> None:
     gc.disable()
     world = World(
@@ -220,6 +230,7 @@ def main() -> None:
     requests.of_data()
     requests.of_gossip()
     requests.of_time()
+
 
 if __name__ == "__main__":
     main()

@@ -6,27 +6,25 @@ ended by an `OperationFinished` effect. Time is monotonic seconds; `unix(now)` i
 """
 
 from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+from typing import Final
+
 from p2pstore.core.checkpoints import Checkpoints
 from p2pstore.core.copies.checking import Checks
 from p2pstore.core.copies.cold_copies import ColdCopies
 from p2pstore.core.copies.proofs import VersionProofs
-from p2pstore.core.copies.repair import Repair
-from p2pstore.core.copies.repair import RepairTiming
+from p2pstore.core.copies.repair import Repair, RepairTiming
 from p2pstore.core.copies.write_back import WriteBack
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.core_effects import Effect
-from p2pstore.core.core_effects import Reply
+from p2pstore.core.core_effects import AskPeer, Effect, Reply
 from p2pstore.core.gets.hot_objects import HotObjects
 from p2pstore.core.gets.prefetching import Prefetching
 from p2pstore.core.gets.read_reports import ReadReports
 from p2pstore.core.gets.serving import serve
 from p2pstore.core.holders import Holders
-from p2pstore.core.home_messages import message_of
-from p2pstore.core.home_messages import rivals_of
+from p2pstore.core.home_messages import message_of, rivals_of
 from p2pstore.core.known_copies import KnownCopies
 from p2pstore.core.operation import Operation
 from p2pstore.core.operations import Operations
@@ -38,24 +36,12 @@ from p2pstore.core.taking_pushes import PushesComing
 from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import Signer
-from p2pstore.gossip.records import Verifier
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import writer_of
+from p2pstore.gossip.records import Member, PeerId, Signer, Verifier, member_of, writer_of
 from p2pstore.memory.segment import Segment
-from p2pstore.objects import HybridClock
-from p2pstore.objects import Version
-from p2pstore.objects import key_hasher
-from p2pstore.objects import namespace_digest
+from p2pstore.objects import HybridClock, Version, key_hasher, namespace_digest
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import CheckCopy
-from p2pstore.transfer.peer_messages import Locations
 from p2pstore.transfer.peer_messages import Pushed
 from p2pstore.wire import Message
-from random import Random
-from typing import Final
 
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
 TO_HOMES: Final = -1
@@ -65,6 +51,7 @@ WORK_PER_STEP: Final = 12_000
 """Keys times members: a hash and a look into a table each, of 0.25 us."""
 LOOKED_UP_PER_STEP: Final = 400
 """Keys, whatever the number of members: 5 us each."""
+
 
 class PeerCore:
     """What one peer decides. See the module's docstring for how it is driven."""
@@ -310,6 +297,7 @@ class PeerCore:
         return self._namespaces.items()
 
     # --- memory ------------------------------------------------------------------------------
+
 
 def before(version: Version) -> Version:
     """The highest version that is older."""

@@ -2,22 +2,22 @@
 tenths of a second."""
 
 from __future__ import annotations
+
 from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
 from p2pstore.core.home_messages import reply_of
 from p2pstore.core.operation import Operation
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.homes.home_updates import PushIntake
 from p2pstore.gossip.records import Member
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 MAX_COMING_OF_ONE: Final = 8
 """Large pushes of one sender that may wait."""
+
 
 class PushesComing:
     """The pushes that are being taken in: one step a tick, of one sender after the other, and of each the one that
@@ -49,6 +49,7 @@ class PushesComing:
         pushes.remove(push)
         if not pushes:
             del self._of[push.sender]
+
 
 class TakePushOperation(Operation):
     """Takes a push in. The result is what to answer, or the error that says why not."""

@@ -8,7 +8,6 @@ with it.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Annotated, Final
 
 from msgspec import Meta
@@ -73,8 +72,6 @@ class Commit(Message, frozen=True):
     deadline_ms: int = 5000
     again: Annotated[list[ReserveItem], MANY] = []
     at_hand: bool = False
-
-
 
 
 class PutOutcome(Message, frozen=True):
@@ -161,8 +158,6 @@ class ListKeys(Message, frozen=True):
     local: bool = False
     pinned: bool = False
     deadline_ms: int = 5000
-
-
 
 
 class Keys(Message, frozen=True):

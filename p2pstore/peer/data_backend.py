@@ -1,11 +1,17 @@
 """What the peer answers on data connections."""
 
 from __future__ import annotations
-from collections.abc import Mapping
-from collections.abc import Sequence
+
+import contextlib
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import trio
+
 from p2pstore.checkpoint.peer.running import RunningSwarms
-from p2pstore.core.gets.hot_objects import HOT_BYTES
-from p2pstore.core.gets.hot_objects import SentOn
+from p2pstore.core.gets.hot_objects import HOT_BYTES, SentOn
 from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.comparing import SLOT_ONLY
@@ -14,41 +20,33 @@ from p2pstore.gossip.records import member_of
 from p2pstore.memory.entries import SmallObjectsLent
 from p2pstore.memory.loans import Loan
 from p2pstore.memory.segment import ObjectEntry
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import encode_slot
-from p2pstore.memory.segment_layout import encode_trailer
+from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.objects import KIB
 from p2pstore.peer.erasing import Erasing
 from p2pstore.peer.node import Node
 from p2pstore.runtime.streams import BytesLike
 from p2pstore.status.statistics import peer_document
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import GetItem
-from p2pstore.transfer.data_messages import GetManifest
-from p2pstore.transfer.data_messages import GetSmall
-from p2pstore.transfer.data_messages import Keeps
-from p2pstore.transfer.data_messages import ObjectReply
-from p2pstore.transfer.data_messages import ObjectStatus
-from p2pstore.transfer.data_messages import keeps_of
-from p2pstore.transfer.peer_messages import Flush
-from p2pstore.transfer.peer_messages import Remove
-from p2pstore.transfer.peer_messages import Snapshot
-from p2pstore.transfer.peer_messages import SnapshotReply
-from p2pstore.transfer.peer_messages import Statistics
-from p2pstore.transfer.peer_messages import StatisticsReply
+from p2pstore.transfer.data_messages import (
+    DataKind,
+    GetItem,
+    GetManifest,
+    GetSmall,
+    Keeps,
+    ObjectReply,
+    ObjectStatus,
+    keeps_of,
+)
+from p2pstore.transfer.peer_messages import (
+    Flush,
+    Remove,
+    Snapshot,
+    SnapshotReply,
+    Statistics,
+    StatisticsReply,
+)
 from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.serving.read_answers import LentObject
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
-from p2pstore.wire import error_of
-from typing import Final
-from typing import TYPE_CHECKING
-import contextlib
-import json
-import threading
-import trio
+from p2pstore.wire import Failure, Message, error_of
 
 if TYPE_CHECKING:
     from p2pstore.ssd_tier.index import ColdEntry
@@ -57,6 +55,7 @@ BRING_SECONDS: Final = 4.0
 """For objects that are asked for before they are in memory. Who asks gives up after 5 s without progress."""
 COPIED_BYTES: Final = 16 * KIB
 """Values up to this are copied before they are sent: that takes less time than to keep them where they are."""
+
 
 class PeerDataBackend:
     """Satisfies `p2pstore.transfer.serving.data_server.DataBackend`."""
@@ -219,6 +218,7 @@ class PeerDataBackend:
         head = copy.head
         reply = SnapshotReply(self._core.member, copy.incarnation, head.sequence, head.set_hash)
         return reply, copy.parts
+
 
 def _trailer_on_ssd(cold: ColdEntry) -> bytes:
     """The trailer of what is on the SSD alone, without its sums; nothing where only its record tells all."""

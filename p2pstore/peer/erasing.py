@@ -5,31 +5,29 @@ member removes in its own name.
 """
 
 from __future__ import annotations
+
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
+
 from p2pstore.access.keyring import Role
-from p2pstore.core.removals.flush import FlushEnd
-from p2pstore.core.removals.flush import FlushOperation
+from p2pstore.core.removals.flush import FlushEnd, FlushOperation
 from p2pstore.core.removals.remove import RemoveOperation
-from p2pstore.errors import AuthenticationFailed
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import ProtocolMismatch
-from p2pstore.errors import StoreClosed
-from p2pstore.errors import Unavailable
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import format_peer_id
+from p2pstore.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    ProtocolMismatch,
+    StoreClosed,
+    Unavailable,
+)
+from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.peer.local_answers import MAX_WAIT_SECONDS
 from p2pstore.peer.node import Node
 from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Flush
-from p2pstore.transfer.peer_messages import Flushed
-from p2pstore.transfer.peer_messages import MAX_REMOVED_KEYS
-from p2pstore.transfer.peer_messages import Remove
-from p2pstore.transfer.peer_messages import Removed
+from p2pstore.transfer.peer_messages import MAX_REMOVED_KEYS, Flush, Flushed, Remove, Removed
 from p2pstore.wire import Message
-from typing import Final
-import logging
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -42,6 +40,7 @@ _NEXT_MEMBER: Final = (
     OSError,
 )
 """What says something of one member only."""
+
 
 class Erasing:
     """REMOVE and FLUSH of local clients and of writers' peers. Both can be carried out twice, so an order that was not

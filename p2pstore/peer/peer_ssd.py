@@ -1,65 +1,47 @@
 """A peer's SSD: carries out what the core decides to write and to load, and tells it what became of that."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import asynccontextmanager
-from itertools import chain
-from p2pstore.config import MINIMUM_SSD_BYTES
-from p2pstore.config import PeerConfig
-from p2pstore.core.copies.cold_return import ColdObject
-from p2pstore.core.copies.cold_return import ColdSorted
-from p2pstore.core.copies.copy_destination import CopyDestination
-from p2pstore.core.core_effects import LoadObject
-from p2pstore.core.core_effects import PullFailure
-from p2pstore.core.core_effects import PullOutcome
-from p2pstore.core.core_effects import WriteObject
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import ConfigError
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import Unavailable
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.segment_layout import MAX_TRAILER_BYTES
-from p2pstore.memory.segment_layout import SLOT_FLAG_SOFT
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.objects import MIB
-from p2pstore.objects import chunk_count
-from p2pstore.objects import format_bytes
-from p2pstore.objects import namespace_digest
-from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.ssd_tier.cold_log import TierHooks
-from p2pstore.ssd_tier.disk import FileDisk
-from p2pstore.ssd_tier.disk import open_disk
-from p2pstore.ssd_tier.health import ColdMiss
-from p2pstore.ssd_tier.health import Health
-from p2pstore.ssd_tier.health import Miss
-from p2pstore.ssd_tier.health import PATIENCE_SECONDS as ALONE_SECONDS
-from p2pstore.ssd_tier.health import TierState
-from p2pstore.ssd_tier.index import ColdEntry
-from p2pstore.ssd_tier.log_layout import ColdFacts
-from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES
-from p2pstore.ssd_tier.opening import FILE_NAME
-from p2pstore.ssd_tier.tier import SsdTier
-from p2pstore.ssd_tier.tier import open_tier
-from p2pstore.ssd_tier.write_admission import AdmissionPolicy
-from p2pstore.ssd_tier.write_admission import Refusal
-from p2pstore.ssd_tier.write_admission import Share
-from p2pstore.wire import Code
-from pathlib import Path
-from typing import Final
-from typing import TYPE_CHECKING
+
 import contextlib
 import heapq
 import logging
 import shutil
 import struct
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
 import trio
+
+from p2pstore.config import MINIMUM_SSD_BYTES, PeerConfig
+from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
+from p2pstore.core.copies.copy_destination import CopyDestination
+from p2pstore.core.core_effects import LoadObject, PullFailure, PullOutcome, WriteObject
+from p2pstore.errors import CapacityExceeded, ConfigError, NoSuchKey, P2PStoreError, Unavailable
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.segment_layout import (
+    MAX_TRAILER_BYTES,
+    SLOT_FLAG_SOFT,
+    Slot,
+    SlotState,
+    TrailerBody,
+    decode_trailer,
+    encode_trailer,
+)
+from p2pstore.objects import MIB, chunk_count, format_bytes, namespace_digest
+from p2pstore.runtime.trio_tasks import open_background_nursery
+from p2pstore.ssd_tier.cold_log import TierHooks
+from p2pstore.ssd_tier.disk import FileDisk, open_disk
+from p2pstore.ssd_tier.health import PATIENCE_SECONDS as ALONE_SECONDS
+from p2pstore.ssd_tier.health import ColdMiss, Health, Miss, TierState
+from p2pstore.ssd_tier.index import ColdEntry
+from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES, ColdFacts
+from p2pstore.ssd_tier.opening import FILE_NAME
+from p2pstore.ssd_tier.tier import SsdTier, open_tier
+from p2pstore.ssd_tier.write_admission import AdmissionPolicy, Refusal, Share
+from p2pstore.wire import Code
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -87,6 +69,7 @@ LEAST_SEGMENT_BYTES: Final = 16 * MIB
 SPARE_TRAILER_BYTES: Final = 512
 """Room for what belongs to a tensor, which is not known before it is read."""
 _FOR_NOW: Final = (Refusal.QUEUE_FULL, Refusal.WRITE_BUDGET_SPENT, Refusal.NO_ROOM)
+
 
 @asynccontextmanager
 async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
@@ -135,6 +118,7 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(disk.close)
 
+
 @asynccontextmanager
 async def _opening(
     disk: FileDisk, config: PeerConfig, guards: trio.Nursery
@@ -164,6 +148,7 @@ async def _opening(
             "log for that disk, or start this peer without it"
         ) from error
 
+
 async def _leave_alone_what_hangs(ssd: PeerSsd, disk: FileDisk) -> None:
     """There is no way to end I/O that hangs, and the tasks that wait for it would keep this peer from ending."""
     await ssd.ending.wait()
@@ -179,6 +164,7 @@ async def _leave_alone_what_hangs(ssd: PeerSsd, disk: FileDisk) -> None:
     )
     ssd.tier.stop()
     disk.abandon()
+
 
 async def _open_in_thread(config: PeerConfig) -> FileDisk:
     """A path that hangs can be cancelled: what is opened after that is closed at once."""
@@ -203,16 +189,19 @@ async def _open_in_thread(config: PeerConfig) -> FileDisk:
         raise
     return opened[0]
 
+
 def _open_disk(config: PeerConfig) -> FileDisk:
     path = config.ssd
     assert path is not None
     return open_disk(path, config.ssd_capacity_bytes or default_capacity(path))
+
 
 def segment_bytes_for(capacity_bytes: int) -> int:
     """A power of two: 256 MiB, or on a small disk what makes some sixteen of them. Reclaim goes by whole segments, and
     parts of large objects are 64 MiB."""
     wanted = max(LEAST_SEGMENT_BYTES, capacity_bytes // SEGMENTS_WANTED)
     return min(SEGMENT_BYTES, 1 << (wanted.bit_length() - 1))
+
 
 def default_capacity(path: str) -> int | None:
     """What is taken when nobody says how much: of a directory what was taken before, else half of what is free; None
@@ -232,8 +221,10 @@ def default_capacity(path: str) -> int | None:
         )
     return half
 
+
 def _least_unused(entry: ObjectEntry) -> float:
     return -entry.last_access
+
 
 class PeerSsd:
     """The shell between a peer's core and its SSD tier."""
@@ -513,6 +504,7 @@ class PeerSsd:
         payload = segment.payload_pages(entry)
         return await self.tier.store(_facts_of(entry, trailer), payload, durable=durable)
 
+
 class _Load:
     """A load that somebody waits for, until it ends or is overdue. What comes after that goes nowhere."""
 
@@ -542,6 +534,7 @@ class _Load:
         core.operations.pulled(self._effect.operation, outcome, node.now)
         node.process()
 
+
 def _facts_of(entry: ObjectEntry, trailer: TrailerBody) -> ColdFacts:
     return ColdFacts(
         digest=entry.digest,
@@ -559,6 +552,7 @@ def _facts_of(entry: ObjectEntry, trailer: TrailerBody) -> ColdFacts:
         proof=trailer.proof,
     )
 
+
 def _trailer_of(facts: ColdFacts, sums: bytes) -> TrailerBody:
     return TrailerBody(
         facts.namespace,
@@ -572,6 +566,7 @@ def _trailer_of(facts: ColdFacts, sums: bytes) -> TrailerBody:
         facts.proof,
     )
 
+
 def _slot_of(facts: ColdFacts, trailer: TrailerBody, spare_bytes: int) -> Slot:
     return Slot(
         SlotState.LIVE,
@@ -582,6 +577,7 @@ def _slot_of(facts: ColdFacts, trailer: TrailerBody, spare_bytes: int) -> Slot:
         min(MAX_TRAILER_BYTES, len(encode_trailer(trailer)) + spare_bytes),
         SLOT_FLAG_SOFT if facts.soft else 0,
     )
+
 
 def _packed(sums: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(sums)}Q", *sums)

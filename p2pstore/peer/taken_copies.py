@@ -1,31 +1,22 @@
 """Pulling copies that their writer wants kept here, many at once."""
 
 from __future__ import annotations
+
 from collections.abc import Sequence
-from p2pstore.core.copies.copies_destination import Room
-from p2pstore.core.copies.copies_destination import RoomDestination
-from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.core_effects import PullOutcome
-from p2pstore.core.core_effects import PullTogether
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from p2pstore.core.copies.copies_destination import Room, RoomDestination
+from p2pstore.core.core_effects import KnownCopy, PullOutcome, PullTogether
 from p2pstore.errors import P2PStoreError
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import member_of
-from p2pstore.memory.segment_layout import GRANULE_BYTES
-from p2pstore.memory.segment_layout import round_up
-from p2pstore.objects import CHUNK_BYTES
-from p2pstore.objects import KIB
+from p2pstore.gossip.records import LocationRecord, PeerId, member_of
+from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
+from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.reading.arriving import Announced
-from p2pstore.transfer.reading.small_reads import MOST_ITEMS
-from p2pstore.transfer.reading.small_reads import Part
-from p2pstore.transfer.reading.small_reads import Parts
-from p2pstore.transfer.reading.small_reads import part_slices
-from p2pstore.transfer.transport import RemotePeer
-from p2pstore.transfer.transport import pull_with_failover
-from typing import Final
-from typing import TYPE_CHECKING
-import trio
+from p2pstore.transfer.reading.small_reads import MOST_ITEMS, Part, Parts, part_slices
+from p2pstore.transfer.transport import RemotePeer, pull_with_failover
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -36,6 +27,7 @@ MAPPED_BYTES: Final = 32 * KIB
 """Up to here a value takes less time over a connection, together with others, than out of mapped memory, alone."""
 NO_WRITER: Final = -1
 """Nobody's hash: only the announced version will do."""
+
 
 class TakenCopies:
     """Carries out `PullTogether`."""
@@ -115,6 +107,7 @@ class TakenCopies:
         except (P2PStoreError, ValueError):
             return False
         return report.pulled is not None
+
 
 def _parts(everything: Part) -> Parts:
     """As few requests as it takes: the holder answers other requests at the same time."""

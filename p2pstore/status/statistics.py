@@ -1,31 +1,28 @@
 """The statistics document: this peer, and the cluster as it sees it. It only grows."""
 
 from __future__ import annotations
+
+import json
+import math
+import time
 from collections import Counter
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from p2pstore.access.member_places import Holder
-from p2pstore.access.member_places import crowd
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+import p2pstore
+from p2pstore.access.member_places import Holder, crowd
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.directory_mode import kept_name
 from p2pstore.gossip.links.host import MAX_ADMITTED
 from p2pstore.gossip.members.member_table import MemberState
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import TakesPart
-from p2pstore.gossip.records import format_peer_id
+from p2pstore.gossip.records import PeerRecord, TakesPart, format_peer_id
 from p2pstore.peer.credentials import rights_of
 from p2pstore.runtime.stepping import Steps
 from p2pstore.status.hottest import hottest
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import json
-import math
-import msgspec
-import p2pstore
-import time
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -34,6 +31,7 @@ MEMBERS_PER_STEP: Final = 64
 """The record of each is read: some 6 us."""
 JSON_PARTS_PER_STEP: Final = 1_024
 """Names, numbers and what stands between them."""
+
 
 def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
     """What this peer holds and has done. `private`: with keys and bootstrap addresses, for clients on this
@@ -116,14 +114,17 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         document["hottest"] = hottest(core, node.now, with_keys=True)
     return document
 
+
 def _bytes_on_ssd(node: Node, namespace: str) -> int:
     return 0 if node.ssd is None else node.ssd.tier.bytes_of(namespace)
+
 
 def _ssd_hit_rate(core: PeerCore) -> float | None:
     """Of the clients' gets that memory could not answer, the share that the SSD did; None without any."""
     hits = core.counters["client_reads_from_ssd"]
     others = core.counters["client_reads_elsewhere"] + core.counters["client_misses"]
     return round(hits / (hits + others), 4) if hits + others else None
+
 
 def _gossip(node: Node) -> dict[str, Any]:
     """Members by state, those included that are gone; what gossip carried; how far this peer trusts its own probes (0
@@ -138,10 +139,12 @@ def _gossip(node: Node) -> dict[str, Any]:
         "received_bytes": carried.received,
     }
 
+
 def _clock_ahead(node: Node) -> float | None:
     """How far this machine's clock is ahead of those of other members."""
     ahead = node.core.timekeeping.view(node.now).middle
     return None if ahead is None else round(ahead, 6)
+
 
 def _checkpoints(core: PeerCore) -> list[dict[str, Any]]:
     """What this peer has of versions of checkpoints; at most 16."""
@@ -163,6 +166,7 @@ def _checkpoints(core: PeerCore) -> list[dict[str, Any]]:
             )
     return found
 
+
 def _follows(core: PeerCore, unix_now: float) -> list[dict[str, Any]]:
     """The checkpoints that this peer follows, and how far it is with them."""
     return [
@@ -178,6 +182,7 @@ def _follows(core: PeerCore, unix_now: float) -> list[dict[str, Any]]:
         for each in core.checkpoints.followed
     ]
 
+
 def _connections(node: Node) -> dict[str, int]:
     """Control connections: how many are open, how many neighbours they are kept for, and what became of others."""
     return {
@@ -185,6 +190,7 @@ def _connections(node: Node) -> dict[str, int]:
         "neighbours": len(node.core.gossip.view.neighbours()),
         **asdict(node.host.keeper.counts),
     }
+
 
 def _places(node: Node, *, private: bool) -> dict[str, Any]:
     """The places for other members' connections, and who has most of them; and what is held in memory for them."""
@@ -218,9 +224,11 @@ def _places(node: Node, *, private: bool) -> dict[str, Any]:
         "hoarders_ended": budget.ended,
     }
 
+
 def _seconds_ago(then: float, now: float) -> float | None:
     """None for minus infinity, which JSON cannot say: nothing came from the member itself yet."""
     return round(max(0.0, now - then), 3) if math.isfinite(then) else None
+
 
 def cluster_document(core: PeerCore, now: float) -> Steps[dict[str, Any]]:
     """What gossip says of the members that are believed alive."""
@@ -239,6 +247,7 @@ def cluster_document(core: PeerCore, now: float) -> Steps[dict[str, Any]]:
         "members": members,
     }
 
+
 def _member_document(
     core: PeerCore, state: MemberState, record: PeerRecord, now: float
 ) -> dict[str, Any]:
@@ -256,6 +265,7 @@ def _member_document(
         "software": record.software,
         "directory": kept_name(record.directory),
     }
+
 
 def json_in_steps(document: Mapping[str, Any]) -> Steps[bytes]:
     """The document as JSON. Of thousands of members it is megabytes."""

@@ -1,45 +1,50 @@
 """A batch of puts in windows, of which the peer publishes one while the client writes the next."""
 
 from __future__ import annotations
-from collections.abc import Iterator
-from p2pstore import blocking
-from p2pstore.client.puts import WINDOW_BYTES
-from p2pstore.client.puts import WINDOW_ITEMS
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import StoreClosed
-from p2pstore.local.local_protocol import LocalKind
-from pathlib import Path
-from simulation.segment_checks import check_segment
-from tests.contract.small_peer import SmallPeer
-from tests.contract.small_peer import small_peer
+
 import os
-import p2pstore
-import pytest
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 import trio
 
+import p2pstore
+from p2pstore import blocking
+from p2pstore.client.puts import WINDOW_BYTES, WINDOW_ITEMS
+from p2pstore.errors import CapacityExceeded, StoreClosed
+from p2pstore.local.local_protocol import LocalKind
+from simulation.segment_checks import check_segment
+from tests.contract.small_peer import SmallPeer, small_peer
+
 SIZES = [0, 1, 4096, 70_000]
+
 
 @pytest.fixture
 def peer(tmp_path: Path) -> Iterator[SmallPeer]:
     with small_peer(tmp_path / "peer.sock") as running:
         yield running
 
+
 def values(count: int, name: str = "k") -> list[tuple[str, bytes]]:
     return [
         (f"{name}{number}", bytes([number % 251]) * SIZES[number % 4]) for number in range(count)
     ]
 
+
 def reserved_bytes(peer: SmallPeer) -> int:
     """Bytes in rooms that are no objects (yet)."""
     return peer.call(lambda: reserved_now(peer))
+
 
 def reserved_now(peer: SmallPeer) -> int:
     """`reserved_bytes`, for the peer's own thread."""
     segment = peer.backend.segment
     return segment.used_bytes - sum(entry.extent_bytes for entry in segment.entries())
+
 
 @pytest.mark.parametrize(
     "count", [1, 2, WINDOW_ITEMS, WINDOW_ITEMS + 1, 3 * WINDOW_ITEMS, 5 * WINDOW_ITEMS + 7]
@@ -56,6 +61,7 @@ def test_every_value_is_stored_under_its_key(peer: SmallPeer, count: int) -> Non
         assert all(each.unwrap().status == "unchanged" for each in client.put_many(items))
     peer.wait_until(lambda: reserved_now(peer) == 0)  # room may be reserved ahead for a single put
 
+
 def test_a_window_is_reserved_with_the_commit_of_an_earlier_one(peer: SmallPeer) -> None:
     with blocking.connect(str(peer.path)) as client:
         client.put_many([(f"k{number}", b"v") for number in range(6 * WINDOW_ITEMS)])
@@ -63,6 +69,7 @@ def test_a_window_is_reserved_with_the_commit_of_an_earlier_one(peer: SmallPeer)
         each for each in peer.backend.requests if each in (LocalKind.RESERVE, LocalKind.COMMIT)
     ]
     assert requests == [LocalKind.RESERVE] + [LocalKind.COMMIT] * 6
+
 
 def test_a_batch_larger_than_the_memory_keeps_what_came_last(tmp_path: Path) -> None:
     with (
@@ -80,6 +87,7 @@ def test_a_batch_larger_than_the_memory_keeps_what_came_last(tmp_path: Path) -> 
         assert isinstance(results[1].error, CapacityExceeded)
         assert reserved_bytes(peer) == 0
 
+
 async def test_a_batch_that_is_cancelled_anywhere_leaves_no_room_behind(peer: SmallPeer) -> None:
     async with p2pstore.connect(str(peer.path)) as client:
         for turns in range(40):
@@ -96,6 +104,7 @@ async def test_a_batch_that_is_cancelled_anywhere_leaves_no_room_behind(peer: Sm
                     assert await client.get(key) == value
             await trio.to_thread.run_sync(peer.wait_until, lambda: reserved_now(peer) == 0, 20.0)
 
+
 PUTS_FOR_EVER = """
 import sys
 from p2pstore import blocking
@@ -104,6 +113,7 @@ print("begun", flush=True)
 for turn in range(1_000_000):
     client.put_many([(f"{turn}-{number}", b"v" * 5000) for number in range(300)])
 """
+
 
 @pytest.mark.parametrize("after", [0, 3, 17, 40])
 def test_a_client_killed_in_a_batch_leaves_whole_values_alone(peer: SmallPeer, after: int) -> None:
@@ -124,6 +134,7 @@ def test_a_client_killed_in_a_batch_leaves_whole_values_alone(peer: SmallPeer, a
             assert bytes(segment.payload(entry)) == b"v" * 5000
 
     peer.call(look)
+
 
 def test_a_peer_that_goes_in_the_middle_is_said(peer: SmallPeer) -> None:
     with blocking.connect(str(peer.path)) as client:

@@ -1,78 +1,72 @@
 """Many small objects at once, by GET_SMALL: both sides, and the errors that each may meet."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Callable
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
 from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import trio
+
 from p2pstore.errors import CapacityExceeded
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SlotRows
-from p2pstore.objects import KIB
-from p2pstore.objects import MIB
-from p2pstore.objects import key_digest
-from p2pstore.runtime.blocking_streams import BlockingDriver
-from p2pstore.runtime.blocking_streams import run_blocking
+from p2pstore.objects import KIB, MIB, key_digest
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import GetSmall
-from p2pstore.transfer.data_messages import SmallObjects
+from p2pstore.transfer.data_messages import DataKind, GetSmall, SmallObjects
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.data_requests import Inbox
-from p2pstore.transfer.serving import data_server
-from p2pstore.transfer.serving import data_session
+from p2pstore.transfer.serving import data_server, data_session
 from p2pstore.transfer.serving.data_server import ServerLimits
 from p2pstore.transfer.serving.read_answers import TAKE_IN_OBJECTS
 from p2pstore.transfer.serving.read_thread import BRISK_READS
 from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.wire import Code
-from p2pstore.wire import ERROR
-from p2pstore.wire import Failure
-from p2pstore.wire import REPLY
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_frame
-from random import Random
+from p2pstore.wire import ERROR, REPLY, Code, Failure, decode_body, encode_frame
 from simulation.segment_checks import check_segment
-from tests.contract.test_transport import DRIVERS
-from tests.contract.test_transport import SEGMENT_BYTES
-from tests.contract.test_transport import Side
-from tests.contract.test_transport import TcpHarness
-from tests.contract.test_transport import _buffers
-from tests.contract.test_transport import answer
-from tests.contract.test_transport import assert_closed
-from tests.contract.test_transport import authenticated
-from tests.contract.test_transport import caught_log
-from tests.contract.test_transport import object_reply
-from tests.contract.test_transport import objects_frame
-from tests.contract.test_transport import pattern
-from tests.contract.test_transport import put
-from tests.contract.test_transport import read_frame
-from tests.contract.test_transport import scripted_owner
-from tests.contract.test_transport import segment_of
-from tests.contract.test_transport import until
-from tests.readers.values import KEYS_PER_PEER
-from tests.readers.values import is_right
-from tests.readers.values import key_name
-from tests.readers.values import value_of
-from typing import Any
-import contextlib
-import os
-import pytest
-import socket
-import time
-import trio
+from tests.contract.test_transport import (
+    DRIVERS,
+    SEGMENT_BYTES,
+    Side,
+    TcpHarness,
+    _buffers,
+    answer,
+    assert_closed,
+    authenticated,
+    caught_log,
+    object_reply,
+    objects_frame,
+    pattern,
+    put,
+    read_frame,
+    scripted_owner,
+    segment_of,
+    until,
+)
+from tests.readers.values import KEYS_PER_PEER, is_right, key_name, value_of
+
 
 @pytest.fixture(params=DRIVERS)
 def side(request: pytest.FixtureRequest) -> Side:
     return Side(request.param, DRIVERS[request.param]())
+
 
 @pytest.fixture
 async def tcp() -> AsyncIterator[TcpHarness]:
     async with TcpHarness.open(segment_of(SEGMENT_BYTES)) as opened:
         yield opened
 
+
 def nothing_is_lent(segment: Segment) -> bool:
     segment.objects.expire(0)  # takes in which loans are over
     return not segment.views.has_loans and not segment.leased_bytes
+
 
 async def test_many_small_objects_in_columns(tcp: TcpHarness, side: Side) -> None:
     """Each length, or -1 for what the other way of asking is to tell more of."""
@@ -103,6 +97,7 @@ async def test_many_small_objects_in_columns(tcp: TcpHarness, side: Side) -> Non
     again = await side.run(lambda: pool.pull_small(tcp.copy(), digests[:1], views[:1]))
     assert again == ([1], None)
 
+
 async def test_objects_of_one_chunk_in_columns(tcp: TcpHarness, side: Side) -> None:
     """Between small ones, in several answers: more than one holds."""
     sizes = [MIB, 5, 64 * KIB + 1, 128 * KIB - 1, 128 * KIB, MIB - 1, 300_000, 64 * KIB, 1, 700_000]
@@ -128,6 +123,7 @@ async def test_objects_of_one_chunk_in_columns(tcp: TcpHarness, side: Side) -> N
         assert pool.open_connections == 1
     await until(lambda: nothing_is_lent(tcp.segment))
 
+
 async def test_a_large_object_is_not_sent_to_who_has_no_room_for_it(
     tcp: TcpHarness, side: Side
 ) -> None:
@@ -137,6 +133,7 @@ async def test_a_large_object_is_not_sent_to_who_has_no_room_for_it(
     lengths, _ = await side.run(lambda: pool.pull_small(tcp.copy(), digests, views))
     assert lengths == [-1] * 8
     assert tcp.server.traffic.bytes < MIB
+
 
 async def test_small_values_in_large_rooms_come_by_few_receives(
     tcp: TcpHarness, side: Side, monkeypatch: pytest.MonkeyPatch
@@ -159,6 +156,7 @@ async def test_small_values_in_large_rooms_come_by_few_receives(
         digests
     )  # with as little at once as a head has, it was 200 each
 
+
 async def test_a_holder_that_claims_more_than_an_answer_holds_is_not_believed(side: Side) -> None:
     """The reader would make room for all of it."""
     digests = [key_digest("key 0")] * 5
@@ -175,6 +173,7 @@ async def test_a_holder_that_claims_more_than_an_answer_holds_is_not_believed(si
         assert failure is not None
         assert failure.code == Code.MALFORMED
         pool.close()
+
 
 async def test_a_holder_without_get_small_is_asked_by_get(side: Side) -> None:
     """Of the version before: not one request that it does not know."""
@@ -194,6 +193,7 @@ async def test_a_holder_without_get_small_is_asked_by_get(side: Side) -> None:
             assert (lengths, failure) == ([-1] * count, None)
         pool.close()
 
+
 async def test_a_holder_that_knows_no_limit_but_64_kib_is_asked_otherwise(side: Side) -> None:
     """One of the first version that knew GET_SMALL."""
     digests = [key_digest(f"key {i}") for i in range(3)]
@@ -207,6 +207,7 @@ async def test_a_holder_that_knows_no_limit_but_64_kib_is_asked_otherwise(side: 
         assert (lengths, failure) == ([64 * KIB, -1, 5], None)
         pool.close()
 
+
 async def test_small_objects_into_one_buffer_are_delivered_or_asked_for_again(
     tcp: TcpHarness, side: Side
 ) -> None:
@@ -219,6 +220,7 @@ async def test_small_objects_into_one_buffer_are_delivered_or_asked_for_again(
     assert lengths[-1] == 50_000
     assert view == values[-1]
 
+
 async def test_who_is_too_old_for_columns_is_asked_otherwise(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +231,7 @@ async def test_who_is_too_old_for_columns_is_asked_otherwise(
         views = [memoryview(bytearray(5))] * 2
         told = await side.run(lambda: pool.pull_small(harness.copy(), [digest] * 2, views))
         assert told == ([-1, -1], None)
+
 
 async def test_small_objects_read_in_a_row_are_answered_in_threads(tcp: TcpHarness) -> None:
     digests = [put(tcp.segment, f"key {i}", pattern(4096, i)) for i in range(64)]
@@ -244,6 +247,7 @@ async def test_small_objects_read_in_a_row_are_answered_in_threads(tcp: TcpHarne
     await until(lambda: len(backend.noted) == 40 * 64)
     assert all(view == pattern(4096, i) for i, view in enumerate(views))
     await until(lambda: nothing_is_lent(tcp.segment))
+
 
 async def test_what_was_read_until_the_end_of_a_connection_is_taken_in(
     tcp: TcpHarness, monkeypatch: pytest.MonkeyPatch
@@ -263,6 +267,7 @@ async def test_what_was_read_until_the_end_of_a_connection_is_taken_in(
     await trio.to_thread.run_sync(read)
     await until(lambda: len(tcp.backend.noted) == 10 * count)
 
+
 @pytest.mark.parametrize("length", [8, 16 * 513, 0])
 async def test_digests_that_are_none_end_the_connection(tcp: TcpHarness, length: int) -> None:
     stream = await authenticated(tcp.address)
@@ -272,7 +277,9 @@ async def test_digests_that_are_none_end_the_connection(tcp: TcpHarness, length:
     assert decode_body(Failure, body).code == Code.MALFORMED
     await assert_closed(stream)
 
+
 # --- holders that misbehave ---
+
 
 def small_frame(
     *values: bytes, bulk: bytes | None = None, slots: bytes | None = None
@@ -287,6 +294,7 @@ def small_frame(
         + sent
     )
 
+
 SMALL_MISBEHAVIOUR: dict[str, tuple[Callable[[int], bytes], Code | None]] = {
     "another number of slots": (small_frame(b"a", b"b"), Code.MALFORMED),
     "no slots": (small_frame(), Code.MALFORMED),
@@ -295,6 +303,7 @@ SMALL_MISBEHAVIOUR: dict[str, tuple[Callable[[int], bytes], Code | None]] = {
     "GET's answer": (objects_frame(object_reply(b"a")), Code.MALFORMED),
     "wrong bytes": (small_frame(b"a", b"b", b"c", bulk=b"xyz"), None),
 }
+
 
 @pytest.mark.parametrize("name", SMALL_MISBEHAVIOUR)
 async def test_a_holder_that_misbehaves_in_columns(side: Side, name: str) -> None:
@@ -308,6 +317,7 @@ async def test_a_holder_that_misbehaves_in_columns(side: Side, name: str) -> Non
         assert (None if failure is None else failure.code) == code
         assert pool.open_connections == (code is None)
         pool.close()
+
 
 @pytest.mark.parametrize(
     "code", [*sorted({Code.INTERNAL, Code.CLOSED, Code.INVALID_ARGUMENT}), 999]
@@ -329,6 +339,7 @@ async def test_a_holder_that_refuses_columns_fails_the_pull_and_nothing_else(
             assert lengths == []
             assert (None if told is None else told.text) == (None if not count else "no")
         pool.close()
+
 
 async def test_what_came_in_columns_before_the_connection_broke_stands(side: Side) -> None:
     values = [pattern(64 * KIB, seed) for seed in range(100)]
@@ -355,7 +366,9 @@ async def test_what_came_in_columns_before_the_connection_broke_stands(side: Sid
     assert failure is not None
     assert failure.retriable
 
+
 # --- readers that misbehave ---------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("in_thread", [False, True])
 async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_thread: bool) -> None:
@@ -397,6 +410,7 @@ async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_th
         assert nothing_is_lent(segment)
         check_segment(segment)
 
+
 async def test_a_reader_cancelled_anywhere_leaves_the_next_one_a_good_connection(
     tcp: TcpHarness,
 ) -> None:
@@ -426,6 +440,7 @@ async def test_a_reader_cancelled_anywhere_leaves_the_next_one_a_good_connection
         assert [bytes(view) for view in views] == before, "written to after it was over"
     assert cancelled > 3
     await until(lambda: nothing_is_lent(tcp.segment))
+
 
 @pytest.mark.parametrize("tls", [False, True])
 async def test_values_that_change_all_the_time_are_read_right_or_not_at_all(tls: bool) -> None:

@@ -1,69 +1,66 @@
 """Storing values over data connections: a real server, real sockets, all three drivers."""
 
 from __future__ import annotations
+
+import contextlib
+import itertools
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from p2pstore.errors import AuthenticationFailed
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import ObjectTooLarge
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolMismatch
-from p2pstore.errors import Unavailable
+from typing import Any
+
+import pytest
+import trio
+
+from p2pstore.errors import (
+    AuthenticationFailed,
+    CapacityExceeded,
+    DeadlineExceeded,
+    ObjectTooLarge,
+    P2PStoreError,
+    ProtocolMismatch,
+    Unavailable,
+)
 from p2pstore.memory.entries import Written
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.objects import CHUNK_BYTES
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Ping
-from p2pstore.transfer.data_messages import Pong
-from p2pstore.transfer.data_messages import Store
-from p2pstore.transfer.data_messages import StorePart
-from p2pstore.transfer.data_messages import StoreReply
-from p2pstore.transfer.data_messages import Stored
-from p2pstore.transfer.data_messages import WRITE_KINDS
-from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.read_tickets import TicketClaims
+from p2pstore.memory.segment_layout import TrailerBody, encode_trailer
+from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.transfer.data_messages import (
+    WRITE_KINDS,
+    DataKind,
+    Ping,
+    Pong,
+    Store,
+    Stored,
+    StorePart,
+    StoreReply,
+)
+from p2pstore.transfer.read_tickets import Scope, TicketClaims
 from p2pstore.transfer.reading import data_requests
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.serving.data_server import ServerLimits
 from p2pstore.transfer.serving.serving_backends import OpenedStore
 from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from p2pstore.wire import HEADER
-from p2pstore.wire import ONE_WAY
-from p2pstore.wire import REPLY
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_frame
+from p2pstore.wire import HEADER, ONE_WAY, REPLY, Code, Failure, decode_body, encode_frame
 from simulation.segment_checks import check_segment
-from tests.contract.test_transport import CancellingDriver
-from tests.contract.test_transport import DRIVERS
-from tests.contract.test_transport import SEGMENT_BYTES
-from tests.contract.test_transport import Side
-from tests.contract.test_transport import TcpHarness
-from tests.contract.test_transport import assert_closed
-from tests.contract.test_transport import authenticated
-from tests.contract.test_transport import caught_log
-from tests.contract.test_transport import grant
-from tests.contract.test_transport import pattern
-from tests.contract.test_transport import read_frame
-from tests.contract.test_transport import segment_of
-from tests.contract.test_transport import until
-from typing import Any
-import contextlib
-import itertools
-import pytest
-import time
-import trio
+from tests.contract.test_transport import (
+    DRIVERS,
+    SEGMENT_BYTES,
+    CancellingDriver,
+    Side,
+    TcpHarness,
+    assert_closed,
+    authenticated,
+    caught_log,
+    grant,
+    pattern,
+    read_frame,
+    segment_of,
+    until,
+)
 
 STORED = Stored(0, 1, 1, 5, 6, 7, 42, b"record")
+
 
 class Stores:
     """Puts what arrives into a segment; the rules of a peer are tested elsewhere."""
@@ -117,6 +114,7 @@ class Stores:
         entry = self.segment.find(key_digest(key), time.time())
         return None if entry is None else bytes(self.segment.payload(entry))
 
+
 @contextlib.asynccontextmanager
 async def storing(
     limits: ServerLimits | None = None, *, tls: bool = False
@@ -131,21 +129,26 @@ async def storing(
     assert segment.used_bytes == used, "a reservation was left behind"
     check_segment(segment)
 
+
 @pytest.fixture
 async def tcp() -> AsyncIterator[tuple[TcpHarness, Stores]]:
     async with storing() as opened:
         yield opened
 
+
 @pytest.fixture(params=DRIVERS)
 def side(request: pytest.FixtureRequest) -> Side:
     return Side(request.param, DRIVERS[request.param]())
+
 
 def store_request(value: bytes, key: str = "k") -> Store:
     sums = chunk_sums(value)
     return Store("default", key, len(value), sums, root_checksum(len(value), sums), 0)
 
+
 def writer(harness: TcpHarness, scope: Scope = Scope.WRITE) -> RemoteCopy:
     return replace(harness.copy(), ticket=grant(scope))
+
 
 async def store(
     harness: TcpHarness, side: Side, value: bytes, announced: bytes | None = None, **options: Any
@@ -155,6 +158,7 @@ async def store(
     return await side.run(
         lambda: pool.store(writer(harness), request, memoryview(value), **options)
     )
+
 
 @pytest.mark.parametrize(
     "length", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, 16 * MIB, 17 * MIB + 13], ids=str
@@ -166,6 +170,7 @@ async def test_the_value_arrives_as_it_is(
     value = pattern(length)
     assert await store(harness, side, value) == STORED
     assert stores.value() == value
+
 
 async def test_one_connection_stores_many_and_answers_other_requests(
     tcp: tuple[TcpHarness, Stores], side: Side
@@ -184,6 +189,7 @@ async def test_one_connection_stores_many_and_answers_other_requests(
     assert harness.server.connections == 1
     assert {key: stores.value(key) for key in values} == values
 
+
 async def test_what_needs_no_bytes_sends_none(tcp: tuple[TcpHarness, Stores], side: Side) -> None:
     harness, stores = tcp
     stores.decided = replace_status(STORED, 1)
@@ -194,8 +200,10 @@ async def test_what_needs_no_bytes_sends_none(tcp: tuple[TcpHarness, Stores], si
     assert outcome == stores.decided
     assert progress == []
 
+
 def replace_status(stored: Stored, status: int) -> Stored:
     return Stored(status, stored.copies, stored.wanted, stored.clock, stored.writer)
+
 
 async def test_progress_is_told_part_by_part(tcp: tuple[TcpHarness, Stores], side: Side) -> None:
     harness, _ = tcp
@@ -205,6 +213,7 @@ async def test_progress_is_told_part_by_part(tcp: tuple[TcpHarness, Stores], sid
         harness, side, pattern(length), progress=lambda done, total: told.append((done, total))
     )
     assert told == [(16 * MIB, length), (length, length)]
+
 
 @pytest.mark.parametrize(
     "error",
@@ -234,6 +243,7 @@ async def test_a_refusal_comes_before_any_byte_and_keeps_the_connection(
     assert harness.server.connections == 1
     assert len(stores.requests) == 2
 
+
 @pytest.mark.parametrize("tls", [False, True])
 async def test_a_value_that_changed_meanwhile_is_an_error_of_the_caller(
     tls: bool, side: Side
@@ -251,6 +261,7 @@ async def test_a_value_that_changed_meanwhile_is_an_error_of_the_caller(
         assert len(lines) == 1
         assert await store(harness, side, announced) == STORED
 
+
 async def test_an_internal_error_is_hidden(tcp: tuple[TcpHarness, Stores], side: Side) -> None:
     harness, stores = tcp
     stores.error = RuntimeError("secret")
@@ -258,6 +269,7 @@ async def test_an_internal_error_is_hidden(tcp: tuple[TcpHarness, Stores], side:
         await store(harness, side, b"value")
     assert "secret" not in str(caught.value)
     assert len(lines) == 1
+
 
 async def test_a_put_that_takes_long_at_its_end_is_waited_for(
     tcp: tuple[TcpHarness, Stores], side: Side
@@ -269,7 +281,9 @@ async def test_a_put_that_takes_long_at_its_end_is_waited_for(
     with pytest.raises(DeadlineExceeded):
         await store(harness, side, b"other", progress_seconds=0.1)
 
+
 # --- who may -----------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("scope", [Scope.READ, Scope.PEER, Scope.READ | Scope.PEER])
 async def test_only_a_ticket_to_write_stores(
@@ -282,6 +296,7 @@ async def test_only_a_ticket_to_write_stores(
             lambda: pool.store(writer(harness, scope), store_request(b"v"), memoryview(b"v"))
         )
     assert stores.requests == []
+
 
 async def test_a_ticket_to_write_reads_nothing_and_is_no_peers(
     tcp: tuple[TcpHarness, Stores],
@@ -296,10 +311,12 @@ async def test_a_ticket_to_write_reads_nothing_and_is_no_peers(
         assert decode_body(Failure, body).code == Code.AUTHENTICATION_FAILED, kind
     stream.close()
 
+
 async def test_a_server_that_takes_no_values_says_so(side: Side) -> None:
     async with TcpHarness.open(segment_of(SEGMENT_BYTES)) as harness:
         with pytest.raises(ProtocolMismatch, match="unknown to this version"):
             await store(harness, side, b"value")
+
 
 async def test_a_server_of_version_1_is_not_asked(
     tcp: tuple[TcpHarness, Stores], side: Side, monkeypatch: pytest.MonkeyPatch
@@ -309,6 +326,7 @@ async def test_a_server_of_version_1_is_not_asked(
     with pytest.raises(ProtocolMismatch, match="speaks version 1"):
         await store(harness, side, b"value")
     assert stores.requests == []
+
 
 async def test_a_client_of_version_1_is_served_as_before(
     tcp: tuple[TcpHarness, Stores], side: Side, monkeypatch: pytest.MonkeyPatch
@@ -325,6 +343,7 @@ async def test_a_client_of_version_1_is_served_as_before(
     assert stores.requests == []
     stream.close()
 
+
 async def test_requests_of_version_1_carry_no_bulk(tcp: tuple[TcpHarness, Stores]) -> None:
     harness, _ = tcp
     with caught_log() as lines:
@@ -334,7 +353,9 @@ async def test_requests_of_version_1_carry_no_bulk(tcp: tuple[TcpHarness, Stores
         await until(lambda: harness.server.connections == 0)
     assert len(lines) == 1
 
+
 # --- what goes wrong on the way ----------------------------------------------------------------
+
 
 async def begun(harness: TcpHarness, value: bytes) -> Any:
     """A raw stream on which room was made for a value."""
@@ -348,9 +369,11 @@ async def begun(harness: TcpHarness, value: bytes) -> Any:
     )
     return stream
 
+
 def part(offset: int, bulk: bytes, *, last: bool = False, kind: int = DataKind.STORE_PART) -> bytes:
     flags = 0 if last else ONE_WAY
     return encode_frame(kind, 4, StorePart(offset), flags=flags, bulk_length=len(bulk)) + bulk
+
 
 VALUE = pattern(4 * MIB)
 NONSENSE = {
@@ -368,6 +391,7 @@ NONSENSE = {
     "an early part that wants one": part(0, VALUE[:MIB], last=True),
     "a reply": encode_frame(DataKind.STORE_PART, 4, StorePart(0), flags=REPLY),
 }
+
 
 @pytest.mark.parametrize("name", sorted(NONSENSE))
 async def test_nonsense_in_the_middle_ends_its_connection_and_frees_the_room(
@@ -389,6 +413,7 @@ async def test_nonsense_in_the_middle_ends_its_connection_and_frees_the_room(
     assert (await read_frame(good))[:3] == (DataKind.PING, REPLY, 9)
     good.close()
 
+
 @pytest.mark.parametrize(
     "frame",
     [part(0, b"x", last=True), part(0, b"x"), encode_frame(DataKind.STORE, 3, Ping())],
@@ -405,6 +430,7 @@ async def test_nonsense_without_a_store_ends_its_connection(
         await until(lambda: harness.server.connections == 0)
     assert stores.requests == []
 
+
 async def test_a_one_way_store_is_refused(tcp: tuple[TcpHarness, Stores]) -> None:
     harness, stores = tcp
     with caught_log():
@@ -413,6 +439,7 @@ async def test_a_one_way_store_is_refused(tcp: tuple[TcpHarness, Stores]) -> Non
         await assert_closed(stream)
         await until(lambda: harness.server.connections == 0)
     assert stores.requests == []
+
 
 async def test_a_broken_connection_frees_the_room(tcp: tuple[TcpHarness, Stores]) -> None:
     harness, stores = tcp
@@ -424,6 +451,7 @@ async def test_a_broken_connection_frees_the_room(tcp: tuple[TcpHarness, Stores]
         assert stores.open == []
     assert stores.value() is None
 
+
 @pytest.mark.parametrize("sent", [0, 100, MIB + 100])
 async def test_a_sender_that_stalls_is_cut(sent: int) -> None:
     async with storing(ServerLimits(progress_seconds=0.1)) as (harness, stores):
@@ -433,6 +461,7 @@ async def test_a_sender_that_stalls_is_cut(sent: int) -> None:
             await until(lambda: stores.open == [] and harness.server.connections == 0)
             stream.close()
         assert "no progress" in lines[0]
+
 
 async def test_a_sender_that_trickles_does_not_keep_its_room(
     autojump_clock: trio.testing.MockClock,
@@ -455,6 +484,7 @@ async def test_a_sender_that_trickles_does_not_keep_its_room(
             assert 10 <= trio.current_time() - begin <= 20
             stream.close()
         assert "did not arrive within 14.2 s" in lines[0]
+
 
 async def test_a_storer_cancelled_at_each_step_leaves_nothing(
     tcp: tuple[TcpHarness, Stores],
@@ -480,6 +510,7 @@ async def test_a_storer_cancelled_at_each_step_leaves_nothing(
         await until(lambda: harness.server.connections == 0)
     assert at > 6
 
+
 async def test_a_server_that_stops_in_the_middle_frees_the_room() -> None:
     async with storing() as (harness, stores):
         stream = await begun(harness, VALUE)
@@ -487,6 +518,7 @@ async def test_a_server_that_stops_in_the_middle_frees_the_room() -> None:
         harness.stop.cancel()
         await assert_closed(stream)
         await until(lambda: stores.open == [])
+
 
 async def test_a_server_that_dies_in_the_middle_is_unavailable(side: Side) -> None:
     async with storing() as (harness, stores):
@@ -500,6 +532,7 @@ async def test_a_server_that_dies_in_the_middle_is_unavailable(side: Side) -> No
             nursery.start_soon(stop_when_it_is_there)
             with pytest.raises(Unavailable, match="broke"):
                 await store(harness, side, VALUE)
+
 
 async def test_a_request_with_bulk_that_nobody_wants_is_answered_all_the_same(
     tcp: tuple[TcpHarness, Stores],

@@ -1,36 +1,29 @@
 """Slots that were seen before: a round trip less, and never what is not there any more."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Sequence
+
+import random
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+
+import pytest
+
 from p2pstore.memory.segment_layout import SLOT_BYTES
-from p2pstore.objects import KIB
-from p2pstore.objects import MIB
-from p2pstore.objects import key_digest
+from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.rdma.rdma_reads import SLOTS_TOGETHER
 from p2pstore.transfer.rdma.rdma_transport import RdmaTransport
-from p2pstore.transfer.rdma.rdma_verbs import QueuePair
-from p2pstore.transfer.rdma.rdma_verbs import ReadWork
-from p2pstore.transfer.rdma.rdma_verbs import Region
-from p2pstore.transfer.transport import BufferDestination
-from p2pstore.transfer.transport import PullFailed
-from p2pstore.transfer.transport import RemoteCopy
+from p2pstore.transfer.rdma.rdma_verbs import QueuePair, ReadWork, Region
+from p2pstore.transfer.transport import BufferDestination, PullFailed, RemoteCopy
 from p2pstore.wire import Code
-from tests.contract.test_transport import SEGMENT_BYTES
-from tests.contract.test_transport import pattern
-from tests.contract.test_transport import put
-from tests.contract.test_transport import segment_of
-from tests.rdma.harness import RdmaHarness
-from tests.rdma.harness import cables
-import pytest
-import random
+from tests.contract.test_transport import SEGMENT_BYTES, pattern, put, segment_of
+from tests.rdma.harness import RdmaHarness, cables
 
 pytestmark = pytest.mark.skipif(not cables(), reason="needs RDMA devices")
 
 TURNS = 300
 LENGTHS = (100, 64 * KIB + 5, 700_000, MIB, MIB + 1)
+
 
 async def read(transport: RdmaTransport, copy: RemoteCopy, digest: bytes) -> bytes | None:
     """The value, None when the holder does not have it."""
@@ -43,10 +36,12 @@ async def read(transport: RdmaTransport, copy: RemoteCopy, digest: bytes) -> byt
         raise
     return bytes(buffer[: pulled.length])
 
+
 @pytest.fixture
 async def rdma() -> AsyncIterator[RdmaHarness]:
     async with RdmaHarness.open_rdma(segment_of(SEGMENT_BYTES)) as opened:
         yield opened
+
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
@@ -61,6 +56,7 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     monkeypatch.setattr(QueuePair, "read", noted)
     return posts
 
+
 async def test_a_neighbour_takes_one_round_trip(rdma: RdmaHarness, posted: list[list[int]]) -> None:
     digests = [put(rdma.segment, f"key {each}", pattern(MIB, each)) for each in range(3)]
     transport = rdma.transport(TrioDriver())
@@ -72,6 +68,7 @@ async def test_a_neighbour_takes_one_round_trip(rdma: RdmaHarness, posted: list[
             assert (slot, sum(payload)) == (SLOT_BYTES, MIB)
         else:
             assert posted[-2] == [SLOTS_TOGETHER * SLOT_BYTES]
+
 
 async def test_a_slot_that_has_another_object_now(
     rdma: RdmaHarness, posted: list[list[int]]
@@ -90,6 +87,7 @@ async def test_a_slot_that_has_another_object_now(
     assert await read(transport, rdma.copy(new), new) == pattern(3000, 1)
     assert len(posted) == 3
 
+
 async def test_what_was_removed_is_not_delivered(rdma: RdmaHarness) -> None:
     """Though its bytes are there still: somebody has a lease on them."""
     digest = put(rdma.segment, "key", pattern(700_000))
@@ -104,6 +102,7 @@ async def test_what_was_removed_is_not_delivered(rdma: RdmaHarness) -> None:
         assert await read(transport, copy, digest) is None
     finally:
         rdma.segment.references.let_go(entry)
+
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_objects_that_come_and_go(rdma: RdmaHarness, seed: int) -> None:

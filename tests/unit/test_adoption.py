@@ -2,23 +2,20 @@
 newer ones are asked for until somebody answers."""
 
 from __future__ import annotations
+
+from typing import Final
+
 from p2pstore.core.copies.proofs import DOUBT_SECONDS
 from p2pstore.core.core_effects import AskPeer
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import writer_of
+from p2pstore.gossip.records import LocationRecord, writer_of
 from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Proofs
-from p2pstore.transfer.peer_messages import Push
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import OTHER_INCARNATION
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import remote_object
-from typing import Final
+from p2pstore.transfer.peer_messages import Proofs, Push
+from tests.unit.core_harness import OTHER_INCARNATION, Harness, clock_at, digest_of, remote_object
 
 LONG_SECONDS: Final = 3_600
+
 
 def with_unproved_copy() -> Harness:
     """A peer with a copy that another one wrote, without a proof."""
@@ -30,10 +27,12 @@ def with_unproved_copy() -> Harness:
     world.core.proofs.lacks(entry.digest, world.now)
     return world
 
+
 def tick_for(world: Harness, seconds: int) -> None:
     for _ in range(seconds):
         world.now += 1.0
         world.core.proofs.tick(world.now)
+
 
 def test_a_copy_that_nobody_proves_is_adopted_with_its_old_stamp() -> None:
     world = with_unproved_copy()
@@ -52,6 +51,7 @@ def test_a_copy_that_nobody_proves_is_adopted_with_its_old_stamp() -> None:
     assert announced is not None
     assert announced.version == entry.version
 
+
 def test_what_is_gone_meanwhile_is_not_adopted() -> None:
     world = with_unproved_copy()
     entry = world.find("k")
@@ -60,6 +60,7 @@ def test_what_is_gone_meanwhile_is_not_adopted() -> None:
     tick_for(world, LONG_SECONDS)
     assert world.core.counters["copies_adopted"] == 0
     assert world.gossip.holders(digest_of("k"), world.now) == []
+
 
 def test_who_did_not_answer_is_asked_again_for_what_is_newer() -> None:
     """One lost answer must not leave an older copy here for good."""

@@ -1,23 +1,23 @@
 """Listing: pages of several peers become one, against a model that knows everything."""
 
 from __future__ import annotations
+
 from hypothesis import given
 from hypothesis import strategies as st
-from p2pstore.core.gets.key_pages import ASKED_PER_STEP
-from p2pstore.core.gets.key_pages import ListOperation
-from p2pstore.core.gets.key_pages import ListedPage
-from p2pstore.core.gets.key_pages import MERGED_PER_STEP
-from p2pstore.core.gets.key_pages import merge_pages
+
+from p2pstore.core.gets.key_pages import (
+    ASKED_PER_STEP,
+    MERGED_PER_STEP,
+    ListedPage,
+    ListOperation,
+    merge_pages,
+)
 from p2pstore.gossip.records import PeerId
 from p2pstore.runtime.stepping import run_through
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import KeyInfo
-from p2pstore.transfer.peer_messages import Keys
-from p2pstore.transfer.peer_messages import ListKeys
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
+from p2pstore.transfer.peer_messages import KeyInfo, Keys, ListKeys
+from p2pstore.wire import Code, Failure
+from tests.unit.core_harness import NAMESPACE, Harness
 
 Versions = dict[str, tuple[int, int]]
 """A peer's keys with clock and writer of the version that it holds."""
@@ -29,14 +29,17 @@ HELD = st.lists(
     max_size=4,
 )
 
+
 def page_of(held: Versions, prefix: str, after: str, limit: int) -> Keys:
     """What a peer answers."""
     keys = sorted(key for key in held if key.startswith(prefix) and key > after)
     items = [KeyInfo(key, 1, *held[key], 0, 0, False, 0) for key in keys[:limit]]
     return Keys(items, len(keys) > limit)
 
+
 def name_of(peer_id: PeerId) -> str:
     return peer_id.decode()
+
 
 @given(HELD, st.sampled_from(["", "a", "é"]), st.integers(1, 5))
 def test_paging_through_gives_every_key_once_with_the_holders_of_its_newest_version(
@@ -67,8 +70,10 @@ def test_paging_through_gives_every_key_once_with_the_holders_of_its_newest_vers
         assert (item.clock, item.writer) == newest
         assert (item.copies, item.peers) == (len(holders), holders)
 
+
 def info(key: str, clock: int = 1) -> KeyInfo:
     return KeyInfo(key, clock, clock, 1, 0, 2, True, 77)
+
 
 def test_nothing_is_listed_behind_what_a_peer_has_not_listed() -> None:
     answers = [(b"x", Keys([info("a"), info("b")], True)), (b"y", Keys([info("c")], False))]
@@ -76,10 +81,12 @@ def test_nothing_is_listed_behind_what_a_peer_has_not_listed() -> None:
     assert [item.key for item in page.items] == ["a", "b"]
     assert page.more
 
+
 def test_an_entry_carries_what_its_holder_said() -> None:
     (item,) = run_through(merge_pages(10, [(b"x", Keys([info("a", 5)], False))], [], name_of)).items
     assert (item.length, item.pin, item.soft, item.expires_unix_ms) == (5, 2, True, 77)
     assert (item.clock, item.writer, item.copies, item.peers) == (5, 1, 1, ["x"])
+
 
 def list_keys(world: Harness, *, local: bool = False, **options: object) -> ListOperation:
     fields: dict[str, object] = {"prefix": "", "after": "", "limit": 10, **options}
@@ -88,9 +95,11 @@ def list_keys(world: Harness, *, local: bool = False, **options: object) -> List
     world.start(operation)
     return operation
 
+
 def keys_in(operation: ListOperation) -> list[str]:
     assert isinstance(operation.result, ListedPage)
     return [item.key for item in operation.result.items]
+
 
 def test_all_live_peers_are_asked_the_same_and_merged() -> None:
     world = Harness(others=3)
@@ -109,6 +118,7 @@ def test_all_live_peers_are_asked_the_same_and_merged() -> None:
     assert not operation.result.silent
     world.check_idle()
 
+
 def test_silent_peers_are_named() -> None:
     world = Harness(others=2)
     world.stored("b", b"1")
@@ -119,11 +129,13 @@ def test_silent_peers_are_named() -> None:
     assert keys_in(operation) == ["b"]
     assert operation.result.silent == [first.peer_id, second.peer_id]
 
+
 def test_a_local_listing_asks_nobody() -> None:
     world = Harness(others=2)
     world.stored("b", b"1")
     assert keys_in(list_keys(world, local=True)) == ["b"]
     assert not world.asks(DataKind.LIST)
+
 
 def test_what_expired_is_not_listed_while_it_is_still_here() -> None:
     world = Harness()
@@ -134,6 +146,7 @@ def test_what_expired_is_not_listed_while_it_is_still_here() -> None:
         entry.expires_unix_ms = int(1000 * expires_unix)
         assert keys_in(list_keys(world, local=True)) == keys
 
+
 def test_cancelling_ends_a_listing() -> None:
     world = Harness(others=1)
     operation = list_keys(world)
@@ -141,6 +154,7 @@ def test_cancelling_ends_a_listing() -> None:
     world.core.operations.cancel(operation, world.now)
     world.answer(ask, Keys([], False))
     world.check_idle()
+
 
 def test_many_peers_are_asked_and_their_pages_merged_some_at_a_time() -> None:
     answers = [

@@ -1,50 +1,45 @@
 """Pins belong to objects: who pins tells all that hold it, and says how many took it."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
 from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.puts.pinning import MAX_PINS
-from p2pstore.core.puts.pinning import PIN_TIMEOUT_SECONDS
-from p2pstore.core.puts.pinning import PinEnd
-from p2pstore.core.puts.pinning import PinOperation
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.records import Tier
-from p2pstore.gossip.records import decode_location
-from p2pstore.memory.segment import ObjectEntry
-from p2pstore.memory.segment import SOFT_PIN_SECONDS
+from p2pstore.core.puts.pinning import MAX_PINS, PIN_TIMEOUT_SECONDS, PinEnd, PinOperation
+from p2pstore.errors import DeadlineExceeded, ProtocolError
+from p2pstore.gossip.records import Tier, decode_location
+from p2pstore.memory.segment import SOFT_PIN_SECONDS, ObjectEntry
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import PinItem
-from p2pstore.transfer.peer_messages import PinsSet
-from p2pstore.transfer.peer_messages import SetPins
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
+from p2pstore.transfer.peer_messages import Locations, PinItem, PinsSet, SetPins
+from p2pstore.wire import Code, Failure
 from tests.unit.cold_world import ColdWorld
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import RemoteObject
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import remote_object
-from typing import Any
-import pytest
+from tests.unit.core_harness import Harness, RemoteObject, clock_at, digest_of, remote_object
+
 
 def pin(world: Harness, *keys: str, pin: Pin = Pin.HARD, seconds: float = 0.0) -> PinOperation:
     operation = PinOperation(world.core, [digest_of(key) for key in keys], pin, seconds)
     world.start(operation)
     return operation
 
+
 def same_as(entry: ObjectEntry, key: str, value: bytes) -> RemoteObject:
     return remote_object(key, value, clock=entry.version.clock, writer=entry.version.writer)
+
 
 def asks(world: Harness) -> list[AskPeer]:
     return sorted(world.asks(DataKind.SET_PINS), key=lambda ask: ask.tag)
 
+
 def item_of(entry: ObjectEntry) -> PinItem:
     return PinItem(entry.digest, entry.version.clock, entry.version.writer)
 
+
 def serve(world: Harness, request: SetPins) -> Any:
     return world.serve(world.others[0], DataKind.SET_PINS, request)
+
 
 def test_all_holders_are_told_and_the_answer_says_how_many_took_it() -> None:
     world = Harness(others=4)
@@ -66,6 +61,7 @@ def test_all_holders_are_told_and_the_answer_says_how_many_took_it() -> None:
     assert record is not None
     assert record.pin == Pin.HARD
 
+
 def test_who_is_alone_asks_nobody() -> None:
     world = Harness(others=2)
     entry = world.stored("k", b"value")
@@ -76,6 +72,7 @@ def test_who_is_alone_asks_nobody() -> None:
     pin(world, "k", pin=Pin.SOFT)
     assert entry.pin_until == world.core.unix(world.now) + SOFT_PIN_SECONDS
     world.check_idle()
+
 
 def test_only_the_same_version_is_pinned_in_memory_or_on_an_ssd() -> None:
     world = Harness(others=3)
@@ -90,6 +87,7 @@ def test_only_the_same_version_is_pinned_in_memory_or_on_an_ssd() -> None:
         world.answer(ask, PinsSet(b"\1"))
     assert operation.result == [PinEnd(here=True, found=True, copies=3, known=3)]
 
+
 def test_an_older_peer_that_does_not_know_of_it_is_no_failure() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"value")
@@ -98,6 +96,7 @@ def test_an_older_peer_that_does_not_know_of_it_is_no_failure() -> None:
     (ask,) = asks(world)
     world.answer(ask, Failure(int(Code.UNSUPPORTED), "what?"))
     assert operation.result == [PinEnd(here=True, found=True, copies=1, known=2)]
+
 
 def test_what_is_elsewhere_alone_is_looked_up_and_pinned_there() -> None:
     world = Harness(others=2)
@@ -116,6 +115,7 @@ def test_what_is_elsewhere_alone_is_looked_up_and_pinned_there() -> None:
         PinEnd(here=False, found=False, copies=0, known=0),
     ]
 
+
 def test_each_holder_is_asked_once_for_many_objects() -> None:
     world = Harness(others=1)
     entries = [world.stored(key, key.encode()) for key in ("a", "b", "c")]
@@ -126,6 +126,7 @@ def test_each_holder_is_asked_once_for_many_objects() -> None:
     assert ask.request == SetPins([item_of(entry) for entry in entries[:2]], Pin.HARD)
     world.answer(ask, PinsSet(b"\1\0"))
     assert [(end.copies, end.known) for end in operation.result] == [(2, 2), (1, 2), (1, 1), (2, 2)]
+
 
 def test_more_than_a_holder_does_at_a_time_are_several_messages() -> None:
     world = Harness(others=1, memory_bytes=MAX_PINS * 3 * 4096)
@@ -140,6 +141,7 @@ def test_more_than_a_holder_does_at_a_time_are_several_messages() -> None:
         world.answer(ask, world.serve(world.others[0], DataKind.SET_PINS, ask.request))
     assert [(end.copies, end.known) for end in operation.result] == [(2, 2)] * len(keys)
 
+
 def test_a_pin_that_is_cancelled_is_in_force_here() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"value")
@@ -150,6 +152,7 @@ def test_a_pin_that_is_cancelled_is_in_force_here() -> None:
     assert isinstance(operation.result, DeadlineExceeded)
     assert entry.pin is Pin.HARD
     world.check_idle()
+
 
 def test_a_soft_copy_that_is_pinned_here_is_a_firm_one_and_one_elsewhere_is_not() -> None:
     world = Harness(others=1)
@@ -167,6 +170,7 @@ def test_a_soft_copy_that_is_pinned_here_is_a_firm_one_and_one_elsewhere_is_not(
     assert record is not None
     assert (record.soft, record.pin) == (False, 2)
 
+
 def test_others_may_pin_only_what_is_here_in_that_version() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"value")
@@ -177,11 +181,13 @@ def test_others_may_pin_only_what_is_here_in_that_version() -> None:
     assert serve(world, SetPins([item_of(entry)], Pin.NONE)) == PinsSet(b"\1")
     assert entry.pin.name == "NONE"
 
+
 def announced(world: Harness, key: str) -> tuple[Tier, int, int]:
     held = world.gossip.log.held(digest_of(key))
     assert held is not None
     record = decode_location(held)
     return record.tier, record.pin, record.replicas
+
 
 def test_what_is_on_the_ssd_alone_is_pinned_for_when_it_comes_back() -> None:
     world = ColdWorld(others=1)
@@ -199,12 +205,14 @@ def test_what_is_on_the_ssd_alone_is_pinned_for_when_it_comes_back() -> None:
     operation = pin(world, "k", pin=Pin.NONE)
     assert operation.result == [PinEnd(here=True, found=True, copies=1, known=1)]
 
+
 def test_unpinning_needs_no_copy_in_memory() -> None:
     world = ColdWorld()
     world.cool("k", b"v" * 9000, pin=1)
     operation = pin(world, "k", pin=Pin.NONE)
     assert operation.result == [PinEnd(here=False, found=True, copies=1, known=1)]
     assert announced(world, "k") == (Tier.SSD, 0, 1)
+
 
 @pytest.mark.parametrize(
     "request_",

@@ -1,20 +1,18 @@
 """Reads that their holder did not see, and what it makes of being told."""
 
 from __future__ import annotations
+
+import pytest
+
 from p2pstore.core.core_effects import PullOutcome
 from p2pstore.core.gets import read_reports
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.read_reports import ANSWER_SECONDS
-from p2pstore.core.gets.read_reports import REPORT_SECONDS
+from p2pstore.core.gets.read_reports import ANSWER_SECONDS, REPORT_SECONDS
 from p2pstore.errors import ProtocolError
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import MAX_READ_COUNTS
-from p2pstore.transfer.peer_messages import ReadCount
-from p2pstore.transfer.peer_messages import Reads
-from p2pstore.transfer.peer_messages import ReadsTaken
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import digest_of
-import pytest
+from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, ReadCount, Reads, ReadsTaken
+from tests.unit.core_harness import Harness, digest_of
+
 
 def told(world: Harness) -> dict[bytes, dict[bytes, int]]:
     """What was told since the last call: to whom, of which objects."""
@@ -25,6 +23,7 @@ def told(world: Harness) -> dict[bytes, dict[bytes, int]]:
         counts = found.setdefault(ask.peer_id, {})
         counts |= {item.digest: item.count for item in ask.request.items}
     return found
+
 
 def test_reads_are_told_to_their_holders_together_and_once() -> None:
     world = Harness(others=2)
@@ -45,6 +44,7 @@ def test_reads_are_told_to_their_holders_together_and_once() -> None:
     world.pass_time(10 * REPORT_SECONDS)
     assert told(world) == {}
 
+
 def test_what_is_read_elsewhere_stays_there_when_room_is_made() -> None:
     world = Harness(others=1)
     value = bytes(20_000)
@@ -57,6 +57,7 @@ def test_what_is_read_elsewhere_stays_there_when_room_is_made() -> None:
     world.stored("new", value)
     assert world.find(keys[0]) is not None
     assert world.find(keys[1]) is None
+
 
 def test_a_pull_that_its_holder_did_not_see_is_told_and_others_are_not() -> None:
     world = Harness(others=1)
@@ -72,6 +73,7 @@ def test_a_pull_that_its_holder_did_not_see_is_told_and_others_are_not() -> None
         world.core.operations.pulled(pull.operation, outcome, world.now)
     world.pass_time(2 * REPORT_SECONDS)
     assert told(world) == {holder.peer_id: {digest_of("shm"): 1, digest_of("rdma"): 1}}
+
 
 def test_reports_are_bounded_and_those_who_do_not_answer_get_none() -> None:
     world = Harness(others=2)

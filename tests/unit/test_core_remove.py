@@ -1,50 +1,52 @@
 """Removing: floors above the newest version, told to whom they concern; and what floors then forbid."""
 
 from __future__ import annotations
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.core_effects import SaveClusterRecord
+
+import pytest
+
+from p2pstore.core.core_effects import AskPeer, SaveClusterRecord
 from p2pstore.core.removals import remove as removing
 from p2pstore.core.removals.remove import RemoveOperation
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Delta
-from p2pstore.gossip.records import SCOPE_NAMESPACE
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import keys_of_floor
-from p2pstore.gossip.records import open_cluster_record
-from p2pstore.objects import Version
-from p2pstore.objects import namespace_digest
+from p2pstore.errors import CapacityExceeded, NoSuchKey, ProtocolError
+from p2pstore.gossip.gossip_messages import ControlKind, Delta
+from p2pstore.gossip.records import (
+    SCOPE_NAMESPACE,
+    SignedRecord,
+    keys_of_floor,
+    open_cluster_record,
+)
+from p2pstore.objects import Version, namespace_digest
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import ClusterRecords
-from p2pstore.transfer.peer_messages import Holding
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import Replicate
+from p2pstore.transfer.peer_messages import ClusterRecords, Holding, Locations, Replicate
 from p2pstore.wire import Empty
 from simulation.signer import SimulatedVerifier
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import digests_asked
-from tests.unit.core_harness import remote_object
-import pytest
+from tests.unit.core_harness import (
+    NAMESPACE,
+    Harness,
+    clock_at,
+    digest_of,
+    digests_asked,
+    remote_object,
+)
+
 
 def remove(world: Harness, *keys: str) -> RemoveOperation:
     operation = RemoveOperation(world.core, NAMESPACE, list(keys))
     world.start(operation)
     return operation
 
+
 def answer_lookups(world: Harness) -> None:
     for ask in world.asks(DataKind.LOOKUP):
         world.answer(ask, Locations([[] for _ in digests_asked(ask)]))
+
 
 def bodies_in(ask: AskPeer) -> list[bytes]:
     """The records in a push."""
     assert isinstance(ask.request, ClusterRecords)
     return ask.request.bodies
+
 
 def floors_in(ask: AskPeer) -> dict[bytes, Version]:
     """The keys that a push forbids, and up to which version."""
@@ -56,11 +58,13 @@ def floors_in(ask: AskPeer) -> dict[bytes, Version]:
     ]
     return {digest: record.version for record in records for digest in keys_of_floor(record)}
 
+
 def finish_pushes(world: Harness) -> list[AskPeer]:
     asks = world.asks(DataKind.CLUSTER_RECORDS)
     for ask in asks:
         world.answer(ask, Empty())
     return asks
+
 
 def test_removing_writes_a_floor_above_the_newest_version_and_drops_the_copy_here() -> None:
     world = Harness()
@@ -76,6 +80,7 @@ def test_removing_writes_a_floor_above_the_newest_version_and_drops_the_copy_her
     assert world.core.counters["objects_removed"] == 1
     world.check_idle()
 
+
 @pytest.mark.parametrize("ahead_seconds", [-60.0, 9.0])
 def test_the_floor_is_above_the_newest_of_all_known_copies(ahead_seconds: float) -> None:
     world = Harness(others=3)
@@ -85,6 +90,7 @@ def test_the_floor_is_above_the_newest_of_all_known_copies(ahead_seconds: float)
     floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
     assert floor.clock > newest.version.clock
     assert world.core.copies.known(digest_of("k"), world.now) == []
+
 
 def test_what_is_doubted_now_is_forbidden_as_well() -> None:
     """A peer that has just come back believes nobody yet: what it was told to remove was there again a minute later."""
@@ -102,6 +108,7 @@ def test_what_is_doubted_now_is_forbidden_as_well() -> None:
     again = remove(world, "k")
     answer_lookups(world)
     assert again.result == [False], "it is forbidden already"
+
 
 def test_holders_and_homes_are_told_at_once_and_others_are_not() -> None:
     world = Harness(others=8)
@@ -124,6 +131,7 @@ def test_holders_and_homes_are_told_at_once_and_others_are_not() -> None:
     assert operation.result == [True]
     world.check_idle()
 
+
 def test_each_key_s_floor_goes_to_its_own_peers_in_one_message_each() -> None:
     world = Harness(others=6)
     keys = [f"k{number}" for number in range(10)]
@@ -137,6 +145,7 @@ def test_each_key_s_floor_goes_to_its_own_peers_in_one_message_each() -> None:
         assert told == set(world.core.homes(digest_of(key)))
     assert operation.result == [True] * 10
     assert world.segment.object_count == 0
+
 
 def test_the_result_tells_which_existed_and_what_did_not_gets_no_floor() -> None:
     world = Harness(others=2)
@@ -155,6 +164,7 @@ def test_the_result_tells_which_existed_and_what_did_not_gets_no_floor() -> None
         "it must not come back with it"
     )
 
+
 def test_a_copy_that_only_a_home_knows_is_removed_too() -> None:
     world = Harness(others=3)
     operation = remove(world, "k")
@@ -166,9 +176,11 @@ def test_a_copy_that_only_a_home_knows_is_removed_too() -> None:
     assert holder.peer_id in {ask.peer_id for ask in finish_pushes(world)}
     assert operation.result == [True]
 
+
 def test_removing_nothing_ends_at_once() -> None:
     world = Harness(others=2)
     assert remove(world).result == []
+
 
 def test_cancelling_leaves_what_was_written() -> None:
     world = Harness(others=3)
@@ -180,6 +192,7 @@ def test_cancelling_leaves_what_was_written() -> None:
     finish_pushes(world)
     world.check_idle()
 
+
 def test_cancelling_while_it_looks_up_writes_nothing() -> None:
     world = Harness(others=3)
     operation = remove(world, "k")
@@ -189,6 +202,7 @@ def test_cancelling_while_it_looks_up_writes_nothing() -> None:
     assert not len(world.gossip.cluster_records)
     assert not world.asks(DataKind.CLUSTER_RECORDS)
     world.check_idle()
+
 
 def test_a_later_put_is_above_the_floor() -> None:
     world = Harness(others=1)
@@ -200,7 +214,9 @@ def test_a_later_put_is_above_the_floor() -> None:
     floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
     assert not floor.covers(operation.result.version)
 
+
 # --- what a floor forbids --------------------------------------------------------------------
+
 
 def test_a_floor_from_elsewhere_drops_what_it_covers() -> None:
     world = Harness(others=1)
@@ -212,6 +228,7 @@ def test_a_floor_from_elsewhere_drops_what_it_covers() -> None:
     assert world.find("other") is other
     assert len(world.effects(SaveClusterRecord)) == 1
 
+
 def test_a_floor_below_a_version_leaves_it() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"value")
@@ -219,6 +236,7 @@ def test_a_floor_below_a_version_leaves_it() -> None:
     world.learn_floor(world.others[0], digest_of("k"), Version(version.clock - 1, 0xFFFF))
     world.learn_floor(world.others[0], digest_of("k"), Version(version.clock, version.writer - 1))
     assert world.find("k") is entry
+
 
 def test_a_floor_by_gossip_does_the_same() -> None:
     world = Harness(others=1)
@@ -231,6 +249,7 @@ def test_a_floor_by_gossip_does_the_same() -> None:
     assert world.find("k") is None
     assert [effect.signed for effect in world.effects(SaveClusterRecord)] == [signed]
 
+
 def test_a_lower_floor_after_a_higher_one_changes_nothing() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"value")
@@ -240,12 +259,14 @@ def test_a_lower_floor_after_a_higher_one_changes_nothing() -> None:
         entry.version.clock, entry.version.writer
     )
 
+
 def test_a_floor_raises_the_clock_of_whoever_hears_of_it() -> None:
     world = Harness(others=1)
     world.learn_floor(world.others[0], digest_of("k"), Version(clock_at(9.0), 1))
     operation = world.put("k", b"value")
     assert operation.result.status == PutStatus.CREATED
     assert operation.result.version.clock > clock_at(9.0)
+
 
 def test_a_floor_from_the_future_is_refused() -> None:
     world = Harness(others=1)
@@ -257,6 +278,7 @@ def test_a_floor_from_the_future_is_refused() -> None:
     assert world.core.clock.latest == latest
     assert not len(world.gossip.cluster_records)
 
+
 def test_a_copy_from_the_future_does_not_spoil_this_peer_s_clock() -> None:
     world = Harness(others=2)
     world.hold(world.others[0], "k", b"value", clock=clock_at(3600.0))
@@ -265,6 +287,7 @@ def test_a_copy_from_the_future_does_not_spoil_this_peer_s_clock() -> None:
     finish_pushes(world)
     assert operation.result == [False]
     assert world.stored("other", b"1").version.clock < clock_at(1.0)
+
 
 def test_a_floor_with_a_wrong_signature_is_refused() -> None:
     world = Harness(others=1)
@@ -277,6 +300,7 @@ def test_a_floor_with_a_wrong_signature_is_refused() -> None:
             ClusterRecords([signed.body], [bytes(64)]),
         )
     assert world.find("k") is entry
+
 
 def test_a_removed_version_is_refused_by_a_pull_a_replica_and_a_push() -> None:
     world = Harness(others=2)
@@ -298,7 +322,9 @@ def test_a_removed_version_is_refused_by_a_pull_a_replica_and_a_push() -> None:
     assert world.core.copies.known(digest_of("k"), world.now) == []
     world.check_idle()
 
+
 # --- namespaces ------------------------------------------------------------------------------
+
 
 def test_a_namespace_s_floor_drops_all_its_keys_and_no_others() -> None:
     world = Harness(others=1)
@@ -315,6 +341,7 @@ def test_a_namespace_s_floor_drops_all_its_keys_and_no_others() -> None:
     assert world.announced("a") is None
     world.check_idle()
 
+
 def test_a_namespace_s_floor_refuses_older_arrivals() -> None:
     world = Harness(others=1)
     thing = world.hold(world.others[0], "k", b"value")
@@ -325,7 +352,9 @@ def test_a_namespace_s_floor_refuses_older_arrivals() -> None:
     with pytest.raises(NoSuchKey):
         destination.prepare(thing.slot, thing.trailer)
 
+
 # --- newer versions of what is here ----------------------------------------------------------
+
 
 @pytest.mark.parametrize(("later", "writer_above"), [(1, -1), (0, 1)], ids=["clock", "writer"])
 def test_a_newer_version_elsewhere_drops_the_older_one_here(later: int, writer_above: int) -> None:
@@ -338,6 +367,7 @@ def test_a_newer_version_elsewhere_drops_the_older_one_here(later: int, writer_a
     assert world.find("k") is None
     assert world.announced("k") is None
 
+
 def test_an_equal_or_older_version_elsewhere_drops_nothing() -> None:
     world = Harness(others=2)
     entry = world.stored("k", b"value")
@@ -347,7 +377,9 @@ def test_an_equal_or_older_version_elsewhere_drops_nothing() -> None:
     world.core.gossip_arrived(world.now)
     assert world.find("k") is entry
 
+
 # --- what is evicted -------------------------------------------------------------------------
+
 
 def test_an_evicted_object_is_withdrawn_before_its_memory_is_written() -> None:
     world = Harness(memory_bytes=64 * 1024)
@@ -362,6 +394,7 @@ def test_an_evicted_object_is_withdrawn_before_its_memory_is_written() -> None:
     assert world.core.counters["objects_withdrawn"] == 1
     world.check_idle()
 
+
 @pytest.mark.parametrize(("holder_leaves", "why"), [(False, "soft_copy"), (True, "last_copy")])
 def test_a_soft_copy_that_was_the_last_one_counts_as_such(holder_leaves: bool, why: str) -> None:
     world = Harness(others=2, memory_bytes=64 * 1024)
@@ -375,6 +408,7 @@ def test_a_soft_copy_that_was_the_last_one_counts_as_such(holder_leaves: bool, w
     assert world.core.counters[f"gone_{why}"] == 1
     assert world.core.counters["last_copies_dropped"] == holder_leaves
 
+
 def test_a_withdrawal_of_an_old_version_leaves_the_new_one_announced() -> None:
     world = Harness()
     world.stored("k", b"old")
@@ -384,11 +418,13 @@ def test_a_withdrawal_of_an_old_version_leaves_the_new_one_announced() -> None:
     assert record.version == new
     assert not world.segment.objects.take_withdrawn(), "announced with the put, not some time later"
 
+
 def known_keys(world: Harness, count: int) -> list[str]:
     keys = [f"k{number}" for number in range(count)]
     for key in keys:
         world.hold(world.others[0], key, b"value")
     return keys
+
 
 def test_many_keys_are_removed_in_steps_with_one_signature_for_64() -> None:
     world = Harness(others=1)
@@ -405,6 +441,7 @@ def test_many_keys_are_removed_in_steps_with_one_signature_for_64() -> None:
     assert operation.result == [True] * 150
     world.check_idle()
 
+
 def test_pushes_are_no_larger_than_their_receiver_takes_in_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -417,6 +454,7 @@ def test_pushes_are_no_larger_than_their_receiver_takes_in_at_once(
     assert [len(floors_in(ask)) for ask in finish_pushes(world)] == [128, 128, 44]
     assert operation.result == [True] * 300
 
+
 @pytest.mark.parametrize("good", [0, 600])
 def test_a_key_that_is_none_ends_the_removal_of_all(good: int) -> None:
     world = Harness()
@@ -424,6 +462,7 @@ def test_a_key_that_is_none_ends_the_removal_of_all(good: int) -> None:
     world.pass_time(0.1)
     assert isinstance(operation.result, ValueError)
     world.check_idle()
+
 
 def test_an_older_peer_is_told_of_each_key_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removing, "RECORDS_PER_PUSH", 4)
@@ -438,6 +477,7 @@ def test_an_older_peer_is_told_of_each_key_by_itself(monkeypatch: pytest.MonkeyP
     assert {name for ask in told for name in floors_in(ask)} == {digest_of(key) for key in keys}
     assert operation.result == [True] * 10
 
+
 def test_cancelling_a_removal_of_many_keys_leaves_the_rest() -> None:
     world = Harness(others=1)
     world.offer(world.others[0], floors_end=1)
@@ -449,7 +489,9 @@ def test_cancelling_a_removal_of_many_keys_leaves_the_rest() -> None:
     assert world.gossip.cluster_records.floors.count == removed
     world.check_idle()
 
+
 # --- too many removals -----------------------------------------------------------------------
+
 
 def test_crowded_floors_slow_removals_down_and_then_end_them_with_an_error() -> None:
     world = Harness(others=1)
@@ -476,6 +518,7 @@ def test_crowded_floors_slow_removals_down_and_then_end_them_with_an_error() -> 
     assert isinstance(put.result, CapacityExceeded)
     assert world.put("third", b"value").done, "a new key needs none"
     world.check_idle()
+
 
 def test_removals_go_on_when_floors_have_gone() -> None:
     world = Harness(others=1)

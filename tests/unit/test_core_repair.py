@@ -2,37 +2,27 @@
 clusters: `tests/simulation/test_repair.py` and `test_hand_over.py`."""
 
 from __future__ import annotations
+
 from functools import partialmethod
+from typing import TypeVar
+
+import pytest
 from msgspec.structs import replace
-from p2pstore.core.copies.hand_over import HandOverOperation
-from p2pstore.core.copies.hand_over import HandedOver
-from p2pstore.core.copies.hand_over import SPREAD_SECONDS
-from p2pstore.core.copies.own_copies import LOOKED_AT
-from p2pstore.core.copies.own_copies import OwnCopies
-from p2pstore.core.copies.repair import MOST_FAILURES
-from p2pstore.core.copies.repair import RepairTiming
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.core_effects import LoadObject
-from p2pstore.gossip.gossip_messages import Ack
-from p2pstore.gossip.gossip_messages import ControlKind
+
+import p2pstore.core.copies.hand_over as hand_over_module
+from p2pstore.core.copies.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
+from p2pstore.core.copies.own_copies import LOOKED_AT, OwnCopies
+from p2pstore.core.copies.repair import MOST_FAILURES, RepairTiming
+from p2pstore.core.core_effects import AskPeer, LoadObject
+from p2pstore.gossip.gossip_messages import Ack, ControlKind
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.machine import Ask
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Push
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import Replicated
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
+from p2pstore.transfer.peer_messages import Push, Replicate, Replicated
+from p2pstore.wire import Code, Failure
 from tests.unit.cold_world import ColdWorld
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import OTHER_INCARNATION
-from tests.unit.core_harness import Other
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import remote_object
-from typing import TypeVar
-import p2pstore.core.copies.hand_over as hand_over_module
-import pytest
+from tests.unit.core_harness import OTHER_INCARNATION, Harness, Other, digest_of, remote_object
 
 TIMING = RepairTiming()
 DONE = Replicated(1, 1)
@@ -41,6 +31,7 @@ VALUE = b"v" * 9_000
 DELAY_SECONDS = TIMING.delay_seconds + TIMING.jitter_seconds + 1.0
 
 World = TypeVar("World", bound=Harness)
+
 
 def live(world: Harness, seconds: float) -> None:
     """Let time pass while the others answer pings."""
@@ -53,8 +44,10 @@ def live(world: Harness, seconds: float) -> None:
                 ask.token, Ack(OTHER_INCARNATION, []) if ping else None, world.now
             )
 
+
 def replications(world: Harness) -> list[AskPeer]:
     return world.asks(DataKind.REPLICATE)
+
 
 def hold_as_well(world: Harness, other: Other, key: str) -> None:
     """The other announces a copy in memory of what this peer has."""
@@ -64,12 +57,15 @@ def hold_as_well(world: Harness, other: Other, key: str) -> None:
     thing = remote_object(key, VALUE, version.clock, version.writer, replicas=record.replicas)
     world.push(other, thing)
 
+
 def with_others(world: World, count: int) -> World:
     """More members from now on."""
     world.others += [world.join(len(world.others) + number) for number in range(1, count + 1)]
     return world
 
+
 # --- repair ----------------------------------------------------------------------------------
+
 
 def test_what_is_on_the_ssd_alone_is_brought_to_memory_for_others_to_copy() -> None:
     world = ColdWorld()
@@ -89,6 +85,7 @@ def test_what_is_on_the_ssd_alone_is_brought_to_memory_for_others_to_copy() -> N
     live(world, 1.0)
     assert world.core.repair.lacking == 0
 
+
 def test_a_load_that_fails_is_a_failure_like_any_other() -> None:
     world = ColdWorld()
     world.cool("k", VALUE, replicas=2)
@@ -99,6 +96,7 @@ def test_a_load_that_fails_is_a_failure_like_any_other() -> None:
     assert world.core.repair.lacking == 1
     live(world, TIMING.delay_seconds)
     assert world.load() == ["k"]
+
 
 def test_who_has_it_in_memory_goes_before_who_has_it_on_an_ssd() -> None:
     world = ColdWorld()
@@ -112,6 +110,7 @@ def test_who_has_it_in_memory_goes_before_who_has_it_on_an_ssd() -> None:
     assert not world.effects(LoadObject), "it is the other's turn"
     live(world, TIMING.turn_seconds)
     assert world.load() == ["k"], "which did nothing"
+
 
 def test_who_comes_first_acts_at_once_and_others_wait_for_their_turn() -> None:
     waits = []
@@ -137,6 +136,7 @@ def test_who_comes_first_acts_at_once_and_others_wait_for_their_turn() -> None:
         waits.append(before)
     assert {0, 1, 2} == set(waits), "the keys do not tell all turns apart"
 
+
 def test_the_highest_number_of_copies_that_a_holder_heard_of_counts() -> None:
     world = Harness()
     world.stored("k", VALUE, replicas=2)
@@ -148,6 +148,7 @@ def test_the_highest_number_of_copies_that_a_holder_heard_of_counts() -> None:
     live(world, DELAY_SECONDS + TIMING.turn_seconds)
     (ask,) = replications(world)
     assert ask.peer_id == world.others[1].peer_id
+
 
 def test_nobody_acts_when_somebody_else_did_meanwhile() -> None:
     world = Harness()
@@ -167,6 +168,7 @@ def test_nobody_acts_when_somebody_else_did_meanwhile() -> None:
     live(world, 100.0)
     assert not replications(world)
     assert world.core.repair.lacking == 0
+
 
 def test_what_nobody_takes_is_tried_less_and_less_often() -> None:
     world = Harness(others=1)
@@ -188,6 +190,7 @@ def test_what_nobody_takes_is_tried_less_and_less_often() -> None:
     assert delay <= times[0] <= DELAY_SECONDS
     assert world.core.repair.lacking == 1
 
+
 def test_copies_that_there_never_could_be_are_not_lacking() -> None:
     world = Harness()
     world.stored("k", VALUE, replicas=4)
@@ -198,6 +201,7 @@ def test_copies_that_there_never_could_be_are_not_lacking() -> None:
     live(world, DELAY_SECONDS)
     assert (repair.lacking, repair.limited) == (0, 1)
     assert not replications(world)
+
 
 def test_when_nobody_takes_anything_a_pass_ends() -> None:
     world = Harness(memory_bytes=8 << 20)
@@ -212,6 +216,7 @@ def test_when_nobody_takes_anything_a_pass_ends() -> None:
             refused += 1
     assert refused == MOST_FAILURES
 
+
 def test_a_peer_that_leaves_repairs_nothing() -> None:
     world = Harness()
     world.stored("k", b"value", replicas=2)
@@ -219,6 +224,7 @@ def test_a_peer_that_leaves_repairs_nothing() -> None:
     world.core.closing = True
     live(world, DELAY_SECONDS)
     assert not replications(world)
+
 
 def test_evicted_soft_and_removed_copies_are_not_looked_for() -> None:
     world = Harness()
@@ -234,6 +240,7 @@ def test_evicted_soft_and_removed_copies_are_not_looked_for() -> None:
     live(world, DELAY_SECONDS)
     assert not replications(world)
     assert world.core.repair.lacking == 0
+
 
 def test_a_walk_misses_nothing_that_stays() -> None:
     world = Harness(memory_bytes=1024 * 1024)
@@ -252,13 +259,16 @@ def test_a_walk_misses_nothing_that_stays() -> None:
     assert stayed <= set(met)
     assert set(met) <= {digest_of(f"k{number}") for number in range(1, 60, 2)}
 
+
 # --- handing over ----------------------------------------------------------------------------
+
 
 def hand_over(world: Harness) -> HandOverOperation:
     operation = HandOverOperation(world.core)
     world.start(operation)
     world.pass_time(0.01)
     return operation
+
 
 def test_whom_to_give_objects_to_is_looked_for_some_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
@@ -282,6 +292,7 @@ def test_whom_to_give_objects_to_is_looked_for_some_at_a_time(
         assert len(chosen) - before <= hand_over_module.BEGUN_PER_STEP
     assert len(chosen) == 30
 
+
 def answer_all(world: Harness) -> list[bytes]:
     """Have all that is asked for done, to the end; digests in the order in which they were asked for."""
     order = []
@@ -292,9 +303,11 @@ def answer_all(world: Harness) -> list[bytes]:
             world.answer(ask, DONE)
     return order
 
+
 def offering(world: Harness, *free: int) -> None:
     for other, free_bytes in zip(world.others, free, strict=True):
         world.offer(other, memory_capacity=1 << 20, memory_used=(1 << 20) - free_bytes)
+
 
 def test_pinned_objects_go_first_then_those_that_are_asked_for_most() -> None:
     world = Harness(others=1, memory_bytes=1024 * 1024)
@@ -315,6 +328,7 @@ def test_pinned_objects_go_first_then_those_that_are_asked_for_most() -> None:
     assert operation.result == HandedOver(5, 25, 0, 0)
     world.check_idle()
 
+
 def test_of_very_many_objects_the_first_in_order_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hand_over_module, "MOST_ORDERED", 5)
     monkeypatch.setattr(OwnCopies, "step", partialmethod(OwnCopies.step, 3))
@@ -333,6 +347,7 @@ def test_of_very_many_objects_the_first_in_order_are_kept(monkeypatch: pytest.Mo
         len(order), 5 * len(order), 40 - len(order), 5 * (40 - len(order))
     )
 
+
 def test_a_target_that_refuses_is_replaced_and_what_all_refuse_is_left() -> None:
     world = Harness(others=3)
     offering(world, 1 << 20, 1 << 20, 1 << 20)
@@ -350,6 +365,7 @@ def test_a_target_that_refuses_is_replaced_and_what_all_refuse_is_left() -> None
     world.pass_time(1.0)
     assert operation.result == HandedOver(1, 11, 1, 5)
     world.check_idle()
+
 
 def test_what_is_on_the_ssd_alone_goes_last_and_pushes_out_nothing() -> None:
     world = ColdWorld()
@@ -376,6 +392,7 @@ def test_what_is_on_the_ssd_alone_goes_last_and_pushes_out_nothing() -> None:
     world.pass_time(1.0)
     assert again.result.objects >= 1
 
+
 def test_cancelling_leaves_nothing_under_way() -> None:
     world = Harness(others=2)
     offering(world, 1 << 20, 1 << 20)
@@ -390,6 +407,7 @@ def test_cancelling_leaves_nothing_under_way() -> None:
     for ask in asked[1:]:
         world.answer(ask, DONE)
     assert operation.result == HandedOver(1, 5, 11, 55)
+
 
 def test_a_peer_that_leaves_takes_no_copies() -> None:
     world = Harness(others=1)

@@ -1,27 +1,25 @@
 """Making copies on other peers, from the side of the peer that asks."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.core_effects import AskPeer
 from p2pstore.core.puts.put_operation import PutEnd
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import DeadlineExceeded
+from p2pstore.errors import CapacityExceeded, DeadlineExceeded
 from p2pstore.gossip.machine import Ask
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import open_peer_record
+from p2pstore.gossip.records import SignedRecord, open_peer_record
 from p2pstore.objects import Version
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import Replicated
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
+from p2pstore.transfer.peer_messages import Replicate, Replicated
+from p2pstore.wire import Code, Failure
 from simulation.signer import SimulatedVerifier
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import remote_object
-from typing import Any
-import pytest
+from tests.unit.core_harness import Harness, digest_of, remote_object
+
 
 def replicate(world: Harness, key: str, wanted: int) -> ReplicateOperation:
     entry = world.find(key)
@@ -30,11 +28,14 @@ def replicate(world: Harness, key: str, wanted: int) -> ReplicateOperation:
     world.start(operation)
     return operation
 
+
 def asks_of(world: Harness) -> list[AskPeer]:
     return world.asks(DataKind.REPLICATE)
 
+
 DONE = Replicated(1, 1)
 FULL = Failure(int(Code.CAPACITY_EXCEEDED), "no room")
+
 
 def test_targets_are_asked_in_rendezvous_order_with_all_they_need() -> None:
     world = Harness(others=5)
@@ -55,6 +56,7 @@ def test_targets_are_asked_in_rendezvous_order_with_all_they_need() -> None:
     assert operation.result == 3
     world.check_idle()
 
+
 def test_a_peer_that_offers_no_memory_is_not_asked() -> None:
     world = Harness(others=3)
     world.stored("k", b"value")
@@ -67,12 +69,14 @@ def test_a_peer_that_offers_no_memory_is_not_asked() -> None:
         world.answer(ask, DONE)
     assert operation.result == 3
 
+
 def test_one_copy_is_the_one_that_is_here() -> None:
     world = Harness(others=3)
     world.stored("k", b"value")
     assert replicate(world, "k", 1).result == 1
     assert not asks_of(world)
     world.check_idle()
+
 
 @pytest.mark.parametrize("others", [0, 1, 2])
 def test_with_too_few_peers_it_makes_what_it_can_and_says_so(others: int) -> None:
@@ -85,6 +89,7 @@ def test_with_too_few_peers_it_makes_what_it_can_and_says_so(others: int) -> Non
         world.answer(ask, DONE)
     assert operation.result == 1 + others
     world.check_idle()
+
 
 @pytest.mark.parametrize("reply", [FULL, None], ids=["refuses", "silent"])
 def test_a_target_that_fails_is_replaced_by_the_next(reply: Any) -> None:
@@ -103,6 +108,7 @@ def test_a_target_that_fails_is_replaced_by_the_next(reply: Any) -> None:
     assert operation.result == 3
     world.check_idle()
 
+
 def test_when_all_fail_there_is_one_copy_and_no_error() -> None:
     world = Harness(others=3)
     world.stored("k", b"value")
@@ -112,6 +118,7 @@ def test_when_all_fail_there_is_one_copy_and_no_error() -> None:
         world.answer(ask, FULL)
     assert operation.result == 1
     world.check_idle()
+
 
 def test_copies_that_others_hold_count() -> None:
     world = Harness(others=4)
@@ -124,6 +131,7 @@ def test_copies_that_others_hold_count() -> None:
     assert ask.peer_id == world.core.ranked_peers(digest_of("k"))[1]
     world.answer(ask, DONE)
     assert operation.result == 3
+
 
 def test_hosts_without_a_copy_come_first() -> None:
     world = Harness(others=6)
@@ -140,6 +148,7 @@ def test_hosts_without_a_copy_come_first() -> None:
     for ask in asks:
         world.answer(ask, DONE)
     assert operation.result == 5
+
 
 def test_a_soft_copy_is_kept_rather_than_another_one_made() -> None:
     world = Harness(others=4)
@@ -158,6 +167,7 @@ def test_a_soft_copy_is_kept_rather_than_another_one_made() -> None:
     asked = [ask.peer_id for ask in asks_of(world)]
     assert asked == [ranked[0].peer_id, ranked[1].peer_id], "another host is worth a copy"
 
+
 def test_a_host_whose_only_target_failed_is_tried_again_before_others() -> None:
     world = Harness(others=3)
     world.stored("k", b"value")
@@ -169,6 +179,7 @@ def test_a_host_whose_only_target_failed_is_tried_again_before_others() -> None:
         (ask,) = asks_of(world)
         assert ask.peer_id == expected.peer_id
         world.answer(ask, FULL)
+
 
 def test_holders_that_heard_of_fewer_copies_are_told() -> None:
     world = Harness(others=4)
@@ -186,6 +197,7 @@ def test_holders_that_heard_of_fewer_copies_are_told() -> None:
         world.answer(ask, DONE)
     assert operation.result == 3
 
+
 def test_soft_older_and_unreachable_copies_do_not_count() -> None:
     world = Harness(others=4)
     entry = world.stored("k", b"value")
@@ -201,6 +213,7 @@ def test_soft_older_and_unreachable_copies_do_not_count() -> None:
     world.answer(ask, DONE)
     assert operation.result == 2
 
+
 def test_more_copies_than_wanted_are_told_as_they_are() -> None:
     world = Harness(others=3)
     entry = world.stored("k", b"value")
@@ -208,6 +221,7 @@ def test_more_copies_than_wanted_are_told_as_they_are() -> None:
     for other in world.others:
         world.push(other, held)
     assert replicate(world, "k", 2).result == 4
+
 
 def test_the_source_is_not_evicted_while_it_is_copied() -> None:
     world = Harness(others=1, memory_bytes=64 * 1024)
@@ -222,6 +236,7 @@ def test_the_source_is_not_evicted_while_it_is_copied() -> None:
     world.reserve("other", bytes(40_000))
     assert world.find("k") is None
 
+
 def test_cancelling_lets_the_source_go() -> None:
     world = Harness(others=2)
     world.stored("k", b"value")
@@ -235,6 +250,7 @@ def test_cancelling_lets_the_source_go() -> None:
     world.core.operations.cancel(operation, world.now)
     world.check_idle()
 
+
 def test_a_source_that_is_removed_meanwhile_stays_readable_until_the_end() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"value")
@@ -247,6 +263,7 @@ def test_a_source_that_is_removed_meanwhile_stays_readable_until_the_end() -> No
     assert world.segment.used_bytes == 0
     world.check_idle()
 
+
 def test_a_longer_object_has_more_time() -> None:
     world = Harness(others=1, memory_bytes=4 * 1024 * 1024)
     world.stored("short", b"1")
@@ -257,7 +274,9 @@ def test_a_longer_object_has_more_time() -> None:
     assert 5.0 <= short.timeout_seconds < 5.01
     assert long.timeout_seconds == pytest.approx(5.04)
 
+
 # --- through a put ---------------------------------------------------------------------------
+
 
 def test_a_put_with_replicas_ends_when_they_exist() -> None:
     world = Harness(others=3)
@@ -273,12 +292,14 @@ def test_a_put_with_replicas_ends_when_they_exist() -> None:
     assert operation.number in world.finished()
     world.check_idle()
 
+
 def test_a_put_whose_replicas_fail_says_how_many_copies_there_are() -> None:
     world = Harness(others=1)
     operation = world.put("k", b"value", replicas=3)
     (ask,) = asks_of(world)
     world.answer(ask, None)
     assert (operation.result.copies, operation.result.wanted) == (1, 3)
+
 
 def test_a_second_put_of_the_same_bytes_makes_the_missing_copies() -> None:
     world = Harness(others=2)

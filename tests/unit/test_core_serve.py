@@ -1,55 +1,56 @@
 """What a peer answers to others, what it refuses, and when it wants to be woken."""
 
 from __future__ import annotations
+
+import pytest
+
 from p2pstore.core.core_effects import AskPeer
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.serving import MAX_HOLDINGS
-from p2pstore.core.gets.serving import reply_of
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import ProtocolError
+from p2pstore.core.gets.serving import MAX_HOLDINGS, reply_of
+from p2pstore.errors import NoSuchKey, ProtocolError
 from p2pstore.gossip.machine import Duplicate
-from p2pstore.gossip.records import decode_location
-from p2pstore.gossip.records import writer_of
+from p2pstore.gossip.records import decode_location, writer_of
 from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import Version
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Ping
-from p2pstore.transfer.data_messages import Pong
-from p2pstore.transfer.peer_messages import ClusterRecords
-from p2pstore.transfer.peer_messages import Holding
-from p2pstore.transfer.peer_messages import Keys
-from p2pstore.transfer.peer_messages import ListKeys
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import Lookup
-from p2pstore.transfer.peer_messages import MAX_LOOKUP_DIGESTS
-from p2pstore.transfer.peer_messages import Push
-from p2pstore.transfer.peer_messages import Pushed
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import Replicated
-from p2pstore.transfer.peer_messages import Statistics
-from p2pstore.wire import Code
-from p2pstore.wire import Empty
-from p2pstore.wire import Failure
+from p2pstore.transfer.data_messages import DataKind, Ping, Pong
+from p2pstore.transfer.peer_messages import (
+    MAX_LOOKUP_DIGESTS,
+    ClusterRecords,
+    Holding,
+    Keys,
+    ListKeys,
+    Locations,
+    Lookup,
+    Push,
+    Pushed,
+    Replicate,
+    Replicated,
+    Statistics,
+)
+from p2pstore.wire import Code, Empty, Failure
 from simulation.signer import SimulatedSigner
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import OTHER_INCARNATION
-from tests.unit.core_harness import Other
-from tests.unit.core_harness import RemoteObject
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import peer_record
-from tests.unit.core_harness import remote_object
-import pytest
+from tests.unit.core_harness import (
+    NAMESPACE,
+    OTHER_INCARNATION,
+    Harness,
+    Other,
+    RemoteObject,
+    clock_at,
+    digest_of,
+    peer_record,
+    remote_object,
+)
 
 # --- lookups and pushes ----------------------------------------------------------------------
+
 
 def look_up(world: Harness, *keys: str) -> list[list[Holding]]:
     packed = b"".join(digest_of(key) for key in keys)
     reply = world.serve(world.others[0], DataKind.LOOKUP, Lookup(packed))
     assert isinstance(reply, Locations)
     return reply.items
+
 
 def test_a_lookup_names_the_copy_here_and_those_known_elsewhere() -> None:
     world = Harness(others=2)
@@ -65,6 +66,7 @@ def test_a_lookup_names_the_copy_here_and_those_known_elsewhere() -> None:
     assert (holding.member, holding.incarnation) == (world.others[1].member, OTHER_INCARNATION)
     assert holding.record == world.location(thing)
 
+
 def test_a_lookup_tells_of_the_dead_only_when_nobody_else_holds_a_key() -> None:
     world = Harness(others=3)
     dead, alive = world.others[:2]
@@ -75,11 +77,13 @@ def test_a_lookup_tells_of_the_dead_only_when_nobody_else_holds_a_key() -> None:
     (only,), (best,) = look_up(world, "held by the dead", "held by both")
     assert (only.member, best.member) == (dead.member, alive.member)
 
+
 def test_a_lookup_tells_of_no_copy_that_a_floor_forbids() -> None:
     world = Harness(others=3)
     thing = world.hold(world.others[1], "removed", b"2")
     world.learn_floor(world.others[2], digest_of("removed"), thing.version)
     assert look_up(world, "removed") == [[]]
+
 
 def test_a_lookup_names_a_few_holders() -> None:
     world = Harness(others=1)
@@ -87,6 +91,7 @@ def test_a_lookup_names_a_few_holders() -> None:
     for number in range(100, 200):
         world.push(Other(SimulatedSigner(number)), thing)
     assert len(look_up(world, "k")[0]) == MAX_HOLDINGS
+
 
 @pytest.mark.parametrize(
     "packed", [b"x", bytes(17), bytes(16 * (MAX_LOOKUP_DIGESTS + 1))], ids=["1", "17", "too many"]
@@ -96,6 +101,7 @@ def test_nonsense_lookups_are_protocol_errors(packed: bytes) -> None:
     with pytest.raises(ProtocolError):
         world.serve(world.others[0], DataKind.LOOKUP, Lookup(packed))
 
+
 def test_a_push_is_known_at_once_and_a_withdrawal_forgets_it() -> None:
     world = Harness(others=1)
     thing = remote_object("k", b"1")
@@ -103,6 +109,7 @@ def test_a_push_is_known_at_once_and_a_withdrawal_forgets_it() -> None:
     assert len(world.core.copies.known(digest_of("k"), world.now)) == 1
     world.push(world.others[0], thing, removed=True)
     assert world.core.copies.known(digest_of("k"), world.now) == []
+
 
 def test_a_push_from_before_a_restart_is_not_taken_over_a_newer_one() -> None:
     world = Harness(others=1)
@@ -113,6 +120,7 @@ def test_a_push_from_before_a_restart_is_not_taken_over_a_newer_one() -> None:
     world.serve(sender, DataKind.PUSH, Push(OTHER_INCARNATION, [8], world.location(thing)))
     world.serve(sender, DataKind.PUSH, Push(OTHER_INCARNATION - 1, [99], world.location(thing)))
     assert world.core.copies.known(digest_of("k"), world.now) == []
+
 
 @pytest.mark.parametrize(("sequences", "cut"), [([], 0), ([1, 2], 0), ([1], 1)])
 def test_nonsense_pushes_are_protocol_errors(sequences: list[int], cut: int) -> None:
@@ -126,7 +134,9 @@ def test_nonsense_pushes_are_protocol_errors(sequences: list[int], cut: int) -> 
         )
     assert world.core.copies.known(digest_of("k"), world.now) == []
 
+
 # --- replicas for others ---------------------------------------------------------------------
+
 
 def asked(world: Harness, thing: RemoteObject, **options: object) -> object:
     """Another peer asks for a copy."""
@@ -141,6 +151,7 @@ def asked(world: Harness, thing: RemoteObject, **options: object) -> object:
         **options,  # type: ignore[arg-type]  # fields by name
     )
     return world.serve(world.others[0], DataKind.REPLICATE, request)
+
 
 def test_a_replica_is_pulled_from_whoever_asks_and_is_firm() -> None:
     world = Harness(others=2)
@@ -161,6 +172,7 @@ def test_a_replica_is_pulled_from_whoever_asks_and_is_firm() -> None:
     assert not world.asks(DataKind.LOOKUP)
     world.check_idle()
 
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_proof_stays_beside_the_version_that_it_is_of(replaced: bool) -> None:
     """The writer may replace what it asked to copy before that is pulled: the proof is of the older version then."""
@@ -176,6 +188,7 @@ def test_a_proof_stays_beside_the_version_that_it_is_of(replaced: bool) -> None:
     assert entry is not None
     assert world.core.proofs.of(entry, world.now) == (b"" if replaced else proof)
 
+
 def test_a_replica_that_is_here_needs_no_pull_and_becomes_firm() -> None:
     world = Harness(others=1)
     thing = world.hold(world.others[0], "k", b"value")
@@ -190,6 +203,7 @@ def test_a_replica_that_is_here_needs_no_pull_and_becomes_firm() -> None:
     assert record is not None
     assert not record.soft
 
+
 def test_who_holds_it_hears_how_many_copies_are_wanted_and_says_so() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"value")
@@ -201,12 +215,14 @@ def test_who_holds_it_hears_how_many_copies_are_wanted_and_says_so() -> None:
     assert record is not None
     assert record.replicas == 4, "4 or more"
 
+
 def test_a_newer_version_here_is_kept_and_told() -> None:
     world = Harness(others=1)
     mine = world.stored("k", b"newer")
     reply = asked(world, remote_object("k", b"older"))
     assert reply == Replicated(mine.version.clock, mine.version.writer)
     assert world.find("k") is mine
+
 
 def test_an_older_version_here_is_replaced() -> None:
     world = Harness(others=1)
@@ -216,12 +232,14 @@ def test_an_older_version_here_is_replaced() -> None:
     world.deliver(world.pull_wanted(), thing)
     assert world.value("k") == b"newer"
 
+
 def test_what_could_never_fit_is_refused_before_any_byte_moves() -> None:
     world = Harness(others=1, memory_bytes=64 * 1024)
     reply = asked(world, remote_object("k", bytes(70_000)))
     assert isinstance(reply, Failure)
     assert reply.code == Code.CAPACITY_EXCEEDED
     world.check_idle()
+
 
 @pytest.mark.parametrize("value", [b"", b"value"])
 def test_a_peer_without_memory_keeps_no_replica(value: bytes) -> None:
@@ -230,6 +248,7 @@ def test_a_peer_without_memory_keeps_no_replica(value: bytes) -> None:
     assert isinstance(reply, Failure)
     assert reply.code == Code.CAPACITY_EXCEEDED
     world.check_idle()
+
 
 def test_a_replica_that_failed_is_a_failure() -> None:
     world = Harness(others=1)
@@ -240,6 +259,7 @@ def test_a_replica_that_failed_is_a_failure() -> None:
     assert isinstance(reply, Failure)
     assert isinstance(operation.result, NoSuchKey)
     world.check_idle()
+
 
 def test_a_stranger_that_asks_for_a_replica_introduces_itself() -> None:
     world = Harness(others=1)
@@ -254,6 +274,7 @@ def test_a_stranger_that_asks_for_a_replica_introduces_itself() -> None:
     )
     assert stranger.peer_id in world.core.live_peers()
 
+
 def test_a_forged_introduction_is_a_protocol_error() -> None:
     world = Harness(others=1)
     signed = peer_record(SimulatedSigner(55))
@@ -266,6 +287,7 @@ def test_a_forged_introduction_is_a_protocol_error() -> None:
         )
     assert not world.core.operations_under_way
 
+
 def test_an_introduction_with_this_peer_s_own_identity_is_noticed() -> None:
     world = Harness(others=1)
     signed = peer_record(world.signer, incarnation=world.core.incarnation + 1)
@@ -276,6 +298,7 @@ def test_an_introduction_with_this_peer_s_own_identity_is_noticed() -> None:
         record_signature=signed.signature,
     )
     assert world.effects(Duplicate)
+
 
 @pytest.mark.parametrize("change", [{"digest": b"short"}, {"length": -1}])
 def test_nonsense_about_replicas_is_a_protocol_error(change: dict[str, object]) -> None:
@@ -289,7 +312,9 @@ def test_nonsense_about_replicas_is_a_protocol_error(change: dict[str, object]) 
         )
     assert not world.core.operations_under_way
 
+
 # --- lists -----------------------------------------------------------------------------------
+
 
 def list_here(world: Harness, **options: object) -> Keys:
     fields: dict[str, object] = {"prefix": "", "after": "", "limit": 100, **options}
@@ -301,8 +326,10 @@ def list_here(world: Harness, **options: object) -> Keys:
     assert isinstance(reply, Keys)
     return reply
 
+
 def keys_of(page: Keys) -> list[str]:
     return [item.key for item in page.items]
+
 
 def test_lists_are_paged_by_prefix_in_order() -> None:
     world = Harness(others=1)
@@ -315,6 +342,7 @@ def test_lists_are_paged_by_prefix_in_order() -> None:
     page = list_here(world, limit=5)
     assert (len(page.items), page.more) == (5, False)
 
+
 def test_a_list_of_pinned_keys_fills_its_page_across_what_is_not_pinned() -> None:
     world = Harness(others=1)
     for number in range(30):
@@ -324,6 +352,7 @@ def test_a_list_of_pinned_keys_fills_its_page_across_what_is_not_pinned() -> Non
     page = list_here(world, limit=2, pinned=True, after="k19")
     assert (keys_of(page), page.more) == (["k29"], False)
 
+
 @pytest.mark.parametrize("limit", [-5, 0])
 def test_a_limit_below_one_still_gets_somewhere(limit: int) -> None:
     world = Harness(others=1)
@@ -331,6 +360,7 @@ def test_a_limit_below_one_still_gets_somewhere(limit: int) -> None:
         world.stored(key, b"1")
     page = list_here(world, limit=limit)
     assert (keys_of(page), page.more) == (["a"], True)
+
 
 def test_an_item_says_what_the_object_is() -> None:
     world = Harness(others=1)
@@ -342,7 +372,9 @@ def test_an_item_says_what_the_object_is() -> None:
     assert item.expires_unix_ms == entry.expires_unix_ms
     world.segment.views.release(lease, holder="reader")
 
+
 # --- the rest --------------------------------------------------------------------------------
+
 
 def test_a_ping_says_how_far_the_log_is() -> None:
     world = Harness(others=1)
@@ -351,11 +383,13 @@ def test_a_ping_says_how_far_the_log_is() -> None:
     assert reply == Pong(1, world.gossip.log.sequence)
     assert reply.sequence > 0
 
+
 def test_unknown_requests_are_unsupported() -> None:
     world = Harness(others=1)
     reply = world.serve(world.others[0], DataKind.STATISTICS, Statistics())
     assert isinstance(reply, Failure)
     assert reply.code == Code.UNSUPPORTED
+
 
 @pytest.mark.parametrize(
     ("bodies", "signatures"), [([b"nonsense"], [bytes(64)]), ([b"x"], []), ([], [b"x"])]
@@ -368,13 +402,16 @@ def test_nonsense_cluster_records_are_protocol_errors(
         world.serve(world.others[0], DataKind.CLUSTER_RECORDS, ClusterRecords(bodies, signatures))
     assert not len(world.gossip.cluster_records)
 
+
 # --- driving ---------------------------------------------------------------------------------
+
 
 def test_answers_and_outcomes_for_operations_that_are_over_do_nothing() -> None:
     world = Harness(others=1)
     world.core.answered(999, 0, Empty(), world.now)
     world.core.operations.pulled(999, None, world.now)  # type: ignore[arg-type]  # it is not looked at
     assert not world.core.take_effects()
+
 
 def test_fresh_locations_are_pushed_to_their_homes_in_batches() -> None:
     world = Harness(others=5)
@@ -395,6 +432,7 @@ def test_fresh_locations_are_pushed_to_their_homes_in_batches() -> None:
     homes = [world.core.homes(digest_of(f"k{number}")) for number in range(20)]
     assert told == sum(map(len, homes))
 
+
 def test_a_tick_is_due_at_least_every_second_and_does_what_is_due() -> None:
     world = Harness(others=2)
     world.core.tick(world.now)
@@ -407,6 +445,7 @@ def test_a_tick_is_due_at_least_every_second_and_does_what_is_due() -> None:
         ticks += 1
         assert ticks < 2000, "it spins"
 
+
 def test_what_expired_is_collected_by_a_tick() -> None:
     world = Harness()
     world.pass_time(1.5)
@@ -414,11 +453,13 @@ def test_what_expired_is_collected_by_a_tick() -> None:
     world.pass_time(3.2)
     assert world.segment.object_count == 0
 
+
 def test_nobody_is_asked_about_a_lone_peer_s_keys() -> None:
     world = Harness()
     operation = world.core.operations.fetch(digest_of("k"), world.now)
     assert isinstance(operation.result, NoSuchKey)
     assert not world.effects(AskPeer)
+
 
 def test_a_put_takes_the_writer_into_its_version() -> None:
     world = Harness()

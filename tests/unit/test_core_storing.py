@@ -1,41 +1,44 @@
 """Values that arrive from elsewhere: what is decided without their bytes, who gets room, what is put."""
 
 from __future__ import annotations
-from p2pstore.core.operation import Operation
-from p2pstore.core.puts.storing_for_others import Incoming
-from p2pstore.core.puts.storing_for_others import IncomingStores
-from p2pstore.core.puts.storing_for_others import MAX_INCOMING
-from p2pstore.core.puts.storing_for_others import digest_of
-from p2pstore.core.puts.storing_for_others import stored_reply
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import ObjectTooLarge
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import Unavailable
-from p2pstore.gossip.records import decode_location
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import root_checksum
-from p2pstore.put_facts import PutStatus
-from p2pstore.runtime.stepping import run_through
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Store
-from p2pstore.transfer.data_messages import Stored
-from p2pstore.transfer.peer_messages import CopyChecked
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import remote_object
+
 from typing import Any
+
 import pytest
 
+from p2pstore.core.operation import Operation
+from p2pstore.core.puts.storing_for_others import (
+    MAX_INCOMING,
+    Incoming,
+    IncomingStores,
+    digest_of,
+    stored_reply,
+)
+from p2pstore.errors import (
+    CapacityExceeded,
+    DeadlineExceeded,
+    ObjectTooLarge,
+    ProtocolError,
+    Unavailable,
+)
+from p2pstore.gossip.records import decode_location
+from p2pstore.memory.segment_layout import Pin
+from p2pstore.objects import chunk_sums, root_checksum
+from p2pstore.put_facts import PutStatus
+from p2pstore.runtime.stepping import run_through
+from p2pstore.transfer.data_messages import DataKind, Store, Stored
+from p2pstore.transfer.peer_messages import CopyChecked
+from tests.unit.core_harness import NAMESPACE, Harness, clock_at, remote_object
+
 MEMBER = b"a member"
+
 
 def request(key: str, value: bytes, **facts: Any) -> Store:
     sums = chunk_sums(value)
     fields: dict[str, Any] = {"root": root_checksum(len(value), sums), "clock": 0}
     fields |= {"length": len(value), "sums": sums} | facts
     return Store(NAMESPACE, key, **fields)
+
 
 def arrive(
     world: Harness, stores: IncomingStores, wanted: Store, value: bytes
@@ -46,9 +49,11 @@ def arrive(
     stores.payload(incoming)[:] = value
     return incoming, stores.put(incoming, world.now)
 
+
 def reply_to(world: Harness, wanted: Store, operation: Operation) -> Stored:
     assert operation.done
     return stored_reply(world.core, digest_of(wanted), operation, world.now)
+
 
 def test_a_new_value_is_created_and_its_location_told() -> None:
     world = Harness(others=4)
@@ -77,12 +82,14 @@ def test_a_new_value_is_created_and_its_location_told() -> None:
     assert stores.count == 0
     world.check_idle()
 
+
 def test_a_value_from_elsewhere_is_within_its_namespaces_quota() -> None:
     world = Harness(quotas={NAMESPACE: 64 * 1024})
     stores = IncomingStores(world.core)
     incoming, _ = arrive(world, stores, request("k", b"value"), b"value")
     stores.close(incoming)
     assert world.segment.quotas[NAMESPACE].kept_bytes == 4096
+
 
 def test_its_version_is_above_what_the_putting_peer_has_seen() -> None:
     world = Harness()
@@ -92,11 +99,13 @@ def test_its_version_is_above_what_the_putting_peer_has_seen() -> None:
     assert reply_to(world, wanted, operation).clock > clock_at(9.0)
     stores.close(incoming)
 
+
 def test_a_clock_from_the_far_future_is_refused_and_not_taken_over() -> None:
     world = Harness()
     with pytest.raises(Unavailable, match="clock"):
         IncomingStores(world.core).examine(request("k", b"v", clock=clock_at(11.0)), world.now)
     assert world.stored("other", b"v").version.clock < clock_at(1.0)
+
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_the_same_bytes_need_not_come_again(overwrite: bool) -> None:
@@ -108,6 +117,7 @@ def test_the_same_bytes_need_not_come_again(overwrite: bool) -> None:
     assert (stored.status, stored.clock) == (PutStatus.UNCHANGED, entry.version.clock)
     assert entry.pin is Pin.SOFT, "a firmer pin is taken over"
     world.check_idle()
+
 
 def test_other_bytes_are_refused_before_they_come_unless_they_overwrite() -> None:
     world = Harness()
@@ -121,6 +131,7 @@ def test_other_bytes_are_refused_before_they_come_unless_they_overwrite() -> Non
     stores.close(incoming)
     assert world.value("k") == b"other"
     world.check_idle()
+
 
 def test_a_value_that_is_elsewhere_is_compared_as_for_an_own_client() -> None:
     world = Harness(others=2)
@@ -138,6 +149,7 @@ def test_a_value_that_is_elsewhere_is_compared_as_for_an_own_client() -> None:
     stores.close(incoming)
     assert world.find("k") is None
     world.check_idle()
+
 
 @pytest.mark.parametrize(
     ("facts", "error"),
@@ -160,6 +172,7 @@ def test_nonsense_is_refused(facts: dict[str, Any], error: type[Exception]) -> N
         IncomingStores(world.core).examine(request("k", b"value", **facts), world.now)
     world.check_idle()
 
+
 def test_metadata_that_no_trailer_holds_is_refused_and_leaves_nothing() -> None:
     world = Harness()
     stores = IncomingStores(world.core)
@@ -167,6 +180,7 @@ def test_metadata_that_no_trailer_holds_is_refused_and_leaves_nothing() -> None:
         run_through(stores.open(request("k", b"value", shape=(2**60,) * 8000), MEMBER, world.now))
     assert stores.count == 0
     world.check_idle()
+
 
 def test_what_does_not_come_gives_its_room_back() -> None:
     world = Harness()
@@ -177,6 +191,7 @@ def test_what_does_not_come_gives_its_room_back() -> None:
     stores.close(incoming)  # the end of a connection and of its peer may both say so
     assert stores.count == 0
     world.check_idle()
+
 
 def test_a_cancelled_put_is_told_as_such() -> None:
     world = Harness(others=1)
@@ -191,6 +206,7 @@ def test_a_cancelled_put_is_told_as_such() -> None:
     for ask in world.asks(DataKind.GET):
         world.answer(ask, None)
     world.check_idle()
+
 
 def test_values_on_their_way_take_at_most_half_of_the_memory_together() -> None:
     world = Harness(memory_bytes=256 * 1024)
@@ -212,6 +228,7 @@ def test_values_on_their_way_take_at_most_half_of_the_memory_together() -> None:
     stores.close(large)
     world.check_idle()
 
+
 def test_so_many_values_at_a_time() -> None:
     world = Harness(memory_bytes=4 * 1024 * 1024)
     stores = IncomingStores(world.core)
@@ -230,6 +247,7 @@ def test_so_many_values_at_a_time() -> None:
         stores.close(incoming)
     world.check_idle()
 
+
 def test_a_value_larger_than_the_memory_is_refused_at_once() -> None:
     world = Harness(memory_bytes=256 * 1024)
     with pytest.raises(ObjectTooLarge):
@@ -237,6 +255,7 @@ def test_a_value_larger_than_the_memory_is_refused_at_once() -> None:
             IncomingStores(world.core).open(request("k", bytes(300 * 1024)), MEMBER, world.now)
         )
     world.check_idle()
+
 
 def test_room_that_is_made_withdraws_what_it_evicts() -> None:
     world = Harness(memory_bytes=256 * 1024)

@@ -1,56 +1,50 @@
 """Keeping copies of objects that another peer has published together."""
 
 from __future__ import annotations
-from collections.abc import Collection
-from collections.abc import Sequence
-from hypothesis import given
-from hypothesis import strategies as st
-from p2pstore.core.copies.copies_destination import CopiesDestination
-from p2pstore.core.copies.copies_destination import RoomDestination
-from p2pstore.core.core_effects import PullOutcome
-from p2pstore.core.core_effects import PullTogether
-from p2pstore.core.gets.serving import reply_of
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.records import Tier
-from p2pstore.gossip.records import writer_of
-from p2pstore.gossip.version_proofs import sign_versions
-from p2pstore.gossip.version_proofs import signature_of
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.memory.segment_layout import encode_slot
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.objects import KIB
-from p2pstore.objects import Version
-from p2pstore.objects import root_checksum
-from p2pstore.runtime.stepping import run_through
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import ReplicateMany
-from p2pstore.transfer.peer_messages import ReplicatedMany
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from simulation.signer import SimulatedSigner
-from tests.unit.cold_world import ColdWorld
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import Other
-from tests.unit.core_harness import RemoteObject
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import peer_record
-from tests.unit.core_harness import remote_object
+
+from collections.abc import Collection, Sequence
 from typing import Any
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore.core.copies.copies_destination import CopiesDestination, RoomDestination
+from p2pstore.core.core_effects import PullOutcome, PullTogether
+from p2pstore.core.gets.serving import reply_of
+from p2pstore.errors import NoSuchKey, ProtocolError
+from p2pstore.gossip.records import Tier, writer_of
+from p2pstore.gossip.version_proofs import sign_versions, signature_of
+from p2pstore.memory.segment_layout import TrailerBody, decode_trailer, encode_slot, encode_trailer
+from p2pstore.objects import KIB, Version, root_checksum
+from p2pstore.runtime.stepping import run_through
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ReplicatedMany, ReplicateMany
+from p2pstore.wire import Code, Failure
+from simulation.signer import SimulatedSigner
+from tests.unit.cold_world import ColdWorld
+from tests.unit.core_harness import (
+    NAMESPACE,
+    Harness,
+    Other,
+    RemoteObject,
+    clock_at,
+    digest_of,
+    peer_record,
+    remote_object,
+)
 
 HELD = 0
 FULL, GONE, AWAY = Code.CAPACITY_EXCEEDED, Code.NO_SUCH_KEY, Code.UNAVAILABLE
+
 
 def written(
     other: Other, key: str, value: bytes, clock: int | None = None, **trailer: Any
 ) -> RemoteObject:
     """An object that the other wrote."""
     return remote_object(key, value, clock, writer_of(other.peer_id), replicas=2, **trailer)
+
 
 def message(other: Other, things: Sequence[RemoteObject]) -> ReplicateMany:
     versions = [(thing.slot.digest, thing.version) for thing in things]
@@ -60,14 +54,17 @@ def message(other: Other, things: Sequence[RemoteObject]) -> ReplicateMany:
         signature_of(sign_versions(versions, other.signer)[0]),
     )
 
+
 def ask(world: Harness, things: Sequence[RemoteObject], other: Other | None = None) -> Any:
     other = other or world.others[0]
     return world.serve(other, DataKind.REPLICATE_MANY, message(other, things))
+
 
 def rooms_for(world: Harness) -> tuple[PullTogether, CopiesDestination]:
     (pull,) = world.effects(PullTogether)
     run_through(pull.copies.reserve(world.now))
     return pull, pull.copies
+
 
 def bring(
     world: Harness, things: Sequence[RemoteObject], lost: Collection[int] = ()
@@ -83,10 +80,12 @@ def bring(
             brought.add(room.place)
     return pull, brought
 
+
 def end(world: Harness, pull: PullTogether, brought: Collection[int]) -> None:
     pull.copies.publish(brought, world.now)
     pull.copies.abort()
     world.core.operations.pulled(pull.operation, PullOutcome(delivered=True), world.now)
+
 
 def take(world: Harness, things: Sequence[RemoteObject], lost: Collection[int] = ()) -> list[int]:
     """The codes that are answered when all comes but for what is lost."""
@@ -95,6 +94,7 @@ def take(world: Harness, things: Sequence[RemoteObject], lost: Collection[int] =
     reply = reply_of(operation)
     assert isinstance(reply, ReplicatedMany)
     return list(reply.codes)
+
 
 def test_copies_come_together_are_firm_and_keep_their_proofs() -> None:
     world = Harness(others=2)
@@ -120,12 +120,14 @@ def test_copies_come_together_are_firm_and_keep_their_proofs() -> None:
     assert world.core.counters["objects_published"] == 12
     world.check_idle()
 
+
 def test_some_that_do_not_come_are_answered_so() -> None:
     world = Harness(others=1)
     things = [written(world.others[0], f"k{number}", b"value") for number in range(4)]
     assert take(world, things, lost={1, 3}) == [HELD, AWAY, HELD, AWAY]
     assert [world.value(f"k{number}") for number in range(4)] == [b"value", None, b"value", None]
     world.check_idle()
+
 
 def prepared(world: Harness, what: str, thing: RemoteObject) -> int:
     """Make a difference to what is asked for; the code that answers it."""
@@ -147,6 +149,7 @@ def prepared(world: Harness, what: str, thing: RemoteObject) -> int:
         return int(AWAY)
     return HELD
 
+
 @pytest.mark.parametrize("what", ["held", "newer here", "removed", "flushed"])
 def test_what_is_decided_here_is_not_pulled(what: str) -> None:
     world = Harness(others=2)
@@ -164,6 +167,7 @@ def test_what_is_decided_here_is_not_pulled(what: str) -> None:
     assert world.value("odd") == before
     world.check_idle()
 
+
 def test_what_the_sender_may_have_missed_the_removal_of_is_refused() -> None:
     world = Harness(others=2)
     thing = written(world.others[0], "odd", b"value")
@@ -171,11 +175,13 @@ def test_what_the_sender_may_have_missed_the_removal_of_is_refused() -> None:
     assert take(world, [thing]) == [code]
     world.check_idle()
 
+
 def test_a_version_of_the_future_is_refused() -> None:
     world = Harness(others=1)
     assert take(world, [written(world.others[0], "k", b"value", clock_at(60.0))]) == [AWAY]
     assert world.value("k") is None
     world.check_idle()
+
 
 def test_an_older_version_here_is_replaced() -> None:
     world = Harness(others=1)
@@ -184,6 +190,7 @@ def test_an_older_version_here_is_replaced() -> None:
     assert take(world, things) == [HELD, HELD]
     assert world.value("k") == b"newer"
     world.check_idle()
+
 
 def test_what_is_on_the_ssd_is_not_pulled_and_an_older_version_there_goes() -> None:
     world = ColdWorld(others=1)
@@ -204,6 +211,7 @@ def test_what_is_on_the_ssd_is_not_pulled_and_an_older_version_there_goes() -> N
     assert (record.version, record.tier) == (things[1].version, Tier.DRAM)
     world.check_idle()
 
+
 @pytest.mark.parametrize("what", ["newer", "removed"])
 def test_what_happens_while_they_come_counts(what: str) -> None:
     world = Harness(others=2)
@@ -221,6 +229,7 @@ def test_what_happens_while_they_come_counts(what: str) -> None:
     assert world.value("b") == (b"newer" if what == "newer" else None)
     world.check_idle()
 
+
 def test_a_newer_version_that_was_heard_of_meanwhile_is_seen() -> None:
     world = Harness(others=2)
     thing = written(world.others[0], "k", b"value")
@@ -232,6 +241,7 @@ def test_a_newer_version_that_was_heard_of_meanwhile_is_seen() -> None:
     assert world.value("k") is None, "it is given up for what another one has"
     world.check_idle()
 
+
 def test_the_writer_s_own_word_of_the_same_version_changes_nothing() -> None:
     world = Harness(others=2)
     thing = written(world.others[0], "k", b"value")
@@ -239,6 +249,7 @@ def test_the_writer_s_own_word_of_the_same_version_changes_nothing() -> None:
     assert take(world, [thing]) == [HELD]
     world.core.gossip_arrived(world.now)
     assert world.value("k") == b"value"
+
 
 def test_full_memory_is_made_room_in_and_what_finds_none_is_refused() -> None:
     world = Harness(others=1, memory_bytes=128 * KIB)
@@ -255,11 +266,13 @@ def test_full_memory_is_made_room_in_and_what_finds_none_is_refused() -> None:
     assert all(world.find(f"pinned {number}") is not None for number in range(12))
     world.check_idle()
 
+
 def test_what_could_never_fit_is_refused_before_any_byte_moves() -> None:
     world = Harness(others=1, memory_bytes=64 * KIB)
     things = [written(world.others[0], "large", bytes(70_000)), written(world.others[0], "k", b"1")]
     assert take(world, things) == [int(FULL), HELD]
     world.check_idle()
+
 
 def test_a_peer_that_leaves_takes_none() -> None:
     world = Harness(others=1)
@@ -267,6 +280,7 @@ def test_a_peer_that_leaves_takes_none() -> None:
     reply = ask(world, [written(world.others[0], "k", b"1")])
     assert isinstance(reply, Failure)
     assert reply.code == AWAY
+
 
 def test_nobody_waiting_any_more_the_copies_are_kept() -> None:
     world = Harness(others=1)
@@ -278,6 +292,7 @@ def test_nobody_waiting_any_more_the_copies_are_kept() -> None:
     assert world.value("k") == b"1"
     world.check_idle()
 
+
 def test_a_pull_that_ends_early_leaves_nothing() -> None:
     world = Harness(others=1)
     ask(world, [written(world.others[0], "k", b"1")])
@@ -286,6 +301,7 @@ def test_a_pull_that_ends_early_leaves_nothing() -> None:
     world.core.operations.pulled(pull.operation, PullOutcome(delivered=False), world.now)
     assert world.value("k") is None
     world.check_idle()
+
 
 def test_a_stranger_introduces_itself() -> None:
     world = Harness(others=1)
@@ -298,6 +314,7 @@ def test_a_stranger_introduces_itself() -> None:
     )
     world.serve(stranger, DataKind.REPLICATE_MANY, request)
     assert stranger.peer_id in world.core.live_peers()
+
 
 def spoilt(other: Other, what: str) -> ReplicateMany:
     """A message that no writer sends."""
@@ -333,6 +350,7 @@ def spoilt(other: Other, what: str) -> ReplicateMany:
     }
     return msgspec.structs.replace(request, **changes.get(what, {}))
 
+
 @pytest.mark.parametrize(
     "what",
     [
@@ -347,6 +365,7 @@ def test_nonsense_is_a_protocol_error(what: str) -> None:
         world.serve(world.others[0], DataKind.REPLICATE_MANY, request)
     world.check_idle()
 
+
 def test_a_room_takes_the_one_version_only() -> None:
     world = Harness(others=1)
     other = world.others[0]
@@ -359,6 +378,7 @@ def test_a_room_takes_the_one_version_only() -> None:
     with pytest.raises(NoSuchKey):
         destination.prepare(newer.slot, newer.trailer)
     copies.abort()
+
 
 @given(
     rows=st.lists(

@@ -1,51 +1,51 @@
 """Whom a holder of a hot object serves itself, and whom it sends on; and readers that are sent on."""
 
 from __future__ import annotations
-from collections import Counter
-from collections import deque
-from p2pstore.core.core_effects import PullFailure
-from p2pstore.core.core_effects import PullObject
-from p2pstore.core.core_effects import PullOutcome
+
+from collections import Counter, deque
+from random import Random
+
+import pytest
+
+from p2pstore.core.core_effects import PullFailure, PullObject, PullOutcome
 from p2pstore.core.gets import hot_objects
-from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.core.gets.fetch_operation import MOST_HOPS
-from p2pstore.core.gets.hot_objects import FIRST_PAUSE_SECONDS
-from p2pstore.core.gets.hot_objects import HALF_LIFE_SECONDS
-from p2pstore.core.gets.hot_objects import HotObjects
-from p2pstore.core.gets.hot_objects import KEPT_SHARE
-from p2pstore.core.gets.hot_objects import LAST_PAUSE_SECONDS
-from p2pstore.core.gets.hot_objects import LOST_SECONDS
-from p2pstore.core.gets.hot_objects import MAX_LOSERS
-from p2pstore.core.gets.hot_objects import MOST_KEEPERS
-from p2pstore.core.gets.hot_objects import MOST_TRANSFERS
-from p2pstore.core.gets.hot_objects import SentOn
+from p2pstore.core.gets.fetch_operation import MOST_HOPS, FetchOperation
+from p2pstore.core.gets.hot_objects import (
+    FIRST_PAUSE_SECONDS,
+    HALF_LIFE_SECONDS,
+    KEPT_SHARE,
+    LAST_PAUSE_SECONDS,
+    LOST_SECONDS,
+    MAX_LOSERS,
+    MOST_KEEPERS,
+    MOST_TRANSFERS,
+    HotObjects,
+    SentOn,
+)
 from p2pstore.errors import Unavailable
 from p2pstore.objects import MIB
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Keeps
+from p2pstore.transfer.data_messages import DataKind, Keeps
 from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
-from random import Random
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import Other
-from tests.unit.core_harness import RemoteObject
-from tests.unit.core_harness import digest_of
-import pytest
+from tests.unit.core_harness import Harness, Other, RemoteObject, digest_of
 
 KEY = digest_of("hot")
 LENGTH = 4 * MIB
 MEMORY = KEPT_SHARE * LENGTH
+
 
 def read(
     hot: HotObjects, reader: int, keeps: Keeps = Keeps.BY_PEER, now: float = 0.0
 ) -> SentOn | None:
     return hot.read(KEY, LENGTH, reader, MEMORY, keeps, now)
 
+
 def test_who_reads_alone_is_served() -> None:
     hot = HotObjects()
     assert read(hot, 1) is None
     assert read(hot, 2, now=60.0) is None, "the first one was long ago"
     assert read(hot, 3, Keeps.YES, now=120.0) is None
+
 
 def test_clients_that_read_what_others_just_read_have_their_peer_keep_it() -> None:
     hot = HotObjects()
@@ -57,11 +57,13 @@ def test_clients_that_read_what_others_just_read_have_their_peer_keep_it() -> No
     assert read(hot, 4) == SentOn([2, 3])
     assert read(hot, 4, Keeps.YES) == SentOn([2, 3])
 
+
 def test_who_insists_is_served() -> None:
     hot = HotObjects()
     for reader in range(10):
         read(hot, reader, Keeps.YES)
     assert read(hot, 10, Keeps.NO) is None
+
 
 def test_a_small_peer_does_not_give_up_its_memory_for_one_object() -> None:
     hot = HotObjects()
@@ -69,6 +71,7 @@ def test_a_small_peer_does_not_give_up_its_memory_for_one_object() -> None:
     assert hot.read(KEY, LENGTH, 2, MEMORY, Keeps.BY_PEER, 0.0) == SentOn([])
     for memory_bytes in (MEMORY - 1, 0):
         assert hot.read(KEY, LENGTH, 3, memory_bytes, Keeps.BY_PEER, 0.0) is None
+
 
 def test_a_keeper_that_comes_again_is_served_again() -> None:
     """It lost what it was sent, or others would wait for it in vain."""
@@ -78,16 +81,19 @@ def test_a_keeper_that_comes_again_is_served_again() -> None:
     assert read(hot, 4, Keeps.YES) == SentOn([1, 2, 3])
     assert read(hot, 2, Keeps.YES) is None
 
+
 def test_what_nobody_keeps_is_not_sent_on() -> None:
     hot = HotObjects()
     for reader in range(10):
         assert read(hot, reader, Keeps.NO) is None
     assert read(hot, 10, Keeps.YES) is None
 
+
 def test_what_one_peer_reads_again_and_again_it_keeps() -> None:
     hot = HotObjects()
     answers = [read(hot, 1, now=second) for second in (0.0, 1.0, 2.0, 3.0)]
     assert answers == [None, None, None, SentOn([])]
+
 
 def kept(hot: HotObjects, reader: int, now: float) -> float:
     """One peer reads the object until it is to keep it, and is sent it: when that was."""
@@ -96,6 +102,7 @@ def kept(hot: HotObjects, reader: int, now: float) -> float:
             assert read(hot, reader, Keeps.YES, now=now + turn) is None
             return now + turn
     raise AssertionError("it is not hot")
+
 
 def test_who_loses_what_it_was_to_keep_reads_without_keeping_for_a_while() -> None:
     hot = HotObjects()
@@ -109,12 +116,14 @@ def test_who_loses_what_it_was_to_keep_reads_without_keeping_for_a_while() -> No
         seconds = min(2 * seconds, LAST_PAUSE_SECONDS)
     assert seconds == LAST_PAUSE_SECONDS
 
+
 def test_who_lost_something_long_ago_is_trusted_as_before() -> None:
     hot = HotObjects()
     assert read(hot, 1, now=kept(hot, 1, 0.0) + 1.0) is None
     now = kept(hot, 1, 10 * FIRST_PAUSE_SECONDS) + 1.0
     assert read(hot, 1, now=now) is None
     assert kept(hot, 1, now + FIRST_PAUSE_SECONDS)
+
 
 def test_who_loses_one_object_is_to_keep_no_other_one_either() -> None:
     hot = HotObjects()
@@ -125,12 +134,14 @@ def test_who_loses_one_object_is_to_keep_no_other_one_either() -> None:
         assert hot.read(digest_of("other"), LENGTH, 1, MEMORY, Keeps.BY_PEER, at) is None
     assert hot.read(digest_of("other"), LENGTH, 2, MEMORY, Keeps.BY_PEER, at) == SentOn([])
 
+
 def test_what_is_on_its_way_is_not_lost_nor_what_was_kept_for_long() -> None:
     hot = HotObjects()
     now = kept(hot, 1, 0.0)
     assert read(hot, 1, now=now + 0.1) == SentOn([]), "another client of the same peer"
     now = kept(hot, 1, now + LOST_SECONDS + 1.0)
     assert now > LOST_SECONDS
+
 
 def test_of_many_readers_at_once_also_those_that_lose_it_are_sent_on() -> None:
     hot = HotObjects()
@@ -140,6 +151,7 @@ def test_of_many_readers_at_once_also_those_that_lose_it_are_sent_on() -> None:
         assert read(hot, reader, keeps, now=now) is None
     assert read(hot, 1, now=now) == SentOn([2, 3])
 
+
 def test_however_often_it_is_read_what_is_remembered_is_as_much_as_there_are_readers() -> None:
     hot = HotObjects()
     for turn in range(10_000):
@@ -147,6 +159,7 @@ def test_however_often_it_is_read_what_is_remembered_is_as_much_as_there_are_rea
     assert list(hot._objects[KEY].sent_at) == [1, 2, 0]
     assert read(hot, 7, Keeps.NO, now=100.0) is None
     assert list(hot._objects[KEY].sent_at) == [7], "the others read it long ago"
+
 
 def test_a_bounded_number_of_readers_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     hot = HotObjects()
@@ -159,10 +172,12 @@ def test_a_bounded_number_of_readers_is_remembered(monkeypatch: pytest.MonkeyPat
     assert list(hot._pauses) == list(range(2 * 8, 3 * 8))
     assert MAX_LOSERS > 8
 
+
 def test_heat_decays() -> None:
     hot = HotObjects()
     for turn in range(20):
         assert read(hot, 1, now=turn * HALF_LIFE_SECONDS) is None
+
 
 def test_the_readers_of_a_bounded_number_of_objects_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
@@ -173,6 +188,7 @@ def test_the_readers_of_a_bounded_number_of_objects_are_remembered(
         hot.read(digest_of(str(number)), LENGTH, 1, MEMORY, Keeps.YES, 0.0)
     assert len(hot) == 8
     assert hot.read(digest_of("99"), LENGTH, 2, MEMORY, Keeps.BY_PEER, 0.0) == SentOn([])
+
 
 @pytest.mark.parametrize("readers", [2, 4, 16, 64])
 @pytest.mark.parametrize("seed", range(20))
@@ -196,12 +212,15 @@ def test_a_holder_serves_a_few_whoever_comes_first(seed: int, readers: int) -> N
     assert served.total() == readers
     assert max(served.values()) <= MOST_TRANSFERS
 
+
 # --- a peer that is sent on ------------------------------------------------------------------
+
 
 def fetching(world: Harness) -> tuple[FetchOperation, RemoteObject]:
     """A fetch of what the first of the others holds."""
     thing = world.hold(world.others[0], "k", b"value")
     return world.core.operations.fetch(digest_of("k"), world.now), thing
+
 
 def sent_on(world: Harness, pull: PullObject, *keepers: Other) -> None:
     """The holder that was asked names these."""
@@ -213,8 +232,10 @@ def sent_on(world: Harness, pull: PullObject, *keepers: Other) -> None:
     )
     world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
 
+
 def asked(pull: PullObject) -> list[bytes]:
     return [copy.peer_id for copy in pull.copies]
+
 
 def test_a_fetch_that_is_sent_on_asks_a_keeper() -> None:
     world = Harness(others=3)
@@ -227,6 +248,7 @@ def test_a_fetch_that_is_sent_on_asks_a_keeper() -> None:
     assert world.deliver(pull, thing) is operation.result
     world.check_idle()
 
+
 def test_when_the_keeper_has_nothing_the_holder_has_to_send_it() -> None:
     world = Harness(others=3)
     operation, thing = fetching(world)
@@ -237,6 +259,7 @@ def test_when_the_keeper_has_nothing_the_holder_has_to_send_it() -> None:
     assert pull.insist
     world.deliver(pull, thing)
     assert operation.result is not None
+
 
 def test_who_is_sent_from_one_to_the_other_insists_in_the_end() -> None:
     world = Harness(others=MOST_HOPS + 3)
@@ -250,6 +273,7 @@ def test_who_is_sent_from_one_to_the_other_insists_in_the_end() -> None:
     world.deliver(pull, thing)
     assert operation.result is not None
 
+
 def test_strangers_and_this_peer_itself_are_no_keepers() -> None:
     world = Harness(others=1)
     fetching(world)
@@ -259,6 +283,7 @@ def test_strangers_and_this_peer_itself_are_no_keepers() -> None:
     )
     world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
     assert world.pull_wanted().insist
+
 
 def test_when_nobody_delivers_the_fetch_ends() -> None:
     world = Harness(others=3)

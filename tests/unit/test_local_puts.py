@@ -1,25 +1,26 @@
 """What a peer does for local clients that put, without sockets."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import Access
 from p2pstore.local.server import LocalClient
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import root_checksum
+from p2pstore.objects import chunk_sums, root_checksum
 from p2pstore.peer.local_puts import LocalPuts
 from p2pstore.put_facts import PutFacts
 from p2pstore.wire import Code
 from simulation.segment_checks import check_segment
-from tests.unit.core_harness import HOLDER
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from types import SimpleNamespace
-from typing import Any
-import pytest
+from tests.unit.core_harness import HOLDER, NAMESPACE, Harness
 
 VALUE = b"v" * 5000
 ROOM = local.ReserveItem(len(VALUE), 128)
 CLIENT = LocalClient(7, NAMESPACE, Access.WRITE, 1, "")
+
 
 class Loop:
     """A client that puts value after value, each into room that came with the answer to the one before."""
@@ -48,12 +49,14 @@ class Loop:
             self._room = answer.again[0]
         return answer
 
+
 def fill(world: Harness) -> None:
     """Put until something has to go."""
     number = 0
     while world.segment.free_bytes:
         world.stored(f"before {number}", b"x")
         number += 1
+
 
 def test_what_the_next_put_needs_is_evicted_after_the_answer() -> None:
     world = Harness(memory_bytes=256 * 1024)
@@ -69,6 +72,7 @@ def test_what_the_next_put_needs_is_evicted_after_the_answer() -> None:
     world.segment.drop_holder(CLIENT.holder)
     check_segment(world.segment)
 
+
 def test_room_is_made_ahead_for_nobody_who_asks_for_none() -> None:
     world = Harness(memory_bytes=256 * 1024)
     loop = Loop(world)
@@ -80,6 +84,7 @@ def test_room_is_made_ahead_for_nobody_who_asks_for_none() -> None:
     loop.puts.make_room_ahead()
     assert world.segment.object_count == there
 
+
 def test_what_was_just_put_does_not_go_for_what_may_come() -> None:
     world = Harness(memory_bytes=64 * 1024)
     loop = Loop(world)
@@ -90,6 +95,7 @@ def test_what_was_just_put_does_not_go_for_what_may_come() -> None:
     loop.puts.make_room_ahead()
     assert world.find("the last one that fits") is not None
 
+
 @pytest.mark.parametrize(
     "item", [local.ReserveItem(-5, 1), local.ReserveItem(1, 1 << 40), local.ReserveItem(1 << 40, 1)]
 )
@@ -99,6 +105,7 @@ def test_nonsense_that_is_asked_for_ahead_fails_no_put(item: local.ReserveItem) 
     assert loop.put("k", again=item).again[0].error.code
     loop.puts.make_room_ahead()
     assert world.find("k") is not None
+
 
 def test_an_abort_passes_over_what_has_ended() -> None:
     world = Harness()

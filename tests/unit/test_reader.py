@@ -1,48 +1,47 @@
 """Readers that only map: exact bytes or nothing, while the owner moves everything under them."""
 
 from __future__ import annotations
-from p2pstore.errors import ProtocolError
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import Written
-from p2pstore.memory.mapped.mapped_memory import create_memory
-from p2pstore.memory.mapped.mapped_memory import map_read_only
-from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import SLOT_BYTES
-from p2pstore.memory.segment_layout import Slot
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_slot
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.memory.segment_layout import plan_geometry
-from p2pstore.memory.segment_layout import trailer_offset
-from p2pstore.objects import CHUNK_BYTES
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
-from p2pstore.runtime.side_by_side import PIECE_BYTES
-from p2pstore.transfer.reading import segment_reader as reader_module
-from p2pstore.transfer.reading.segment_reader import SegmentReader
-from simulation.segment_checks import check_segment
-from tests.mapped_copies import copy_many
-from tests.mapped_copies import copy_one
-from tests.threads import with_threads
+
 import json
-import numpy as np
-import pytest
 import random
 import subprocess
 import sys
 import threading
 import time
 
+import numpy as np
+import pytest
+
+from p2pstore.errors import ProtocolError
+from p2pstore.memory.entries import ObjectEntry, Written
+from p2pstore.memory.mapped.mapped_memory import create_memory, map_read_only
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import (
+    SLOT_BYTES,
+    Slot,
+    TrailerBody,
+    decode_slot,
+    encode_trailer,
+    plan_geometry,
+    trailer_offset,
+)
+from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, root_checksum
+from p2pstore.runtime.side_by_side import PIECE_BYTES
+from p2pstore.transfer.reading import segment_reader as reader_module
+from p2pstore.transfer.reading.segment_reader import SegmentReader
+from simulation.segment_checks import check_segment
+from tests.mapped_copies import copy_many, copy_one
+from tests.threads import with_threads
+
 KEYS = [f"key {number}" for number in range(40)]
 DIGESTS = {key: key_digest(key) for key in KEYS}
+
 
 def pattern(key: str, clock: int, length: int) -> bytes:
     """What the owner stores under a key and version, and a reader can work out by itself."""
     block = DIGESTS[key] + clock.to_bytes(8, "little")
     return (block * (length // len(block) + 1))[:length]
+
 
 def put(segment: Segment, key: str, clock: int, value: bytes) -> ObjectEntry:
     trailer = TrailerBody("default", key, chunk_sums(value))
@@ -64,15 +63,19 @@ def put(segment: Segment, key: str, clock: int, value: bytes) -> ObjectEntry:
         now=float(clock),
     )
 
+
 def new_segment(data_bytes: int, buffer: memoryview | None = None) -> tuple[Segment, memoryview]:
     geometry = plan_geometry(data_bytes)
     view = memoryview(bytearray(geometry.total_bytes)) if buffer is None else buffer
     return Segment(view, segment_id=b"s" * 16, incarnation=1, geometry=geometry), view
 
+
 def empty(length: int) -> memoryview:
     return memoryview(bytearray(length))
 
+
 # --- one reader, nothing else happening ------------------------------------------------------
+
 
 @pytest.mark.parametrize(
     "length", [0, 1, 4096, 65536, 65537, CHUNK_BYTES, CHUNK_BYTES + 1, 9 * MIB + 3]
@@ -94,6 +97,7 @@ def test_a_copy_is_what_was_put(length: int) -> None:
     assert reader.view_of(slot).readonly
     assert reader.contains(key_digest("k"))
 
+
 def test_a_miss() -> None:
     segment, view = new_segment(MIB)
     reader = SegmentReader(view)
@@ -104,6 +108,7 @@ def test_a_miss() -> None:
         assert reader.find(key_digest(key)) is None
         assert copy_one(reader, key_digest(key), empty(10)) is None
 
+
 @pytest.mark.parametrize("length", [1, 5000, 3 * MIB])
 def test_a_room_that_is_too_small_gets_nothing(length: int) -> None:
     segment, view = new_segment(8 * MIB)
@@ -112,6 +117,7 @@ def test_a_room_that_is_too_small_gets_nothing(length: int) -> None:
     assert copy_one(SegmentReader(view), key_digest("k"), room) is None
     assert room == bytes(length - 1)
     assert SegmentReader(view).spots([key_digest("k")]).lengths == [length]
+
 
 def test_colliding_digests_are_all_found_while_others_go() -> None:
     """A run of keys with one home: removals from its middle must not hide the rest."""
@@ -151,12 +157,14 @@ def test_colliding_digests_are_all_found_while_others_go() -> None:
         assert [reader.find(d) is not None for d in digests] == [d in there for d in digests]
     check_segment(segment)
 
+
 def test_closing_is_seen() -> None:
     segment, view = new_segment(MIB)
     reader = SegmentReader(view)
     assert reader.is_open()
     segment.close()
     assert not reader.is_open()
+
 
 def test_a_header_that_does_not_fit_the_mapping_is_refused() -> None:
     _, view = new_segment(MIB)
@@ -165,7 +173,9 @@ def test_a_header_that_does_not_fit_the_mapping_is_refused() -> None:
     with pytest.raises(ProtocolError):
         SegmentReader(empty(100_000))
 
+
 # --- damage, at every place and moment --------------------------------------------------------
+
 
 @pytest.mark.parametrize("length", [100, 3 * MIB + 100])
 def test_damage_anywhere_is_a_miss(length: int) -> None:
@@ -189,6 +199,7 @@ def test_damage_anywhere_is_a_miss(length: int) -> None:
         assert reader.find(key_digest("k")) is not None
     assert copy_one(reader, key_digest("k"), target) is not None
 
+
 def test_a_trailer_of_another_value_is_a_miss() -> None:
     """Whole and undamaged, and it fits the bytes; but the slot is still that of the value before."""
     segment, view = new_segment(MIB)
@@ -201,12 +212,14 @@ def test_a_trailer_of_another_value_is_a_miss() -> None:
     assert reader.find(key_digest("k")) is None
     assert copy_one(reader, key_digest("k"), empty(12)) is None
 
+
 def test_a_freed_slot_holds_nothing() -> None:
     """Others remember slot numbers: what they read there must not look like an object."""
     segment, _ = new_segment(MIB)
     entry = put(segment, "k", 1, b"value")
     segment.remove(entry.digest)
     assert segment.table.slot_bytes(entry) == bytes(SLOT_BYTES)
+
 
 def test_index_entries_that_lead_nowhere_are_misses() -> None:
     segment, view = new_segment(MIB)
@@ -221,11 +234,13 @@ def test_index_entries_that_lead_nowhere_are_misses() -> None:
                 assert reader.contains(key_digest("a"))
                 assert reader.find(key_digest("a")) is None
 
+
 def test_a_search_in_an_index_full_of_garbage_ends() -> None:
     segment, view = new_segment(64 * MIB)
     index = view[segment.geometry.index_offset : segment.geometry.slots_offset]
     np.frombuffer(index, np.uint8).reshape(-1, 32)[:, :] = [7] * 20 + [1, 0, 0, 0] + [0] * 8
     assert not SegmentReader(view).contains(key_digest("a"))
+
 
 def test_what_changes_between_pieces_counts_only_while_it_is_not_copied() -> None:
     length = 2 * PIECE_BYTES + 5
@@ -246,6 +261,7 @@ def test_what_changes_between_pieces_counts_only_while_it_is_not_copied() -> Non
         assert stop.value.value == bytes([survives])
         assert not survives or target == value
 
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_each_piece_is_verified_whoever_copies_it(
     monkeypatch: pytest.MonkeyPatch, threads: int
@@ -265,6 +281,7 @@ def test_each_piece_is_verified_whoever_copies_it(
         view[entry.offset + place] ^= 1
     assert copy_one(reader, key_digest("k"), target) is not None
 
+
 def test_a_copy_from_an_extent_that_is_reused_meanwhile_fails() -> None:
     length = PIECE_BYTES + 5
     segment, view = new_segment(8 * MIB)
@@ -277,6 +294,7 @@ def test_a_copy_from_an_extent_that_is_reused_meanwhile_fails() -> None:
     with pytest.raises(StopIteration) as stop:
         next(pieces)
     assert stop.value.value == b"\0"
+
 
 @pytest.mark.parametrize("value", [b"", b"the same bytes"])
 def test_the_trailer_of_another_object_of_the_same_bytes_is_not_taken(
@@ -300,7 +318,9 @@ def test_the_trailer_of_another_object_of_the_same_bytes_is_not_taken(
     assert found is not None
     assert found[1].key == KEYS[1]
 
+
 # --- while the owner churns ------------------------------------------------------------------
+
 
 def churn(segment: Segment, rng: random.Random, clock: int) -> None:
     """One step of the owner: overwrite, put with eviction, or remove."""
@@ -312,6 +332,7 @@ def churn(segment: Segment, rng: random.Random, clock: int) -> None:
         length = rng.choices(lengths, [5, 10, 30, 20, 10, 10, 2])[0]
         put(segment, key, clock, pattern(key, clock, length))
     segment.objects.take_withdrawn()
+
 
 def read_many(reader: SegmentReader, attempts: int, seed: int) -> dict[str, int]:
     """Counts of copies that were right, misses, and wrong copies."""
@@ -329,6 +350,7 @@ def read_many(reader: SegmentReader, attempts: int, seed: int) -> dict[str, int]
                 count(counts, each, length, room, listed=False)
     return counts
 
+
 def count(counts: dict[str, int], key: str, length: int, room: memoryview, listed: bool) -> None:
     """The outcome of one copy. Every value says by itself which version it is."""
     if length < 0:
@@ -337,6 +359,7 @@ def count(counts: dict[str, int], key: str, length: int, room: memoryview, liste
         value = bytes(room[:length])
         clock = int.from_bytes(value[16:24], "little")
         counts["right" if value == pattern(key, clock, length) else "wrong"] += 1
+
 
 class Unverified(SegmentReader):
     """Copies without looking at the sums: what the churn does to a reader that trusts."""
@@ -349,6 +372,7 @@ class Unverified(SegmentReader):
         source = self._bytes[slot.offset : slot.offset + slot.length]
         np.copyto(np.frombuffer(target, np.uint8, slot.length), source)
         return slot, bytes(target[: slot.length])
+
 
 def test_another_process_never_reads_a_wrong_byte() -> None:
     geometry = plan_geometry(2 * MIB)
@@ -378,6 +402,7 @@ def test_another_process_never_reads_a_wrong_byte() -> None:
     del segment
     memory.close()
 
+
 def test_a_thread_never_reads_a_wrong_byte() -> None:
     segment, view = new_segment(2 * MIB)
     stop = threading.Event()
@@ -401,6 +426,7 @@ def test_a_thread_never_reads_a_wrong_byte() -> None:
     assert counts["right"] > 300
     check_segment(segment)
 
+
 def read_in_child(descriptor: int, length: int, attempts: int) -> None:
     """What the other process does: waits for the first object, then reads."""
     view = map_read_only(descriptor, length)
@@ -420,6 +446,7 @@ def read_in_child(descriptor: int, length: int, attempts: int) -> None:
             slot, value = found
             torn += value != pattern(key, slot.version.clock, slot.length)
     print(json.dumps({**counts, "trusting reader saw torn bytes": torn}))
+
 
 if __name__ == "__main__":
     read_in_child(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

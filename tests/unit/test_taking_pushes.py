@@ -1,48 +1,44 @@
 """Large pushes are taken in step by step: nothing else waits for them."""
 
 from __future__ import annotations
+
 from itertools import pairwise
+from random import Random
+
+import pytest
+
 from p2pstore.core.gets.serving import reply_of
-from p2pstore.core.taking_pushes import MAX_COMING_OF_ONE
-from p2pstore.core.taking_pushes import TakePushOperation
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import ProtocolError
-from p2pstore.gossip.gossip_effects import PartitionSet
-from p2pstore.gossip.gossip_effects import Push
-from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
-from p2pstore.gossip.homes.home_updates import LARGEST_SET_RECORDS
-from p2pstore.gossip.homes.home_updates import OPERATION_COST
-from p2pstore.gossip.homes.home_updates import STEP_COST
-from p2pstore.gossip.homes.home_updates import check_update
-from p2pstore.gossip.homes.home_updates import in_steps
+from p2pstore.core.taking_pushes import MAX_COMING_OF_ONE, TakePushOperation
+from p2pstore.errors import DeadlineExceeded, ProtocolError
+from p2pstore.gossip.gossip_effects import PartitionSet, Push
+from p2pstore.gossip.homes.home_updates import (
+    AUDIT_ENTRY,
+    LARGEST_SET_RECORDS,
+    OPERATION_COST,
+    STEP_COST,
+    check_update,
+    in_steps,
+)
 from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT
-from p2pstore.gossip.homes.partition_homes import PartitionConfig
-from p2pstore.gossip.homes.partition_homes import partition_of
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, PartitionConfig, partition_of
 from p2pstore.gossip.locations.location_index import hash_of
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import LocationRecord
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
 from p2pstore.objects import Version
 from p2pstore.transfer import data_messages as messages
 from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Pushed
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from random import Random
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import OTHER_INCARNATION
-from tests.unit.core_harness import Other
-from tests.unit.test_core_partitioned import acquainted
-from tests.unit.test_core_partitioned import empty_partitions
-from tests.unit.test_core_partitioned import partitioned
-import pytest
+from p2pstore.wire import Code, Failure
+from tests.unit.core_harness import OTHER_INCARNATION, Harness, Other
+from tests.unit.test_core_partitioned import acquainted, empty_partitions, partitioned
 
 MANY = 4_096
+
 
 def records(count: int, seed: int = 1) -> list[bytes]:
     rng = Random(seed)
     return [LocationRecord(rng.randbytes(16), Version(7, 3), 5, 1).encode() for _ in range(count)]
+
 
 def run_of(packed: list[bytes], first_sequence: int = 50) -> peer_messages.Push:
     """The first operations of their partitions."""
@@ -55,18 +51,22 @@ def run_of(packed: list[bytes], first_sequence: int = 50) -> peer_messages.Push:
     sequences = list(range(first_sequence, first_sequence + len(packed)))
     return peer_messages.Push(OTHER_INCARNATION, sequences, b"".join(packed), b"".join(said))
 
+
 def whole(packed: list[bytes], number: int = 1) -> peer_messages.PartitionSet:
     return peer_messages.PartitionSet(
         partition_of(packed[0]), number, hash_of(packed), b"".join(packed)
     )
 
+
 def in_one_partition(count: int) -> list[bytes]:
     return [bytes(2) + record[2:] for record in records(count)]
+
 
 def begin(world: Harness, other: Other, push: peer_messages.Push) -> TakePushOperation:
     operation = world.serve(other, DataKind.PUSH, push)
     assert isinstance(operation, TakePushOperation)
     return operation
+
 
 def test_parts_are_all_of_an_update_in_order_and_bounded() -> None:
     sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), *empty_partitions().sets[1:]]
@@ -87,9 +87,11 @@ def test_parts_are_all_of_an_update_in_order_and_bounded() -> None:
         assert OPERATION_COST * len(part.operations) + len(part.audit) <= STEP_COST
         assert sum(len(each.records) for each in part.sets) <= LARGEST_SET_RECORDS * LOCATION_BYTES
 
+
 def test_a_small_update_is_one_part() -> None:
     assert [part is not None and part.last for part in in_steps(run_of(records(64)))] == [True]
     assert [part is not None and part.last for part in in_steps(empty_partitions())] == [True]
+
 
 def test_nonsense_at_the_end_is_found_before_anything_is_taken_in() -> None:
     sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), peer_messages.PartitionSet(7, 1, 1, b"")]
@@ -98,10 +100,12 @@ def test_nonsense_at_the_end_is_found_before_anything_is_taken_in() -> None:
     with pytest.raises(ProtocolError, match="hash"):
         next(steps)
 
+
 def test_more_audits_than_partitions_are_refused() -> None:
     audit = AUDIT_ENTRY.pack(1, 1, 1) * (PARTITION_COUNT + 1)
     with pytest.raises(ProtocolError, match="audit"):
         next(in_steps(peer_messages.Push(OTHER_INCARNATION, [], b"", audit=audit)))
+
 
 def test_a_large_push_leaves_the_loop_between_steps() -> None:
     world = acquainted(partitioned())
@@ -121,6 +125,7 @@ def test_a_large_push_leaves_the_loop_between_steps() -> None:
     assert counts[-1] > MANY // 500, "those that this peer is a home of, and more"
     world.check_idle()
 
+
 def test_one_step_a_tick_however_many_push() -> None:
     world = acquainted(partitioned())
     views = world.gossip.locations.views
@@ -137,6 +142,7 @@ def test_one_step_a_tick_however_many_push() -> None:
         assert views.record_count - before <= STEP_COST // OPERATION_COST
     assert [reply_of(operation) for operation in operations] == [Pushed()] * len(operations)
     assert world.core.pushes_coming.next is None
+
 
 def test_who_pushes_much_holds_up_only_itself() -> None:
     world = acquainted(partitioned())
@@ -159,6 +165,7 @@ def test_who_pushes_much_holds_up_only_itself() -> None:
         world.core.operations.cancel(each, world.now)
     assert world.core.pushes_coming.next is None
 
+
 def test_who_does_not_wait_any_more_stands_in_nobodys_way() -> None:
     world = acquainted(partitioned())
     first, second, third = (
@@ -172,6 +179,7 @@ def test_who_does_not_wait_any_more_stands_in_nobodys_way() -> None:
     assert reply_of(third) == Pushed()
     assert world.core.pushes_coming.next is None
 
+
 def test_nonsense_that_is_found_late_is_said() -> None:
     world = acquainted(partitioned())
     sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), peer_messages.PartitionSet(7, 1, 1, b"")]
@@ -182,6 +190,7 @@ def test_nonsense_that_is_found_late_is_said() -> None:
     assert isinstance(reply, Failure)
     assert reply.code == Code.MALFORMED
     assert world.gossip.locations.views.record_count == 0
+
 
 def test_what_is_taken_in_by_steps_is_what_would_be_at_once() -> None:
     packed = records(MANY)
@@ -202,6 +211,7 @@ def test_what_is_taken_in_by_steps_is_what_would_be_at_once() -> None:
     assert by_steps.record_count == at_once.record_count < len(packed) + 500
     for record in packed:
         assert by_steps.holders(record[:16]) == at_once.holders(record[:16])
+
 
 def test_a_partition_that_is_too_large_is_not_kept() -> None:
     home = HomeViews(PartitionConfig(), lambda digest: None)

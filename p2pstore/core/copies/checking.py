@@ -6,17 +6,15 @@ when the SSD is to keep it, and when a reader found it spoilt. Then the peer com
 """
 
 from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
 from p2pstore.core.core_effects import CheckObject
 from p2pstore.core.operation import Operation
 from p2pstore.memory.segment_layout import SlotState
-from p2pstore.objects import KIB
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import root_checksum
+from p2pstore.objects import KIB, chunk_sums, root_checksum
 from p2pstore.transfer.peer_messages import CopyChecked
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -26,6 +24,7 @@ INLINE_BYTES: Final = 4 * KIB
 """Values up to this are compared at once, in about 3 us; longer ones by the shell, in a thread."""
 MAX_NOTED: Final = 16
 """Spoilt objects that the log is told of at a time; a counter has all of them."""
+
 
 class CheckOperation(Operation):
     """Compare an object's bytes in this peer's memory with its checksums, and withdraw it when they differ.
@@ -60,6 +59,7 @@ class CheckOperation(Operation):
         core = self.core
         good = core.copies.own_location(self._digest, now) is not None
         self.finish(CopyChecked(good, core.incarnation, core.gossip.log.sequence), now)
+
 
 class Checks:
     """Comparisons under way. Each object is compared by one at a time, however many wait for it."""

@@ -1,17 +1,15 @@
 """Having copies of an object made."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
 from p2pstore.core.core_effects import Reply
 from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import PeerId
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Replicate
-from p2pstore.transfer.peer_messages import Replicated
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
+from p2pstore.transfer.peer_messages import Replicate, Replicated
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -22,6 +20,7 @@ REPLICATE_BYTES_PER_SECOND: Final = 50e6
 
 MOST_ANNOUNCED: Final = 4
 """Location records count wanted copies up to here."""
+
 
 class ReplicateOperation(Operation):
     """Have `wanted` copies of a local object made; the result is how many there are.
@@ -133,10 +132,12 @@ class ReplicateOperation(Operation):
             self.core.segment.references.let_go(self._entry)
         super().cancel(now)
 
+
 def offers_memory(core: PeerCore, peer_id: PeerId) -> bool:
     """Whether the member can hold copies at all."""
     state = core.gossip.membership.get(peer_id)
     return state is not None and state.memory_capacity > 0
+
 
 def take_target(core: PeerCore, candidates: list[PeerId], taken: Sequence[PeerId]) -> PeerId:
     """Take out the first candidate that is on a host without a copy; where there is none, the first. `taken` have, or
@@ -148,6 +149,7 @@ def take_target(core: PeerCore, candidates: list[PeerId], taken: Sequence[PeerId
         place for place, peer_id in enumerate(candidates) if _host_of(core, peer_id) not in hosts
     )
     return candidates.pop(next(elsewhere, 0))
+
 
 def _host_of(core: PeerCore, peer_id: PeerId) -> bytes:
     state = core.gossip.membership.get(peer_id)

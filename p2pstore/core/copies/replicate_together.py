@@ -1,34 +1,28 @@
 """Having copies made of objects that were published together."""
 
 from __future__ import annotations
+
 from collections import deque
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from p2pstore.core.copies.replicate import REPLICATE_BYTES_PER_SECOND
-from p2pstore.core.copies.replicate import ReplicateOperation
-from p2pstore.core.copies.replicate import offers_memory
-from p2pstore.core.copies.replicate import take_target
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from p2pstore.core.copies.replicate import (
+    REPLICATE_BYTES_PER_SECOND,
+    ReplicateOperation,
+    offers_memory,
+    take_target,
+)
 from p2pstore.core.core_effects import Reply
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.objects import MIB
-from p2pstore.objects import Version
+from p2pstore.objects import MIB, Version
 from p2pstore.put_facts import PutStatus
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import REPLICATE_MANY_VERSION
-from p2pstore.transfer.peer_messages import MAX_REPLICATED
-from p2pstore.transfer.peer_messages import ReplicateMany
-from p2pstore.transfer.peer_messages import ReplicatedMany
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from typing import Any
-from typing import Final
-from typing import NamedTuple
-from typing import TYPE_CHECKING
+from p2pstore.transfer.data_messages import REPLICATE_MANY_VERSION, DataKind
+from p2pstore.transfer.peer_messages import MAX_REPLICATED, ReplicatedMany, ReplicateMany
+from p2pstore.wire import Code, Failure
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -39,6 +33,7 @@ WINDOW_TRAILER_BYTES: Final = 512 * 1024
 """Trailers of one message: half of what a request may have."""
 ANSWER_SECONDS: Final = 5.0
 _OLDER: Final = (Code.UNSUPPORTED, Code.PROTOCOL_MISMATCH)
+
 
 @dataclass(slots=True, eq=False)
 class _Row:
@@ -51,6 +46,7 @@ class _Row:
     made: list[PeerId] = field(default_factory=list)
     failed: list[PeerId] = field(default_factory=list)
     alone: ReplicateOperation | None = None
+
 
 class ReplicateTogether(Operation):
     """Have as many copies made of new own objects as each wants; the result is how many there are of each.
@@ -180,6 +176,7 @@ class ReplicateTogether(Operation):
                 if row.alone is not None:
                     row.alone.cancel(now)
 
+
 class PutAmongMany(NamedTuple):
     """A put that was published with others, and whose copies are made with theirs."""
 
@@ -200,6 +197,7 @@ class PutAmongMany(NamedTuple):
         if isinstance(copies, Exception):
             return copies
         return PutEnd(PutStatus.CREATED, copies[self.place], self.wanted, self.version)
+
 
 def _windows(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
     """Rows in turn, as many as one message may have."""

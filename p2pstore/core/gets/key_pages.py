@@ -1,28 +1,21 @@
 """Listing the keys of all peers, page by page."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from itertools import count
-from itertools import pairwise
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from typing import TYPE_CHECKING, Any, Final
+
 from p2pstore.core.core_effects import Reply
-from p2pstore.core.gets.serving import ListHereOperation
-from p2pstore.core.gets.serving import MAX_LIST_LIMIT
+from p2pstore.core.gets.serving import MAX_LIST_LIMIT, ListHereOperation
 from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import PeerId
 from p2pstore.put_facts import KeyEntry
 from p2pstore.runtime.stepping import Steps
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import KeyInfo
-from p2pstore.transfer.peer_messages import Keys
-from p2pstore.transfer.peer_messages import ListKeys
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import heapq
+from p2pstore.transfer.peer_messages import KeyInfo, Keys, ListKeys
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -35,6 +28,7 @@ MERGED_PER_STEP: Final = 512
 NAMED_PEERS: Final = 8
 """Holders named per key; `copies` counts them all."""
 
+
 @dataclass(slots=True)
 class ListedPage:
     """A page of keys, in order. `silent` peers did not answer in time."""
@@ -42,6 +36,7 @@ class ListedPage:
     items: list[KeyEntry]
     more: bool
     silent: list[PeerId] = field(default_factory=list)
+
 
 class ListOperation(Operation):
     """One page of keys over all live peers."""
@@ -111,6 +106,7 @@ class ListOperation(Operation):
             self.wake_at = now
             self.core.operations.set_alarm(self)
 
+
 def is_page_of(page: Keys, request: ListKeys) -> bool:
     """Whether a page is what was asked for: keys in order, each once, after `after`, with the prefix.
 
@@ -122,6 +118,7 @@ def is_page_of(page: Keys, request: ListKeys) -> bool:
         and all(key.startswith(request.prefix) for key in keys)
         and (bool(keys) or not page.more)
     )
+
 
 def merge_pages(
     limit: int,
@@ -156,8 +153,10 @@ def merge_pages(
             merged[-1] = _entry(item, [name], 1)
     return ListedPage(merged, horizon is not None, silent)
 
+
 def _in_order(place: int, answer: tuple[PeerId, Keys]) -> Iterator[tuple[str, int, KeyInfo]]:
     return ((item.key, place, item) for item in answer[1].items)
+
 
 def _entry(item: KeyInfo, peers: list[str], copies: int) -> KeyEntry:
     return KeyEntry(

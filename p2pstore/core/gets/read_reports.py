@@ -5,16 +5,15 @@ all the time as if nobody did. Readers count, and tell it in batches.
 """
 
 from __future__ import annotations
+
+import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
 from p2pstore.core.core_effects import AskPeer
 from p2pstore.gossip.records import Member
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import MAX_READ_COUNTS
-from p2pstore.transfer.peer_messages import ReadCount
-from p2pstore.transfer.peer_messages import Reads
-from typing import Final
-from typing import TYPE_CHECKING
-import math
+from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, ReadCount, Reads
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -27,6 +26,7 @@ MAX_NOTED: Final = 16 * MAX_READ_COUNTS
 """Objects between two reports; what is beyond is not told."""
 MAX_COUNT: Final = 1_000_000
 ANSWER_SECONDS: Final = 5.0
+
 
 class ReadReports:
     """What this peer and its clients read elsewhere, until it is told, and what others tell it."""

@@ -1,29 +1,22 @@
 """Pinning objects, and unpinning them, wherever they are held. Pins belong to objects: each copy has them."""
 
 from __future__ import annotations
-from collections import Counter
-from collections import deque
+
+import math
+from collections import Counter, deque
 from collections.abc import Sequence
-from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.core_effects import Reply
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.times_to_live import MAX_TTL_MS
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import Unavailable
+from p2pstore.errors import ProtocolError, Unavailable
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.segment_layout import Pin
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import Version
+from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import PinItem
-from p2pstore.transfer.peer_messages import PinsSet
-from p2pstore.transfer.peer_messages import SetPins
-from typing import Any
-from typing import Final
-from typing import NamedTuple
-from typing import TYPE_CHECKING
-import math
+from p2pstore.transfer.peer_messages import PinItem, PinsSet, SetPins
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -35,6 +28,7 @@ MAX_PINS: Final = 64
 announced."""
 TOLD_PER_STEP: Final = 1_024
 
+
 class PinEnd(NamedTuple):
     """What became of one object: whether this peer's memory has it, whether anybody has, and how many of the copies
     that are known of have the pin now."""
@@ -43,6 +37,7 @@ class PinEnd(NamedTuple):
     found: bool
     copies: int
     known: int
+
 
 class PinOperation(Operation):
     """Pin some objects, or unpin them: here at once, and then where others hold the same version, as far as they can
@@ -181,6 +176,7 @@ class PinOperation(Operation):
             ]
             self.finish(ends, now)
 
+
 def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:
     """Pin, or unpin, what this peer has in just that version. Raises `ProtocolError` for nonsense."""
     if (
@@ -204,6 +200,7 @@ def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:
             core.objects.set_pin(entry, Pin(request.pin), request.soft_ms / 1000, now)
         done.append(_same(entry.version, version))
     return PinsSet(bytes(done))
+
 
 def _same(one: Version, other: Version) -> bool:
     return (one.clock, one.writer) == (other.clock, other.writer)

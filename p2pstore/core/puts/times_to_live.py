@@ -1,23 +1,19 @@
 """Giving objects another time to live, wherever they are held."""
 
 from __future__ import annotations
+
 from collections.abc import Callable
 from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
 from p2pstore.core.core_effects import Reply
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import writer_of
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import Version
+from p2pstore.gossip.records import PeerId, writer_of
+from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import ExpiryItem
-from p2pstore.transfer.peer_messages import ExpirySet
-from p2pstore.transfer.peer_messages import SetExpiry
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
+from p2pstore.transfer.peer_messages import ExpiryItem, ExpirySet, SetExpiry
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -32,6 +28,7 @@ MAX_TOGETHER: Final = 512
 
 Then = Callable[[float], None]
 """Called with the time when the holders have answered, or will not."""
+
 
 class ExpiryOperation(Operation):
     """Have objects end at other times, where others hold that version, as far as they can be reached. The last put
@@ -106,6 +103,7 @@ class ExpiryOperation(Operation):
         if not self._pending:
             self.finish(self._changed, now)
 
+
 class Expiries:
     """Changes of times to live: those of one step go to their holders together."""
 
@@ -122,6 +120,7 @@ class Expiries:
             self._open = ExpiryOperation(self._core)
             self._core.operations.start(self._open, now)
         self._open.add(ExpiryItem(digest, version.clock, version.writer, expires_unix_ms), then)
+
 
 def serve_expiry(core: PeerCore, sender: PeerId, request: SetExpiry, now: float) -> ExpirySet:
     """Change the ends of what this peer has in just these versions: to a sooner one for the peer that wrote the version
@@ -142,11 +141,13 @@ def serve_expiry(core: PeerCore, sender: PeerId, request: SetExpiry, now: float)
         )
     return ExpirySet(bytes(done))
 
+
 def _written_by(core: PeerCore, sender: PeerId) -> int:
     """The writer that versions of this peer's have; -1 when another living member could be meant by that as well."""
     writer = writer_of(sender)
     named = (state for state in core.gossip.membership.live() if state.member & 0xFFFF == writer)
     return writer if len(list(islice(named, 2))) < 2 else -1
+
 
 def _ends_sooner(core: PeerCore, item: ExpiryItem, now: float) -> bool:
     """Whether an object would end before the time that its copy here has."""

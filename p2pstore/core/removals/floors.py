@@ -1,42 +1,39 @@
 """A peer's floors: writing them, taking them in, and what follows for the objects it holds."""
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from p2pstore.core.copies.cold_return import ColdObject
-from p2pstore.core.copies.cold_return import ColdReturn
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from p2pstore.core.copies.cold_return import ColdObject, ColdReturn
 from p2pstore.core.copies.memory_return import MemoryReturn
 from p2pstore.core.copies.sweeping import Sweep
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.core_effects import SaveClusterRecord
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import ProtocolError
+from p2pstore.core.core_effects import AskPeer, SaveClusterRecord
+from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.floors.floor_set import COMPACT_ABOVE
 from p2pstore.gossip.floors.floor_stamps import Stamps
-from p2pstore.gossip.records import CLUSTER_RECORD_FORMAT
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import ClusterRecordKind
-from p2pstore.gossip.records import FloorBody
-from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SCOPE_KEY
-from p2pstore.gossip.records import SCOPE_NAMESPACE
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import floor_of_keys
-from p2pstore.gossip.records import keys_of_floor
-from p2pstore.gossip.records import open_cluster_record
-from p2pstore.gossip.records import sign_cluster_record
-from p2pstore.objects import Version
-from p2pstore.objects import unix_seconds_from_clock
+from p2pstore.gossip.records import (
+    CLUSTER_RECORD_FORMAT,
+    MAX_KEYS_OF_FLOOR,
+    SCOPE_KEY,
+    SCOPE_NAMESPACE,
+    ClusterRecord,
+    ClusterRecordKind,
+    FloorBody,
+    Member,
+    PeerId,
+    SignedRecord,
+    floor_of_keys,
+    keys_of_floor,
+    open_cluster_record,
+    sign_cluster_record,
+)
+from p2pstore.objects import Version, unix_seconds_from_clock
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import ClusterRecords
 from p2pstore.wire import encode_body
-from typing import Final
-from typing import TYPE_CHECKING
-import math
 
 if TYPE_CHECKING:
     from p2pstore.core.operation import Operation
@@ -57,6 +54,7 @@ BURST_SECONDS: Final = 2.0
 PACE_SECONDS: Final = 10.0
 """Longer than compaction takes in a small cluster whose members are all well: some seven seconds."""
 
+
 @dataclass(slots=True)
 class _Distrusting:
     """Copies up to this clock are being discarded. `by`: names of those whose word that is; `before`: how many had been
@@ -65,6 +63,7 @@ class _Distrusting:
     clock: int
     before: int
     by: list[str] = field(default_factory=list)
+
 
 class Floors:
     """The core's part in floors; `p2pstore.gossip` keeps and spreads them."""
