@@ -19,7 +19,7 @@ from collections.abc import (
 )
 from contextlib import closing, suppress
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from types import MappingProxyType
 from typing import Final
 
@@ -287,7 +287,7 @@ class Segment:
             raise
         finally:
             self._in_making.discard(extent)
-        return self._reserved(holder, extent, length, capacity, slot)
+        return self._reserved(holder, [extent], length, capacity, [slot])[0]
 
     def reserve_free(
         self, sizes: Sequence[tuple[int, int]], *, holder: Hashable, namespace: str = ""
@@ -298,35 +298,42 @@ class Segment:
         places = self._areas.searches(namespace)[0]
         made: list[Reservation] = []
         taken = 0
-        for length, trailer_length in sizes[: self._reservations_left(holder)]:
+        for (length, trailer_length), alike in groupby(sizes[: self._reservations_left(holder)]):
             if not (0 <= length <= MAX_OBJECT_BYTES and 0 <= trailer_length <= MAX_TRAILER_BYTES):
                 break
+            wanted = sum(1 for _ in alike)
             capacity = extent_bytes(length, max(1, trailer_length))
-            taken += capacity
-            if self._areas.above_cap(namespace, taken) > 0:
-                break
-            extent = self._areas.take(capacity, places)
-            if extent is None:
-                break
-            slot = self._table.take_slot()
-            if slot is None:
+            above = self._areas.above_cap(namespace, taken + wanted * capacity)
+            fitting = wanted - max(0, -(-above // capacity))
+            extents = self._areas.take_many(capacity, fitting, places)
+            slots = self._table.take_slots(len(extents))
+            for extent in extents[len(slots) :]:
                 self._areas.free(extent)
+            made += self._reserved(holder, extents[: len(slots)], length, capacity, slots)
+            taken += len(slots) * capacity
+            if len(slots) < wanted:
                 break
-            made.append(self._reserved(holder, extent, length, capacity, slot))
         return made
 
     def _reservations_left(self, holder: Hashable) -> int:
         return MAX_RESERVATIONS_PER_HOLDER - self._reservations.count_of(holder)
 
     def _reserved(
-        self, holder: Hashable, extent: int, length: int, capacity: int, slot: int
-    ) -> Reservation:
-        offset = self.geometry.data_offset + extent
-        reservation = self._reservations.add(holder, offset, length, capacity, slot)
-        self._held[slot] = reservation
+        self,
+        holder: Hashable,
+        extents: Sequence[int],
+        length: int,
+        capacity: int,
+        slots: Sequence[int],
+    ) -> list[Reservation]:
+        base = self.geometry.data_offset
+        offsets = [base + extent for extent in extents]
+        made = self._reservations.add(holder, offsets, length, capacity, slots)
+        self._held.update(zip(slots, made, strict=True))
         if self._marks is not None:
-            self._table.write_reservation(reservation)
-        return reservation
+            for reservation in made:
+                self._table.write_reservation(reservation)
+        return made
 
     def can_spare(self, length: int, trailer_length: int, *, namespace: str = "") -> bool:
         """Whether room for such a value may be reserved for what is not there yet: some is free, or so much may be
@@ -404,7 +411,7 @@ class Segment:
                 self._table.write_slot(existing)
                 self._order.update(existing)
             return existing
-        self._publish(reservation, entry, packed, follows, now)
+        self._publish([(reservation, entry, packed, follows)], now)
         return entry
 
     def commit_new(
@@ -414,49 +421,51 @@ class Segment:
         of one that does not fit its reservation, which stays: `commit` says why."""
         self._check_open()
         published: list[ObjectEntry | None] = []
+        filled: list[_Filled] = []
         for each in written:
             entry = None
             with suppress(ValueError):
                 reservation = self._reservations.get(each.reservation, holder)
                 entry, packed = _filled(reservation, each, False, now)
-                self._publish(reservation, entry, packed, each.follows, now)
+                filled.append((reservation, entry, packed, each.follows))
             published.append(entry)
+        self._publish(filled, now)
         return published
 
-    def _publish(
-        self,
-        reservation: Reservation,
-        entry: ObjectEntry,
-        packed: bytes,
-        follows: bytes,
-        now: float,
-    ) -> None:
-        """Make a filled reservation the object of its key, in place of an older one."""
-        existing = self._entries.get(entry.digest)
-        self._reservations.end(reservation)
-        extent = entry.offset - self.geometry.data_offset
-        if entry.extent_bytes < reservation.capacity:
-            self._areas.shrink(extent, entry.extent_bytes)
-        entry.group = self._areas.at(extent).group_of(entry.namespace)
-        self._table.publish(entry, packed)
-        self._held[entry.slot] = entry
-        self._entries[entry.digest] = entry
-        if existing is not None:
-            self._listing.remove(existing)
-            self._doom(existing)
-            self._withdrawn.append(existing)
-        self._listing.add(entry)
-        before = self._entries.get(follows) if follows else None
-        self._order.admit(entry, now, None if before is entry else before)
+    def _publish(self, filled: Sequence[_Filled], now: float) -> None:
+        """Make filled reservations the objects of their keys, which differ, in place of older ones."""
+        base, held, live = self.geometry.data_offset, self._held, self._entries
+        self._reservations.end([reservation for reservation, _, _, _ in filled])
+        entries = [entry for _, entry, _, _ in filled]
+        replaced = [live[entry.digest] for entry in entries if entry.digest in live]
+        for reservation, entry, _, _ in filled:
+            if entry.extent_bytes < reservation.capacity:
+                self._areas.shrink(entry.offset - base, entry.extent_bytes)
+        self._table.publish(entries, [packed for _, _, packed, _ in filled])
         if self._areas.uses:
-            self._areas.count(entry, 1)
-        if entry.expires_unix_ms or entry.pin_until:
-            self._timers.set(entry)
+            for entry in entries:
+                entry.group = self._areas.at(entry.offset - base).group_of(entry.namespace)
+        for entry in entries:
+            held[entry.slot] = live[entry.digest] = entry
+        if replaced:
+            for existing in replaced:
+                self._listing.remove(existing)
+            self._doom(*replaced)
+            self._withdrawn += replaced
+        for _, entry, _, follows in filled:
+            self._listing.add(entry)
+            before = live.get(follows) if follows else None
+            self._order.admit(entry, now, None if before is entry else before)
+            if entry.expires_unix_ms or entry.pin_until:
+                self._timers.set(entry)
+        if self._areas.uses:
+            for entry in entries:
+                self._areas.count(entry, 1)
 
     def abort(self, number: int, *, holder: Hashable) -> None:
         """Give a reservation back, after the last write into it has ended."""
         reservation = self._reservations.get(number, holder)
-        self._reservations.end(reservation)
+        self._reservations.end([reservation])
         self._free(reservation)
 
     # --- getting -----------------------------------------------------------------------------
@@ -884,11 +893,9 @@ class Segment:
         extents += [(room.offset - base, room.size_bytes) for room in kept.rooms]
         self._areas.take_at(sorted(extents))
         for room in kept.rooms:
-            reservation = self._reservations.add(
-                EARLIER_CLIENTS, room.offset, room.size_bytes, room.size_bytes, room.number
-            )
-            self._held[room.number] = reservation
-            self._table.write_reservation(reservation)
+            place, size = room.offset - base, room.size_bytes
+            self._reserved(EARLIER_CLIENTS, [place], size, size, [room.number])
+            self._table.write_reservation(self._held[room.number])
         returning = zip(entries, kept.objects, strict=True)
         for entry, found in sorted(returning, key=lambda pair: pair[0].version):
             entry.state = SlotState.RETURNED
@@ -1229,6 +1236,10 @@ class Segment:
 def _groups_of(places: Places) -> tuple[int, ...]:
     """All that may be evicted in these places."""
     return tuple(group for place in places for group in place.groups)
+
+
+_Filled = tuple[Reservation, ObjectEntry, bytes, bytes]
+"""A reservation, the object in it, its packed trailer, and the digest of the block that it follows."""
 
 
 def _filled(

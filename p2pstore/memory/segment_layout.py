@@ -165,6 +165,8 @@ SEGMENT_STATE_OFFSET: Final = _HEADER_STATE_OFFSET
 
 _INDEX_ENTRY: Final = struct.Struct("<16sII8x")
 INDEX_USED: Final = 1
+pack_index_entry_into: Final = _INDEX_ENTRY.pack_into
+"""(buffer, offset, digest, slot number, `INDEX_USED`): `encode_index_entry` in place."""
 
 
 def index_home(digest: bytes, index_entries: int) -> int:
