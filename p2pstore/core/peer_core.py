@@ -19,7 +19,7 @@ from p2pstore.core.checkpoints import Checkpoints
 from p2pstore.core.copies.checking import CheckOperation, Checks
 from p2pstore.core.copies.cold_copies import ColdCopies
 from p2pstore.core.copies.copy_destination import CopyDestination
-from p2pstore.core.copies.own_copies import is_kept_elsewhere
+from p2pstore.core.copies.own_copies import are_kept_elsewhere
 from p2pstore.core.copies.proofs import ProveOperation, VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
 from p2pstore.core.copies.write_back import WriteBack
@@ -169,7 +169,7 @@ class PeerCore:
         self.repair = Repair(self, repair)
         self.read_reports = ReadReports(self)
         self.checkpoints = Checkpoints(self)
-        segment.ask_who_keeps(self._is_kept_elsewhere)
+        segment.ask_who_keeps(self._are_kept_elsewhere)
         gossip.locations.watch(segment.digests(), self._awaited.keys())
 
     # --- driving -----------------------------------------------------------------------------
@@ -775,8 +775,8 @@ class PeerCore:
         """Namespaces that were met here lately, with their digests."""
         return self._namespaces.items()
 
-    def _is_kept_elsewhere(self, entry: ObjectEntry, unix: float) -> bool:
-        return is_kept_elsewhere(self, entry, unix - self.unix_offset_seconds)
+    def _are_kept_elsewhere(self, entries: Sequence[ObjectEntry], unix: float) -> list[bool]:
+        return are_kept_elsewhere(self, entries, unix - self.unix_offset_seconds)
 
     # --- memory ------------------------------------------------------------------------------
 

@@ -51,14 +51,14 @@ class KeyIndex:
         hole = self._find(digest)
         if hole is None:
             raise KeyError(digest)
-        mask = self._entries - 1
+        digests, slots, mask = self._digests, self._slots, self._entries - 1
         position = hole
-        while (moving := self._digests[position := (position + 1) & mask]) is not None:
-            home = index_home(moving, self._entries)
+        while (moving := digests[position := (position + 1) & mask]) is not None:
+            home = int.from_bytes(moving[:8], "little")  # `index_home`, without its call
             if (position - home) & mask >= (position - hole) & mask:
-                self._write(hole, moving, self._slots[position])
+                self._write(hole, moving, slots[position])
                 hole = position
-        self._digests[hole] = None
+        digests[hole] = None
         start = hole * INDEX_ENTRY_BYTES
         self._section[start : start + INDEX_ENTRY_BYTES] = _UNUSED
 
@@ -91,5 +91,4 @@ class KeyIndex:
     def _write(self, position: int, digest: bytes, slot: int) -> None:
         self._digests[position] = digest
         self._slots[position] = slot
-        start = position * INDEX_ENTRY_BYTES
-        self._section[start : start + INDEX_ENTRY_BYTES] = encode_index_entry(digest, slot)
+        pack_index_entry_into(self._section, position * INDEX_ENTRY_BYTES, digest, slot, INDEX_USED)

@@ -218,10 +218,10 @@ class Segment:
             self._count_hazards(holder)
         return self._leases.bytes_of(holder) + self._hazards.bytes_of(holder)
 
-    def ask_who_keeps(self, is_kept_elsewhere: WhoKeeps) -> None:
+    def ask_who_keeps(self, are_kept_elsewhere: WhoKeeps) -> None:
         """What another peer keeps is evicted before what is here alone; called while something is evicted, and may
         change nothing here."""
-        self._order.is_kept_elsewhere = is_kept_elsewhere
+        self._order.are_kept_elsewhere = are_kept_elsewhere
 
     # --- putting -----------------------------------------------------------------------------
 
@@ -305,13 +305,12 @@ class Segment:
             capacity = extent_bytes(length, max(1, trailer_length))
             above = self._areas.above_cap(namespace, taken + wanted * capacity)
             fitting = wanted - max(0, -(-above // capacity))
-            extents = self._areas.take_many(capacity, fitting, places)
-            slots = self._table.take_slots(len(extents))
-            for extent in extents[len(slots) :]:
-                self._areas.free(extent)
-            made += self._reserved(holder, extents[: len(slots)], length, capacity, slots)
-            taken += len(slots) * capacity
-            if len(slots) < wanted:
+            slots = self._table.take_slots(fitting)
+            extents = self._areas.take_many(capacity, len(slots), places)
+            self._table.give_back(slots[len(extents) :])
+            made += self._reserved(holder, extents, length, capacity, slots[: len(extents)])
+            taken += len(extents) * capacity
+            if len(extents) < wanted:
                 break
         return made
 
@@ -894,8 +893,8 @@ class Segment:
         self._areas.take_at(sorted(extents))
         for room in kept.rooms:
             place, size = room.offset - base, room.size_bytes
-            self._reserved(EARLIER_CLIENTS, [place], size, size, [room.number])
-            self._table.write_reservation(self._held[room.number])
+            [made] = self._reserved(EARLIER_CLIENTS, [place], size, size, [room.number])
+            self._table.write_reservation(made)
         returning = zip(entries, kept.objects, strict=True)
         for entry, found in sorted(returning, key=lambda pair: pair[0].version):
             entry.state = SlotState.RETURNED

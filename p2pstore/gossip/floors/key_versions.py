@@ -26,6 +26,9 @@ class KeyVersions:
     def __init__(self) -> None:
         self._places: dict[int, bytes] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
     def get(self, digest: bytes) -> Version:
         """The digest's version; `ZERO_VERSION` without one."""
         entries = self._places.get(hash(digest) % PLACES, b"")

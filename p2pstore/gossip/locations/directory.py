@@ -18,7 +18,7 @@ owner's log and has no effect once the view has passed it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -591,13 +591,14 @@ class Directory:
         if self._index.has_room(1):
             self._change_own(self._own_slot, operation)
 
-    def hide_own(self, digest: bytes) -> None:
-        """The end of `show_own`, if that was called for the object."""
+    def hide_own(self, digests: Iterable[bytes]) -> None:
+        """The end of `show_own`, for those objects for which that was called."""
         if self._own_slot is None:
             return
-        shown = self._index.get(self._own_slot, digest)
-        if shown is not None:
-            self._change_own(self._own_slot, shown[:_FLAGS] + bytes((shown[_FLAGS] | REMOVED,)))
+        for digest in digests:
+            shown = self._index.get(self._own_slot, digest)
+            if shown is not None:
+                self._change_own(self._own_slot, shown[:_FLAGS] + bytes((shown[_FLAGS] | REMOVED,)))
 
     @_changing
     def _change_own(self, slot: int, operation: bytes) -> None:
