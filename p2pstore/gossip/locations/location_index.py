@@ -47,6 +47,8 @@ _VERSION_START: Final = DIGEST_BYTES
 _VERSION_END: Final = DIGEST_BYTES + 10
 _FEW: Final = 64
 """Fewer operations than this are quicker one by one."""
+_FEW_NEW: Final = 16
+"""The same for records of new digests."""
 DEFAULT_SALT: Final = 0x9E3779B97F4A7C15F39CC0605CEDC835
 """For tables whose digests are this process's own."""
 
@@ -203,8 +205,12 @@ class LocationIndex:
 
     def load(self, slot: int, records: bytes | memoryview) -> None:
         """Put in many records of digests that the slot does not hold, each of another one."""
-        self._slots.use_blocks(slot)
         whole = np.frombuffer(records, WHOLE)
+        if whole.size < _FEW_NEW:
+            for record in whole.tolist():
+                self._put(slot, 0, record)
+            return
+        self._slots.use_blocks(slot)
         rows = self._slots.take_many(slot, whole.size)
         self._whole[rows] = whole
         self._chains.add_many(rows)
