@@ -99,10 +99,12 @@ class EvictionOrder:
             self.discard(entry)
         rank = rank_of(entry)
         if rank is not None:
-            entry.rank = rank
+            entry.rank, group = rank, entry.group
             self._at[entry.offset] = entry
-            self._groups[entry.group][rank].add(entry)
-            self._count(entry, entry.extent_bytes)
+            self._groups[group][rank].add(entry)
+            self._evictable_bytes[group] += entry.extent_bytes
+            if rank == _CHEAP:
+                self._cheap_bytes[group] += entry.extent_bytes
             if self.on_evictable is not None:
                 self.on_evictable(entry.offset)
 

@@ -62,7 +62,6 @@ from p2pstore.memory.segment_layout import (
     extent_bytes,
     round_up,
     trailer_matches,
-    trailer_offset,
 )
 from p2pstore.memory.victims import EVICTED_PER_STEP, Victims
 from p2pstore.objects import DIGEST_BYTES, MAX_OBJECT_BYTES, Version, are_sums_of, format_bytes
@@ -1247,13 +1246,13 @@ def _filled(
     """The object in a reservation, and its packed trailer. Raises `ValueError` when they exceed what was reserved."""
     number, digest, version, trailer, length, _ = written
     packed = encode_trailer(trailer)
-    end = trailer_offset(length) + len(packed)
+    end = (length + 7 & ~7) + len(packed)
     if not 0 <= length <= reservation.length or end > reservation.capacity:
         raise ValueError(
             f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {number}"
         )
     # Room for a time to live that a later put may give the object.
-    size = min(round_up(end + EXPIRY_BYTES, GRANULE_BYTES), reservation.capacity)
+    size = min(-(-(end + EXPIRY_BYTES) // GRANULE_BYTES) * GRANULE_BYTES, reservation.capacity)
     place = reservation.slot, reservation.offset
     entry = _new_entry(*place, digest, version, trailer, length, len(packed), size, soft, now)
     return entry, packed
