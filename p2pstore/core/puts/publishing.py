@@ -68,16 +68,16 @@ def publish_new(
     announce_new(core, published, now)
     core.proofs.wrote([entry.digest for entry in published])
     to_copy = [entry for entry in published if entry.replicas > 1]
-    copying = ReplicateTogether(core, to_copy)
+    copying = ReplicateTogether(core, to_copy) if to_copy else None
     alone = PutEnd(PutStatus.CREATED, 1, 1, version)
     row = 0
     for place, entry in zip(taken, entries, strict=True):
-        if entry is not None and entry.replicas > 1:
+        if entry is not None and copying is not None and entry.replicas > 1:
             ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
             row += 1
         elif entry is not None:
             ends[place] = alone
-    if to_copy:
+    if copying is not None:
         core.start(copying, now)
     return ends
 

@@ -205,12 +205,12 @@ class LocationIndex:
 
     def load(self, slot: int, records: bytes | memoryview) -> None:
         """Put in many records of digests that the slot does not hold, each of another one."""
-        whole = np.frombuffer(records, WHOLE)
-        if whole.size < _FEW_NEW:
-            for record in whole.tolist():
-                self._put(slot, 0, record)
+        if len(records) < _FEW_NEW * LOCATION_BYTES:
+            for start in range(0, len(records), LOCATION_BYTES):
+                self._put(slot, 0, bytes(records[start : start + LOCATION_BYTES]))
             return
         self._slots.use_blocks(slot)
+        whole = np.frombuffer(records, WHOLE)
         rows = self._slots.take_many(slot, whole.size)
         self._whole[rows] = whole
         self._chains.add_many(rows)
