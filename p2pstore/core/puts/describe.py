@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from p2pstore.gossip.records import (
-    LocationRecord,
-    Tier,
-    care_flags,
-)
+from p2pstore.gossip.records import LocationRecord, Tier, care_flags
 from p2pstore.location_table import LOCATION
 from p2pstore.memory.segment import ObjectEntry
-from p2pstore.memory.segment_layout import (
-    GRANULE_BYTES,
-    round_up,
-)
-from p2pstore.transfer.data_messages import (
-    KeyInfo,
-)
+from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
+from p2pstore.transfer.peer_messages import KeyInfo
 
 if TYPE_CHECKING:
     from p2pstore.ssd_tier.index import ColdEntry
