@@ -34,15 +34,7 @@ from p2pstore.core.removals.flush import FlushOperation
 from p2pstore.core.removals.remove import RemoveOperation
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.gossip import gossip_messages as control
-from p2pstore.gossip.machine import (
-    Answer,
-    Ask,
-    Contact,
-    FetchSnapshot,
-    Gossip,
-    Later,
-    SnapshotHead,
-)
+from p2pstore.gossip.machine import Answer, Ask, Contact, FetchSnapshot, Gossip, Later, SnapshotHead
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     LogHead,
@@ -63,19 +55,8 @@ from p2pstore.memory.kept_memory import (
     tail_offset,
 )
 from p2pstore.memory.segment import ObjectEntry, Segment
-from p2pstore.memory.segment_layout import (
-    GRANULE_BYTES,
-    TrailerBody,
-    encode_trailer,
-    plan_geometry,
-)
-from p2pstore.objects import (
-    MIB,
-    HybridClock,
-    chunk_sums,
-    clock_from_unix_seconds,
-    root_checksum,
-)
+from p2pstore.memory.segment_layout import GRANULE_BYTES, TrailerBody, encode_trailer, plan_geometry
+from p2pstore.objects import MIB, HybridClock, chunk_sums, clock_from_unix_seconds, root_checksum
 from p2pstore.put_facts import PutFacts
 from p2pstore.transfer import data_messages as data
 from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
@@ -149,8 +130,8 @@ class SimulatedPeer:
             wall_clock=lambda at: clock_from_unix_seconds(core.unix(at)),
             accepts_clock=lambda stamp, at: clock.observe(stamp, core.believed_unix(at)),
         )
-        gossip.load_address_book(state.addresses)
-        gossip.add_bootstrap(bootstrap)
+        gossip.addresses.load(state.addresses)
+        gossip.addresses.add_bootstrap(bootstrap)
         gossip.cluster_records.load(
             ((open_cluster_record(signed, verifier), signed) for signed in state.cluster_records),
             state.floors_horizon,

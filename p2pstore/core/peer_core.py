@@ -18,11 +18,7 @@ from p2pstore.core.copies.cold_copies import ColdCopies
 from p2pstore.core.copies.proofs import VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
 from p2pstore.core.copies.write_back import WriteBack
-from p2pstore.core.core_effects import (
-    AskPeer,
-    Effect,
-    Reply,
-)
+from p2pstore.core.core_effects import AskPeer, Effect, Reply
 from p2pstore.core.gets.hot_objects import HotObjects
 from p2pstore.core.gets.prefetching import Prefetching
 from p2pstore.core.gets.read_reports import ReadReports
@@ -40,25 +36,11 @@ from p2pstore.core.taking_pushes import PushesComing
 from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.records import (
-    Member,
-    PeerId,
-    Signer,
-    Verifier,
-    member_of,
-    writer_of,
-)
+from p2pstore.gossip.records import Member, PeerId, Signer, Verifier, member_of, writer_of
 from p2pstore.memory.segment import Segment
-from p2pstore.objects import (
-    HybridClock,
-    Version,
-    key_hasher,
-    namespace_digest,
-)
-from p2pstore.transfer.data_messages import (
-    DataKind,
-    Pushed,
-)
+from p2pstore.objects import HybridClock, Version, key_hasher, namespace_digest
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Pushed
 from p2pstore.wire import Message
 
 EXPIRE_INTERVAL_SECONDS: Final = 1.0
@@ -130,7 +112,7 @@ class PeerCore:
 
     def believed_unix(self, now: float) -> float:
         """Wall-clock time by which stamps of others are judged: see `Gossip.believed_unix`."""
-        return self.gossip.believed_unix(now)
+        return self.gossip.time.believed_unix(now)
 
     def is_in_time(self, clock: int, now: float) -> bool:
         """Whether a stamp of somebody else's is at most 10 s in the future."""
@@ -252,7 +234,7 @@ class PeerCore:
 
     def name_of(self, peer_id: PeerId) -> str:
         """A peer's name, or the end of its id where the name is not known."""
-        return self.gossip.name_of(peer_id)
+        return self.gossip.membership.name_of(peer_id)
 
     def is_own(self, version: Version) -> bool:
         """Whether this peer wrote a version of what it holds, unless a proof beside it says otherwise."""

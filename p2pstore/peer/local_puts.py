@@ -14,27 +14,18 @@ from p2pstore.core.puts.placing import place
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP, publish_new
 from p2pstore.core.puts.put_operation import PutEnd, PutOperation, check_put
 from p2pstore.core.puts.reserving import Reserved, reserve_many
-from p2pstore.errors import (
-    CapacityExceeded,
-    P2PStoreError,
-    ProtocolError,
-)
+from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
 from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import DIGEST_BYTES, check_object_length
-from p2pstore.peer.local_answers import (
-    Answer,
-    failed_put,
-    item_error,
-    put_outcome,
-)
+from p2pstore.peer.local_answers import Answer, failed_put, item_error, put_outcome
 from p2pstore.peer.node import Node
 from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.turns import in_turns, take_turns
+from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.wire import Code, Empty
 
 _NO_ROOM_AHEAD: Final = local.Reservation(

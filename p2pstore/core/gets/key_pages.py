@@ -8,20 +8,14 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.core_effects import (
-    Reply,
-)
+from p2pstore.core.core_effects import Reply
 from p2pstore.core.gets.serving import MAX_LIST_LIMIT, ListHereOperation
 from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import PeerId
 from p2pstore.put_facts import KeyEntry
 from p2pstore.runtime.stepping import Steps
-from p2pstore.transfer.data_messages import (
-    DataKind,
-    KeyInfo,
-    Keys,
-    ListKeys,
-)
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import KeyInfo, Keys, ListKeys
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

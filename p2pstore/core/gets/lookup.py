@@ -7,14 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.copies.proofs import ProveOperation
-from p2pstore.core.core_effects import (
-    KnownCopy,
-    Reply,
-)
+from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.operation import Operation
-from p2pstore.errors import (
-    ProtocolError,
-)
+from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     LocationRecord,
@@ -23,12 +18,8 @@ from p2pstore.gossip.records import (
     member_of,
 )
 from p2pstore.objects import DIGEST_BYTES
-from p2pstore.transfer.data_messages import (
-    DataKind,
-    Holding,
-    Locations,
-    Lookup,
-)
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Holding, Locations, Lookup
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

@@ -11,9 +11,7 @@ from p2pstore.core import home_messages
 from p2pstore.core.copies.checking import CheckOperation
 from p2pstore.core.copies.copies_destination import TakeCopiesOperation, read_copies
 from p2pstore.core.copies.sweeping import SweepOperation
-from p2pstore.core.core_effects import (
-    KnownCopy,
-)
+from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.operation import Operation
@@ -24,20 +22,12 @@ from p2pstore.core.puts.times_to_live import serve_expiry
 from p2pstore.core.taking_pushes import TakePushOperation
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
-from p2pstore.gossip.records import (
-    LocationRecord,
-    PeerId,
-    SignedRecord,
-    member_of,
-    writer_of,
-)
+from p2pstore.gossip.records import LocationRecord, PeerId, SignedRecord, member_of, writer_of
 from p2pstore.memory.segment import ObjectEntry
-from p2pstore.memory.segment_layout import (
-    GRANULE_BYTES,
-    round_up,
-)
+from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import DIGEST_BYTES, Version
-from p2pstore.transfer.data_messages import (
+from p2pstore.transfer.data_messages import Ping, Pong
+from p2pstore.transfer.peer_messages import (
     MAX_LOOKUP_DIGESTS,
     MAX_PROVED,
     CheckCopy,
@@ -48,8 +38,6 @@ from p2pstore.transfer.data_messages import (
     ListKeys,
     Locations,
     Lookup,
-    Ping,
-    Pong,
     Proofs,
     Prove,
     Push,

@@ -12,37 +12,19 @@ import msgspec
 
 from p2pstore.core.copies.checking import CheckOperation
 from p2pstore.core.copies.replicate import ReplicateOperation
-from p2pstore.core.core_effects import (
-    KnownCopy,
-    PullFailure,
-    Reply,
-)
+from p2pstore.core.core_effects import KnownCopy, PullFailure, Reply
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.times_to_live import MAX_TTL_MS
 from p2pstore.core.removals.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
-from p2pstore.errors import (
-    P2PStoreError,
-    ProtocolError,
-    Unavailable,
-)
+from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.memory.entries import ObjectEntry, Written
 from p2pstore.memory.segment_layout import SlotState, TrailerBody, decode_slot, decode_trailer
-from p2pstore.objects import (
-    Version,
-    check_object_length,
-    key_digest,
-    root_checksum,
-)
+from p2pstore.objects import Version, check_object_length, key_digest, root_checksum
 from p2pstore.put_facts import PutFacts, PutStatus
-from p2pstore.transfer.data_messages import (
-    CheckCopy,
-    CopyChecked,
-    DataKind,
-    Objects,
-    ObjectStatus,
-)
+from p2pstore.transfer.data_messages import DataKind, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import CheckCopy, CopyChecked
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:
