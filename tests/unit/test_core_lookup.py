@@ -1,48 +1,53 @@
 """Looking up: what is known here first, else the home peers, once per batch."""
 
 from __future__ import annotations
+
 from collections import Counter
 from itertools import pairwise
+from typing import Any
+
+import pytest
+
 from p2pstore.core import peer_core
 from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.gets.lookup import LOOKUP_TIMEOUT_SECONDS
-from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.gossip.gossip_messages import Ack
-from p2pstore.gossip.gossip_messages import ControlKind
+from p2pstore.core.gets.lookup import LOOKUP_TIMEOUT_SECONDS, LookupOperation
+from p2pstore.gossip.gossip_messages import Ack, ControlKind
 from p2pstore.gossip.machine import Ask
 from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import CopyChecked
-from p2pstore.transfer.peer_messages import Holding
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import OTHER_INCARNATION
-from tests.unit.core_harness import Other
-from tests.unit.core_harness import RemoteObject
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import digests_asked
-from tests.unit.core_harness import remote_object
-from typing import Any
-import pytest
+from p2pstore.transfer.peer_messages import CopyChecked, Holding, Locations
+from p2pstore.wire import Code, Failure
+from tests.unit.core_harness import (
+    OTHER_INCARNATION,
+    Harness,
+    Other,
+    RemoteObject,
+    clock_at,
+    digest_of,
+    digests_asked,
+    remote_object,
+)
+
 
 def look(world: Harness, *keys: str, **options: object) -> LookupOperation:
     operation = LookupOperation(world.core, [digest_of(key) for key in keys], **options)  # type: ignore[arg-type]  # by name
     world.start(operation)
     return operation
 
+
 def told(world: Harness, other: Other, thing: RemoteObject) -> Holding:
     """What a home peer says of a copy at `other`."""
     return Holding(other.member, OTHER_INCARNATION, 1, world.location(thing))
 
+
 def nothing(ask: AskPeer) -> Locations:
     return Locations([[] for _ in digests_asked(ask)])
+
 
 def answer_all(world: Harness, asks: list[AskPeer]) -> None:
     for ask in asks:
         world.answer(ask, nothing(ask))
+
 
 def test_what_is_known_here_needs_no_question() -> None:
     world = Harness(others=4)
@@ -55,6 +60,7 @@ def test_what_is_known_here_needs_no_question() -> None:
     assert [(copy.member, copy.local) for copy in theirs] == [(world.others[0].member, False)]
     assert not world.effects(AskPeer)
     world.check_idle()
+
 
 def test_each_home_is_asked_once_for_all_its_keys() -> None:
     world = Harness(others=5)
@@ -72,12 +78,14 @@ def test_each_home_is_asked_once_for_all_its_keys() -> None:
     assert not world.asks(DataKind.LOOKUP), "without waiting nobody is asked twice"
     world.check_idle()
 
+
 def test_only_what_is_missing_is_asked_for() -> None:
     world = Harness(others=3)
     world.stored("mine", b"1")
     look(world, "mine", "absent")
     for ask in world.asks(DataKind.LOOKUP):
         assert digests_asked(ask) == [digest_of("absent")]
+
 
 def test_it_ends_as_soon_as_every_key_was_found() -> None:
     world = Harness(others=5)
@@ -93,6 +101,7 @@ def test_it_ends_as_soon_as_every_key_was_found() -> None:
     answer_all(world, others)  # late, and harmless
     world.check_idle()
 
+
 def test_one_key_found_does_not_end_a_batch() -> None:
     world = Harness(others=1)
     operation = look(world, "a", "b")
@@ -106,6 +115,7 @@ def test_one_key_found_does_not_end_a_batch() -> None:
     world.answer(ask, Locations(reply))
     assert [len(copies) for copies in operation.result] == [1, 0]
 
+
 def test_it_waits_for_the_other_homes_while_a_key_is_missing() -> None:
     world = Harness(others=3)
     operation = look(world, "k")
@@ -115,10 +125,12 @@ def test_it_waits_for_the_other_homes_while_a_key_is_missing() -> None:
     answer_all(world, asks[-1:])
     assert operation.done
 
+
 def test_without_asking_homes_it_answers_at_once() -> None:
     world = Harness(others=3)
     assert look(world, "k", ask_homes=False).result == [[]]
     assert not world.effects(AskPeer)
+
 
 def test_a_home_that_does_not_answer_is_avoided_and_probed() -> None:
     world = Harness(others=3)
@@ -133,6 +145,7 @@ def test_a_home_that_does_not_answer_is_avoided_and_probed() -> None:
     copies = world.core.copies.known(digest_of("k"), world.now)
     assert [copy.peer_id for copy in copies] == [asks[1].peer_id, asks[0].peer_id]
 
+
 def test_a_home_that_refuses_is_not_taken_for_dead() -> None:
     world = Harness(others=1)
     operation = look(world, "k")
@@ -140,6 +153,7 @@ def test_a_home_that_refuses_is_not_taken_for_dead() -> None:
     world.answer(ask, Failure(int(Code.BUSY), "later"))
     assert operation.result == [[]]
     assert not world.effects(Ask)
+
 
 def test_excluded_members_are_neither_asked_nor_found() -> None:
     world = Harness(others=3)
@@ -153,6 +167,7 @@ def test_excluded_members_are_neither_asked_nor_found() -> None:
     world.answer(asks[0], Locations([[told(world, other, thing)]]))
     assert [[copy.peer_id for copy in copies] for copies in operation.result] == [[other.peer_id]]
 
+
 def test_unreachable_copies_are_told_apart_from_absent_keys() -> None:
     world = Harness(others=3)
     world.hold(world.others[0], "held by the dead", b"1")
@@ -165,6 +180,7 @@ def test_unreachable_copies_are_told_apart_from_absent_keys() -> None:
     dead, absent = operation.result
     assert [copy.reachable for copy in dead] == [False]
     assert absent == []
+
 
 def test_the_newest_version_comes_first_then_the_reachable_then_the_local() -> None:
     world = Harness(others=4)
@@ -191,11 +207,13 @@ def test_the_newest_version_comes_first_then_the_reachable_then_the_local() -> N
     assert operation.done
     assert look(world, "k").result[0][0].local
 
+
 def test_of_versions_with_one_clock_the_higher_writer_comes_first() -> None:
     world = Harness(others=2)
     world.hold(world.others[0], "k", b"1", clock=clock_at(-5.0), writer=3)
     world.hold(world.others[1], "k", b"2", clock=clock_at(-5.0), writer=4)
     assert [copy.record.version.writer for copy in look(world, "k").result[0]] == [4, 3]
+
 
 def test_versions_below_a_floor_are_not_found() -> None:
     world = Harness(others=2)
@@ -206,6 +224,7 @@ def test_versions_below_a_floor_are_not_found() -> None:
         world.answer(ask, Locations([[told(world, world.others[0], thing)]]))
     assert operation.result == [[]]
 
+
 @pytest.mark.parametrize(("ahead_seconds", "found"), [(9.9, 1), (10.1, 0)])
 def test_versions_from_the_future_are_not_found(ahead_seconds: float, found: int) -> None:
     world = Harness(others=1)
@@ -213,7 +232,9 @@ def test_versions_from_the_future_are_not_found(ahead_seconds: float, found: int
     assert len(world.core.copies.known(digest_of("k"), world.now)) == found
     assert len(world.core.copies.known(digest_of("k"), world.now + 1.0)) == 1, "until their time"
 
+
 # --- what answers may not do -----------------------------------------------------------------
+
 
 @pytest.mark.parametrize("nonsense", ["short", "other key", "removed", "myself", "too many"])
 def test_nonsense_in_an_answer_is_left_out(nonsense: str) -> None:
@@ -232,6 +253,7 @@ def test_nonsense_in_an_answer_is_left_out(nonsense: str) -> None:
     world.answer(ask, Locations(replies[nonsense]))
     assert operation.result == [[]]
 
+
 def test_an_answer_cannot_take_back_what_a_holder_itself_said() -> None:
     world = Harness(others=2)
     operation = look(world, "k", "absent")
@@ -246,6 +268,7 @@ def test_an_answer_cannot_take_back_what_a_holder_itself_said() -> None:
     assert not operation.done
     assert len(world.core.copies.known(digest_of("k"), world.now)) == 1
 
+
 def test_a_thousand_holders_in_one_answer_are_cut() -> None:
     world = Harness(others=1)
     operation = look(world, "k")
@@ -255,7 +278,9 @@ def test_a_thousand_holders_in_one_answer_are_cut() -> None:
     assert operation.done
     assert len(world.gossip.directory._early) == 64
 
+
 # --- waiting ---------------------------------------------------------------------------------
+
 
 def asked_during(world: Harness, seconds: float) -> list[float]:
     """Answer every question with nothing, and note when it came."""
@@ -269,6 +294,7 @@ def asked_during(world: Harness, seconds: float) -> list[float]:
         answer_all(world, asks)
         world.pass_time(0.01)
     return times
+
 
 def test_waiting_asks_again_with_growing_pauses_until_its_time_is_over() -> None:
     world = Harness(others=1)
@@ -284,6 +310,7 @@ def test_waiting_asks_again_with_growing_pauses_until_its_time_is_over() -> None
     assert operation.result == [[]]
     world.check_idle()
 
+
 def test_waiting_notices_what_gossip_brings() -> None:
     world = Harness(others=1)
     operation = look(world, "k", wait_seconds=3.0)
@@ -292,6 +319,7 @@ def test_waiting_notices_what_gossip_brings() -> None:
     world.pass_time(0.06)
     assert operation.done
     assert len(operation.result[0]) == 1
+
 
 def test_waiting_ends_at_once_with_the_last_key_that_was_missing() -> None:
     world = Harness(others=1)
@@ -306,6 +334,7 @@ def test_waiting_ends_at_once_with_the_last_key_that_was_missing() -> None:
     assert [len(copies) for copies in operation.result] == [1, 1]
     world.check_idle()
 
+
 def test_waiting_does_not_ask_while_an_answer_is_out() -> None:
     world = Harness(others=1)
     operation = look(world, "k", wait_seconds=0.5)
@@ -316,6 +345,7 @@ def test_waiting_does_not_ask_while_an_answer_is_out() -> None:
     world.answer(ask, None)
     assert operation.done
 
+
 def test_waiting_wakes_the_shell_in_time() -> None:
     world = Harness(others=1)
     operation = look(world, "k", wait_seconds=0.02)
@@ -324,6 +354,7 @@ def test_waiting_wakes_the_shell_in_time() -> None:
     world.pass_time(0.021)
     assert operation.done
     assert operation.wake_at == float("inf")
+
 
 def test_cancelling_ends_it() -> None:
     world = Harness(others=1)
@@ -335,6 +366,7 @@ def test_cancelling_ends_it() -> None:
     world.pass_time(3.0)
     world.check_idle()
 
+
 def test_a_location_of_a_stranger_is_not_a_copy() -> None:
     world = Harness(others=1)
     stranger = Other(world.signer)
@@ -344,11 +376,14 @@ def test_a_location_of_a_stranger_is_not_a_copy() -> None:
     world.others.append(world.join(77))
     assert len(world.core.copies.known(digest_of("k"), world.now)) == 1
 
+
 def test_versions_compare_without_roots() -> None:
     assert Version(5, 1, 9).covers(Version(5, 1, 3))
     assert not Version(5, 1, 9).covers(Version(5, 2, 3))
 
+
 # --- many keys -------------------------------------------------------------------------------
+
 
 def test_many_keys_are_gone_through_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that is held up for long declares others dead."""
@@ -391,6 +426,7 @@ def test_many_keys_are_gone_through_in_steps(monkeypatch: pytest.MonkeyPatch) ->
     ]
     world.check_idle()
 
+
 def test_news_of_many_keys_is_taken_in_steps_and_first_where_somebody_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -410,6 +446,7 @@ def test_news_of_many_keys_is_taken_in_steps_and_first_where_somebody_waits(
     world.pass_time(0.1)
     assert all(world.find(key) is None for key in keys), mine
     assert not world.gossip.directory.any_touched
+
 
 def test_a_long_wait_keeps_nothing_of_what_was_answered() -> None:
     world = Harness(others=3)
