@@ -119,7 +119,7 @@ class LocalPuts:
             operation = PutOperation(
                 self._core, item, holder=client.holder, namespace=message.namespace
             )
-            return self._core.start(operation, self._node.now)
+            return self._core.operations.start(operation, self._node.now)
         except (P2PStoreError, ValueError) as error:
             return failed_put(error)
 
@@ -188,7 +188,7 @@ class LocalPuts:
         self, client: LocalClient, item: local.ReserveItem, namespace: str
     ) -> Steps[local.Reservation]:
         """Room for a put that may never come, where some can be spared."""
-        if not self._segment.can_spare(item.length, item.trailer_length, namespace=namespace):
+        if not self._segment.room.can_spare(item.length, item.trailer_length, namespace=namespace):
             return _NO_ROOM_AHEAD
         [reservation] = yield from self._rooms_for(client, [item], namespace)
         if not reservation.error.code:
@@ -203,10 +203,10 @@ class LocalPuts:
         item, namespace = self._next_put
         self._next_put = None
         now = self._node.now
-        self._segment.make_room_ahead(
+        self._segment.room.make_ahead(
             item.length, item.trailer_length, now=self._core.unix(now), namespace=namespace
         )
-        self._core.announce_withdrawn(now)
+        self._core.objects.announce_withdrawn(now)
 
     def abort(self, client: LocalClient, message: local.Abort) -> Answer:
         """Give reservations back; one that has ended already is passed over."""

@@ -99,8 +99,8 @@ def test_who_keeps_an_object_is_not_asked_each_time() -> None:
         asked.extend(entry.key for entry in weighed)
         return [False] * len(weighed)
 
-    world.segment.ask_who_keeps(ask)
-    order = world.segment._order
+    world.segment.room.ask_who_keeps(ask)
+    order = world.segment.objects.order
     unix = world.core.unix(world.now)
     order.cost_at(entry.offset, unix)
     order.cost_at(entry.offset, unix + 1)
