@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 from p2pstore.core.copies.checking import CheckOperation
 from p2pstore.core.core_effects import AskPeer, KnownCopy, PullFailure, Reply
 from p2pstore.gossip.records import Member, PeerId, member_of
-from p2pstore.transfer.data_messages import CheckCopy, DataKind, Objects, ObjectStatus
+from p2pstore.transfer.data_messages import DataKind, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import CheckCopy
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from p2pstore.gossip.records import (
     writer_of_member,
 )
 from p2pstore.objects import ZERO_VERSION, Version
-from p2pstore.transfer.data_messages import Locations
+from p2pstore.transfer.peer_messages import Locations
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

@@ -21,10 +21,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from p2pstore.errors import P2PStoreError
-from p2pstore.objects import (
-    chunk_bounds,
-    chunk_sum,
-)
+from p2pstore.objects import chunk_bounds, chunk_sum
 from p2pstore.results import Framework
 from p2pstore.runtime.side_by_side import threads_for
 

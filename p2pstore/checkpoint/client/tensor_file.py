@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from p2pstore.checkpoint.content.safetensors import DTYPES, MAX_HEADER_BYTES
-from p2pstore.checkpoint.content.source_memory import SEALS
-from p2pstore.client.values import TORCH_PREFIX, describe_tensor, source_view
+from p2pstore.checkpoint.content.sources import SEALS
 from p2pstore.errors import CapacityExceeded, CheckpointRefused
 from p2pstore.memory.mapped.mapped_memory import available_memory
 from p2pstore.objects import format_bytes
+from p2pstore.values import TORCH_PREFIX, describe_tensor, source_view
 
 FILE_NAME: Final = "model.safetensors"
 ALIGNMENT: Final = 8

@@ -14,9 +14,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from p2pstore.checkpoint.content.content_paths import (
+    WILDCARDS,
+    is_chosen,
+    matches,
+    nearest,
+    unmatched,
+)
 from p2pstore.checkpoint.content.manifest import Manifest, read_manifest
-from p2pstore.checkpoint.content.memory_layout import plan_memory
-from p2pstore.checkpoint.content.piece_map import NO_PIECES, PieceMap, map_of
+from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, map_of, plan_memory
 from p2pstore.checkpoint.content.safetensors import (
     DTYPES,
     HEAD_BYTES,
@@ -28,10 +34,9 @@ from p2pstore.checkpoint.content.safetensors import (
     read_header,
     read_weight_map,
 )
-from p2pstore.checkpoint.swarm.choosing import WILDCARDS, is_chosen, matches, nearest, unmatched
-from p2pstore.client.values import numpy_dtype, torch_dtype
 from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.values import numpy_dtype, torch_dtype
 
 logger = logging.getLogger("p2pstore.client")
 
