@@ -25,7 +25,7 @@ EXPIRED_PER_STEP: Final = 32
 
 
 class Filled(NamedTuple):
-    """An object in an extent of `capacity` bytes, its packed trailer, and the digest of the block before it or empty."""
+    """An object in an extent of `capacity` bytes, its packed trailer, and the digest of the block before it, if any."""
 
     entry: ObjectEntry
     capacity: int

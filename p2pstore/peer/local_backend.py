@@ -1,43 +1,44 @@
 """What the peer answers to the clients of its host. Requests of one step are answered at once."""
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Sequence
-from p2pstore.access.keyring import KeyRing
-from p2pstore.access.keyring import Role
+
+import logging
+import os
+from collections.abc import Awaitable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+import p2pstore
+from p2pstore.access.keyring import KeyRing, Role
 from p2pstore.checkpoint import checkpoint_messages
 from p2pstore.checkpoint.peer.client_requests import ClientRequests
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.gets.key_pages import ListOperation
-from p2pstore.core.gets.key_pages import ListedPage
-from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.gets.lookup import split_digests
-from p2pstore.core.gets.presence_answers import is_known
-from p2pstore.core.gets.presence_answers import known_keys
-from p2pstore.core.puts.pinning import PinEnd
-from p2pstore.core.puts.pinning import PinOperation
+from p2pstore.core.gets.key_pages import ListedPage, ListOperation
+from p2pstore.core.gets.lookup import LookupOperation, split_digests
+from p2pstore.core.gets.presence_answers import is_known, known_keys
+from p2pstore.core.puts.pinning import PinEnd, PinOperation
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import AuthenticationFailed
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.server import LocalClient
-from p2pstore.local.server import WRITING
+from p2pstore.local.server import WRITING, LocalClient
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
-from p2pstore.memory.mapped.mapped_memory import SharedMemory
-from p2pstore.memory.mapped.mapped_memory import create_page
+from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_page
 from p2pstore.memory.segment_layout import Pin
-from p2pstore.objects import DIGEST_BYTES
-from p2pstore.objects import namespace_digest
+from p2pstore.objects import DIGEST_BYTES, namespace_digest
 from p2pstore.peer.erasing import Erasing
-from p2pstore.peer.local_answers import Answer
-from p2pstore.peer.local_answers import MAX_WAIT_SECONDS
-from p2pstore.peer.local_answers import check_batch
-from p2pstore.peer.local_answers import known_copy
-from p2pstore.peer.local_answers import no_such_key
-from p2pstore.peer.local_answers import peer_entry
+from p2pstore.peer.local_answers import (
+    MAX_WAIT_SECONDS,
+    Answer,
+    check_batch,
+    known_copy,
+    no_such_key,
+    peer_entry,
+)
 from p2pstore.peer.local_gets import LocalGets
 from p2pstore.peer.local_puts import LocalPuts
 from p2pstore.peer.node import Node
@@ -46,21 +47,15 @@ from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.put_facts import PutStatus
 from p2pstore.runtime import memory_barrier
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.trio_tasks import in_turns
-from p2pstore.runtime.trio_tasks import take_turns
-from p2pstore.status.statistics import MEMBERS_PER_STEP
-from p2pstore.status.statistics import cluster_document
-from p2pstore.status.statistics import json_in_steps
-from p2pstore.status.statistics import peer_document
+from p2pstore.runtime.trio_tasks import in_turns, take_turns
+from p2pstore.status.statistics import (
+    MEMBERS_PER_STEP,
+    cluster_document,
+    json_in_steps,
+    peer_document,
+)
 from p2pstore.transfer.peer_messages import ListKeys
-from p2pstore.wire import Empty
-from p2pstore.wire import Message
-from typing import Any
-from typing import Final
-import logging
-import msgspec
-import os
-import p2pstore
+from p2pstore.wire import Empty, Message
 
 logger = logging.getLogger("p2pstore.local")
 
@@ -89,6 +84,7 @@ _FOR_WRITERS: Final = frozenset(
 """Those that one with a writer's key does not refuse in its namespaces."""
 _KNOWN: Final = local.ContainsReply(b"\1")
 _UNKNOWN: Final = local.ContainsReply(b"\0")
+
 
 class PeerLocalBackend:
     """Satisfies `p2pstore.local.server.LocalBackend`."""
@@ -416,6 +412,7 @@ class PeerLocalBackend:
         self._core.prefetching.add(check_batch(split_digests(message.digests)), self._now)
         return Empty()
 
+
 def check_rights(ring: KeyRing, kind: LocalKind, message: Message) -> None:
     """Raise `AuthenticationFailed` where the peer's key does not allow a request that changes something."""
     if ring.role is Role.MEMBER:
@@ -437,6 +434,7 @@ def check_rights(ring: KeyRing, kind: LocalKind, message: Message) -> None:
             f"this peer's key file may write in {', '.join(map(repr, ring.writers))} only, not in namespace "
             f"{namespace!r}"
         )
+
 
 def _matched(present: bytes) -> local.MatchedPrefix:
     first_absent = present.find(0)

@@ -5,15 +5,17 @@ going through it but a place.
 """
 
 from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
 from p2pstore.core.core_effects import KnownCopy
 from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.locations.location_index import digests_of
 from p2pstore.gossip.records import Tier
 from p2pstore.location_table import RECORD
-from typing import Final
-from typing import TYPE_CHECKING
-import numpy as np
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -27,6 +29,7 @@ PASSED_OVER: Final = 64
 _SOFT: Final = 0x04
 _MORE_REPLICAS: Final = 0x18
 """In the flags of a location record: not 0 when more than one copy is wanted."""
+
 
 class OwnCopies:
     """One walk through the firm copies that this peer holds when it begins. What comes meanwhile is left out, what
@@ -67,15 +70,18 @@ class OwnCopies:
         digests = digests_of(packed)
         return [digests[place] for place in np.flatnonzero(wanted).tolist()]
 
+
 def held_here(core: PeerCore, digest: bytes, now: float) -> ObjectEntry | ColdEntry | None:
     """What this peer serves under a digest, from memory or from its SSD."""
     return core.objects.find(digest, now) or core.cold.find(digest, now)
+
 
 def are_kept_elsewhere(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> list[bool]:
     """Of each object whether a living peer holds a firm copy of the same version in memory, and comes before this one
     in rendezvous order: of those that hold it, one does not give it up because of the others."""
     mentioned = core.gossip.locations.mentioned({entry.digest for entry in entries})
     return [entry.digest in mentioned and _is_kept_elsewhere(core, entry, now) for entry in entries]
+
 
 def _is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
     mine = (entry.version.clock, entry.version.writer)
@@ -91,6 +97,7 @@ def _is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
         if weight(holding.member, entry.digest) > my_weight:
             return True
     return False
+
 
 def other_firm_copies(
     core: PeerCore, held: ObjectEntry | ColdEntry, now: float

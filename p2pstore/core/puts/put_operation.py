@@ -1,46 +1,31 @@
 """Publishing what a client wrote."""
 
 from __future__ import annotations
+
+import math
 from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
 from p2pstore.core.copies.checking import CheckOperation
 from p2pstore.core.copies.replicate import ReplicateOperation
-from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.core_effects import PullFailure
-from p2pstore.core.core_effects import Reply
+from p2pstore.core.core_effects import KnownCopy, PullFailure, Reply
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.times_to_live import MAX_TTL_MS
-from p2pstore.core.removals.floors import WAIT_SECONDS
-from p2pstore.core.removals.floors import WAIT_STEP_SECONDS
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import Unavailable
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import Written
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_slot
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.objects import Version
-from p2pstore.objects import check_object_length
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
-from p2pstore.put_facts import PutFacts
-from p2pstore.put_facts import PutStatus
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import ObjectStatus
-from p2pstore.transfer.data_messages import Objects
-from p2pstore.transfer.peer_messages import CheckCopy
-from p2pstore.transfer.peer_messages import CopyChecked
+from p2pstore.core.removals.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
+from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
+from p2pstore.memory.entries import ObjectEntry, Written
+from p2pstore.memory.segment_layout import SlotState, TrailerBody, decode_slot, decode_trailer
+from p2pstore.objects import Version, check_object_length, key_digest, root_checksum
+from p2pstore.put_facts import PutFacts, PutStatus
+from p2pstore.transfer.data_messages import DataKind, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import CheckCopy, CopyChecked
 from p2pstore.wire import Code
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import math
-import msgspec
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -49,6 +34,7 @@ if TYPE_CHECKING:
 CHECK_TIMEOUT_SECONDS: Final = 3.0
 """A holder that has not compared its copy by then is believed."""
 MAX_REPLICAS: Final = 64
+
 
 def trailer_of(facts: PutFacts, namespace: str, unix: float) -> TrailerBody:
     """The object's trailer when it is put at this wall-clock time."""
@@ -63,6 +49,7 @@ def trailer_of(facts: PutFacts, namespace: str, unix: float) -> TrailerBody:
         facts.shape,
     )
 
+
 def check_put(*, length: int, replicas: int, pin: int, ttl_ms: int) -> None:
     """Raise `ValueError` or `ObjectTooLarge` for what nobody may ask of a put."""
     if not 1 <= replicas <= MAX_REPLICAS:
@@ -73,6 +60,7 @@ def check_put(*, length: int, replicas: int, pin: int, ttl_ms: int) -> None:
         raise ValueError(f"a value of {length:,} bytes")
     check_object_length(length)
 
+
 @dataclass(frozen=True, slots=True)
 class PutEnd:
     """What a put did. `copies` are those of the version that the key now has, as far as is known."""
@@ -81,6 +69,7 @@ class PutEnd:
     copies: int
     wanted: int
     version: Version
+
 
 class PutOperation(Operation):
     """Publish a reservation as an object, unless the key exists; then make the other copies.
