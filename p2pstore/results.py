@@ -1,4 +1,4 @@
-"""What operations return."""
+"""The results of operations."""
 
 from __future__ import annotations
 

@@ -18,10 +18,9 @@ from p2pstore.client.session import ClientSession
 from p2pstore.client.transfers import TransferBatch
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
-from p2pstore.results import (
-    TransferRequest,
-)
-from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, BlockingDriver, run_blocking
+from p2pstore.results import TransferRequest
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from p2pstore.errors import (
     Unavailable,
 )
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import chunk_sums, format_bytes, key_digest, root_checksum
 from p2pstore.results import PutResult
 from p2pstore.runtime.side_by_side import PIECE_BYTES

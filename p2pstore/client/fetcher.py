@@ -30,18 +30,18 @@ from p2pstore.errors import (
     ProtocolError,
     Unavailable,
 )
-from p2pstore.local.batching import Cuts
 from p2pstore.local.local_messages import (
     OWN_COPY,
     HolderFailure,
     Lease,
     Leased,
-    LocalKind,
     Plan,
     PlanItem,
     Planned,
     Prefetch,
 )
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_requests import Cuts
 from p2pstore.objects import CHUNK_BYTES, namespace_digest
 from p2pstore.transfer.data_messages import SMALL_OBJECT_BYTES
 from p2pstore.transfer.reading.segment_reader import Copied

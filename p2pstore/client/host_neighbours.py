@@ -16,7 +16,8 @@ from typing import Final, TypeVar
 
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import P2PStoreError
-from p2pstore.local.local_messages import Access, Holder
+from p2pstore.local.local_messages import Holder
+from p2pstore.local.local_protocol import Access
 from p2pstore.transfer.transport import HURRIED_ANSWER_SECONDS
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from p2pstore.client.fetcher import FETCH_SECONDS, deadline_ms
 from p2pstore.client.open_session import OpenSession
 from p2pstore.errors import AnswerTooLarge, NoSuchKey, P2PStoreError, ProtocolError, StoreClosed
 from p2pstore.local import local_messages as local
-from p2pstore.local.batching import MOST_ITEMS, Cuts, text_bytes
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_requests import MOST_ITEMS, Cuts, text_bytes
 from p2pstore.objects import (
     encode_key,
 )

@@ -15,8 +15,9 @@ from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.read_plan import SSD
 from p2pstore.errors import DeadlineExceeded, P2PStoreError, ProtocolError
 from p2pstore.local import local_messages as local
-from p2pstore.local.batching import MOST_ITEMS
-from p2pstore.local.local_messages import Holder, LeaseGrant, LocalKind
+from p2pstore.local.local_messages import Holder, LeaseGrant
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_requests import MOST_ITEMS
 from p2pstore.objects import Version
 from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.shm import ShmTransport

@@ -18,7 +18,7 @@ from p2pstore.client.values import (
     RegisteredBuffer,
 )
 from p2pstore.client.writing import Writer
-from p2pstore.local.local_messages import Access
+from p2pstore.local.local_protocol import Access
 from p2pstore.local.socket_paths import find_socket
 from p2pstore.objects import (
     DEFAULT_NAMESPACE,

@@ -14,16 +14,10 @@ from p2pstore.client.leases import LeaseBook
 from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
 from p2pstore.client.read_ledger import ReadLedger
 from p2pstore.errors import ProtocolMismatch
-from p2pstore.local.batching import Cuts
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import (
-    Abort,
-    Access,
-    Leased,
-    LocalKind,
-    Release,
-)
-from p2pstore.local.local_requests import RequestAhead
+from p2pstore.local.local_messages import Abort, Leased, Release
+from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.local.local_requests import Cuts, RequestAhead
 from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.reading.segment_reader import SegmentReader
 from p2pstore.wire import ONE_WAY, Message, encode_frame

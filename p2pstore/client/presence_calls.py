@@ -14,9 +14,8 @@ from p2pstore.client.arguments import possible_keys
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import ProtocolError
 from p2pstore.local import local_messages as local
-from p2pstore.local.batching import Cuts
-from p2pstore.local.local_messages import LocalKind
-from p2pstore.local.local_requests import RequestAhead
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_requests import Cuts, RequestAhead
 from p2pstore.objects import DIGEST_BYTES
 
 FEW_KEYS: Final = 16

@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from p2pstore.local.batching import MAX_REPORTED_FAILURES
 from p2pstore.local.local_messages import (
     MAX_BATCH,
     AccessCount,
@@ -17,6 +16,7 @@ from p2pstore.local.local_messages import (
     TransportFallback,
     UnseenRead,
 )
+from p2pstore.local.local_requests import MAX_REPORTED_FAILURES
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.transfer.failover import HolderReport, is_silence
 from p2pstore.transfer.reading.shm import ShmTransport

@@ -14,11 +14,7 @@ from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
 from p2pstore.client import answers, arguments, device_memory
 from p2pstore.client.answers import plain_error
 from p2pstore.client.batches import fetch_many, fetch_many_new
-from p2pstore.client.destinations import (
-    BytesDestination,
-    NewMemoryDestination,
-    TensorDestination,
-)
+from p2pstore.client.destinations import BytesDestination, NewMemoryDestination, TensorDestination
 from p2pstore.client.device_memory import GpuMapping, GpuSource, read_in_place, usable_gpu
 from p2pstore.client.key_calls import AskCalls, ChangeCalls
 from p2pstore.client.leasing import take_many
@@ -34,9 +30,7 @@ from p2pstore.client.values import (
 )
 from p2pstore.client.writing import put_options
 from p2pstore.errors import P2PStoreError
-from p2pstore.objects import (
-    encode_key,
-)
+from p2pstore.objects import encode_key
 from p2pstore.results import (
     Buffer,
     Framework,

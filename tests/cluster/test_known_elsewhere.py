@@ -31,7 +31,7 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import key_digest
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.small_reads import Part, Parts

@@ -23,7 +23,7 @@ import trio
 import p2pstore
 from p2pstore import aio
 from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB
 from p2pstore.runtime.asyncio_streams import AsyncioDriver, AsyncioStream
 from tests.contract.small_peer import SmallPeer, small_peer

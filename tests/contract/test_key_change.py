@@ -13,7 +13,8 @@ from p2pstore.gossip.links.identity import Identity
 from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.data_messages import DataKind, Ping, Replicate, Replicated
+from p2pstore.transfer.data_messages import DataKind, Ping
+from p2pstore.transfer.peer_messages import Replicate, Replicated
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server

@@ -45,17 +45,17 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.local import listener
+from p2pstore.local import listener, local_protocol
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_requests as requests
 from p2pstore.local import socket_paths as paths
 from p2pstore.local.listener import MAX_CONNECTIONS, listen_at
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import Access, LocalKind
+from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.local.server import MAX_IN_FLIGHT
 from p2pstore.memory import hazards
 from p2pstore.objects import MIB, Version, key_digest
-from p2pstore.runtime.streams import BlockingDriver, run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.wire import HEADER, PREFACE_LOCAL, Code, Empty, Message, encode_frame
 from tests.contract.small_peer import PEER_ID, SmallPeer, small_peer
@@ -217,7 +217,7 @@ async def test_what_does_not_fit(store: Any, peer: SmallPeer) -> None:
 async def test_a_peer_of_the_version_before_says_itself_that_it_is_full(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(local.REQUESTS, local.LocalKind.PLACE)
+    monkeypatch.delitem(local_protocol.REQUESTS, local_protocol.LocalKind.PLACE)
     with pytest.raises(ObjectTooLarge, match="give it more --memory"):
         await store.put("k", np.zeros(17 * MIB, np.uint8))
 
@@ -789,7 +789,7 @@ CLIENT_THAT_DIES = """
 import os, sys, time
 from p2pstore import aio, blocking
 from p2pstore.local.local_messages import ReserveItem
-from p2pstore.runtime.streams import run_blocking
+from p2pstore.runtime.blocking_streams import run_blocking
 client = blocking.connect(sys.argv[1])
 client.put("k", b"x" * 5000)
 view = client.take_lease("k")
@@ -1003,16 +1003,16 @@ def test_a_thousand_clients(peer: SmallPeer) -> None:
     connect().close()
 
 
-HELLO = PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, local.Hello(1, 1, "n", 1, 1))
+HELLO = PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, local_protocol.Hello(1, 1, "n", 1, 1))
 GARBAGE = {
     "noise": random.Random(1).randbytes(3000),
     "http": b"GET / HTTP/1.1\r\n\r\n",
     "no hello": PREFACE_LOCAL + encode_frame(LocalKind.PEERS, 0, local.Peers()),
     "hello that is none": PREFACE_LOCAL + HEADER.pack(1, 0, 0, 3, 0) + b"abc",
     "long hello": PREFACE_LOCAL + HEADER.pack(1, 0, 0, 5000, 0) + bytes(5000),
-    "version": PREFACE_LOCAL + encode_frame(1, 0, local.Hello(99, 99, "n", 1, 1)),
-    "namespace": PREFACE_LOCAL + encode_frame(1, 0, local.Hello(1, 1, "", 1, 1)),
-    "access": PREFACE_LOCAL + encode_frame(1, 0, local.Hello(1, 1, "n", 9, 1)),
+    "version": PREFACE_LOCAL + encode_frame(1, 0, local_protocol.Hello(99, 99, "n", 1, 1)),
+    "namespace": PREFACE_LOCAL + encode_frame(1, 0, local_protocol.Hello(1, 1, "", 1, 1)),
+    "access": PREFACE_LOCAL + encode_frame(1, 0, local_protocol.Hello(1, 1, "n", 9, 1)),
     "second hello": HELLO + HELLO[8:],
     "reply": HELLO + encode_frame(LocalKind.PEERS, 0, local.Peers(), flags=1),
     "huge body": HELLO + HEADER.pack(25, 0, 0, 1 << 30, 0),

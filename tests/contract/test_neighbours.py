@@ -30,18 +30,11 @@ from p2pstore.client.host_neighbours import Neighbours
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import Access, LocalKind
+from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import MIB, key_digest
-from p2pstore.runtime.streams import BlockingDriver, BlockingStream, run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, BlockingStream, run_blocking
 from tests.contract.small_peer import PEER_ID, small_peer
-from tests.contract.worlds import (
-    ASYNC_WORLDS,
-    WORLDS,
-    Cluster,
-    Store,
-    open_cluster,
-    until,
-)
+from tests.contract.worlds import ASYNC_WORLDS, WORLDS, Cluster, Store, open_cluster, until
 
 
 @pytest.fixture(scope="module")

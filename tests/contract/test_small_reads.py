@@ -18,14 +18,14 @@ from p2pstore.errors import CapacityExceeded
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SlotRows
 from p2pstore.objects import KIB, MIB, key_digest
-from p2pstore.runtime.streams import BlockingDriver, run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, GetSmall, SmallObjects
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.data_requests import Inbox
 from p2pstore.transfer.serving import data_server, data_session
 from p2pstore.transfer.serving.data_server import ServerLimits
-from p2pstore.transfer.serving.data_session import TAKE_IN_OBJECTS
+from p2pstore.transfer.serving.read_answers import TAKE_IN_OBJECTS
 from p2pstore.transfer.serving.read_thread import BRISK_READS
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import ERROR, REPLY, Code, Failure, decode_body, encode_frame

@@ -19,7 +19,7 @@ import trio
 
 from p2pstore.errors import BufferTooSmall
 from p2pstore.objects import MIB, key_digest
-from p2pstore.runtime.streams import run_blocking
+from p2pstore.runtime.blocking_streams import run_blocking
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer import transport
 from p2pstore.transfer.reading import tcp_transport
@@ -208,7 +208,6 @@ STEADY = {"seconds": 0.015}
 SLOW = {"seconds": 0.4}
 HANGS = {**STEADY, "limit_bytes": 3.5 * MIB}
 ENDS = {**HANGS, "ends": True}
-
 
 KINDS: dict[str, dict[str, float]] = {
     "steady": STEADY,

@@ -56,26 +56,30 @@ from p2pstore.memory.segment_layout import (
 )
 from p2pstore.objects import CHUNK_BYTES, KIB, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.runtime.asyncio_streams import AsyncioDriver
-from p2pstore.runtime.streams import BlockingDriver, BytesLike, ByteStream, Driver, run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
+from p2pstore.runtime.streams import BytesLike, ByteStream, Driver
 from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import transport as transport_module
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_messages import (
     MAX_SMALL_BULK_BYTES,
-    ClusterRecords,
     DataKind,
     Get,
     GetItem,
     GetSmall,
     Hello,
     HelloReply,
-    Lookup,
     ObjectReply,
     Objects,
     ObjectStatus,
     Ping,
     Pong,
     Proof,
+)
+from p2pstore.transfer.failover import Unannounced
+from p2pstore.transfer.peer_messages import (
+    ClusterRecords,
+    Lookup,
     Push,
     Pushed,
     Replicate,
@@ -83,7 +87,6 @@ from p2pstore.transfer.data_messages import (
     Snapshot,
     SnapshotReply,
 )
-from p2pstore.transfer.failover import Unannounced
 from p2pstore.transfer.read_tickets import (
     GrantedTicket,
     Scope,
@@ -103,7 +106,7 @@ from p2pstore.transfer.serving.data_server import (
     open_data_listeners,
 )
 from p2pstore.transfer.serving.read_answers import LentObject
-from p2pstore.transfer.serving.store_intake import StoreBackend
+from p2pstore.transfer.serving.serving_backends import StoreBackend
 from p2pstore.transfer.transport import (
     BufferDestination,
     Destination,
@@ -133,7 +136,6 @@ ROOT = Path(__file__).parents[2]
 RING = KeyRing([b"k" * 32])
 SEGMENT_BYTES = 24 * MIB
 _buffers: dict[int, memoryview] = {}
-
 
 Verifier = Ed25519Verifier
 OWNER, READER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)

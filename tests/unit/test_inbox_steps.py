@@ -6,7 +6,8 @@ from typing import cast
 
 import pytest
 
-from p2pstore.runtime.streams import ByteStream, run_blocking
+from p2pstore.runtime.blocking_streams import run_blocking
+from p2pstore.runtime.streams import ByteStream
 from p2pstore.transfer.reading.data_requests import Inbox
 
 

@@ -18,10 +18,11 @@ from msgspec.structs import replace
 from p2pstore.client.known_holders import KnownElsewhere, KnownRecord, _known_record
 from p2pstore.errors import ProtocolError, ProtocolMismatch
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
-from p2pstore.gossip.locations.directory import Directory, DirectoryConfig
+from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.published_locations import ApartKeys, PublishedLocations
 from p2pstore.gossip.locations.snapshots import check_snapshot
+from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead
 from p2pstore.location_table import (
     APART_COUNTERS,
@@ -41,12 +42,7 @@ from p2pstore.memory.mapped.mapped_memory import (
     map_table,
 )
 from p2pstore.objects import Version
-from tests.unit.gossip_network import (
-    digest_of,
-    location,
-    operations_after,
-    run_at,
-)
+from tests.unit.gossip_network import digest_of, location, operations_after, run_at
 from tests.unit.test_cluster_records import floor
 
 KEYS = [digest_of(number) for number in range(60)]
@@ -403,7 +399,8 @@ def test_floors_with_names_that_are_no_digests_do_no_harm(name: bytes) -> None:
 _CHANGER = """
 import sys, time
 from random import Random
-from p2pstore.gossip.locations.directory import Directory, DirectoryConfig
+from p2pstore.gossip.locations.directory import Directory
+from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.published_locations import PublishedLocations
 from p2pstore.gossip.records import LogHead

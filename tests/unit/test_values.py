@@ -41,7 +41,7 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.local.local_messages import ItemError, Reservation, ReserveItem
 from p2pstore.memory.segment_layout import TrailerBody, encode_trailer
 from p2pstore.objects import MIB, chunk_count, chunk_sums
-from p2pstore.runtime.streams import BlockingDriver, run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from tests.optional import require_torch
 
 

@@ -15,7 +15,8 @@ from typing import Final
 
 from p2pstore.errors import DeadlineExceeded, P2PStoreError
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import Access, ItemError, Lease, Leased, LocalKind, Release
+from p2pstore.local.local_messages import ItemError, Lease, Leased, Release
+from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import DEFAULT_NAMESPACE, Version
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
 from p2pstore.transfer.reading.arriving import Announced
