@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from p2pstore import blocking as blocking
     from p2pstore.client.aio_client import AioClient as AioClient
     from p2pstore.client.blocking_client import BlockingClient as BlockingClient
+    from p2pstore.client.object_store import ObjectStore as ObjectStore
     from p2pstore.client.trio_client import Client as Client
     from p2pstore.client.trio_client import connect as connect
     from p2pstore.client.values import RegisteredBuffer as RegisteredBuffer
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from p2pstore.errors import StoreClosed as StoreClosed
     from p2pstore.errors import TransferCancelled as TransferCancelled
     from p2pstore.errors import Unavailable as Unavailable
-    from p2pstore.object_store import ObjectStore as ObjectStore
     from p2pstore.peer.api import Peer as Peer
     from p2pstore.peer.api import open_peer as open_peer
     from p2pstore.results import ItemResult as ItemResult
@@ -59,6 +59,7 @@ _MODULES = ("aio", "blocking")
 _NAMES_IN = {
     "p2pstore.client.aio_client": ("AioClient",),
     "p2pstore.client.blocking_client": ("BlockingClient",),
+    "p2pstore.client.object_store": ("ObjectStore",),
     "p2pstore.client.values": ("RegisteredBuffer",),
     "p2pstore.client.trio_client": ("Client", "connect"),
     "p2pstore.config": ("PeerConfig",),
@@ -76,7 +77,6 @@ _NAMES_IN = {
         ),
         *("ProtocolError", "ProtocolMismatch", "StoreClosed", "TransferCancelled", "Unavailable"),
     ),
-    "p2pstore.object_store": ("ObjectStore",),
     "p2pstore.peer.api": ("Peer", "open_peer"),
     "p2pstore.results": (
         *(

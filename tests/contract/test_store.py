@@ -31,10 +31,10 @@ from p2pstore.client import writing
 from p2pstore.client.aio_client import AioClient
 from p2pstore.client.blocking_client import BlockingCheckpoints, BlockingClient
 from p2pstore.client.fetcher import Fetcher
+from p2pstore.client.object_store import ObjectStore
 from p2pstore.client.trio_client import Client
 from p2pstore.local import server
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.object_store import ObjectStore
 from p2pstore.objects import KIB, MIB, chunk_sums
 from p2pstore.wire import Limits
 from tests.contract.worlds import (

@@ -1,4 +1,4 @@
-"""The protocol class that every store satisfies, in four groups of calls."""
+"""The protocol class that every store satisfies."""
 
 from __future__ import annotations
 
@@ -6,95 +6,35 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from p2pstore.results import (
+    Buffer,
+    Framework,
+    ItemResult,
+    KeyPage,
+    Location,
+    OnConflict,
+    PeerInfo,
+    PinName,
+    PinResult,
+    PrefixHolder,
+    PutResult,
+    TransferRequest,
+)
+
 if TYPE_CHECKING:
     from p2pstore.client.transfers import TransferBatch
     from p2pstore.client.values import RegisteredBuffer
-    from p2pstore.results import (
-        Buffer,
-        Framework,
-        ItemResult,
-        KeyPage,
-        Location,
-        OnConflict,
-        PeerInfo,
-        PinName,
-        PinResult,
-        PrefixHolder,
-        PutResult,
-        TransferRequest,
-    )
     from p2pstore.transfer.transfer_trace import FetchTrace, Progress
 
 
-class PutCalls(Protocol):
-    """Storing values."""
+class ObjectReads(Protocol):
+    """The half of `ObjectStore` that changes nothing."""
 
-    async def put(
-        self,
-        key: str,
-        value: Buffer,
-        *,
-        replicas: int = 1,
-        pin: PinName = "none",
-        ttl: float | None = None,
-        overwrite: bool = False,
-        on_conflict: OnConflict | None = None,
-        durable: bool = False,
-        progress: Progress | None = None,
-    ) -> PutResult:
-        """Store a value under a key; a key that exists with other bytes is kept by default (`kept_existing`).
-        `on_conflict` says what to do with such a key: "keep" it, "overwrite" it with a new version, or raise
-        `KeyExists` ("error"). `overwrite=True` is short for "overwrite". Two first puts on two peers at the same moment
-        may both succeed: the higher version stays. A tensor of another dtype or shape conflicts, too.
-        Where the key has these bytes (`unchanged`), a `ttl` replaces the object's, on all its copies that are reached;
-        without one it stays. Pin and replicas are only ever raised.
-        With `replicas`, returns when so many copies exist. `ttl` in seconds. Raises
-        `CapacityExceeded` when neither the local peer nor another one has room and `ObjectTooLarge` above
-        4 GiB, both before any byte is copied, and `ValueError` for a value that is not contiguous.
-        `durable` returns when the object is on the local peer's SSD and survives a crash of its machine. Raises
-        `ValueError` when the peer has no SSD, and `CapacityExceeded` when that does not take it: it is in memory then.
-        `progress` is called with the bytes copied so far and the bytes in all."""
-        ...
-
-    async def put_tensor(
-        self,
-        key: str,
-        tensor: Any,
-        *,
-        replicas: int = 1,
-        pin: PinName = "none",
-        ttl: float | None = None,
-        overwrite: bool = False,
-        on_conflict: OnConflict | None = None,
-        durable: bool = False,
-    ) -> PutResult:
-        """`put` for a numpy array or torch tensor, with its dtype and shape; a key that exists with another value is
-        kept by default, as `on_conflict` says. Raises `ValueError` for
-        one that is not contiguous, not in this host's memory, or not of plain numbers or text."""
-        ...
-
-    async def put_many(
-        self,
-        items: Sequence[tuple[str, Buffer]],
-        *,
-        replicas: int = 1,
-        pin: PinName = "none",
-        ttl: float | None = None,
-        overwrite: bool = False,
-        on_conflict: OnConflict | None = None,
-        durable: bool = False,
-    ) -> list[ItemResult[PutResult]]:
-        """`put` for many; keys that exist with other bytes are kept by default. One result per item, in order. Never
-        raises for one item: with `on_conflict="error"` a conflict is that item's `KeyExists`."""
-        ...
-
-
-class GetCalls(Protocol):
-    """Reading values, copied or in place."""
+    # --- get ---------------------------------------------------------------------------------
 
     async def get(self, key: str, *, wait: float = 0.0) -> bytes:
         """The value. `wait` seconds for a key that may still be on its way. Raises `NoSuchKey`, or
-        `Unavailable` when copies are known and none can be reached, or nobody who would know of any."""
+        `Unavailable` when copies are known and none can be reached, or no peer that would know of any can."""
         ...
 
     async def get_into(
@@ -143,27 +83,7 @@ class GetCalls(Protocol):
         value stays in place until its last view is collected."""
         ...
 
-    def transfers(
-        self, requests: Iterable[TransferRequest] = (), *, limit: int = 8
-    ) -> AbstractAsyncContextManager[TransferBatch]:
-        """A batch of gets and puts that run side by side, `limit` at once (1 to 256), for the length of the block:
-        `submit` more, `status` to poll, `wait` and `results` to await, `cancel`. The block ends when all of them have
-        ended; when it raises, or is cancelled, they are cancelled."""
-        ...
-
-    def register(self, buffer: Buffer) -> RegisteredBuffer:
-        """Prepare memory for many puts from it and gets into it; see `RegisteredBuffer`."""
-        ...
-
-    async def register_gpu(self) -> None:
-        """Have GPUs copy straight out of the local peer's memory, and into it, from now on, when tensors on a GPU are
-        read into or put. That page-locks the memory, some 0.1 s a GiB, in which other work with the GPU may wait: do it
-        at the start. Raises `P2PStoreError` where torch knows no GPU, or its driver refuses."""
-        ...
-
-
-class AskCalls(Protocol):
-    """Questions about keys, copies and peers."""
+    # --- asking ------------------------------------------------------------------------------
 
     async def contains(self, key: str) -> bool:
         """Whether some live peer is known to hold the key. May lag behind by a moment."""
@@ -174,7 +94,7 @@ class AskCalls(Protocol):
         ...
 
     async def locate(self, key: str) -> list[Location]:
-        """The known copies; none for a key that nobody has."""
+        """The known copies; none for an unknown key."""
         ...
 
     async def match_prefix(self, keys: Sequence[str]) -> int:
@@ -205,12 +125,101 @@ class AskCalls(Protocol):
         ...
 
     async def statistics(self, *, cluster: bool = True) -> dict[str, Any]:
-        """What the peer and (with `cluster`) the cluster count: `{"peer": {...}, "cluster": {...}}`."""
+        """The counters of the peer and (with `cluster`) of the cluster: `{"peer": {...}, "cluster": {...}}`."""
         ...
 
 
-class ChangeCalls(Protocol):
-    """Removing, pinning and moving objects."""
+@runtime_checkable
+class ObjectStore(ObjectReads, Protocol):
+    """The methods of `Peer`, `Client` (trio) and `AioClient` (asyncio), all async but `register`.
+
+    `BlockingClient` has the same methods, plain. Keys are `str`, 1 to 1,024 bytes of UTF-8, in the
+    store's namespace. Deadlines are seconds without progress (default 5). Every method may raise
+    `StoreClosed` once the peer is gone, `DeadlineExceeded`, `ClientForked` in a forked child, and
+    `TypeError` or `ValueError` for an argument that cannot be, before anything is sent. After return,
+    error or cancellation nothing writes to a caller's buffer any more.
+    """
+
+    # --- put ---------------------------------------------------------------------------------
+
+    async def put(
+        self,
+        key: str,
+        value: Buffer,
+        *,
+        replicas: int = 1,
+        pin: PinName = "none",
+        ttl: float | None = None,
+        overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
+        durable: bool = False,
+        progress: Progress | None = None,
+    ) -> PutResult:
+        """Store a value under a key; a key that exists with other bytes is kept by default (`kept_existing`).
+        `on_conflict` says what to do with such a key: "keep" it, "overwrite" it with a new version, or raise
+        `KeyExists` ("error"). `overwrite=True` is short for "overwrite". Two first puts on two peers at the same moment
+        may both succeed: the higher version stays. A tensor of another dtype or shape conflicts, too.
+        Where the key has these bytes (`unchanged`), a `ttl` replaces the object's, on all its copies that are reached;
+        without one it stays. Pin and replicas are only ever raised.
+        With `replicas`, returns when that number of copies exists. `ttl` in seconds. Raises
+        `CapacityExceeded` when neither the local peer nor another one has room and `ObjectTooLarge` above
+        4 GiB, both before any byte is copied, and `ValueError` for a value that is not contiguous.
+        `durable` returns when the object is on the local peer's SSD and survives a crash of its machine. Raises
+        `ValueError` when the peer has no SSD, and `CapacityExceeded` when that does not take it: it is in memory then.
+        `progress` is called with the bytes copied so far and the bytes in all."""
+        ...
+
+    async def put_tensor(
+        self,
+        key: str,
+        tensor: Any,
+        *,
+        replicas: int = 1,
+        pin: PinName = "none",
+        ttl: float | None = None,
+        overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
+        durable: bool = False,
+    ) -> PutResult:
+        """`put` for a numpy array or torch tensor, with its dtype and shape; a key that exists with another value is
+        kept by default, as `on_conflict` says. Raises `ValueError` for
+        one that is not contiguous, not in this host's memory, or not of plain numbers or text."""
+        ...
+
+    async def put_many(
+        self,
+        items: Sequence[tuple[str, Buffer]],
+        *,
+        replicas: int = 1,
+        pin: PinName = "none",
+        ttl: float | None = None,
+        overwrite: bool = False,
+        on_conflict: OnConflict | None = None,
+        durable: bool = False,
+    ) -> list[ItemResult[PutResult]]:
+        """`put` for many; keys that exist with other bytes are kept by default. One result per item, in order. Never
+        raises for one item: with `on_conflict="error"` a conflict is that item's `KeyExists`."""
+        ...
+
+    def transfers(
+        self, requests: Iterable[TransferRequest] = (), *, limit: int = 8
+    ) -> AbstractAsyncContextManager[TransferBatch]:
+        """A batch of gets and puts that run side by side, `limit` at once (1 to 256), for the length of the block:
+        `submit` more, `status` to poll, `wait` and `results` to await, `cancel`. The block ends when all of them have
+        ended; when it raises, or is cancelled, they are cancelled."""
+        ...
+
+    def register(self, buffer: Buffer) -> RegisteredBuffer:
+        """Prepare memory for many puts from it and gets into it; see `RegisteredBuffer`."""
+        ...
+
+    async def register_gpu(self) -> None:
+        """Have GPUs copy straight out of the local peer's memory, and into it, from now on, when tensors on a GPU are
+        read into or put. That page-locks the memory, some 0.1 s a GiB, in which other work with the GPU may wait: do it
+        at the start. Raises `P2PStoreError` where torch knows no GPU, or its driver refuses."""
+        ...
+
+    # --- changing ----------------------------------------------------------------------------
 
     async def remove(self, key: str) -> bool:
         """Remove the object everywhere. Whether any copy was known."""
@@ -245,15 +254,3 @@ class ChangeCalls(Protocol):
     async def flush(self) -> None:
         """Remove everything in this namespace, everywhere."""
         ...
-
-
-@runtime_checkable
-class ObjectStore(PutCalls, GetCalls, AskCalls, ChangeCalls, Protocol):
-    """What `Peer`, `Client` (trio) and `AioClient` (asyncio) offer, all of it async but `register`.
-
-    `BlockingClient` has the same methods, plain. Keys are `str`, 1 to 1,024 bytes of UTF-8, in the
-    store's namespace. Deadlines are seconds without progress (default 5). Every method may raise
-    `StoreClosed` once the peer is gone, `DeadlineExceeded`, `ClientForked` in a forked child, and
-    `TypeError` or `ValueError` for an argument that cannot be, before anything is sent. After return,
-    error or cancellation nothing writes to a caller's buffer any more.
-    """
