@@ -220,10 +220,11 @@ class _Batch:
     ) -> list[memoryview]:
         """`RoomsFor` of a batch of items. One without room is settled, and has an empty one."""
         rooms: list[memoryview] = []
+        room_for = self._rooms.room_for
         for place, length in zip(places, lengths, strict=True):
             number = numbers[place]
             try:
-                rooms.append(self._rooms.room_for(number, length))
+                rooms.append(room_for(number, length))
             except (P2PStoreError, ValueError) as error:
                 self._settle(number, plain_error(error))
                 rooms.append(_NO_ROOM)
