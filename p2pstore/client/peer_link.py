@@ -16,6 +16,7 @@ from p2pstore.client.pull_ledger import PullLedger
 from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
 from p2pstore.errors import ProtocolMismatch
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_messages import (
     MAX_BATCH,
     Abort,
@@ -113,12 +114,14 @@ class PeerLink:
         connection = await LocalConnection.open(
             driver,
             path,
-            namespace=namespace,
-            access=access,
-            timeout_seconds=timeout_seconds,
-            location_table=location_table,
-            hazards=True,
-            trusted_users=trusted_users,
+            Opening(
+                namespace,
+                access,
+                location_table=location_table,
+                hazards=True,
+                trusted_users=trusted_users,
+            ),
+            timeout_seconds,
         )
         try:
             return cls(driver, connection, timeout_seconds)

@@ -24,6 +24,7 @@ from p2pstore.client.known_holders import remote_copy
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import (
     MIB,
@@ -305,9 +306,7 @@ async def test_a_strict_transport_is_kept_to(tmp_path: Path) -> None:
 
 async def test_a_client_that_may_only_read_gets_no_place(tmp_path: Path) -> None:
     async with peers(tmp_path, NONE, {}) as (a, _):
-        reader = await LocalConnection.open(
-            TrioDriver(), a.socket, namespace="default", access=Access.READ
-        )
+        reader = await LocalConnection.open(TrioDriver(), a.socket, Opening("default", Access.READ))
         with pytest.raises(ValueError, match="only to read"):
             await reader.request(LocalKind.PLACE, local.Place(key_digest("k"), 5), local.Placed)
         news = local.StoredElsewhere(a.node.core.peer_id, 1, 1, bytes(42))
