@@ -28,9 +28,9 @@ from p2pstore.gossip.gossip_messages import (
 )
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
 from p2pstore.gossip.homes.hot_locations import MAX_HOT, pack_hot
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
-from p2pstore.gossip.locations.directory import Location
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, partition_of
 from p2pstore.gossip.locations.log import REMOVED
+from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.machine import SnapshotHead
 from p2pstore.gossip.records import (
     LOCATION_BYTES,

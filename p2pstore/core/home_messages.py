@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from p2pstore.core.gets.lookup import holding_record
 from p2pstore.gossip.gossip_effects import Push
-from p2pstore.gossip.locations.directory import Location
+from p2pstore.gossip.locations.views import Location
 from p2pstore.transfer import peer_messages
 
 

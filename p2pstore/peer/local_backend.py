@@ -11,9 +11,8 @@ import msgspec
 
 import p2pstore
 from p2pstore.access.keyring import KeyRing, Role
-from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints
-from p2pstore.checkpoint.peer.local_checkpoints import LocalCheckpoints
-from p2pstore.checkpoint.peer.local_groups import LocalGroups
+from p2pstore.checkpoint import checkpoint_messages
+from p2pstore.checkpoint.peer.client_requests import ClientRequests
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.key_pages import ListedPage, ListOperation
@@ -96,8 +95,7 @@ class PeerLocalBackend:
         location_table: SharedMemory | None,
         office: TicketOffice,
         max_leased_bytes: int,
-        checkpoints: PeerCheckpoints,
-        groups: LocalGroups,
+        checkpoints: ClientRequests,
         erasing: Erasing,
     ) -> None:
         self._erasing = erasing
@@ -112,8 +110,8 @@ class PeerLocalBackend:
         )
         self._puts = LocalPuts(node, office)
         self._gets = LocalGets(node, office, max_leased_bytes)
-        self._checkpoints = LocalCheckpoints(checkpoints)
-        self._groups = groups
+        self._checkpoints = checkpoints
+        self.request_types = {**local_protocol.REQUESTS, **checkpoint_messages.REQUESTS}
         self._max_leased_bytes = max_leased_bytes
         self._has_effects = False
         self._has_barriers = memory_barrier.is_available()
@@ -140,15 +138,7 @@ class PeerLocalBackend:
             LocalKind.PIN: self._pin,
             LocalKind.FLUSH: self._flush,
             LocalKind.PREFETCH: self._prefetch,
-            LocalKind.CHECKPOINT_PUBLISH: self._checkpoints.publish,
-            LocalKind.CHECKPOINT_FETCH: self._checkpoints.fetch,
-            LocalKind.CHECKPOINT_PROGRESS: self._checkpoints.progress,
-            LocalKind.CHECKPOINT_FOLLOW: groups.follow,
-            LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.follow_news,
-            LocalKind.CHECKPOINT_UPDATE: groups.update,
-            LocalKind.CHECKPOINT_UPDATE_NEWS: groups.update_news,
-            LocalKind.CHECKPOINT_LIST: groups.list_names,
-            LocalKind.CHECKPOINT_REMOVE: groups.remove,
+            **checkpoints.handlers,
         }
 
     def close(self) -> None:
@@ -248,7 +238,6 @@ class PeerLocalBackend:
         """End what the client held."""
         self._node.local_clients -= 1
         self._checkpoints.client_gone(client)
-        self._groups.client_gone(client)
         self._node.carry_out(self._segment.drop_holder_in_steps(client.holder))
         page = self._hazard_pages.pop(client.holder, None)
         if page is not None:

@@ -61,15 +61,9 @@ from p2pstore.gossip.machine import (
     SnapshotHead,
 )
 from p2pstore.gossip.machine import Effect as GossipEffect
-from p2pstore.gossip.members.membership import STALL_SECONDS, MemberChange
-from p2pstore.gossip.records import (
-    Member,
-    PeerId,
-    PeerRecord,
-    Tier,
-    format_peer_id,
-    writer_of,
-)
+from p2pstore.gossip.members.member_table import MemberChange
+from p2pstore.gossip.members.membership import STALL_SECONDS
+from p2pstore.gossip.records import Member, PeerId, PeerRecord, Tier, format_peer_id, writer_of
 from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_checksum
 from p2pstore.peer.copy_checks import CopyChecks
 from p2pstore.peer.credentials import Credentials
@@ -641,7 +635,7 @@ class Node:
 
     async def _ask_control(self, effect: Ask) -> None:
         reply: Message | None = None
-        addresses = self.core.gossip.addresses_of(effect.peer_id)
+        addresses = self.core.gossip.addresses.of(effect.peer_id)
         begin = self.now
         self.watch.measures.messages[_kind_name(effect.kind), "sent"] += 1
         try:
@@ -748,7 +742,7 @@ class Node:
             self._refused_by.add(peer_id)
             logger.warning(
                 "refused by the peer at %s%s: %s; going on without it",
-                ", ".join(self.core.gossip.addresses_of(peer_id)),
+                ", ".join(self.core.gossip.addresses.of(peer_id)),
                 "" if named else ", which was remembered from earlier",
                 error,
                 extra={"event": "refused", "peer_id": format_peer_id(peer_id)},

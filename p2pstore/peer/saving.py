@@ -74,7 +74,7 @@ class StateSaver:
         """Write floors, clock and address book, in a thread: disks take long."""
         async with self._saving:
             gossip = self._core.gossip
-            addresses = gossip.addresses_to_keep()
+            addresses = gossip.addresses.addresses()
             kept = gossip.cluster_records
             crowded = self.state.floors_in_file > 2 * len(kept) + FLOORS_SLACK
             lost, self._lost_unsaved = self._lost_unsaved, False

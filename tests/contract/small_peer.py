@@ -49,6 +49,8 @@ class SmallBackend:
     to ask for their leases, as of a peer that cannot give any.
     """
 
+    request_types = local_protocol.REQUESTS
+
     def __init__(self, memory_bytes: int, max_leased_bytes: int, *, gives_pages: bool) -> None:
         geometry = plan_geometry(memory_bytes)
         self.memory = create_memory(geometry.total_bytes, "small-peer", huge_pages="never")
@@ -371,7 +373,7 @@ class SmallPeer:
         return outcome.result(10)
 
     def stall(self, seconds: float) -> None:
-        """Have the whole peer stand still for so long, from now on."""
+        """Stall the whole peer for this time, from now on."""
         assert self.token is not None
         begun = threading.Event()
 

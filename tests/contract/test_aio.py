@@ -119,7 +119,7 @@ async def _send_within(stream: AsyncioStream, frame: bytes, seconds: float) -> N
 
 
 def test_a_cancelled_receive_loses_no_bytes() -> None:
-    """On a connection that many share, they may be the answer to somebody else."""
+    """On a shared connection they may be the answer to another request."""
 
     async def main() -> None:
         async with stream_pair() as (stream, theirs):

@@ -12,7 +12,7 @@ import pytest
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import AnswerTooLarge
-from p2pstore.integrations.mooncake import removing
+from p2pstore.integrations.mooncake import replicas as removing
 from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_messages import MAX_BATCH
@@ -31,7 +31,7 @@ from tests.contract.worlds import peer_process, until
 COUNT = 10_100
 KEYS = [f"{number:06}/".ljust(1024, "k") for number in range(COUNT)]
 MANY = 4200
-"""What takes more than a frame."""
+"""More items than a frame takes."""
 VALUE = b"v"
 
 

@@ -37,13 +37,10 @@ from p2pstore.transfer.rdma.rdma_staging import Staging
 from p2pstore.transfer.rdma.rdma_transport import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.rdma.rdma_verbs import Device, ReadWork, Region, device_names, load_verbs
 from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.data_server import ServerLimits
-from p2pstore.transfer.transport import (
-    BufferDestination,
-    PullFailed,
-    pull_with_failover,
-)
+from p2pstore.transfer.transport import BufferDestination, PullFailed, pull_with_failover
 from p2pstore.wire import Code
 from tests.contract.test_transport import (
     OWNER,

@@ -21,8 +21,8 @@ from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.put_operation import PutOperation
+from p2pstore.gossip.floors.floor_comparison import FloorAnswer
 from p2pstore.gossip.floors.floor_stamps import hash_stamps
-from p2pstore.gossip.floors.floor_sync import FloorAnswer
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, Ping
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.gossip.machine import Gossip, GossipConfig

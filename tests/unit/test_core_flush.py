@@ -307,7 +307,10 @@ def test_copies_that_may_have_been_removed_are_withdrawn() -> None:
     assert world.core.counters["horizons_missed"] == 1
     (note,) = world.core.floors.take_notes(world.now)
     assert "it discarded 1 copies of objects" in note
-    assert f"by the signed records of {world.gossip.name_of(world.others[0].peer_id)}" in note
+    assert (
+        f"by the signed records of {world.gossip.membership.name_of(world.others[0].peer_id)}"
+        in note
+    )
     assert world.core.floors.take_notes(world.now) == []
     world.check_idle()
 

@@ -62,7 +62,16 @@ PURE = (
     "simulation/*.py",
     *(
         f"p2pstore/gossip/*{name}.py"
-        for name in ("machine", "messages", "effects", "records", "presets")
+        for name in (
+            "machine",
+            "state",
+            "messages",
+            "effects",
+            "records",
+            "config",
+            "incoming",
+            "keeping",
+        )
     ),
     *(
         f"p2pstore/gossip/{folder}/*.py"
@@ -73,35 +82,21 @@ PURE = (
         f"p2pstore/transfer/{name}.py"
         for name in (
             *("data_messages", "peer_messages", "failover", "read_tickets", "transfer_trace"),
-            *("reading/arriving", "reading/slicing", "rdma/rdma_rules", "serving/session_rules"),
+            *("reading/arriving", "rdma/rdma_rules", "serving/session_rules"),
         )
     ),
     *(
         f"p2pstore/ssd_tier/{name}.py"
         for name in (
-            *(
-                "log_layout",
-                "record_header",
-                "superblock",
-                "dead_marks",
-                "rows",
-                "footer",
-                "payload",
-            ),
-            *("index", "digest_slots", "key_texts", "key_order", "compression", "record_rows"),
-            *("recovery", "refill", "segment_search", "disk_protocol", "write_admission", "health"),
-            *("tier_measures", "misses", "patience", "reinsertion", "log_segments"),
+            *("disk_protocol", "log_layout", "record_format", "footer", "recovery"),
+            *("index", "record_rows", "index_walks"),
+            *("log_segments", "write_admission", "health"),
         )
     ),
     "p2pstore/checkpoint/swarm/*.py",
-    *(
-        f"p2pstore/checkpoint/content/{name}.py"
-        for name in ("manifest", "content_paths", "pieces", "piece_map", "memory_layout")
-    ),
-    *(
-        f"p2pstore/checkpoint/peer/{name}.py"
-        for name in ("introductions", "orders", "paces", "piece_buffers", "token_bucket")
-    ),
+    *(f"p2pstore/checkpoint/content/{name}.py" for name in ("manifest", "content_paths", "pieces")),
+    "p2pstore/checkpoint/peer/piece_flow.py",
+    "p2pstore/checkpoint/checkpoint_messages.py",
     *(f"p2pstore/status/doctor/{name}.py" for name in ("finding", "*_rules", "redaction")),
     *(f"p2pstore/status/{name}.py" for name in ("slow_operations", "traffic", "measures")),
     *(
@@ -109,11 +104,15 @@ PURE = (
         for name in ("metrics", "metrics_ssd", "metric_families")
     ),
     *(f"p2pstore/topology/{name}.py" for name in ("hardware", "matrix")),
-    *(f"p2pstore/integrations/mooncake/{name}.py" for name in ("codes", "placement")),
-    *(f"p2pstore/{name}.py" for name in ("objects", "location_table", "wire", "put_facts")),
-    *(f"p2pstore/local/{name}_messages.py" for name in ("local", "checkpoint", "group")),
+    "p2pstore/integrations/mooncake/mooncake_types.py",
+    *(
+        f"p2pstore/{name}.py"
+        for name in ("objects", "location_table", "wire", "put_facts", "arguments")
+    ),
+    "p2pstore/local/local_messages.py",
     "p2pstore/local/local_protocol.py",
     *(f"p2pstore/access/{name}.py" for name in ("allowlist", "strangers")),
+    "p2pstore/client/read_plan.py",
     "p2pstore/runtime/histograms.py",
 )
 """`*` crosses folders; `p2pstore/memory/mapped` is the one exception, below."""

@@ -20,7 +20,7 @@ from p2pstore.gossip.homes.home_updates import (
     in_steps,
 )
 from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, PartitionConfig, partition_of
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, PartitionConfig, partition_of
 from p2pstore.gossip.locations.location_index import hash_of
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
 from p2pstore.objects import Version

@@ -32,8 +32,7 @@ from p2pstore.access.strangers import Strangers, host_group
 from p2pstore.config import join_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
-from p2pstore.gossip.links.attempts import Attempts
-from p2pstore.gossip.links.connection_keeper import ConnectionKeeper
+from p2pstore.gossip.links.connection_keeper import Attempts, ConnectionKeeper
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.links.control_connection import Connection, ControlBytes
 from p2pstore.gossip.links.control_link import (

@@ -59,9 +59,9 @@ from p2pstore.transfer.rdma.rdma_staging import (
 )
 from p2pstore.transfer.rdma.rdma_verbs import Device
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.get_requests import failure_of
 from p2pstore.transfer.reading.segment_reader import expired
 from p2pstore.transfer.reading.shm import ON_SSD
+from p2pstore.transfer.reading.span_reads import failure_of
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import (
     Destination,

@@ -1,45 +1,59 @@
 """Reading another peer of the same host straight from its memory segment.
 
-Whoever maps holds its own session with the owner: a connection to its local socket, which also
-tells when the owner is gone. Objects are copied without a lease and verified on the copy.
+Every process that maps a segment holds a session with the owner: a connection to its local socket, which also tells
+when the owner is gone. Objects are copied without a lease and verified on the copy.
 """
 
 from __future__ import annotations
-
-import threading
-import time
+from collections.abc import Callable
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Final
-
-from p2pstore.errors import DeadlineExceeded, P2PStoreError
+from dataclasses import dataclass
+from dataclasses import field
+from p2pstore.errors import DeadlineExceeded
+from p2pstore.errors import P2PStoreError
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_greeting import Opening
-from p2pstore.local.local_messages import ItemError, Lease, Leased, Release
-from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.local.local_messages import ItemError
+from p2pstore.local.local_messages import Lease
+from p2pstore.local.local_messages import Leased
+from p2pstore.local.local_messages import Release
+from p2pstore.local.local_protocol import Access
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import DEFAULT_NAMESPACE
-from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
-from p2pstore.transfer.reading.segment_reader import Copied, SegmentReader, Spots, expired
+from p2pstore.objects import Version
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
+from p2pstore.runtime.streams import Driver
+from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.transfer.reading.segment_reader import Copied
+from p2pstore.transfer.reading.segment_reader import SegmentReader
+from p2pstore.transfer.reading.segment_reader import Spots
+from p2pstore.transfer.reading.segment_reader import expired
 from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transport import (
-    Destination,
-    Pulled,
-    PullFailed,
-    RemoteCopy,
-    checked_view,
-    watch_of,
-)
-from p2pstore.wire import ONE_WAY, Code, encode_frame
+from p2pstore.transfer.transport import Destination
+from p2pstore.transfer.transport import PullFailed
+from p2pstore.transfer.transport import Pulled
+from p2pstore.transfer.transport import RemoteCopy
+from p2pstore.transfer.transport import checked_view
+from p2pstore.transfer.transport import too_small
+from p2pstore.transfer.transport import watch_of
+from p2pstore.wire import Code
+from p2pstore.wire import ONE_WAY
+from p2pstore.wire import encode_frame
+from typing import Final
+import threading
+import time
 
 MAX_TORN_READS: Final = 3
 """Reads of one object that found it changing, before the owner is asked instead."""
 RETRY_CONNECT_SECONDS: Final = 10.0
 MAX_PEERS: Final = 64
 LOOK_SECONDS: Final = 1.0
+RoomsFor = Callable[[Sequence[int], Sequence[int]], Sequence[memoryview]]
+"""Gives rooms for the values at these places of a batch, of these lengths. A room shorter than its value gets
+nothing."""
 NOT_THERE: Final = "the object is not in the holder's memory segment"
 ON_SSD: Final = "on its holder's SSD, who is asked for it over tcp"
-
 
 async def copy_spots(
     driver: Driver,
@@ -68,7 +82,6 @@ async def copy_spots(
         await driver.run_in_thread(step)
     return done
 
-
 async def read_mapped(
     driver: Driver, reader: SegmentReader, digest: bytes, destination: Destination
 ) -> Copied | None:
@@ -91,16 +104,57 @@ async def read_mapped(
             return Copied(slot.length, slot, trailer)
     return None
 
+async def copy_into(
+    driver: Driver,
+    readers: Sequence[SegmentReader],
+    digest: bytes,
+    view: memoryview,
+    announced: Announced | None = None,
+) -> int | None:
+    """A verified copy of an object in mapped memory to the beginning of `view`: its length, or None when it is not
+    there. Raises `BufferTooSmall`."""
+    for reader in readers:
+        spots = reader.spots([digest], announced)
+        if spots.places:
+            length = spots.lengths[0]
+            if len(view) < length:
+                raise too_small(length, view)
+            if (await copy_spots(driver, reader, spots, [view]))[0]:
+                return length
+    return None
+
+async def copy_many(
+    driver: Driver,
+    readers: Sequence[SegmentReader],
+    digests: Sequence[bytes],
+    rooms_for: RoomsFor,
+    announced: Announced | None = None,
+    versions: Sequence[Version] = (),
+) -> list[int]:
+    """Verified copies of objects in mapped memory: their lengths, -1 for what is not there. `versions`: those that were
+    planned, one a digest; without them, what the holder wrote itself."""
+    lengths = [-1] * len(digests)
+    for reader in readers:
+        spots = reader.spots(digests, announced, versions)
+        if not spots.places:
+            continue
+        rooms = rooms_for(spots.places, spots.lengths)
+        good = await copy_spots(driver, reader, spots, rooms)
+        if len(spots.places) == len(digests) and all(good):
+            return spots.lengths
+        for place, length, fine in zip(spots.places, spots.lengths, good, strict=True):
+            if fine:
+                lengths[place] = length
+    return lengths
 
 def _refused(error: ItemError) -> PullFailed:
     """The holder did not bring the object. It is not there any more, or something kept the holder from it."""
     gone = error.code == Code.NO_SUCH_KEY
     return PullFailed(Code.NO_SUCH_KEY if gone else Code.BUSY, error.text)
 
-
 @dataclass(slots=True)
 class _MappedPeer:
-    """What is known of one peer at one path: an open session, or when to try it again."""
+    """One peer at one path: an open session, or the time to try it again."""
 
     connection: LocalConnection | None = None
     readers: list[SegmentReader] = field(default_factory=list)
@@ -114,7 +168,7 @@ class _MappedPeer:
         self.ended += [grant.lease for grant in leased.items if not grant.error.code]
 
     def take_releases(self) -> list[bytes]:
-        """What the holder is to be told of ended leases, if anything."""
+        """The frames that tell the holder of ended leases, if any."""
         ended, self.ended = self.ended, []
         if not ended:
             return []
@@ -138,7 +192,6 @@ class _MappedPeer:
             connection.close()
         self.readers = []
         self.ended = []
-
 
 class ShmTransport:
     """The `Transport` for peers of the same host. Keeps one session per peer; `close` ends them."""
@@ -246,7 +299,7 @@ class ShmTransport:
                 peer.is_opening = True
             try:
                 if not peer.usable():
-                    if reason := self.why_not(copy):  # found out by whoever was here before
+                    if reason := self.why_not(copy):  # found out by the reader before
                         raise PullFailed(Code.UNAVAILABLE, reason, retriable=True)
                     peer.close()
                     await self._open(peer, copy)
@@ -293,7 +346,7 @@ class ShmTransport:
             over.close()
 
     def let_go_of_the_dead(self) -> None:
-        """Unmap the memory of holders that are gone: it is the host's again when nobody has it mapped any more."""
+        """Unmap the memory of holders that are gone. The host has it back when the last mapping ends."""
         with self._state:
             peers = self._peers  # another thread may close this, and put another one in its place
             gone = [name for name, peer in peers.items() if peer.is_over()]
