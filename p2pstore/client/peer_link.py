@@ -2,38 +2,26 @@
 releases, aborts, reads that it did not see, and holders that failed."""
 
 from __future__ import annotations
+
+import time
 from collections import deque
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from typing import Final, Protocol, TypeVar
+
 from p2pstore.client.known_holders import KnownElsewhere
 from p2pstore.client.leases import LeaseBook
-from p2pstore.client.puts import AHEAD_MAX_BYTES
-from p2pstore.client.puts import AHEAD_SHARE
-from p2pstore.client.puts import GrantedAhead
+from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
 from p2pstore.client.read_ledger import ReadLedger
 from p2pstore.errors import ProtocolMismatch
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_greeting import Opening
-from p2pstore.local.local_messages import Abort
-from p2pstore.local.local_messages import Leased
-from p2pstore.local.local_messages import Release
-from p2pstore.local.local_protocol import Access
-from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.local_requests import Cuts
-from p2pstore.local.local_requests import RequestAhead
+from p2pstore.local.local_messages import Abort, Leased, Release
+from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.local.local_requests import Cuts, RequestAhead
 from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.reading.segment_reader import SegmentReader
-from p2pstore.wire import Message
-from p2pstore.wire import ONE_WAY
-from p2pstore.wire import encode_frame
-from typing import Final
-from typing import Protocol
-from typing import TypeVar
-import time
+from p2pstore.wire import ONE_WAY, Message, encode_frame
 
 M = TypeVar("M", bound=Message)
 
@@ -42,6 +30,7 @@ REPORT_SECONDS: Final = 0.1
 LOOK_SECONDS: Final = 1.0
 AHEAD_IDLE_SECONDS: Final = 1.0
 ALIVE_CHECK_SECONDS: Final = 0.1
+
 
 class Tidied(Protocol):
     """Links that are tidied along with a link."""
@@ -53,6 +42,7 @@ class Tidied(Protocol):
 
     def rest(self) -> None: ...
 
+
 class Mapped(Protocol):
     """A holder of mappings of other peers' memory."""
 
@@ -60,6 +50,7 @@ class Mapped(Protocol):
     def maps_any(self) -> bool: ...
 
     def let_go_of_the_dead(self) -> None: ...
+
 
 class PeerLink:
     """The client's side of one session with the local peer. Make one with `PeerLink.open`.
@@ -293,6 +284,7 @@ class PeerLink:
             self.companions.rest()
         if self.needs_tidying:
             self.stir()
+
 
 def _one_way(kind: LocalKind, message: Message) -> bytes:
     return encode_frame(kind, 0, message, flags=ONE_WAY)

@@ -1,46 +1,42 @@
 """Clients that read in their peer's table what other peers hold, while those put, remove, flush and die."""
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+
+import asyncio
+import errno
+import gc
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from p2pstore import aio
-from p2pstore import blocking
-from p2pstore import connect
-from p2pstore import open_peer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from p2pstore import aio, blocking, connect, open_peer
 from p2pstore.blocking import BlockingClient
 from p2pstore.client import holder_reads
 from p2pstore.client.known_holders import KnownHolders
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.session import ClientSession
 from p2pstore.config import PeerConfig
-from p2pstore.errors import BufferTooSmall
-from p2pstore.errors import ConfigError
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import StoreClosed
-from p2pstore.errors import Unavailable
+from p2pstore.errors import (
+    BufferTooSmall,
+    ConfigError,
+    DeadlineExceeded,
+    NoSuchKey,
+    StoreClosed,
+    Unavailable,
+)
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import key_digest
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.small_reads import Part
-from p2pstore.transfer.reading.small_reads import Parts
+from p2pstore.transfer.reading.small_reads import Part, Parts
 from p2pstore.transfer.transport import RemotePeer
-from pathlib import Path
-from tests.cluster.processes import PeerProcess
-from tests.cluster.processes import new_cluster
-from tests.cluster.processes import until
-from trio.testing import wait_all_tasks_blocked
-from typing import Any
-import asyncio
-import errno
-import gc
-import os
-import pytest
-import signal
-import trio
+from tests.cluster.processes import PeerProcess, new_cluster, until
 
 SECONDS = 30.0
 COUNT = 200
@@ -49,11 +45,13 @@ Read = Callable[[], Awaitable[None]]
 Gather = Callable[[Sequence[Read], Callable[[], None]], Awaitable[None]]
 ASKING = (LocalKind.CONTAINS, LocalKind.MATCH_PREFIX, LocalKind.PLAN)
 
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[list[PeerProcess]]:
     with new_cluster(2, halves=False) as cluster:
         cluster.start_first("--network", "local")
         yield cluster.peers
+
 
 @pytest.fixture(scope="module")
 def far_pair() -> Iterator[list[PeerProcess]]:
@@ -61,6 +59,7 @@ def far_pair() -> Iterator[list[PeerProcess]]:
     with new_cluster(2, halves=False) as cluster:
         cluster.start_first(*FAR)
         yield cluster.peers
+
 
 @pytest.fixture
 def questions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -79,11 +78,14 @@ def questions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(PeerLink, name, counted)
     return asked
 
+
 def keys_of(word: str) -> list[str]:
     return [f"{word}-{number}" for number in range(COUNT)]
 
+
 def put_all(holder: BlockingClient, keys: list[str]) -> None:
     assert all(result.ok for result in holder.put_many([(key, b"value") for key in keys]))
+
 
 def until_unasked(asked: list[str], reads: Callable[[], None]) -> None:
     """Have `reads` pass without a question; not at once, perhaps: in the moment in which the peer changes its table,
@@ -96,10 +98,12 @@ def until_unasked(asked: list[str], reads: Callable[[], None]) -> None:
 
     until(unasked, SECONDS)
 
+
 def answers_alone(client: BlockingClient, keys: list[str], asked: list[str]) -> bool:
     """Whether all of them are found without a question."""
     asked.clear()
     return all(client.contains_many(keys)) and not asked
+
 
 def test_keys_elsewhere_need_no_question(pair: list[PeerProcess], questions: list[str]) -> None:
     holder, reader = pair[0].client, pair[1].client
@@ -126,6 +130,7 @@ def test_keys_elsewhere_need_no_question(pair: list[PeerProcess], questions: lis
         assert reader.contains("mine")
 
     until_unasked(questions, reads_own)
+
 
 def test_holders_that_were_named_are_found_again(
     pair: list[PeerProcess], questions: list[str]
@@ -155,6 +160,7 @@ def test_holders_that_were_named_are_found_again(
         holder.put(keys[2], b"newer", overwrite=True)
         until(lambda: reader.get(keys[2]) == b"newer", SECONDS)
 
+
 def test_a_holder_that_came_back_elsewhere_is_found(pair: list[PeerProcess]) -> None:
     holder, keys = pair[0], keys_of("moved")
     with blocking.connect(pair[1].ready["socket"]) as reader:
@@ -167,6 +173,7 @@ def test_a_holder_that_came_back_elsewhere_is_found(pair: list[PeerProcess]) -> 
         holder.client.put(keys[1], b"after")
         until(lambda: reader.contains(keys[1]), SECONDS)
         assert reader.get(keys[1]) == b"after"
+
 
 def test_the_only_holder_on_another_host_is_read_without_a_plan(
     far_pair: list[PeerProcess], questions: list[str]
@@ -197,6 +204,7 @@ def test_the_only_holder_on_another_host_is_read_without_a_plan(
         assert isinstance(gone.error, NoSuchKey)
         assert there.value == len(values[keys[5]])
 
+
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str | int]:
     """How many small objects each request of clients of this process asks for, and when they look up many."""
@@ -218,6 +226,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str | int]:
     monkeypatch.setattr(DataPool, "pull_small_parts", counted_parts)
     monkeypatch.setattr(KnownHolders, "only_many", counted_look_up)
     return taken
+
 
 def test_a_batch_asks_the_first_ones_holder_before_it_looks_up_the_others(
     far_pair: list[PeerProcess], questions: list[str], steps: list[str | int]
@@ -272,6 +281,7 @@ def test_a_batch_asks_the_first_ones_holder_before_it_looks_up_the_others(
         steps.clear()
         read(reader, [here[0], *keys])
         assert steps[0] == "looked up", "the first one is here"
+
 
 async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
     far_pair: list[PeerProcess], monkeypatch: pytest.MonkeyPatch
@@ -351,6 +361,7 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
         await read_at_once(client, 0, gather_in_trio)
     await trio.to_thread.run_sync(lambda: asyncio.run(in_asyncio()))
 
+
 def test_the_only_holder_on_another_host_may_move(far_pair: list[PeerProcess]) -> None:
     holder, keys = far_pair[0], keys_of("far moved")
     with blocking.connect(far_pair[1].ready["socket"]) as reader:
@@ -370,6 +381,7 @@ def test_the_only_holder_on_another_host_may_move(far_pair: list[PeerProcess]) -
         rooms = [(key, bytearray(5)) for key in keys[1:4]]
         assert [result.value for result in reader.get_many_into(rooms)] == [5, 5, 5]
 
+
 def test_a_flush_is_seen_at_once(pair: list[PeerProcess], questions: list[str]) -> None:
     with (
         blocking.connect(pair[0].ready["socket"], namespace="flushed") as holder,
@@ -385,6 +397,7 @@ def test_a_flush_is_seen_at_once(pair: list[PeerProcess], questions: list[str]) 
         until(lambda: all(reader.contains_many(keys)), SECONDS)
     assert pair[1].client.contains("mine")  # another namespace
 
+
 def test_a_peer_that_is_stopped_is_asked(pair: list[PeerProcess], questions: list[str]) -> None:
     holder = pair[0].client
     keys = keys_of("stopped")
@@ -394,6 +407,7 @@ def test_a_peer_that_is_stopped_is_asked(pair: list[PeerProcess], questions: lis
         with pair[1].stopped(), pytest.raises(DeadlineExceeded):
             until(lambda: not reader.contains(keys[0]), SECONDS)
         until(lambda: answers_alone(reader, keys, questions), SECONDS)
+
 
 def test_what_a_dead_peer_held_is_not_there(pair: list[PeerProcess], questions: list[str]) -> None:
     keys = keys_of("dies")
@@ -413,9 +427,11 @@ def test_what_a_dead_peer_held_is_not_there(pair: list[PeerProcess], questions: 
     put_all(pair[0].client, keys)
     until(lambda: answers_alone(reader, keys, questions), SECONDS)
 
+
 def open_tables() -> int:
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return sum("p2pstore-locations" in link for link in links)
+
 
 async def test_a_table_goes_with_its_peer_and_its_clients(tmp_path: Path) -> None:
     gc.collect()
@@ -432,6 +448,7 @@ async def test_a_table_goes_with_its_peer_and_its_clients(tmp_path: Path) -> Non
         finally:
             gc.enable()
 
+
 def config_in(folder: Path) -> PeerConfig:
     return PeerConfig(
         memory="16MiB",
@@ -439,6 +456,7 @@ def config_in(folder: Path) -> PeerConfig:
         state_dir=str(folder / "state"),
         socket=str(folder / "peer.sock"),
     )
+
 
 async def test_without_room_to_map_the_table_the_peer_is_asked(
     tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch
@@ -451,6 +469,7 @@ async def test_without_room_to_map_the_table_the_peer_is_asked(
         async with open_peer(config_in(tmp_path)) as peer:
             assert not await peer.contains("nowhere")
             assert questions == ["CONTAINS"]
+
 
 async def test_without_a_table_the_peer_is_asked(
     tmp_path: Path, questions: list[str], monkeypatch: pytest.MonkeyPatch

@@ -2,44 +2,10 @@
 to another process."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import ExitStack
-from functools import partial
-from p2pstore import blocking
-from p2pstore import errors
-from p2pstore.client import host_neighbours as neighbours
-from p2pstore.client import leasing
-from p2pstore.client.host_neighbours import Neighbours
-from p2pstore.client.peer_link import PeerLink
-from p2pstore.local import local_connection
-from p2pstore.local import local_greeting
-from p2pstore.local import local_messages as local
-from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_greeting import Opening
-from p2pstore.local.local_protocol import Access
-from p2pstore.local.local_protocol import LocalKind
-from p2pstore.objects import MIB
-from p2pstore.objects import key_digest
-from p2pstore.runtime.blocking_streams import BlockingDriver
-from p2pstore.runtime.blocking_streams import BlockingStream
-from p2pstore.runtime.blocking_streams import run_blocking
-from p2pstore.runtime.streams import ByteStream
-from pathlib import Path
-from tests.contract.small_peer import PEER_ID
-from tests.contract.small_peer import small_peer
-from tests.contract.worlds import ASYNC_WORLDS
-from tests.contract.worlds import Cluster
-from tests.contract.worlds import Store
-from tests.contract.worlds import WORLDS
-from tests.contract.worlds import open_cluster
-from tests.contract.worlds import until
-from typing import Any
+
 import gc
 import itertools
-import numpy as np
 import os
-import pytest
 import random
 import signal
 import socket
@@ -48,17 +14,45 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2pstore import blocking, errors
+from p2pstore.client import host_neighbours as neighbours
+from p2pstore.client import leasing
+from p2pstore.client.host_neighbours import Neighbours
+from p2pstore.client.peer_link import PeerLink
+from p2pstore.local import local_connection, local_greeting
+from p2pstore.local import local_messages as local
+from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
+from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.objects import MIB, key_digest
+from p2pstore.runtime.blocking_streams import BlockingDriver, BlockingStream, run_blocking
+from p2pstore.runtime.streams import ByteStream
+from tests.contract.small_peer import PEER_ID, small_peer
+from tests.contract.worlds import ASYNC_WORLDS, WORLDS, Cluster, Store, open_cluster, until
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with open_cluster() as running:
         yield running
 
+
 @pytest.fixture(params=WORLDS)
 def store(request: pytest.FixtureRequest, cluster: Cluster) -> Store:
     return cluster.stores[request.param]
 
+
 _numbers = itertools.count()
+
 
 @pytest.fixture
 def key(cluster: Cluster) -> Iterator[str]:
@@ -70,15 +64,18 @@ def key(cluster: Cluster) -> Iterator[str]:
     cluster.distant.remove_many([each.key for each in page.keys])
     until(lambda: not cluster.stores["blocking"].list_keys(prefix).keys)
 
+
 def nothing_is_leased(cluster: Cluster) -> bool:
     """A test that expected an error leaves its views as garbage. That is collected each time: while another thread is
     collecting, the first call does nothing."""
     gc.collect()
     return leased_bytes(cluster, "far") == leased_bytes(cluster, "near") == 0
 
+
 def leased_bytes(cluster: Cluster, name: str) -> int:
     leased: int = cluster.on_near(lambda: getattr(cluster, name).node.core.segment.leased_bytes)
     return leased
+
 
 def is_near(cluster: Cluster, key: str) -> bool:
     """Whether the store's own peer holds a copy."""
@@ -86,12 +83,14 @@ def is_near(cluster: Cluster, key: str) -> bool:
     segment = cluster.near.node.core.segment
     return cluster.on_near(lambda: segment.find(digest, time.time()) is not None)
 
+
 def put_far(cluster: Cluster, key: str, value: Any, **options: Any) -> None:
     """Put at the far peer, and wait until the near one knows."""
     cluster.distant.put(key, value, **options)
     version = cluster.distant.locate(key)[0].version
     store = cluster.stores["blocking"]
     until(lambda: [each.version for each in store.locate(key)] == [version])
+
 
 def spoil(cluster: Cluster, key: str) -> None:
     """One bit of the far peer's copy changes."""
@@ -104,20 +103,25 @@ def spoil(cluster: Cluster, key: str) -> None:
 
     cluster.on_near(flip)
 
+
 def live(store: Store) -> Any:
     """What a store's client has open."""
     session = store.real._session if store.world == "blocking" else store.real
     return session._live
 
+
 def neighbours_of(store: Store) -> Neighbours:
     found: Neighbours = live(store).neighbours
     return found
+
 
 def until_known(store: Store, key: str) -> None:
     """The far peer is known to have it, and how to get there: the near one has nothing to say."""
     until(lambda: live(store).fetcher.holders.known.only(key_digest(key)) is not None)
 
+
 # --- in every world -----------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("length", [0, 1, 4096, MIB + 1, 40 * MIB])
 def test_a_view_of_a_neighbours_memory(
@@ -133,6 +137,7 @@ def test_a_view_of_a_neighbours_memory(
         assert again == view
     assert not is_near(cluster, key)
     del view, again
+
 
 @pytest.mark.parametrize("length", [1, 4096, MIB, 5 * MIB + 1])
 def test_copies_out_of_a_neighbours_memory_after_the_first_need_no_plan(
@@ -156,6 +161,7 @@ def test_copies_out_of_a_neighbours_memory_after_the_first_need_no_plan(
         store.get_into(key, into[: length - 1])
     assert too_small.value.needed == length
 
+
 def test_a_neighbours_copy_that_was_replaced_or_spoilt_or_is_too_old_is_not_delivered(
     store: Store, key: str, cluster: Cluster
 ) -> None:
@@ -175,6 +181,7 @@ def test_a_neighbours_copy_that_was_replaced_or_spoilt_or_is_too_old_is_not_deli
     with pytest.raises(errors.NoSuchKey):
         store.get_into(key + "old", into)
 
+
 def test_on_request_the_local_peer_holds_it(store: Store, key: str, cluster: Cluster) -> None:
     put_far(cluster, key, b"value")
     assert store.take_lease(key) == b"value"
@@ -184,6 +191,7 @@ def test_on_request_the_local_peer_holds_it(store: Store, key: str, cluster: Clu
     store.pin(key)
     with pytest.raises(TypeError, match="here"):
         store.take_lease(key, here=1)
+
 
 def test_a_key_that_is_on_its_way(store: Store, key: str, cluster: Cluster) -> None:
     timer = threading.Timer(0.1, cluster.distant.put, (key, b"value"))
@@ -195,6 +203,7 @@ def test_a_key_that_is_on_its_way(store: Store, key: str, cluster: Cluster) -> N
     with pytest.raises(errors.NoSuchKey, match="never"):
         store.take_lease(key + "never", wait=0.1)
     assert time.monotonic() - began >= 0.1
+
 
 def test_a_view_outlives_what_becomes_of_its_key(store: Store, key: str, cluster: Cluster) -> None:
     put_far(cluster, key, b"first" * 1000)
@@ -212,6 +221,7 @@ def test_a_view_outlives_what_becomes_of_its_key(store: Store, key: str, cluster
         cluster.distant.put(f"{key}{number}", np.full(40 * MIB, number, np.uint8))
     assert (first, second) == (b"first" * 1000, b"second" * 1000)
 
+
 def test_what_was_removed_here_is_not_found_there(store: Store, key: str, cluster: Cluster) -> None:
     put_far(cluster, key, b"value")
     view = store.take_lease(key)
@@ -219,6 +229,7 @@ def test_what_was_removed_here_is_not_found_there(store: Store, key: str, cluste
     with pytest.raises(errors.NoSuchKey):  # whether the neighbour has heard of it or not
         store.take_lease(key)
     assert view == b"value"
+
 
 def test_an_object_expires_under_its_view(key: str, cluster: Cluster) -> None:
     store = cluster.stores["blocking"]
@@ -229,6 +240,7 @@ def test_an_object_expires_under_its_view(key: str, cluster: Cluster) -> None:
         store.take_lease(key)
     assert view == b"value"
 
+
 def test_who_holds_too_much_at_a_neighbour_has_the_rest_brought_here(
     store: Store, key: str, cluster: Cluster
 ) -> None:
@@ -237,6 +249,7 @@ def test_who_holds_too_much_at_a_neighbour_has_the_rest_brought_here(
     views = [store.take_lease(f"{key}{number}") for number in range(3)]
     assert [view[-1] for view in views] == [0, 1, 2]
     assert [is_near(cluster, f"{key}{number}") for number in range(3)] == [False, False, True]
+
 
 def test_many_at_once(store: Store, key: str, cluster: Cluster) -> None:
     names = [f"{key}{number}" for number in range(40)]
@@ -247,6 +260,7 @@ def test_many_at_once(store: Store, key: str, cluster: Cluster) -> None:
     assert [bytes(view[:1]) for view in views] == [bytes([number]) for number in range(40)] * 2
     assert not any(is_near(cluster, name) for name in names)
     del views
+
 
 def test_what_does_not_fit_together_is_brought_one_by_one(
     store: Store, key: str, cluster: Cluster
@@ -261,6 +275,7 @@ def test_what_does_not_fit_together_is_brought_one_by_one(
     assert sum(each.ok for each in views) == 3
     assert {type(each.error) for each in views if not each.ok} == {errors.LeaseLimitExceeded}
     del views
+
 
 def test_a_batch_of_copies(
     store: Store, key: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
@@ -296,6 +311,7 @@ def test_a_batch_of_copies(
         assert all(each.ok for each in got[5:])
         assert buffers[5:] == values[5:]
 
+
 def test_a_batch_of_views(store: Store, key: str, cluster: Cluster) -> None:
     names = [f"{key}{number}" for number in range(300)]
     for number, name in enumerate(names):
@@ -312,6 +328,7 @@ def test_a_batch_of_views(store: Store, key: str, cluster: Cluster) -> None:
     assert all(is_near(cluster, name) for name in names[1::3])
     del views, first
 
+
 def test_a_batch_beyond_what_a_client_may_hold_at_a_neighbour(
     store: Store, key: str, cluster: Cluster
 ) -> None:
@@ -321,6 +338,7 @@ def test_a_batch_beyond_what_a_client_may_hold_at_a_neighbour(
     assert [each.unwrap()[-1] for each in views] == [0, 1, 2]
     assert sum(is_near(cluster, f"{key}{number}") for number in range(3)) == 1
     del views
+
 
 def test_a_batch_shows_nothing_that_was_replaced_or_removed(
     store: Store, key: str, cluster: Cluster
@@ -337,6 +355,7 @@ def test_a_batch_shows_nothing_that_was_replaced_or_removed(
     assert bytes(again[2].unwrap()) == b"first" * 1000
     assert all(bytes(each.unwrap()) == b"first" * 1000 for each in views)
     del views, again
+
 
 @pytest.mark.parametrize("world", ASYNC_WORLDS)
 def test_batches_cancelled_at_any_point_leak_nothing(
@@ -364,6 +383,7 @@ def test_batches_cancelled_at_any_point_leak_nothing(
     assert [bytes(each.unwrap()) for each in views] == [bytes([n]) * 5000 for n in range(200)]
     del views
 
+
 @pytest.mark.parametrize("world", ASYNC_WORLDS)
 def test_cancelled_at_any_point_nothing_leaks(world: str, cluster: Cluster, key: str) -> None:
     store, rng = cluster.stores[world], random.Random(1)
@@ -379,6 +399,7 @@ def test_cancelled_at_any_point_nothing_leaks(world: str, cluster: Cluster, key:
     assert leased_bytes(cluster, "far") > 0
     del kept
 
+
 @pytest.mark.parametrize("world", ["blocking", "asyncio"])
 def test_leases_end_with_the_store(world: str, cluster: Cluster, key: str) -> None:
     store = cluster.store(world)
@@ -388,6 +409,7 @@ def test_leases_end_with_the_store(world: str, cluster: Cluster, key: str) -> No
     store.aclose() if world == "asyncio" else store.close()
     until(lambda: leased_bytes(cluster, "far") == 0)
     assert view == b"value" * 1000
+
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("world", WORLDS)
@@ -414,7 +436,9 @@ def test_a_forked_child_leaves_the_links_alone(world: str, cluster: Cluster, key
     assert store.take_lease(key) == view == b"value"
     assert list(links._open.values()) == before
 
+
 # --- neighbours that do what they should not ----------------------------------------------------
+
 
 class Street:
     """A client of a peer that names others, `houses`, as holders of what they have."""
@@ -456,10 +480,12 @@ class Street:
     def links(self) -> Neighbours:
         return self.client._session._live.neighbours
 
+
 @pytest.fixture
 def street(tmp_path: Path) -> Iterator[Callable[..., Street]]:
     with ExitStack() as stack:
         yield lambda count=1, **settings: Street(tmp_path, stack, count, **settings)
+
 
 def test_a_neighbour_that_hangs_is_given_up_and_left_alone(
     street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch
@@ -484,6 +510,7 @@ def test_a_neighbour_that_hangs_is_given_up_and_left_alone(
     until(lambda: scene.leased() == 0)
     assert scene.view(0, 3) == scene.value(3)
 
+
 def test_after_one_that_hangs_the_next_is_asked(street: Callable[..., Street]) -> None:
     scene = street(2)
     with blocking.connect(str(scene.houses[1].path)) as client:
@@ -497,6 +524,7 @@ def test_after_one_that_hangs_the_next_is_asked(street: Callable[..., Street]) -
         assert scene.client.take_lease("0/1") == scene.value(1)
     assert scene.leased(1) > 0
 
+
 def test_a_neighbour_that_has_gone(street: Callable[..., Street]) -> None:
     scene = street()
     view = scene.view(0)
@@ -505,6 +533,7 @@ def test_a_neighbour_that_has_gone(street: Callable[..., Street]) -> None:
         scene.view(0, 1)
     assert view == scene.value(0)
     until(lambda: not scene.links._retired and not scene.links._open)
+
 
 def test_what_is_older_than_was_said_is_not_shown(street: Callable[..., Street]) -> None:
     scene = street()
@@ -516,6 +545,7 @@ def test_what_is_older_than_was_said_is_not_shown(street: Callable[..., Street])
         scene.view(0, clock=1_000_000)
     assert view == scene.value(0)
 
+
 @pytest.mark.parametrize("wrong", [{"peer_id": b"another"}, {"socket": "/nowhere/x.sock"}])
 def test_another_peer_or_none_at_that_path(
     street: Callable[..., Street], wrong: dict[str, Any]
@@ -525,6 +555,7 @@ def test_another_peer_or_none_at_that_path(
         scene.view(0, **wrong)
     assert not scene.links._open
     assert scene.view(0) == scene.value(0)
+
 
 @pytest.mark.parametrize("elsewhere", [{"same_host": False}, {"socket": ""}])
 def test_holders_that_clients_are_not_to_use_so(
@@ -536,6 +567,7 @@ def test_holders_that_clients_are_not_to_use_so(
         scene.view(0, **elsewhere)
     assert len(scene.houses[0].backend.clients) == 1  # who put the values
     assert LocalKind.LEASE in scene.own.backend.requests
+
 
 def test_an_older_copy_nearby_is_passed_over(street: Callable[..., Street]) -> None:
     scene = street()
@@ -551,6 +583,7 @@ def test_an_older_copy_nearby_is_passed_over(street: Callable[..., Street]) -> N
     with pytest.raises(errors.NoSuchKey):
         scene.client.take_lease(key)
     assert not scene.links._open
+
 
 def test_a_link_is_not_closed_while_a_first_view_is_taken_by_it(
     street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch
@@ -582,6 +615,7 @@ def test_a_link_is_not_closed_while_a_first_view_is_taken_by_it(
         owner.put_many([(f"other {number}", bytes(MIB)) for number in range(40)])
     assert view == scene.value(1)
 
+
 @pytest.mark.parametrize("gives_pages", [False, True])
 def test_links_are_limited(
     street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch, gives_pages: bool
@@ -608,6 +642,7 @@ def test_links_are_limited(
     until(lambda: scene.leased(0) == scene.leased(2) == 0)
     assert scene.view(3) == scene.value(0)
     assert connected() == [paths[2], paths[3]]
+
 
 def test_an_interrupt_costs_a_link_but_no_view(
     street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch
@@ -636,6 +671,7 @@ def test_an_interrupt_costs_a_link_but_no_view(
     until(lambda: not scene.links._retired)
     until(lambda: scene.leased() == 0)
 
+
 def test_threads_share_links(street: Callable[..., Street]) -> None:
     """The first calls, which open the link, and later ones; while others close what is left over."""
     scene = street(2)
@@ -662,6 +698,7 @@ def test_threads_share_links(street: Callable[..., Street]) -> None:
     assert [len(house.backend.clients) for house in scene.houses] == [2, 2]
     until(lambda: scene.leased(0) == scene.leased(1) == 0)
 
+
 def test_leases_end_as_the_program_does(street: Callable[..., Street]) -> None:
     """Though the client was not closed: the peers need not find out."""
     scene = street()
@@ -678,7 +715,9 @@ print(len(view))
     assert (done.stdout, done.stderr) == (b"100000\n", b"")
     until(lambda: scene.leased() == 0)
 
+
 NOBODY = 65_534
+
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_a_socket_of_another_user_is_not_used() -> None:
@@ -686,6 +725,7 @@ def test_a_socket_of_another_user_is_not_used() -> None:
     with tempfile.TemporaryDirectory() as folder:  # which others can get to
         Path(folder).chmod(0o777)
         refuse_another_user(Path(folder) / "other.sock")
+
 
 def refuse_another_user(path: Path) -> None:
     command = [sys.executable, "-c", LISTENER, str(path), str(NOBODY)]
@@ -702,6 +742,7 @@ def refuse_another_user(path: Path) -> None:
         finally:
             process.kill()
 
+
 LISTENER = """
 import os, socket, sys
 os.setuid(int(sys.argv[2]))
@@ -715,6 +756,7 @@ while True:
     kept = connection
 """
 
+
 def connect(path: Path, users: set[int]) -> None:
     run_blocking(
         LocalConnection.open(
@@ -724,6 +766,7 @@ def connect(path: Path, users: set[int]) -> None:
             0.2,
         )
     )
+
 
 def test_whom_a_client_trusts(
     street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch

@@ -5,44 +5,34 @@ when the owner is gone. Objects are copied without a lease and verified on the c
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import P2PStoreError
-from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_greeting import Opening
-from p2pstore.local.local_messages import ItemError
-from p2pstore.local.local_messages import Lease
-from p2pstore.local.local_messages import Leased
-from p2pstore.local.local_messages import Release
-from p2pstore.local.local_protocol import Access
-from p2pstore.local.local_protocol import LocalKind
-from p2pstore.objects import DEFAULT_NAMESPACE
-from p2pstore.objects import Version
-from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
-from p2pstore.runtime.streams import Driver
-from p2pstore.transfer.reading.arriving import Announced
-from p2pstore.transfer.reading.segment_reader import Copied
-from p2pstore.transfer.reading.segment_reader import SegmentReader
-from p2pstore.transfer.reading.segment_reader import Spots
-from p2pstore.transfer.reading.segment_reader import expired
-from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transport import Destination
-from p2pstore.transfer.transport import PullFailed
-from p2pstore.transfer.transport import Pulled
-from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.transfer.transport import checked_view
-from p2pstore.transfer.transport import too_small
-from p2pstore.transfer.transport import watch_of
-from p2pstore.wire import Code
-from p2pstore.wire import ONE_WAY
-from p2pstore.wire import encode_frame
-from typing import Final
+
 import threading
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from p2pstore.errors import DeadlineExceeded, P2PStoreError
+from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
+from p2pstore.local.local_messages import ItemError, Lease, Leased, Release
+from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.objects import DEFAULT_NAMESPACE, Version
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
+from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.transfer.reading.segment_reader import Copied, SegmentReader, Spots, expired
+from p2pstore.transfer.transfer_trace import ReadWatch
+from p2pstore.transfer.transport import (
+    Destination,
+    Pulled,
+    PullFailed,
+    RemoteCopy,
+    checked_view,
+    too_small,
+    watch_of,
+)
+from p2pstore.wire import ONE_WAY, Code, encode_frame
 
 MAX_TORN_READS: Final = 3
 """Reads of one object that found it changing, before the owner is asked instead."""
@@ -54,6 +44,7 @@ RoomsFor = Callable[[Sequence[int], Sequence[int]], Sequence[memoryview]]
 nothing."""
 NOT_THERE: Final = "the object is not in the holder's memory segment"
 ON_SSD: Final = "on its holder's SSD, who is asked for it over tcp"
+
 
 async def copy_spots(
     driver: Driver,
@@ -82,6 +73,7 @@ async def copy_spots(
         await driver.run_in_thread(step)
     return done
 
+
 async def read_mapped(
     driver: Driver, reader: SegmentReader, digest: bytes, destination: Destination
 ) -> Copied | None:
@@ -104,6 +96,7 @@ async def read_mapped(
             return Copied(slot.length, slot, trailer)
     return None
 
+
 async def copy_into(
     driver: Driver,
     readers: Sequence[SegmentReader],
@@ -122,6 +115,7 @@ async def copy_into(
             if (await copy_spots(driver, reader, spots, [view]))[0]:
                 return length
     return None
+
 
 async def copy_many(
     driver: Driver,
@@ -147,10 +141,12 @@ async def copy_many(
                 lengths[place] = length
     return lengths
 
+
 def _refused(error: ItemError) -> PullFailed:
     """The holder did not bring the object. It is not there any more, or something kept the holder from it."""
     gone = error.code == Code.NO_SUCH_KEY
     return PullFailed(Code.NO_SUCH_KEY if gone else Code.BUSY, error.text)
+
 
 @dataclass(slots=True)
 class _MappedPeer:
@@ -192,6 +188,7 @@ class _MappedPeer:
             connection.close()
         self.readers = []
         self.ended = []
+
 
 class ShmTransport:
     """The `Transport` for peers of the same host. Keeps one session per peer; `close` ends them."""
