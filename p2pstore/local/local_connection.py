@@ -1,6 +1,6 @@
 """The client's end of the local socket: hello, mapped segments, pipelined requests.
 
-Many tasks or threads use one connection at once. Nobody runs in the background: of those who wait
+Many tasks or threads use one connection at once. Nothing runs in the background: of the callers that wait
 for a reply one receives, for all of them, and hands the receiving on when its own reply has come.
 So a lone caller pays for one send and one receive and nothing else, under both drivers.
 """
@@ -180,7 +180,7 @@ class LocalConnection:
                     return reply_in(frame, kind, reply_type)
                 except ProtocolError:
                     raise
-                except BaseException:  # interrupted: nobody looks at it
+                except BaseException:  # interrupted: the caller does not see it
                     if on_late_frame is not None:
                         on_late_frame(frame)
                     raise
@@ -293,7 +293,7 @@ class LocalConnection:
         await self._send()
 
     async def _send(self, frame: bytes = b"") -> None:
-        """Send whole frames: half a frame would spoil the connection for everybody who uses it."""
+        """Send whole frames: half a frame would spoil the connection for all its users."""
         async with self._sending:
             unasked = self.collect_one_way()
             if unasked:
@@ -378,8 +378,8 @@ class LocalConnection:
         return StoreClosed(self._closed_because)
 
     def say_last(self, frames: bytes) -> None:
-        """Send one-way frames before closing, as far as the socket takes them at once: who closes does not
-        wait, and half a frame harms nobody when nothing follows."""
+        """Send one-way frames before closing, as far as the socket takes them at once: closing does not
+        wait, and half a frame does no harm when nothing follows."""
         if self._is_sending or self._closed_because is not None or self.is_inherited:
             return
         with (

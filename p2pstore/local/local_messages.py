@@ -190,7 +190,7 @@ class Peers(Message, frozen=True):
 
 
 class TransportUse(Message, frozen=True):
-    """What this peer and its clients read from a member by one transport. Of those objects that were read one by one,
+    """Reads of this peer and its clients from a member by one transport. Of those objects that were read one by one,
     half took at most `median_microseconds`, 99 % at most `p99_microseconds`, by powers of two; 0 where there were
     none."""
 
@@ -345,7 +345,7 @@ class Plan(Message, frozen=True):
 
 
 class Holder(Message, frozen=True):
-    """One copy: who has it and how to get there. A ticket is good for every object of that peer."""
+    """One copy: its holder and how to get there. A ticket is good for every object of that peer."""
 
     member: int
     peer_id: bytes
@@ -453,7 +453,7 @@ class UnseenRead(Message, frozen=True):
 
 class Report(Message, frozen=True):
     """One way, at most every 100 ms: reads that the peer did not see, and holders that failed. `misses` counts
-    reads that ended without the value: nobody had it, or nobody who has it could be reached."""
+    reads that ended without the value: it had no holder, or none that could be reached."""
 
     accesses: Annotated[list[AccessCount], MANY]
     failures: Annotated[list[HolderFailure], MANY] = []

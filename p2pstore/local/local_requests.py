@@ -1,4 +1,4 @@
-"""Requests on their way to the local peer: who waits for which reply. No I/O of its own.
+"""Requests on their way to the local peer: which caller waits for which reply. No I/O of its own.
 
 `LocalConnection` sends and receives; here is what it remembers of each request, and the handle that is given to
 who wants the reply later.
@@ -201,7 +201,7 @@ class RequestAhead(Generic[M]):
         return reply_in(frame, self._kind, self._reply_type)
 
     def abandon(self) -> None:
-        """Nobody wants the reply. Does nothing after `receive`."""
+        """Give the reply up. Does nothing after `receive`."""
         if self._is_open:
             self._is_open = False
             self._connection.give_up(self._waiter, self._on_late_frame)
@@ -210,7 +210,7 @@ class RequestAhead(Generic[M]):
 def late_frame(
     on_late_reply: Callable[[M], None] | None, kind: LocalKind, reply_type: type[M]
 ) -> LateFrame | None:
-    """What takes a frame that comes after its request was given up."""
+    """The function that takes a frame that comes after its request was given up."""
     if on_late_reply is None:
         return None
 

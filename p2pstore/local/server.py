@@ -62,10 +62,10 @@ logger = logging.getLogger("p2pstore.local")
 MAX_IN_FLIGHT: Final = 64
 HELLO_SECONDS: Final = 5.0
 SEND_SECONDS: Final = 30.0
-"""A client that takes none of its answers for so long is cut off."""
+"""A client that takes none of its answers in this time is cut off."""
 RECEIVE_BYTES: Final = 64 * 1024
 TURN_SECONDS: Final = 0.0005
-"""For so long a connection goes on answering without giving up its turn of the event loop."""
+"""Time in which a connection goes on answering without giving up its turn of the event loop."""
 MAX_PASSED: Final = 1
 MAX_OUTGOING_BYTES: Final = 16 * 1024 * 1024
 
@@ -132,7 +132,7 @@ class RequestObserver(Protocol):
     """Is told of every request, for statistics. Quick; what it raises is an error of this peer."""
 
     def began(self, kind: LocalKind, message: Message) -> object:
-        """A request is not answered at once; what is returned comes back with its answer."""
+        """A request is not answered at once; the returned value comes back with its answer."""
         ...
 
     def answered(
@@ -198,7 +198,7 @@ class _Connection:
         self._observed: list[tuple[LocalKind, Message, Message | Exception | None, float]] = []
         """Requests that were answered at once, which the observer is still to be told of."""
         self._one_way: deque[Awaitable[None]] = deque()
-        """What is left to do of requests that nobody waits for: it is done before more is received."""
+        """Unfinished one-way requests: they are done before more is received."""
         self._passed: list[int] = []
         """Descriptors that came with the hello."""
 
@@ -246,10 +246,10 @@ class _Connection:
                 data = await self._receive() if received is None else received
                 if not data:
                     break
-            nursery.cancel_scope.cancel()  # nobody is left to hear the answers
+            nursery.cancel_scope.cancel()  # the client has gone: answers are of no use
 
     def _receive_now(self) -> bytes | None:
-        """What has come already: where a lone caller runs on the same core, its next request often has, and a
+        """Bytes that have come already: where a lone caller runs on the same core, its next request often has, and a
         turn of the event loop would cost more than answering it. None when nothing has, or others must have
         their turn."""
         if time.monotonic() - self._turn_began > TURN_SECONDS:
@@ -452,7 +452,7 @@ class _Connection:
         await self._send(_answer(header, answer))
 
     def _tell_observer(self, client: LocalClient) -> None:
-        """Of what was answered at once: only then, as nobody is to wait for it."""
+        """Of requests answered at once: only after their answers, which do not wait for it."""
         observed, self._observed = self._observed, []
         if self._observer is not None:
             for kind, message, answer, seconds in observed:
@@ -486,7 +486,7 @@ class _Connection:
 
 
 async def _call_off(outcome: Awaitable[object]) -> None:
-    """Have an answer end that nobody will wait for: what it began goes on otherwise."""
+    """Cancel an answer that is not needed: the work that it began goes on otherwise."""
     with trio.CancelScope() as scope, contextlib.suppress(Exception):
         scope.cancel()
         await outcome
