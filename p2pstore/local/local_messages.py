@@ -1,10 +1,4 @@
-"""Messages on the local socket, between a client and the peer of its host. Pure.
-
-The client sends the preface `P2PSTORL` and HELLO. The reply carries, as SCM_RIGHTS, one descriptor for
-each memory of each segment, in the order of `segments` and their `pieces`: read-only for READ access, writable for
-WRITE. Afterwards requests may be pipelined; replies come in any order. What a connection reserved or leased ends
-with it.
-"""
+"""Messages on the local socket, between a client and the peer of its host; `local_protocol` has their kinds. Pure."""
 
 from __future__ import annotations
 
@@ -100,8 +94,7 @@ class Abort(Message, frozen=True):
 
 
 class Place(Message, frozen=True):
-    """Which peers could hold a value that this one has no room for? Older clients do not say its namespace, nor
-    whether it is to be pinned."""
+    """Ask for peers that could hold a value without room here. Older clients say neither namespace nor pin."""
 
     digest: bytes
     length: int
