@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Annotated, Final
 
 from msgspec import Meta
 
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import KeyEntry, PutFacts
 from p2pstore.wire import Message
 
 MAX_BATCH: Final = 16_384
@@ -24,7 +23,6 @@ class ItemError(Message, frozen=True):
 
 
 OK = ItemError()
-
 
 # --- put -------------------------------------------------------------------------------------
 
@@ -67,12 +65,6 @@ class Commit(Message, frozen=True):
     deadline_ms: int = 5000
     again: Annotated[list[ReserveItem], MANY] = []
     at_hand: bool = False
-
-
-class PutStatus(IntEnum):
-    CREATED = 0
-    UNCHANGED = 1
-    KEPT_EXISTING = 2
 
 
 class PutOutcome(Message, frozen=True):
@@ -134,7 +126,6 @@ class StoredElsewhere(Message, frozen=True):
 
 # --- get -------------------------------------------------------------------------------------
 
-
 # --- the rest --------------------------------------------------------------------------------
 
 
@@ -158,18 +149,6 @@ class ListKeys(Message, frozen=True):
     local: bool = False
     pinned: bool = False
     deadline_ms: int = 5000
-
-
-class KeyEntry(Message, frozen=True):
-    key: str
-    length: int
-    copies: int
-    peers: list[str]
-    pin: int
-    soft: bool
-    expires_unix_ms: int
-    clock: int = 0
-    writer: int = 0
 
 
 class Keys(Message, frozen=True):

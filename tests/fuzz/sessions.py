@@ -235,7 +235,7 @@ def _slot_of(victim: Victim, key: str) -> tuple[bytes, bytes]:
         segment = peer.node.core.segment
         entry = segment.find(key_digest(key), 0.0)
         if entry is not None:
-            return segment.slot_bytes(entry), segment.trailer_bytes(entry)
+            return segment.table.slot_bytes(entry), segment.table.trailer_bytes(entry)
     return bytes(64), b""
 
 
