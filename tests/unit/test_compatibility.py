@@ -51,6 +51,7 @@ from p2pstore.gossip.records import (
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.memory.entries import Written
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
@@ -576,8 +577,7 @@ def test_a_version_that_was_not_offered_is_refused(tmp_path: Path) -> None:
         opening = LocalConnection.open(
             BlockingDriver(),
             str(tmp_path / "s"),
-            namespace="default",
-            access=local_protocol.Access.READ,
+            Opening("default", local_protocol.Access.READ),
         )
         with pytest.raises(ProtocolMismatch, match="the other side 2 to 2"):
             run_blocking(opening)
