@@ -12,7 +12,7 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from p2pstore.checkpoint.content.pieces import MAX_PIECES
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.wire import Empty, Message
 
 MAX_PATTERNS: Final = 256
@@ -252,25 +252,17 @@ class CheckpointRemoved(Message, frozen=True):
     version: bytes
 
 
-REQUESTS: Final[dict[int, type[Message]]] = {
-    LocalKind.CHECKPOINT_PUBLISH: Publish,
-    LocalKind.CHECKPOINT_FETCH: Fetch,
-    LocalKind.CHECKPOINT_PROGRESS: Progress,
-    LocalKind.CHECKPOINT_FOLLOW: Follow,
-    LocalKind.CHECKPOINT_FOLLOW_NEWS: FollowNews,
-    LocalKind.CHECKPOINT_UPDATE: Update,
-    LocalKind.CHECKPOINT_UPDATE_NEWS: UpdateNews,
-    LocalKind.CHECKPOINT_LIST: ListCheckpoints,
-    LocalKind.CHECKPOINT_REMOVE: RemoveCheckpoint,
+MESSAGES: Final[dict[int, tuple[type[Message], type[Message]]]] = {
+    LocalKind.CHECKPOINT_PUBLISH: (Publish, Published),
+    LocalKind.CHECKPOINT_FETCH: (Fetch, Fetched),
+    LocalKind.CHECKPOINT_PROGRESS: (Progress, ProgressReply),
+    LocalKind.CHECKPOINT_FOLLOW: (Follow, Empty),
+    LocalKind.CHECKPOINT_FOLLOW_NEWS: (FollowNews, FollowNewsReply),
+    LocalKind.CHECKPOINT_UPDATE: (Update, Updated),
+    LocalKind.CHECKPOINT_UPDATE_NEWS: (UpdateNews, UpdateNewsReply),
+    LocalKind.CHECKPOINT_LIST: (ListCheckpoints, Checkpoints),
+    LocalKind.CHECKPOINT_REMOVE: (RemoveCheckpoint, CheckpointRemoved),
 }
-REPLIES: Final[dict[int, type[Message]]] = {
-    LocalKind.CHECKPOINT_PUBLISH: Published,
-    LocalKind.CHECKPOINT_FETCH: Fetched,
-    LocalKind.CHECKPOINT_PROGRESS: ProgressReply,
-    LocalKind.CHECKPOINT_FOLLOW: Empty,
-    LocalKind.CHECKPOINT_FOLLOW_NEWS: FollowNewsReply,
-    LocalKind.CHECKPOINT_UPDATE: Updated,
-    LocalKind.CHECKPOINT_UPDATE_NEWS: UpdateNewsReply,
-    LocalKind.CHECKPOINT_LIST: Checkpoints,
-    LocalKind.CHECKPOINT_REMOVE: CheckpointRemoved,
-}
+"""Request and reply of each kind."""
+REQUESTS: Final = {kind: request for kind, (request, _) in MESSAGES.items()}
+REPLIES: Final = {kind: reply for kind, (_, reply) in MESSAGES.items()}

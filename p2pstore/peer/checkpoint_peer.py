@@ -8,7 +8,7 @@ import trio
 
 from p2pstore.checkpoint.content.manifest import SignedManifest
 from p2pstore.checkpoint.peer.surroundings import THREADS
-from p2pstore.gossip.members.membership import MemberState
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import Member, Participation, PeerId
 from p2pstore.peer.node import Node
 from p2pstore.transfer.reading.data_pool import DataPool

@@ -24,7 +24,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     NewPieces,
     kind_of,
 )
-from p2pstore.transfer.frame_link import FrameLink
+from p2pstore.transfer.data_frames import FrameLink
 from p2pstore.wire import ONE_WAY, encode_frame
 
 

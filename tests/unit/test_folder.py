@@ -15,7 +15,7 @@ from p2pstore.checkpoint.content.directory_versions import (
     write_part,
 )
 from p2pstore.errors import ConfigError
-from p2pstore.integrations.mooncake.safetensors_file import read_one, write_one
+from p2pstore.integrations.mooncake.tensor_format import read_one, write_one
 from p2pstore.state.folder import Folder, replace_file
 
 VERSION = bytes(32)

@@ -26,7 +26,7 @@ from p2pstore.checkpoint.client.group_calls import CheckpointGroups, checkpoint_
 from p2pstore.checkpoint.content.pieces import check_piece_bytes, pack_map
 from p2pstore.errors import CheckpointRefused, DeadlineExceeded, NoSuchKey
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.results import CheckpointProgress, FetchedCheckpoint, PublishedCheckpoint
 from p2pstore.wire import Message
 

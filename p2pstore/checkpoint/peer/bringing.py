@@ -18,7 +18,7 @@ from p2pstore.checkpoint.peer.stores import PieceStore, Target
 from p2pstore.checkpoint.peer.surroundings import THREADS, PeerInterface
 from p2pstore.errors import CheckpointChanged, StoreClosed, Unavailable
 from p2pstore.gossip.records import TakesPart, member_of
-from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_tasks import open_background_nursery
 
 HOPE_SECONDS: Final = 10.0
 """A fetch fails when its publisher has withdrawn the version and no neighbour has had a missing piece for this long."""

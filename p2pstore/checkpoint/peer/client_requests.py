@@ -21,7 +21,7 @@ from p2pstore.checkpoint.swarm.group import Stage
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import Participation, TakesPart
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import unix_seconds_from_clock
 from p2pstore.wire import Empty, Message

@@ -28,7 +28,7 @@ from p2pstore.transfer.data_messages import (
     PieceReply,
     PieceStatus,
 )
-from p2pstore.transfer.serving.swarm_serving import OpenedPiece
+from p2pstore.transfer.serving.serving_backends import OpenedPiece
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -41,7 +41,7 @@ TellPart = Callable[[TakesPart, int, str], None]
 
 
 class RunningSwarms:
-    """Satisfies `p2pstore.transfer.serving.swarm_serving.SwarmBackend`; at most one swarm a version."""
+    """Satisfies `p2pstore.transfer.serving.serving_backends.SwarmBackend`; at most one swarm a version."""
 
     def __init__(self) -> None:
         self._runs: dict[bytes, SwarmRun] = {}

@@ -27,8 +27,8 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
 )
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.records import Member
+from p2pstore.transfer.data_frames import LINK_LIMITS, FrameLink
 from p2pstore.transfer.data_messages import SwarmLink
-from p2pstore.transfer.frame_link import LINK_LIMITS, FrameLink
 from p2pstore.wire import ONE_WAY, FrameBuffer, encode_frame
 
 logger = logging.getLogger("p2pstore.peer")
@@ -215,7 +215,7 @@ class SwarmLinks:
 
 @dataclass(frozen=True, slots=True)
 class OfferedSwarmLink:
-    """`p2pstore.transfer.serving.swarm_serving.OfferedLink` of one member."""
+    """`p2pstore.transfer.serving.serving_backends.OfferedLink` of one member."""
 
     links: SwarmLinks
     member: Member

@@ -49,7 +49,7 @@ from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from p2pstore.errors import StoreClosed, Unavailable
 from p2pstore.gossip.records import Member
 from p2pstore.transfer.data_messages import PieceReply, PieceStatus
-from p2pstore.transfer.serving.swarm_serving import OpenedPiece
+from p2pstore.transfer.serving.serving_backends import OpenedPiece
 
 logger = logging.getLogger("p2pstore.peer")
 
