@@ -1,4 +1,4 @@
-"""The safetensors reader: what is good is found, what is broken harms only itself and is named."""
+"""The safetensors reader: good tensors are found; broken ones affect only themselves and are named."""
 
 from __future__ import annotations
 

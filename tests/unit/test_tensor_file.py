@@ -85,7 +85,7 @@ def test_what_has_no_room_is_said_before_anything_is_written(
         write_image(plan_image(TENSORS))
 
 
-def test_it_is_read_from_the_memory_that_nobody_can_change_any_more() -> None:
+def test_it_is_read_from_memory_that_cannot_change_any_more() -> None:
     descriptor = write_image(plan_image(TENSORS))
     with pytest.raises(PermissionError):
         os.pwrite(descriptor, b"x", 0)

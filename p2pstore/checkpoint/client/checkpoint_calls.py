@@ -1,8 +1,8 @@
 """Publishing and fetching through the local peer. Written once for all drivers.
 
 The client opens the directory and passes its descriptor, so that a path means what it means to its user. Each call has
-a connection of its own, and its job ends with that: errors, cancellation and Ctrl-C leave nothing running. What was
-fetched stays for the next time.
+a connection of its own, and its job ends with that: errors, cancellation and Ctrl-C leave nothing running. Fetched
+pieces stay for the next time.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ def forgetting_versions(directory: Path, keep: int, placed: str = "") -> Iterato
     for name in others[: max(0, len(others) + len(staying) - max(1, keep))]:
         state = directory / STATE
         going = state / f"{name}.going"
-        yield from removing_tree(going)  # of an earlier time, which was interrupted
-        (directory / name).rename(going)  # nobody finds half of it
+        yield from removing_tree(going)  # left by an interrupted removal
+        (directory / name).rename(going)  # so that no half version is found
         (state / f"{name}.manifest").unlink()
         _part_file(directory, name).unlink(missing_ok=True)
         yield from removing_tree(going)

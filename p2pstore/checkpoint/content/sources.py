@@ -228,7 +228,7 @@ def _way_out(path: str) -> str:
     """Advice about a path that cannot be published."""
     if path.startswith(RESERVED_PREFIX):
         return (
-            f"they belong to whoever fetched to this directory: publish its `{CURRENT}`, or --exclude "
+            f"they belong to a fetch to this directory: publish its `{CURRENT}`, or --exclude "
             f"'{RESERVED_PREFIX}*'"
         )
     return "rename or --exclude it"
@@ -241,7 +241,7 @@ def _stamp(found: os.stat_result) -> tuple[int, int, int]:
 def _check_unchanged(found: os.stat_result, file: SourceFile) -> None:
     if found.st_size != file.size or _stamp(found) != file.stamp:
         raise CheckpointChanged(
-            f"{file.path}: changed while it was published; publish again when nobody writes to it"
+            f"{file.path}: changed while it was published; publish again when no process writes to it"
         )
 
 

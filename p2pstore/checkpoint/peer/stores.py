@@ -253,7 +253,7 @@ class MemoryTarget:
         return data
 
     def close(self) -> None:
-        """Let go of the memory; what clients have mapped stays as long as they do. May be called twice."""
+        """Free the memory; idempotent. Clients' mappings stay valid."""
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -244,7 +244,7 @@ class Verdict(Enum):
     WAIT = "wait"
     SWITCH = "switch"
     TOO_LATE = "too late"
-    NOBODY = "nobody follows"
+    NO_FOLLOWERS = "no followers"
     """There is no follower, and the time to wait for the first one is over."""
     SUPERSEDED = "superseded"
     """The name has a newer version, or none any more."""
@@ -310,7 +310,7 @@ class GroupUpdate:
         if self._has_enough():
             return Verdict.SWITCH
         if self._lacks_the_first and now >= self._first_by:
-            return Verdict.NOBODY
+            return Verdict.NO_FOLLOWERS
         return Verdict.TOO_LATE if now >= self.deadline else Verdict.WAIT
 
     @property
