@@ -79,8 +79,8 @@ class Fetched(Message, frozen=True):
     unmatched: list[str] = []
 
 
-class Progress(Message, frozen=True):
-    """Ask for the progress of this connection's job. Answered when it differs from `seen`, or after `wait_ms`."""
+class AskNews(Message, frozen=True):
+    """Ask for the state of this connection's job. Answered when its number differs from `seen`, or after `wait_ms`."""
 
     seen: int = 0
     wait_ms: int = 0
@@ -112,13 +112,6 @@ class Follow(Message, frozen=True):
     exclude: list[str] = []
 
 
-class FollowNews(Message, frozen=True):
-    """Ask for the state of this connection's follow. Answered when it differs from `seen`, or after `wait_ms`."""
-
-    seen: int = 0
-    wait_ms: int = 0
-
-
 class FollowNewsReply(Message, frozen=True):
     """`version` is the next one to use, or the one in use; `stage` a `group.Stage`; `current` the version in use; `why`
     the reason of a failure. Versions are empty where there is none."""
@@ -143,13 +136,6 @@ class Update(Message, frozen=True):
     name: str
     timeout_ms: int
     quorum: int = -1
-
-
-class UpdateNews(Message, frozen=True):
-    """Ask for the state of this connection's update. Answered when it differs from `seen`, or after `wait_ms`."""
-
-    seen: int = 0
-    wait_ms: int = 0
 
 
 class FollowerEntry(Message, frozen=True):
@@ -255,11 +241,11 @@ class CheckpointRemoved(Message, frozen=True):
 MESSAGES: Final[dict[int, tuple[type[Message], type[Message]]]] = {
     LocalKind.CHECKPOINT_PUBLISH: (Publish, Published),
     LocalKind.CHECKPOINT_FETCH: (Fetch, Fetched),
-    LocalKind.CHECKPOINT_PROGRESS: (Progress, ProgressReply),
+    LocalKind.CHECKPOINT_PROGRESS: (AskNews, ProgressReply),
     LocalKind.CHECKPOINT_FOLLOW: (Follow, Empty),
-    LocalKind.CHECKPOINT_FOLLOW_NEWS: (FollowNews, FollowNewsReply),
+    LocalKind.CHECKPOINT_FOLLOW_NEWS: (AskNews, FollowNewsReply),
     LocalKind.CHECKPOINT_UPDATE: (Update, Updated),
-    LocalKind.CHECKPOINT_UPDATE_NEWS: (UpdateNews, UpdateNewsReply),
+    LocalKind.CHECKPOINT_UPDATE_NEWS: (AskNews, UpdateNewsReply),
     LocalKind.CHECKPOINT_LIST: (ListCheckpoints, Checkpoints),
     LocalKind.CHECKPOINT_REMOVE: (RemoveCheckpoint, CheckpointRemoved),
 }

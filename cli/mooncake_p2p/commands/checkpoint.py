@@ -28,7 +28,7 @@ from p2pstore.objects import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
-    from p2pstore.results import CheckpointProgress
+    from p2pstore.results import CheckpointProgress, FetchedCheckpoint
 
 Watch = Callable[["CheckpointProgress"], None]
 
@@ -222,12 +222,15 @@ def checkpoint_fetch(
     if _reported(json, document, [f"no file matches {each!r}" for each in done.unmatched]):
         return
     print(done.directory)
+    remark(_fetched_line(bare, done, seconds))
+
+
+def _fetched_line(name: str, done: FetchedCheckpoint, seconds: float) -> str:
     there = done.total_bytes - done.fetched_bytes
     some = "" if done.whole else "some files of "
     reused = f", {format_bytes(there)} were there or in equal files" if there else ""
-    remark(
-        f"fetched {some}{printable(bare)}@{done.version}: {format_transfer(done.fetched_bytes, seconds)}{reused}"
-    )
+    moved = format_transfer(done.fetched_bytes, seconds)
+    return f"fetched {some}{printable(name)}@{done.version}: {moved}{reused}"
 
 
 def counted(count: int, thing: str) -> str:

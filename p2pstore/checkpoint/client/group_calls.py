@@ -100,7 +100,7 @@ class CheckpointGroups:
         while True:
             reply = await connection.request(
                 LocalKind.CHECKPOINT_FOLLOW_NEWS,
-                local.FollowNews(seen, round(1000 * NEWS_SECONDS)),
+                local.AskNews(seen, round(1000 * NEWS_SECONDS)),
                 local.FollowNewsReply,
                 progress_seconds=max(self._timeout, PATIENCE_SECONDS),
             )
@@ -175,7 +175,7 @@ class CheckpointGroups:
         while True:
             reply = await connection.request(
                 LocalKind.CHECKPOINT_UPDATE_NEWS,
-                local.UpdateNews(seen, round(1000 * NEWS_SECONDS)),
+                local.AskNews(seen, round(1000 * NEWS_SECONDS)),
                 local.UpdateNewsReply,
                 progress_seconds=max(self._timeout, PATIENCE_SECONDS),
             )

@@ -115,7 +115,7 @@ class JobRequests:
             return self._do(client, fetch_to_memory)
         return self._do_in_directory(client, message.path, fetch)
 
-    async def progress(self, client: LocalClient, message: local.Progress) -> local.ProgressReply:
+    async def progress(self, client: LocalClient, message: local.AskNews) -> local.ProgressReply:
         """Progress of the connection's job."""
         job = self._jobs.get(client.holder)
         if job is None:
@@ -225,7 +225,7 @@ class GroupRequests:
         return None
 
     async def follow_news(
-        self, client: LocalClient, message: local.FollowNews
+        self, client: LocalClient, message: local.AskNews
     ) -> local.FollowNewsReply:
         """State of the connection's follow."""
         following = self._follows.get(client.holder)
@@ -277,7 +277,7 @@ class GroupRequests:
         return run()
 
     async def update_news(
-        self, client: LocalClient, message: local.UpdateNews
+        self, client: LocalClient, message: local.AskNews
     ) -> local.UpdateNewsReply:
         """State of the connection's update."""
         updating = self._updates.get(client.holder)
