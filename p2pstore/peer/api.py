@@ -143,7 +143,7 @@ class Peer(Client):
         core = self._node.core
         return [
             answers.location(known_copy(core, copy))
-            for copy in core.known_copies(digest, self._node.now)
+            for copy in core.copies.known(digest, self._node.now)
             if copy.reachable
         ]
 

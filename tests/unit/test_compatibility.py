@@ -238,13 +238,13 @@ def test_a_copy_from_an_older_holder_fits_though_its_trailer_grows() -> None:
         slot = msgspec.structs.replace(
             remote.slot, trailer_length=remote.slot.trailer_length - grows_by
         )
-        operation = world.core.fetch(slot.digest, world.now)
-        destination = world.core.copy_destination(operation.number, world.now)
+        operation = world.core.operations.fetch(slot.digest, world.now)
+        destination = world.core.operations.copy_destination(operation.number, world.now)
         destination.prepare(slot, remote.trailer)[:] = bytes(length)
         entry = destination.commit(world.now)
         assert entry is not None
         world.segment.remove(entry.digest)
-        world.core.cancel(operation, world.now)
+        world.core.operations.cancel(operation, world.now)
 
 
 # --- caps ----------------------------------------------------------------------------------------
