@@ -421,16 +421,14 @@ def _unknown(name: str, place: Place, library: str, error: P2PStoreError) -> P2P
 def _rows_of(name: str, place: Place, rows: slice) -> Place:
     """The place of some consecutive rows of a tensor."""
     if not place.shape:
-        raise ValueError(f"{name} has no rows: it is one number")
+        raise ValueError(f"{name} has no rows: it is a scalar")
     begin, end, step = rows.indices(place.shape[0])
     if step != 1:
-        raise ValueError(f"{name}: rows one behind the other, please, not every {step}th")
+        raise ValueError(f"{name}: rows must be consecutive, not every {step}th")
     end = max(begin, end)
     whole, count = place.end - place.begin, place.shape[0]
     if count and whole % count:
-        raise ValueError(
-            f"{name}: its rows do not begin at whole bytes ({place.dtype}): take all of it"
-        )
+        raise ValueError(f"{name}: its rows are not whole bytes ({place.dtype}): take all of it")
     row_bytes = whole // count if count else 0
     return place._replace(
         shape=(end - begin, *place.shape[1:]),

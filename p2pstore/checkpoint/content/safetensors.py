@@ -72,12 +72,12 @@ def header_end(head: bytes | memoryview, file_bytes: int) -> int:
     if cause := likely_cause(head, file_bytes):
         raise BrokenFile(cause)
     if bytes(head[LENGTH_BYTES : LENGTH_BYTES + 1]) != b"{":
-        raise BrokenFile("it does not begin like one")
+        raise BrokenFile("it does not begin like a safetensors file")
     if length > MAX_HEADER_BYTES:
         raise BrokenFile(
             f"its header would have {length:,} bytes; {MAX_HEADER_BYTES:,} are allowed"
         )
-    raise BrokenFile(f"it ends within its header{_UNFINISHED}")
+    raise BrokenFile(f"it ends inside its header{_UNFINISHED}")
 
 
 def read_header(content: bytes | memoryview, file_bytes: int) -> Header:
@@ -93,7 +93,7 @@ def read_header(content: bytes | memoryview, file_bytes: int) -> Header:
         cause = likely_cause(content[:HEAD_BYTES], file_bytes)
         raise BrokenFile(cause or f"its header is not JSON of the format: {error}") from None
     if not isinstance(told, dict):
-        raise BrokenFile("its header is no JSON object")
+        raise BrokenFile("its header is not a JSON object")
     header = Header({}, {})
     for name, fields in told.items():
         if name == _METADATA:
@@ -149,14 +149,14 @@ def _entry(fields: Any, data: int, file_bytes: int) -> Entry:
         dtype, shape = fields["dtype"], tuple(fields["shape"])
         first, last = fields["data_offsets"]
     except (KeyError, TypeError, ValueError):
-        raise ValueError("the header does not say its dtype, shape and offsets") from None
+        raise ValueError("the header lacks its dtype, shape or offsets") from None
     numbers = (*shape, first, last)
     if (
         not isinstance(dtype, str)
         or len(shape) > MAX_DIMENSIONS
         or any(type(each) is not int or not 0 <= each < 1 << 63 for each in numbers)
     ):
-        raise ValueError("its dtype, shape or offsets are none")
+        raise ValueError("its dtype, shape or offsets are invalid")
     if first > last:
         raise ValueError(f"it would end, at {last}, before it begins, at {first}")
     if data + last > file_bytes:

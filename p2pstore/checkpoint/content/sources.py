@@ -148,7 +148,7 @@ class SourceDirectory:
             names = ", ".join(
                 self.files[each.file].path for each in manifest.layout.extents(piece)[:3]
             )
-            raise CheckpointChanged(f"{names}: not the bytes that were published")
+            raise CheckpointChanged(f"{names}: its bytes are not those that were published")
         return data
 
     def _find(self, folder: Path, prefix: str) -> list[SourceFile]:
@@ -216,7 +216,7 @@ def _source_file(place: Path, path: str) -> SourceFile:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ELOOP):
             raise
-        raise CheckpointRefused(f"{path}: a link to nothing; --exclude it") from error
+        raise CheckpointRefused(f"{path}: a dangling link; --exclude it") from error
     if not stat.S_ISREG(found.st_mode):
         what = "a link to a directory" if stat.S_ISDIR(found.st_mode) else "no regular file"
         raise CheckpointRefused(f"{path}: {what}; --exclude it")
@@ -274,9 +274,7 @@ class SourceMemory:
         except (OSError, ValueError):  # no descriptor, or none of memory
             seals = 0
         if seals & SEALS != SEALS:
-            raise CheckpointRefused(
-                f"{path}: it came in no memory, or in memory that may still change"
-            )
+            raise CheckpointRefused(f"{path}: it is not in sealed memory")
         found = os.fstat(descriptor)
         self.files = [SourceFile(path, found.st_size, MODE, (0, found.st_dev, found.st_ino))]
         self._descriptor = os.dup(descriptor)
@@ -313,7 +311,9 @@ class SourceMemory:
         """A piece of the manifest that was made of it. Raises `CheckpointChanged` when memory failed."""
         data = self.read(manifest.layout.extents(piece))
         if not manifest.is_piece(piece, data):
-            raise CheckpointChanged(f"{self.files[0].path}: not the bytes that were published")
+            raise CheckpointChanged(
+                f"{self.files[0].path}: its bytes are not those that were published"
+            )
         return data
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class ClientRequests:
         """The version in memory that a client's hello names. Raises `NoSuchKey`."""
         target = self._service.memories.use(client.checkpoint, client.holder)
         if target is None:
-            raise NoSuchKey("this version is in this peer's memory no more")
+            raise NoSuchKey("this version is not in this peer's memory any more")
         return target
 
     def client_gone(self, client: LocalClient) -> None:

@@ -122,7 +122,7 @@ class HeldDirectory:
     def __init__(self, descriptor: int, shown: str) -> None:
         """`shown` is the user's name for it. Raises `ConfigError` when the descriptor is not that of a directory."""
         if descriptor < 0 or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise ConfigError("no directory came with the request")
+            raise ConfigError("the request came without a directory")
         self.shown = shown or "the directory"
         self._descriptor = os.dup(descriptor)
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
@@ -263,7 +263,7 @@ class MemoryTarget:
     @property
     def _open_view(self) -> memoryview:
         if self._closed:
-            raise StoreClosed("the memory of this version was given back")
+            raise StoreClosed("the memory of this version was freed")
         return self._memory.view
 
 
