@@ -66,7 +66,9 @@ class Disk:
             core.floors.seen_to_save,
             dict(kept.floors.horizon),
         )
-        state.addresses = [(peer_id, list(book)) for peer_id, book in core.gossip.address_book()]
+        state.addresses = [
+            (peer_id, list(book)) for peer_id, book in core.gossip.addresses.entries()
+        ]
         state.cluster_records = kept.dump()
 
     def keep_memory(self, core: PeerCore) -> None:

@@ -149,8 +149,8 @@ class SimulatedPeer:
             wall_clock=lambda at: clock_from_unix_seconds(core.unix(at)),
             accepts_clock=lambda stamp, at: clock.observe(stamp, core.believed_unix(at)),
         )
-        gossip.load_address_book(state.addresses)
-        gossip.add_bootstrap(bootstrap)
+        gossip.addresses.load(state.addresses)
+        gossip.addresses.add_bootstrap(bootstrap)
         gossip.cluster_records.load(
             ((open_cluster_record(signed, verifier), signed) for signed in state.cluster_records),
             state.floors_horizon,

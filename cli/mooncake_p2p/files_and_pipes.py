@@ -21,7 +21,7 @@ from typing import Final
 from mooncake_p2p.exit_errors import CommandFailed, ExitCode
 from mooncake_p2p.output import progress
 from p2pstore.objects import MAX_OBJECT_BYTES, MIB, check_object_length
-from p2pstore.runtime.readiness import is_ready
+from p2pstore.runtime.linux import is_ready
 
 PIECE_BYTES: Final = MIB
 

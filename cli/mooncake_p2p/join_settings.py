@@ -22,7 +22,7 @@ from mooncake_p2p.exit_errors import CommandFailed, ExitCode, Interrupts
 from mooncake_p2p.options import connected
 from mooncake_p2p.output import progress, remark
 from p2pstore.errors import P2PStoreError
-from p2pstore.runtime.readiness import read_line
+from p2pstore.runtime.linux import read_line
 
 if TYPE_CHECKING:
     from p2pstore.access.invite import Invite

@@ -148,12 +148,12 @@ class Timekeeping:
 
     def view(self, now: float) -> ClockView:
         """How this peer's clock stands among those of the living members."""
-        return self._core.gossip.clock_view(now)
+        return self._core.gossip.time.view(now)
 
     def ahead_of(self, peer_id: PeerId) -> float:
         """How far this machine's clock is ahead of a peer's at least, in seconds; 0 where that is not known."""
         core = self._core
-        return core.gossip.clocks.ahead_of(peer_id, core.unix_offset_seconds) or 0.0
+        return core.gossip.time.clocks.ahead_of(peer_id, core.unix_offset_seconds) or 0.0
 
     def stamps_ahead_seconds(self, now: float) -> float:
         """How far the next stamp is ahead of the wall clock, in seconds."""
@@ -166,10 +166,10 @@ class Timekeeping:
         if view.is_behind or view.may_be_behind or view.lead < 0:
             return []
         offset = self._core.unix_offset_seconds
-        clocks = self._core.gossip.clocks
+        clocks = self._core.gossip.time.clocks
         aheads = [
             (peer_id, clocks.ahead_of(peer_id, offset))
-            for peer_id in self._core.gossip.clocks_compared
+            for peer_id in self._core.gossip.time.compared
         ]
         return [
             (peer_id, ahead)

@@ -27,11 +27,11 @@ from p2pstore.config import PeerConfig
 from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
+from p2pstore.gossip.gossip_config import preset
 from p2pstore.gossip.homes.directory_mode import ModeLimits
 from p2pstore.gossip.links.host import open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier
 from p2pstore.gossip.machine import Gossip, GossipConfig
-from p2pstore.gossip.presets import preset
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     ClusterRecord,
@@ -42,7 +42,7 @@ from p2pstore.gossip.records import (
     TransportOffer,
     format_peer_id,
 )
-from p2pstore.local.server import serve_local
+from p2pstore.local.listener import serve_local
 from p2pstore.local.socket_paths import answers as somebody_answers
 from p2pstore.local.socket_paths import default_socket_path
 from p2pstore.location_table import LocationTable, block_count, format_table, table_bytes
@@ -52,12 +52,7 @@ from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_table_memo
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
 from p2pstore.objects import HybridClock, clock_from_unix_seconds, key_digest, parse_bytes
-from p2pstore.peer.credentials import (
-    Credentials,
-    fitted_to_role,
-    log_expelled,
-    refuse_open_door,
-)
+from p2pstore.peer.credentials import Credentials, fitted_to_role, log_expelled, refuse_open_door
 from p2pstore.peer.data_backend import PeerDataBackend
 from p2pstore.peer.erasing import Erasing
 from p2pstore.peer.kept_memory import begin_with_kept, tell_what_returned, watch_earlier_clients
@@ -79,8 +74,8 @@ from p2pstore.peer.store_backend import PeerStoreBackend
 from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.results import Location
 from p2pstore.runtime import memory_barrier
-from p2pstore.runtime.nursery import open_background_nursery
 from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory, ephemeral
 from p2pstore.status.metrics.metrics_server import address_of, open_metrics_listeners, serve_metrics
@@ -89,8 +84,9 @@ from p2pstore.status.source import StatusSource
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
-from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.transport import Transport
 from p2pstore.wire import decode_body
@@ -259,7 +255,7 @@ class _Assembly:
         office = TicketOffice(self.identity, self.credentials.ring, core.timekeeping.ahead_of)
         await self._open_transports(node, office)
         await self._open_control(node, listen)
-        core.gossip.add_bootstrap(config.bootstrap)
+        core.gossip.addresses.add_bootstrap(config.bootstrap)
         await self.stack.enter_async_context(open_ssd(config, node))
         if isinstance(self.memory, KeptMemory):
             begin_with_kept(node, self.memory)
@@ -406,7 +402,7 @@ class _Assembly:
 
     def _restore(self, core: PeerCore, state: StateDirectory) -> None:
         gossip = core.gossip
-        gossip.load_address_book((None, (address,)) for address in state.load_addresses())
+        gossip.addresses.load((None, (address,)) for address in state.load_addresses())
         # Signatures were checked when these came in; a peer that is told of one checks it again.
         floors = _decoded(state)
         gossip.cluster_records.load(floors, state.floors_horizon)

@@ -61,15 +61,9 @@ from p2pstore.gossip.machine import (
     SnapshotHead,
 )
 from p2pstore.gossip.machine import Effect as GossipEffect
-from p2pstore.gossip.members.membership import STALL_SECONDS, MemberChange
-from p2pstore.gossip.records import (
-    Member,
-    PeerId,
-    PeerRecord,
-    Tier,
-    format_peer_id,
-    writer_of,
-)
+from p2pstore.gossip.members.member_table import MemberChange
+from p2pstore.gossip.members.membership import STALL_SECONDS
+from p2pstore.gossip.records import Member, PeerId, PeerRecord, Tier, format_peer_id, writer_of
 from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_checksum
 from p2pstore.peer.copy_checks import CopyChecks
 from p2pstore.peer.credentials import Credentials
@@ -80,20 +74,19 @@ from p2pstore.peer.saving import StateSaver
 from p2pstore.peer.taken_copies import TakenCopies
 from p2pstore.runtime.byte_budget import ByteBudget
 from p2pstore.runtime.stepping import Steps, run_through
-from p2pstore.runtime.turns import take_turns
+from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.status.checkup import Checkup
 from p2pstore.status.operation_watch import PeerWatch
-from p2pstore.transfer.data_messages import DataKind, Keeps, Snapshot, SnapshotReply
+from p2pstore.transfer.data_messages import DataKind, Keeps
 from p2pstore.transfer.failover import HolderReport, order_copies
+from p2pstore.transfer.peer_messages import Snapshot, SnapshotReply
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
 from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import ShmTransport
-from p2pstore.transfer.serving.data_places import DataPlaces
-from p2pstore.transfer.serving.data_session import ServerLimits
 from p2pstore.transfer.serving.read_answers import Traffic
-from p2pstore.transfer.serving.uploads import Uploads
+from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import (
     PullReport,
@@ -642,7 +635,7 @@ class Node:
 
     async def _ask_control(self, effect: Ask) -> None:
         reply: Message | None = None
-        addresses = self.core.gossip.addresses_of(effect.peer_id)
+        addresses = self.core.gossip.addresses.of(effect.peer_id)
         begin = self.now
         self.watch.measures.messages[_kind_name(effect.kind), "sent"] += 1
         try:
@@ -749,7 +742,7 @@ class Node:
             self._refused_by.add(peer_id)
             logger.warning(
                 "refused by the peer at %s%s: %s; going on without it",
-                ", ".join(self.core.gossip.addresses_of(peer_id)),
+                ", ".join(self.core.gossip.addresses.of(peer_id)),
                 "" if named else ", which was remembered from earlier",
                 error,
                 extra={"event": "refused", "peer_id": format_peer_id(peer_id)},

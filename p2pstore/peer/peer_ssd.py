@@ -19,13 +19,7 @@ from p2pstore.config import MINIMUM_SSD_BYTES, PeerConfig
 from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copies.copy_destination import CopyDestination
 from p2pstore.core.core_effects import LoadObject, PullFailure, PullOutcome, WriteObject
-from p2pstore.errors import (
-    CapacityExceeded,
-    ConfigError,
-    NoSuchKey,
-    P2PStoreError,
-    Unavailable,
-)
+from p2pstore.errors import CapacityExceeded, ConfigError, NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import (
     MAX_TRAILER_BYTES,
@@ -37,7 +31,7 @@ from p2pstore.memory.segment_layout import (
     encode_trailer,
 )
 from p2pstore.objects import MIB, chunk_count, format_bytes, namespace_digest
-from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.ssd_tier.cold_log import TierHooks
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
 from p2pstore.ssd_tier.health import PATIENCE_SECONDS as ALONE_SECONDS

@@ -14,7 +14,7 @@ from typing import Final
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB, format_bytes
-from p2pstore.runtime.place_owners import file_system, lock_owner, mount_point, user_name
+from p2pstore.runtime.linux import file_system, lock_owner, mount_point, user_name
 from p2pstore.ssd_tier.aligned_memory import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES
 from p2pstore.ssd_tier.log_layout import SUPERBLOCK_MAGIC

@@ -21,7 +21,7 @@ from typing import Any, Final
 import trio
 
 from p2pstore.objects import KIB, Version
-from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.ssd_tier.cold_log import ColdLog, TierHooks
 from p2pstore.ssd_tier.disk_protocol import Disk, Waits
 from p2pstore.ssd_tier.health import PATIENCE_SECONDS, ColdMiss, Overdue, TierOff, TierState

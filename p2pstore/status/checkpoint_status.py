@@ -9,7 +9,7 @@ from typing import Any, Final
 from p2pstore.checkpoint.content.manifest import format_version
 from p2pstore.core.checkpoints import HAS_ALL
 from p2pstore.gossip.checkpoint_records import Head, short_version
-from p2pstore.gossip.members.membership import MemberState
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import Participation, TakesPart
 from p2pstore.objects import unix_seconds_from_clock
 from p2pstore.status.problems import FailedCheckpoint

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
-from p2pstore.gossip.members.membership import MemberState
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.status.checkpoint_status import Progress, failures, progress
 from p2pstore.status.doctor.finding import Finding
 from p2pstore.status.doctor.network_rules import SsdReading

@@ -12,7 +12,7 @@ from heapq import nlargest
 from typing import Any, Final
 
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.members.membership import MemberState
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.status.text import shown
 

@@ -18,7 +18,7 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.directory_mode import kept_name
 from p2pstore.gossip.links.host import MAX_ADMITTED
-from p2pstore.gossip.members.membership import MemberState
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import PeerRecord, TakesPart, format_peer_id
 from p2pstore.peer.credentials import rights_of
 from p2pstore.runtime.stepping import Steps
@@ -187,7 +187,7 @@ def _connections(node: Node) -> dict[str, int]:
     """Control connections: how many are open, how many neighbours they are kept for, and what became of others."""
     return {
         "open": node.host.open_connections,
-        "neighbours": len(node.core.gossip.neighbours()),
+        "neighbours": len(node.core.gossip.view.neighbours()),
         **asdict(node.host.keeper.counts),
     }
 

@@ -21,8 +21,8 @@ from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.put_operation import PutOperation
+from p2pstore.gossip.floors.floor_comparison import FloorAnswer
 from p2pstore.gossip.floors.floor_stamps import hash_stamps
-from p2pstore.gossip.floors.floor_sync import FloorAnswer
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, Ping
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.gossip.machine import Gossip, GossipConfig
@@ -63,17 +63,8 @@ from p2pstore.objects import (
     root_checksum,
 )
 from p2pstore.put_facts import PutFacts
-from p2pstore.transfer.data_messages import (
-    REQUESTS,
-    ClusterRecords,
-    DataKind,
-    Lookup,
-    ObjectReply,
-    Objects,
-    ObjectStatus,
-    Proofs,
-    Push,
-)
+from p2pstore.transfer.data_messages import REQUESTS, DataKind, ObjectReply, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import ClusterRecords, Lookup, Proofs, Push
 from p2pstore.wire import Code, Message, decode_body, encode_body
 from simulation.signer import SimulatedSigner, SimulatedVerifier
 from tests.unit.gossip_network import inform_of_death

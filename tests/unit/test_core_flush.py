@@ -14,7 +14,8 @@ from p2pstore.errors import CapacityExceeded
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
-from p2pstore.transfer.data_messages import ClusterRecords, DataKind, RecordsTaken
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ClusterRecords, RecordsTaken
 from p2pstore.wire import Code, Empty, Failure
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of
 
@@ -306,7 +307,10 @@ def test_copies_that_may_have_been_removed_are_withdrawn() -> None:
     assert world.core.counters["horizons_missed"] == 1
     (note,) = world.core.floors.take_notes(world.now)
     assert "it discarded 1 copies of objects" in note
-    assert f"by the signed records of {world.gossip.name_of(world.others[0].peer_id)}" in note
+    assert (
+        f"by the signed records of {world.gossip.membership.name_of(world.others[0].peer_id)}"
+        in note
+    )
     assert world.core.floors.take_notes(world.now) == []
     world.check_idle()
 

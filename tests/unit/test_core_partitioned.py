@@ -17,13 +17,13 @@ from p2pstore.core.gets.lookup import (
 )
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.gossip.homes.directory_mode import KeptDirectory
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, partition_of
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
 from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version
-from p2pstore.transfer.data_messages import (
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import (
     CopyChecked,
-    DataKind,
     Holding,
     Locations,
     Lookup,

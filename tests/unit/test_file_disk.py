@@ -23,7 +23,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from p2pstore.errors import ConfigError
-from p2pstore.runtime.place_owners import file_system
+from p2pstore.runtime.linux import file_system
 from p2pstore.ssd_tier.aligned_memory import aligned_buffer
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES as PAGE

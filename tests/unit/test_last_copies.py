@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.gossip.homes.placement import weight
+from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction import KNOWN_SECONDS
 from tests.unit.core_harness import Harness, Other, digest_of

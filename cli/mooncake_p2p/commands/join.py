@@ -25,7 +25,7 @@ from mooncake_p2p.join_settings import (
 from mooncake_p2p.options import Json
 from mooncake_p2p.output import print_json, print_table, remark
 from p2pstore.objects import format_bytes
-from p2pstore.runtime.terminal import survive_hangups
+from p2pstore.runtime.linux import survive_hangups
 
 MAX_ATTEMPTS: Final = 8
 

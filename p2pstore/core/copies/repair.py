@@ -27,7 +27,7 @@ from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.homes.placement import weight
+from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.records import Member, Tier
 from p2pstore.memory.segment import ObjectEntry
 

@@ -23,12 +23,8 @@ from p2pstore.gossip.records import (
     member_of,
 )
 from p2pstore.objects import DIGEST_BYTES
-from p2pstore.transfer.data_messages import (
-    DataKind,
-    Holding,
-    Locations,
-    Lookup,
-)
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Holding, Locations, Lookup
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

@@ -37,7 +37,8 @@ from p2pstore.memory.segment_layout import (
     round_up,
 )
 from p2pstore.objects import DIGEST_BYTES, Version
-from p2pstore.transfer.data_messages import (
+from p2pstore.transfer.data_messages import Ping, Pong
+from p2pstore.transfer.peer_messages import (
     MAX_LOOKUP_DIGESTS,
     MAX_PROVED,
     CheckCopy,
@@ -48,8 +49,6 @@ from p2pstore.transfer.data_messages import (
     ListKeys,
     Locations,
     Lookup,
-    Ping,
-    Pong,
     Proofs,
     Prove,
     Push,

@@ -31,7 +31,8 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
 )
 from p2pstore.objects import Version, unix_seconds_from_clock
-from p2pstore.transfer.data_messages import ClusterRecords, DataKind
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ClusterRecords
 from p2pstore.wire import encode_body
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ class Floors:
     ) -> list[tuple[SignedRecord, Sequence[bytes]]]:
         """Forbid all copies of some keys of a namespace up to `version`, with one signature for 64 keys. Each record
         with its keys; one a key while there are older peers, which know no others."""
-        size = MAX_KEYS_OF_FLOOR if self._core.gossip.all_know_floors_of_keys else 1
+        others = self._core.gossip.membership.others()
+        size = MAX_KEYS_OF_FLOOR if all(state.floors_end for state in others) else 1
         parts = [digests[at : at + size] for at in range(0, len(digests), size)]
         return [
             (self.keep(floor_of_keys(part, namespace, version, self._core.peer_id), now), part)
@@ -186,7 +188,7 @@ class Floors:
         return self._names(self._sync.disbelieved(now))
 
     def _names(self, members: Iterable[Member]) -> list[str]:
-        return self._core.gossip.names_of(members)
+        return self._core.gossip.membership.names_of(members)
 
     def take_notes(self, now: float) -> list[str]:
         """What an operator ought to know of, since the last call."""
@@ -393,7 +395,7 @@ class Floors:
     # --- inside ------------------------------------------------------------------------------
 
     def _accept(self, record: ClusterRecord, signed: SignedRecord, now: float) -> None:
-        if self._core.gossip.offer_cluster_record(record, signed, now):
+        if self._core.gossip.cluster_records.offer(record, signed):
             self._apply(record, signed, now)
 
     def _apply(self, record: ClusterRecord, signed: SignedRecord, now: float) -> None:

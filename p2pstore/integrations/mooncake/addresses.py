@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from p2pstore.client.gathered import Gathered
+from p2pstore.client.values import Gathered
 from p2pstore.errors import P2PStoreError
 from p2pstore.integrations.mooncake.memory import (
     MooncakeHostMemAllocator,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from p2pstore.client.gathered import Gathered
-from p2pstore.client.values import source_view
+from p2pstore.client.values import Gathered, source_view
 from p2pstore.errors import (
     BufferTooSmall,
     CapacityExceeded,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from p2pstore.client.gathered import Gathered
-from p2pstore.client.values import source_view
+from p2pstore.client.values import Gathered, source_view
 from p2pstore.integrations.mooncake.addresses import AddressCalls, groups
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.integrations.mooncake.mooncake_types import (
