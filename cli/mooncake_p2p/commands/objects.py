@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -127,20 +127,9 @@ def put(
         too_few = shortfall(client, result)
         elsewhere = result.location if result.location != client.peer_name else ""
     if peer.json:
-        print_json(
-            {
-                "key": key,
-                "status": result.status,
-                "bytes": length_bytes,
-                "copies": result.copies,
-                "wanted": result.wanted,
-                "location": result.location,
-                "elsewhere": bool(elsewhere),
-                "shortfall": too_few or None,
-                "version": list(result.version),
-                "seconds": round(seconds, 6),
-            }
-        )
+        document = {**asdict(result), "version": list(result.version), "bytes": length_bytes}
+        more = {"elsewhere": bool(elsewhere), "shortfall": too_few or None}
+        print_json({**document, **more, "seconds": round(seconds, 6)})
     if result.status == "kept_existing":
         raise KeyExists(
             f"{printable(key)} already exists with other bytes and was kept; "
