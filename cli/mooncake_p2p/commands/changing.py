@@ -71,7 +71,7 @@ def pin(
 ) -> None:
     """Keep objects in this peer's memory, and in that of all who have a copy.
 
-    An object that only other peers hold is brought here first. What is pinned hard stays until it is
+    An object that only other peers hold is brought here first. A hard pin stays until it is
     unpinned or removed, and takes up memory that nothing else can use. Without --pin a hard pin stays
     as it is, and the command says so; `--pin soft` makes it a soft one. Holders that cannot be reached
     now keep their copies as before; the command says how many.
@@ -264,7 +264,7 @@ class _Removal:
         for item in items:
             if item.error is None:
                 self.removed += bool(item.value)
-            elif not isinstance(item.error, NoSuchKey):  # else somebody else was faster
+            elif not isinstance(item.error, NoSuchKey):  # else another client removed it first
                 self.failed[item.key] = item.error
 
     def problem(self) -> Exception:
@@ -280,7 +280,9 @@ def _remove_prefix(client: BlockingClient, prefix: str, json: bool) -> None:
         with Interrupts() as interrupts, progress("removing") as bar:
             after, more = "", True
             while more:
-                with interrupts.allowed():  # else a signal waits: what is removed is also counted
+                with (
+                    interrupts.allowed()
+                ):  # signals wait elsewhere, so that all removed keys are counted
                     page = client.list_keys(prefix, after=after, limit=PAGE_KEYS)
                 removal.silent_peers.update(page.silent_peers)
                 if page.keys:
@@ -337,8 +339,8 @@ def flush(
 ) -> None:
     """Remove everything in a namespace, on all peers.
 
-    Peers that do not answer now drop their copies as soon as they hear of it. What is put afterwards is
-    new and stays.
+    Peers that do not answer now drop their copies as soon as they hear of it. Objects put afterwards
+    are new and stay.
     """
     encode_namespace(namespace)
     confirm(

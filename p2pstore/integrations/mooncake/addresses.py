@@ -24,7 +24,7 @@ from p2pstore.integrations.mooncake.mooncake_types import (
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ITEM_FAILURES, ObjectCalls
 
 GROUP_BYTES = 64 * 1024 * 1024
-"""What is gathered or scattered at one time."""
+"""Most bytes gathered or scattered at one time."""
 
 
 class AddressCalls(ObjectCalls):
@@ -104,8 +104,8 @@ class AddressCalls(ObjectCalls):
             return -self._code(error)
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
-        """Write the value to an address where `size` bytes have room. Returns its length, -704 for a key that nobody
-        has, -600 for one that has no room there, -800 when none of its holders could be read."""
+        """Write the value to an address where `size` bytes have room. Returns its length, -704 for an unknown
+        key, -600 for one that has no room there, -800 when none of its holders could be read."""
         try:
             return self._live.get_into(key, view_at(buffer_ptr, size))
         except FAILURES as error:
@@ -179,8 +179,8 @@ class AddressCalls(ObjectCalls):
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
         """Write each value to several places, one after the other; a length or a code for each. Places with more room
-        than the value has are filled as far as it goes (Mooncake: -800). What is on this host is read here in any case,
-        whatever `prefer_alloc_in_same_node` says."""
+        than the value has are filled as far as it goes (Mooncake: -800). Copies on this host are preferred in any
+        case, whatever `prefer_alloc_in_same_node` says."""
         if not alike(keys, all_buffer_ptrs, all_sizes):
             return [INVALID] * len(keys)
         codes = [INVALID] * len(keys)

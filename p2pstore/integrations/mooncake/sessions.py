@@ -24,7 +24,7 @@ MAX_BYTES = 2**32
 
 class SessionCalls(AddressCalls):
     """Calls that read or write parts of objects. An object that is written is in this program's memory until its
-    session ends, and is then stored as a whole: so nobody ever sees half of it."""
+    session ends, and is then stored as a whole: a reader never sees half of it."""
 
     def __init__(self) -> None:
         super().__init__()

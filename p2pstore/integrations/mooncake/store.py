@@ -64,9 +64,9 @@ class MooncakeDistributedStore(StoreCalls):
         come from the environment (`MOONCAKE_P2P_CLUSTER_KEY_FILE` and so on: see `mooncake-p2p join`).
 
         Where this differs from Mooncake: there is no master and no metadata server. Their addresses are optional, and
-        taken as those of peers to join. When nobody is at one that belongs to this machine, the peer that is started
-        listens there itself, so that programs given the same address find each other; a metadata server that is no
-        peer (etcd, http, P2PHANDSHAKE) is not needed, and ignored. `local_hostname` names the peer that is started.
+        taken as those of peers to join. When no process listens at one that belongs to this machine, the peer that is
+        started listens there itself, so that programs given the same address find each other; a metadata server that is
+        no peer (etcd, http, P2PHANDSHAKE) is not needed, and ignored. `local_hostname` names the peer that is started.
         `engine` is not needed, `local_buffer_size` is what a `BufferPool` may have. Each of several programs that name
         one `ssd_offload_path` has a folder of its own in it; one that finds `client_http_port` taken takes the next
         free one. `tenant_id` (or `namespace` in a dict, or `MOONCAKE_P2P_NAMESPACE`) is the namespace of all keys.
