@@ -97,8 +97,8 @@ def test_who_keeps_an_object_is_not_asked_each_time() -> None:
         asked.append(weighed.key)
         return False
 
-    world.segment.ask_who_keeps(ask)
-    order = world.segment._order
+    world.segment.room.ask_who_keeps(ask)
+    order = world.segment.objects.order
     unix = world.core.unix(world.now)
     order.cost_at(entry.offset, unix)
     order.cost_at(entry.offset, unix + 1)
