@@ -8,35 +8,39 @@
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from p2pstore.integrations.lasting_client import LastingClient
-from p2pstore.integrations.lasting_client import legal_key
-from p2pstore.integrations.lasting_client import or_else
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.results import ItemResult
 from p2pstore.values import source_view
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
-from typing import Any
-import hashlib
-import json
-import torch
 
 NAME_BYTES = 12
 KV_POOL = "kv"
 MAMBA_POOL = "mamba"
 
+
 def _no_pages(_: Any, keys: Sequence[str], *__: Any, **___: Any) -> list[bool]:
     return [False] * len(keys)
 
+
 def _no_transfers(_: Any, transfers: Sequence[Any], *__: Any, **___: Any) -> dict[Any, Any]:
     return {each.name: [False] * len(each.keys or ()) for each in transfers}
+
 
 def _nothing_found() -> Any:
     from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
 
     return PoolTransferResult(0, {}, [])
+
 
 @dataclass(frozen=True)
 class _Pool:
@@ -70,6 +74,7 @@ class _Pool:
             return [False] * pages
         step = self.pieces
         return [all(pieces[at : at + step]) for at in range(0, pages * step, step)]
+
 
 class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
     """Pages of the host pool, put from it and read into it in place. Calls may be made from several threads at once.
@@ -320,9 +325,11 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             ranks.append(config.tp_rank)
         return f"sglang/{config.model_name}/{digest.hexdigest()}/{'.'.join(map(str, ranks))}/"
 
+
 def _text(name: Any) -> str:
     """The name of a pool, which is an enumeration's member."""
     return str(getattr(name, "value", name))
+
 
 def _usable_ends(there: Sequence[bool], transfer: Any) -> list[int]:
     """After how many pages a prefix may end, as far as a side pool is concerned: it needs all pages of the prefix, or

@@ -1,28 +1,31 @@
 """Objects from and into memory of the caller, which is named by its address."""
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Sequence
+
+from collections.abc import Iterable, Sequence
+
 from p2pstore.errors import P2PStoreError
-from p2pstore.integrations.mooncake.memory import MooncakeHostMemAllocator
-from p2pstore.integrations.mooncake.memory import Scratch
-from p2pstore.integrations.mooncake.memory import copy
-from p2pstore.integrations.mooncake.memory import scatter
-from p2pstore.integrations.mooncake.memory import view_at
-from p2pstore.integrations.mooncake.memory import views_at
-from p2pstore.integrations.mooncake.mooncake_types import DEFAULT_CONFIG
-from p2pstore.integrations.mooncake.mooncake_types import ErrorCode
-from p2pstore.integrations.mooncake.mooncake_types import ReplicateConfig
-from p2pstore.integrations.mooncake.mooncake_types import alike
-from p2pstore.integrations.mooncake.mooncake_types import put_and_upsert
-from p2pstore.integrations.mooncake.objects import FAILURES
-from p2pstore.integrations.mooncake.objects import INVALID
-from p2pstore.integrations.mooncake.objects import ITEM_FAILURES
-from p2pstore.integrations.mooncake.objects import ObjectCalls
+from p2pstore.integrations.mooncake.memory import (
+    MooncakeHostMemAllocator,
+    Scratch,
+    copy,
+    scatter,
+    view_at,
+    views_at,
+)
+from p2pstore.integrations.mooncake.mooncake_types import (
+    DEFAULT_CONFIG,
+    ErrorCode,
+    ReplicateConfig,
+    alike,
+    put_and_upsert,
+)
+from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ITEM_FAILURES, ObjectCalls
 from p2pstore.values import Gathered
 
 GROUP_BYTES = 64 * 1024 * 1024
 """Most bytes gathered or scattered at one time."""
+
 
 class AddressCalls(ObjectCalls):
     """Calls that move each byte once, between the caller's memory and a peer's."""
@@ -283,11 +286,13 @@ class AddressCalls(ObjectCalls):
             return [self._read_code(error)] * len(keys)
         return [self._read_code(each) if isinstance(each, Exception) else each for each in outcomes]
 
+
 def _filled(codes: list[int], places: Iterable[int], answers: Sequence[int]) -> list[int]:
     """The codes, with the answers to the items at these places filled in."""
     for number, code in zip(places, answers, strict=True):
         codes[number] = code
     return codes
+
 
 def _several_views(
     all_pointers: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]]
@@ -301,6 +306,7 @@ def _several_views(
         except (ValueError, TypeError):  # also lists of different lengths
             continue
     return found
+
 
 def groups(lengths: dict[int, int]) -> list[list[int]]:
     """The numbers, cut into runs of at most 64 MiB, or one."""

@@ -1,21 +1,21 @@
 """Memory by address: views of it, registered regions, allocated memory, and scratch memory that is used again."""
 
 from __future__ import annotations
-from bisect import bisect_right
-from bisect import insort
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import contextmanager
-from p2pstore.values import RegisteredBuffer
-from pathlib import Path
-from typing import Any
-from typing import Final
+
 import ctypes
 import mmap
-import numpy as np
 import operator
 import os
 import threading
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from p2pstore.values import RegisteredBuffer
 
 MAX_ADDRESS: Final = 2**47
 """Above is no memory of a process."""
@@ -24,6 +24,7 @@ _WRITABLE: Final = 0x200
 _view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_of_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view_of_memory.restype = ctypes.py_object
+
 
 def view_at(address: int, size: int) -> memoryview:
     """The `size` bytes at `address`, writable, in place. Raises `ValueError` for what cannot be an address or a size,
@@ -37,6 +38,7 @@ def view_at(address: int, size: int) -> memoryview:
     except ctypes.ArgumentError:  # numpy's integers; anything else is a TypeError here
         return view_at(operator.index(address), operator.index(size))
     return view
+
 
 def views_at(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
     """`view_at` of each. All are slices of one view, which takes a third of the time; the bytes in between are
@@ -52,6 +54,7 @@ def views_at(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]
         whole[address - low : address - low + size]
         for address, size in zip(addresses, sizes, strict=True)
     ]
+
 
 class Registrations:
     """The regions that a program has registered. They may not overlap."""
@@ -104,6 +107,7 @@ class Registrations:
         for address in list(self._regions):
             self.drop(address)
 
+
 class BufferHandle(np.ndarray[Any, Any]):
     """The bytes of an object in the store's memory, in place and read-only: they stay as they are as long as this, or
     anything made from it, is there. A buffer of signed bytes, with `len`, `size()` and `ptr()`."""
@@ -121,10 +125,12 @@ class BufferHandle(np.ndarray[Any, Any]):
 
     __str__ = __repr__
 
+
 def handle_of(view: memoryview) -> BufferHandle:
     """A handle that keeps a leased view."""
     values = np.frombuffer(view, np.int8) if len(view) else np.empty(0, np.int8)
     return values.view(BufferHandle)
+
 
 class MooncakeHostMemAllocator:
     """Gives out page-aligned memory by address."""
@@ -157,6 +163,7 @@ class MooncakeHostMemAllocator:
         with self._lock:
             self._memory.clear()
 
+
 def bind_to_numa_node(node: int) -> None:
     """Run the calling thread on the processors of a NUMA node, whose memory the kernel then prefers. Raises
     `ValueError` when the machine has no such node."""
@@ -171,8 +178,10 @@ def bind_to_numa_node(node: int) -> None:
             processors.update(range(int(first), int(last or first) + 1))
     os.sched_setaffinity(0, processors)
 
+
 KEPT_BYTES: Final = 64 * 1024 * 1024
 SMALL_BYTES: Final = 64 * 1024
+
 
 class Scratch:
     """Room for what is gathered or scattered. Any thread may take some; one piece is kept for the next."""
@@ -195,12 +204,14 @@ class Scratch:
                 with self._lock:
                     self._kept = memory
 
+
 def copy(target: memoryview, source: memoryview) -> None:
     """Copy bytes; large ones without the interpreter's lock."""
     if len(source) <= SMALL_BYTES:
         target[:] = source
     else:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
 
 def scatter(source: memoryview, parts: Sequence[memoryview]) -> None:
     """Copy the beginning of `source` to the first part, what follows to the next, and so on, as far as it goes."""

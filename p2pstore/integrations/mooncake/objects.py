@@ -1,34 +1,39 @@
 """Objects as bytes: put, get, and whether they are there."""
 
 from __future__ import annotations
+
 from collections.abc import Sequence
-from p2pstore.errors import BufferTooSmall
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import LeaseLimitExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
+from typing import Any
+
+from p2pstore.errors import (
+    BufferTooSmall,
+    CapacityExceeded,
+    LeaseLimitExceeded,
+    NoSuchKey,
+    P2PStoreError,
+)
 from p2pstore.integrations.mooncake.base import StoreBase
-from p2pstore.integrations.mooncake.memory import BufferHandle
-from p2pstore.integrations.mooncake.memory import handle_of
-from p2pstore.integrations.mooncake.mooncake_types import DEFAULT_CONFIG
-from p2pstore.integrations.mooncake.mooncake_types import ErrorCode
-from p2pstore.integrations.mooncake.mooncake_types import ExistOptions
-from p2pstore.integrations.mooncake.mooncake_types import ReplicateConfig
-from p2pstore.integrations.mooncake.mooncake_types import alike
-from p2pstore.integrations.mooncake.mooncake_types import put_and_upsert
-from p2pstore.integrations.mooncake.mooncake_types import put_options
-from p2pstore.integrations.mooncake.mooncake_types import unused_fields
+from p2pstore.integrations.mooncake.memory import BufferHandle, handle_of
+from p2pstore.integrations.mooncake.mooncake_types import (
+    DEFAULT_CONFIG,
+    ErrorCode,
+    ExistOptions,
+    ReplicateConfig,
+    alike,
+    put_and_upsert,
+    put_options,
+    unused_fields,
+)
 from p2pstore.objects import encode_key
 from p2pstore.results import Buffer
-from p2pstore.values import Gathered
-from p2pstore.values import source_view
-from typing import Any
+from p2pstore.values import Gathered, source_view
 
 FAILURES = (P2PStoreError, ValueError)
 """Errors that become a code. Others are mistakes of a program, and raised."""
 ITEM_FAILURES = (*FAILURES, TypeError)
 """Errors that become the code of one item of a batch; its other items go on."""
 INVALID = int(ErrorCode.INVALID_PARAMS)
+
 
 class ObjectCalls(StoreBase):
     """Calls whose values are bytes, or buffers of the caller."""
@@ -260,6 +265,7 @@ class ObjectCalls(StoreBase):
             except FAILURES as error:
                 codes[number] = self._code(error)
         return codes
+
 
 def is_key(key: Any) -> bool:
     """Whether an object can have this key."""

@@ -1,31 +1,32 @@
 """Tensors of torch, in Mooncake's format: what one side puts, the other can read."""
 
 from __future__ import annotations
+
 from collections.abc import Sequence
-from p2pstore.integrations.mooncake.addresses import AddressCalls
-from p2pstore.integrations.mooncake.addresses import groups
+from typing import Any, Final
+
+from p2pstore.integrations.mooncake.addresses import AddressCalls, groups
 from p2pstore.integrations.mooncake.memory import view_at
-from p2pstore.integrations.mooncake.mooncake_types import DEFAULT_CONFIG
-from p2pstore.integrations.mooncake.mooncake_types import ErrorCode
-from p2pstore.integrations.mooncake.mooncake_types import ReplicateConfig
-from p2pstore.integrations.mooncake.mooncake_types import alike
-from p2pstore.integrations.mooncake.mooncake_types import put_and_upsert
-from p2pstore.integrations.mooncake.objects import FAILURES
-from p2pstore.integrations.mooncake.objects import INVALID
-from p2pstore.integrations.mooncake.objects import ITEM_FAILURES
-from p2pstore.integrations.mooncake.tensor_format import TensorHeader
-from p2pstore.integrations.mooncake.tensor_format import decode_header
-from p2pstore.integrations.mooncake.tensor_format import describe
-from p2pstore.integrations.mooncake.tensor_format import elements_of
-from p2pstore.integrations.mooncake.tensor_format import encode_header
-from p2pstore.integrations.mooncake.tensor_format import fill_tensor
-from p2pstore.integrations.mooncake.tensor_format import read_one
-from p2pstore.integrations.mooncake.tensor_format import tensor_in
-from p2pstore.integrations.mooncake.tensor_format import write_one
-from p2pstore.values import Gathered
-from p2pstore.values import source_view
-from typing import Any
-from typing import Final
+from p2pstore.integrations.mooncake.mooncake_types import (
+    DEFAULT_CONFIG,
+    ErrorCode,
+    ReplicateConfig,
+    alike,
+    put_and_upsert,
+)
+from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ITEM_FAILURES
+from p2pstore.integrations.mooncake.tensor_format import (
+    TensorHeader,
+    decode_header,
+    describe,
+    elements_of,
+    encode_header,
+    fill_tensor,
+    read_one,
+    tensor_in,
+    write_one,
+)
+from p2pstore.values import Gathered, source_view
 
 Tensor = Any
 Place = tuple[int, int] | None
@@ -33,6 +34,7 @@ Place = tuple[int, int] | None
 Found = tuple[TensorHeader, Tensor] | int
 """A tensor that was read and its header, or the code that says why there is none."""
 SMALL_BYTES: Final = 2**16
+
 
 class TensorCalls(AddressCalls):
     """Calls about tensors. They need torch, which is imported with the first of them. Tensors on a GPU are copied to
@@ -302,13 +304,16 @@ class TensorCalls(AddressCalls):
         except ITEM_FAILURES as error:
             return [self._item_code(error)]
 
+
 def _packed(header: TensorHeader, tensor: Tensor) -> Gathered:
     """Header and elements, as they are stored."""
     return Gathered([encode_header(header), elements_of(tensor)])
 
+
 def tensor_in_answer(found: Found) -> Tensor | None:
     """The tensor that was read, if it was."""
     return None if isinstance(found, int) else found[1]
+
 
 def fresh_memory(size: int) -> memoryview:
     """New writable memory; a large one is not cleared first."""
