@@ -38,8 +38,8 @@ COMPLETION_VARIABLE: Final = "_MOONCAKE_P2P_COMPLETE"
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "join": ("join", "Run a peer in the foreground."),
-    "put": ("objects", "Store a file, or standard input, under a key."),
-    "get": ("objects", "Fetch the value of a key."),
+    "put": ("put_get", "Store a file, or standard input, under a key."),
+    "get": ("put_get", "Fetch the value of a key."),
     "ls": ("listing", "List keys of the whole cluster."),
     "rm": ("changing", "Remove keys everywhere."),
     "flush": ("changing", "Remove everything in a namespace, on all peers."),

@@ -23,7 +23,7 @@ from p2pstore.errors import (
 from p2pstore.integrations.mooncake.memory import Registrations
 from p2pstore.integrations.mooncake.mooncake_types import ErrorCode, code_of
 from p2pstore.integrations.mooncake.own_peer import OwnPeer, ssd_folder
-from p2pstore.integrations.mooncake.settings import (
+from p2pstore.integrations.mooncake.setup_settings import (
     SetupSettings,
     free_port,
     peer_options,

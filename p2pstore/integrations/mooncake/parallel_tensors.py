@@ -18,7 +18,7 @@ from p2pstore.integrations.mooncake.mooncake_types import (
     alike,
     put_and_upsert,
 )
-from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
+from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID
 from p2pstore.integrations.mooncake.parallelism import (
     Manifest,
     alike_but_for_tp,

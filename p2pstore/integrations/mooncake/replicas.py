@@ -16,7 +16,7 @@ from p2pstore.integrations.mooncake.mooncake_types import (
     TaskStatus,
     TaskType,
 )
-from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ObjectCalls, is_key
+from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID, ObjectCalls, is_key
 from p2pstore.results import Location
 
 PAGE_KEYS = 10_000

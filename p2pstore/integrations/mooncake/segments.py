@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from p2pstore.errors import P2PStoreError
 from p2pstore.integrations.mooncake.mooncake_types import ErrorCode
-from p2pstore.integrations.mooncake.objects import ObjectCalls
+from p2pstore.integrations.mooncake.object_calls import ObjectCalls
 from p2pstore.integrations.mooncake.own_peer import OwnPeer
-from p2pstore.integrations.mooncake.settings import name_options
+from p2pstore.integrations.mooncake.setup_settings import name_options
 
 FAILED: Final = int(ErrorCode.INTERNAL_ERROR)
 MAX_SEGMENTS: Final = 64

@@ -14,7 +14,7 @@ from p2pstore.integrations.mooncake.mooncake_types import (
     alike,
     put_and_upsert,
 )
-from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ITEM_FAILURES
+from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID, ITEM_FAILURES
 from p2pstore.integrations.mooncake.tensor_format import (
     TensorHeader,
     decode_header,
