@@ -283,7 +283,7 @@ def test_a_closed_terminal_ends_a_peer_in_the_foreground(machine: Machine) -> No
 
 
 def state_of(process_id: int) -> str:
-    """`Z` once it ended and nobody asked how."""
+    """`Z` once it ended and was not waited for."""
     return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
 
 

@@ -1,4 +1,4 @@
-"""The command's surface: what is listed, how fast it answers, how it ends."""
+"""The command's surface: its list of commands, its speed, its exit statuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools of registered memory: what is lent is never lent twice, and never more than there may be."""
+"""Pools of registered memory: no piece is lent twice, and no more than the limit."""
 
 from __future__ import annotations
 
