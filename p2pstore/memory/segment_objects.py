@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
@@ -21,6 +22,10 @@ SOFT_PIN_SECONDS: Final = 30 * 60.0
 
 EXPIRED_PER_STEP: Final = 32
 """Objects withdrawn in one step of `expire`, at 20 us each."""
+
+
+Filled = tuple[Reservation, ObjectEntry, bytes, bytes]
+"""A reservation, the object in it, its packed trailer, and the digest of the block that it follows, or empty."""
 
 
 class SegmentObjects:
@@ -62,28 +67,31 @@ class SegmentObjects:
 
     # --- appearing ---------------------------------------------------------------------------
 
-    def publish(
-        self, entry: ObjectEntry, capacity: int, packed: bytes, follows: bytes, now: float
-    ) -> None:
-        """Make a filled extent of `capacity` bytes the object of its key, in place of an older one. `packed` is its
-        trailer, `follows` the digest of the block before it, or empty."""
-        existing = self.live.get(entry.digest)
-        extent = entry.offset - self._data_offset
-        if entry.extent_bytes < capacity:
-            self.areas.shrink(extent, entry.extent_bytes)
-        entry.group = self.areas.at(extent).group_of(entry.namespace)
-        self.table.publish(entry, packed)
-        self.held[entry.slot] = entry
-        self.live[entry.digest] = entry
-        if existing is not None:
-            self._replaced(existing)
-        self.listing.add(entry)
-        before = self.live.get(follows) if follows else None
-        self.order.admit(entry, now, None if before is entry else before)
+    def publish(self, filled: Sequence[Filled], now: float) -> None:
+        """Make filled extents the objects of their keys, which differ, in place of older ones."""
+        base, held, live = self._data_offset, self.held, self.live
+        entries = [entry for _, entry, _, _ in filled]
+        replaced = [live[entry.digest] for entry in entries if entry.digest in live]
+        for reservation, entry, _, _ in filled:
+            if entry.extent_bytes < reservation.capacity:
+                self.areas.shrink(entry.offset - base, entry.extent_bytes)
+        self.table.publish(entries, [packed for _, _, packed, _ in filled])
         if self.areas.uses:
-            self.areas.count(entry, 1)
-        if entry.expires_unix_ms or entry.pin_until:
-            self.timers.set(entry)
+            for entry in entries:
+                entry.group = self.areas.at(entry.offset - base).group_of(entry.namespace)
+        for entry in entries:
+            held[entry.slot] = live[entry.digest] = entry
+        if replaced:
+            self._replaced(replaced)
+        for _, entry, _, follows in filled:
+            self.listing.add(entry)
+            before = live.get(follows) if follows else None
+            self.order.admit(entry, now, None if before is entry else before)
+            if entry.expires_unix_ms or entry.pin_until:
+                self.timers.set(entry)
+        if self.areas.uses:
+            for entry in entries:
+                self.areas.count(entry, 1)
 
     def return_object(self, entry: ObjectEntry, now: float) -> None:
         """Take in an object of an earlier life, which readers do not find until `publish_returned`."""
@@ -112,15 +120,16 @@ class SegmentObjects:
         self.table.publish_returned(entry)
         self.live[entry.digest] = entry
         if existing is not None:
-            self._replaced(existing)
+            self._replaced([existing])
         self.listing.add(entry)
         self.timers.set(entry)
         return True
 
-    def _replaced(self, existing: ObjectEntry) -> None:
-        self.listing.remove(existing)
-        self._doom(existing)
-        self._withdrawn.append(existing)
+    def _replaced(self, entries: Sequence[ObjectEntry]) -> None:
+        for existing in entries:
+            self.listing.remove(existing)
+        self._doom(*entries)
+        self._withdrawn += entries
 
     # --- looking -----------------------------------------------------------------------------
 

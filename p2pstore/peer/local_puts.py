@@ -94,9 +94,15 @@ class LocalPuts:
                 namespace=message.namespace,
                 now=self._node.now,
             )
+            told: PutEnd | None = None
             for item, end in zip(some, ends, strict=True):
+                if isinstance(end, PutEnd):
+                    if end is not told:  # those that are published together end alike
+                        told, outcome = end, put_outcome(end)
+                    started.append(outcome)
+                    continue
                 if end is not None:
-                    started.append(put_outcome(end) if isinstance(end, PutEnd) else end)
+                    started.append(end)
                     continue
                 if started:
                     yield
@@ -157,12 +163,13 @@ class LocalPuts:
         outcomes: list[local.PutOutcome] = []
         operations.reverse()
         while operations:
+            each = operations.pop()
+            if isinstance(each, local.PutOutcome):
+                outcomes.append(each)
+                continue
             if outcomes:
                 yield
-            each = operations.pop()
-            outcomes.append(
-                each if isinstance(each, local.PutOutcome) else put_outcome(each.result)
-            )
+            outcomes.append(put_outcome(each.result))
         if message.at_hand:
             rooms = yield from self._rooms_for(client, message.again, message.namespace)
             return local.Committed(outcomes, rooms)

@@ -166,16 +166,23 @@ class PeerWatch:
     def _count_puts(
         self, client: LocalClient, message: local.Commit, answer: local.Committed
     ) -> None:
+        lengths: list[int] = []
+        failed = kept = short = 0
         for item, outcome in zip(message.items, answer.items, strict=False):
             if outcome.error.code:
-                self._counters["client_puts_failed"] += 1
+                failed += 1
             elif outcome.status == PutStatus.KEPT_EXISTING:
-                self._counters["client_puts_kept_existing"] += 1  # nothing was put
+                kept += 1  # nothing was put
             else:
-                self._counters["client_puts"] += 1
-                self._counters["client_put_bytes"] += item.length
-                self._counters["client_puts_short_of_copies"] += outcome.copies < outcome.wanted
-                self.measures.put(message.namespace, item.length)
+                lengths.append(item.length)
+                short += outcome.copies < outcome.wanted
+        self._counters["client_puts_failed"] += failed
+        self._counters["client_puts_kept_existing"] += kept
+        self._counters["client_puts"] += len(lengths)
+        self._counters["client_put_bytes"] += sum(lengths)
+        self._counters["client_puts_short_of_copies"] += short
+        for length, count in Counter(lengths).items():
+            self.measures.put(message.namespace, length, count)
 
     def _count_leases(
         self, client: LocalClient, message: local.Lease, answer: local.Leased
