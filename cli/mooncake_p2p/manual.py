@@ -106,7 +106,7 @@ PAGES: Final[dict[str, Page]] = {
     ),
     "rm": _page(
         ("mooncake-p2p rm prompt/7 prompt/8", "Remove two keys."),
-        ("mooncake-p2p rm --prefix prompt/ --yes", "Remove all keys that begin so."),
+        ("mooncake-p2p rm --prefix prompt/ --yes", "Remove all keys that begin with prompt/."),
         also=(3, 4, 5, 6),
         meaning={
             1: "failed; also when peers that did not answer may hold more such keys",
