@@ -209,7 +209,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
     # --- moving ----------------------------------------------------------------------------------
 
     def _are_there(self, objects: Sequence[str]) -> list[bool]:
-        """Which of these objects somebody has."""
+        """For each of these objects, whether a peer has it."""
         nothing = [False] * len(objects)
         return list(self._client.call(lambda client: client.contains_many(objects), nothing))
 

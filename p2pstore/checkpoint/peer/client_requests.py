@@ -1,30 +1,34 @@
 """Answers to clients about checkpoints. A connection has one job. Shell."""
 
 from __future__ import annotations
-
-from collections.abc import Awaitable, Callable
-from typing import Any, Final
-
-import trio
-
+from collections.abc import Awaitable
+from collections.abc import Callable
 from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
 from p2pstore.checkpoint.content.manifest import Manifest
 from p2pstore.checkpoint.content.sources import SourceMemory
 from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints
-from p2pstore.checkpoint.peer.following import Following, Preparer, Updating
+from p2pstore.checkpoint.peer.following import Following
+from p2pstore.checkpoint.peer.following import Preparer
+from p2pstore.checkpoint.peer.following import Updating
 from p2pstore.checkpoint.peer.jobs import Job
 from p2pstore.checkpoint.peer.piece_flow import Paces
-from p2pstore.checkpoint.peer.stores import HeldDirectory, MemoryTarget
+from p2pstore.checkpoint.peer.stores import HeldDirectory
+from p2pstore.checkpoint.peer.stores import MemoryTarget
 from p2pstore.checkpoint.peer.surroundings import MAX_WAIT_SECONDS
 from p2pstore.checkpoint.swarm.group import Stage
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoint_records import Head
-from p2pstore.gossip.records import Participation, TakesPart
+from p2pstore.gossip.records import Participation
+from p2pstore.gossip.records import TakesPart
 from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import unix_seconds_from_clock
-from p2pstore.wire import Empty, Message
+from p2pstore.wire import Empty
+from p2pstore.wire import Message
+from typing import Any
+from typing import Final
+import trio
 
 MAX_ENTRIES: Final = 4096
 """In one answer."""
@@ -32,7 +36,6 @@ PACE_SECONDS: Final = 0.5
 """Time between two samples of members' progress."""
 STATE_NAMES: Final = {int(state): state.name.lower() for state in TakesPart}
 _BUSY: Final = "this connection has a job already"
-
 
 class ClientRequests:
     """All requests about checkpoints, by `LocalKind`, in `handlers`."""
@@ -58,7 +61,7 @@ class ClientRequests:
         """The version in memory that a client's hello names. Raises `NoSuchKey`."""
         target = self._service.memories.use(client.checkpoint, client.holder)
         if target is None:
-            raise NoSuchKey("this version is in this peer's memory no more")
+            raise NoSuchKey("this version is not in this peer's memory any more")
         return target
 
     def client_gone(self, client: LocalClient) -> None:
@@ -74,7 +77,6 @@ class ClientRequests:
             nursery.start_soon(self._service.parts.watch)
             nursery.start_soon(self._service.publishing.publish_again)
             nursery.start_soon(self._names.watch)
-
 
 class JobRequests:
     """Publishing and fetching, and their progress."""
@@ -115,7 +117,7 @@ class JobRequests:
             return self._do(client, fetch_to_memory)
         return self._do_in_directory(client, message.path, fetch)
 
-    async def progress(self, client: LocalClient, message: local.Progress) -> local.ProgressReply:
+    async def progress(self, client: LocalClient, message: local.AskNews) -> local.ProgressReply:
         """Progress of the connection's job."""
         job = self._jobs.get(client.holder)
         if job is None:
@@ -167,7 +169,6 @@ class JobRequests:
         except ValueError:
             directory.close()
             raise
-
 
 class GroupRequests:
     """Following and updating, and news of them."""
@@ -225,7 +226,7 @@ class GroupRequests:
         return None
 
     async def follow_news(
-        self, client: LocalClient, message: local.FollowNews
+        self, client: LocalClient, message: local.AskNews
     ) -> local.FollowNewsReply:
         """State of the connection's follow."""
         following = self._follows.get(client.holder)
@@ -277,7 +278,7 @@ class GroupRequests:
         return run()
 
     async def update_news(
-        self, client: LocalClient, message: local.UpdateNews
+        self, client: LocalClient, message: local.AskNews
     ) -> local.UpdateNewsReply:
         """State of the connection's update."""
         updating = self._updates.get(client.holder)
@@ -310,7 +311,6 @@ class GroupRequests:
     def _check_idle(self, client: LocalClient) -> None:
         if client.holder in self._follows or client.holder in self._updates:
             raise ValueError(_BUSY)
-
 
 class NameRequests:
     """Listing and removing names."""
@@ -405,7 +405,6 @@ class NameRequests:
         self._peer.process()
         await self._parts.stop_name(head.digest)
         return local.CheckpointRemoved(head.version)
-
 
 def _published(version: bytes, manifest: Manifest) -> local.Published:
     layout = manifest.layout

@@ -41,7 +41,7 @@ _TRUE: Final = ("1", "true", "yes", "on", "enable")
 _FALSE: Final = ("0", "false", "no", "off", "disable", "")
 _DEVICE: Final = re.compile(r"[\w.-]{1,64}")
 _METADATA_SCHEMES: Final = ("etcd", "http", "https", "redis", "k8s")
-"""Of metadata servers, which nobody needs here."""
+"""Of metadata servers, which are not needed here."""
 _PROTOCOLS: Final = ("tcp", "rdma")
 _OTHER_PROTOCOLS: Final = (
     *("efa", "nvmeof", "nvlink", "nvlink_intra", "musa", "hip", "barex", "cxl", "ascend"),
@@ -208,7 +208,7 @@ _SETTINGS: Final[Mapping[str, tuple[Callable[[Any, str], Any], Any]]] = {
     "server_address": (_peer, ""),
     "mem_pool_size": (size_in_bytes, 0),
 }
-"""What reads a setting, and what it is when it is not said, which None and "" mean but for sizes."""
+"""The reader of a setting, and its default, which None and "" stand for except for sizes."""
 _NEVER_USED: Final = {
     "engine": "no transfer engine is needed",
     "ipc_socket_path": "clients find their peer by its socket: name it as 'socket'",
@@ -311,8 +311,8 @@ def _unused(said: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
 
 
 def takes_over(settings: SetupSettings, environment: Mapping[str, str]) -> str | None:
-    """The address of those named that this machine has and nobody listens at: a peer that does so is found by all
-    who are told of it. Without a cluster key only loopback counts."""
+    """The address of those named that this machine has and no process listens at: a peer there is found by all
+    programs that name it. Without a cluster key only loopback counts."""
     if any(
         environment.get(f"MOONCAKE_P2P_{name}") for name in ("LISTEN", "INTERFACE", "BOOTSTRAP")
     ):
@@ -325,7 +325,7 @@ def takes_over(settings: SetupSettings, environment: Mapping[str, str]) -> str |
 
 
 def free_port(wanted: int) -> int:
-    """This port of loopback, or the next one that nobody has; the same where all are taken."""
+    """This port of loopback, or the next free one; the same where all are taken."""
     ports = range(wanted, min(wanted + HTTP_PORTS, 2**16))
     return next((port for port in ports if _can_be_taken("127.0.0.1", port)), wanted)
 
