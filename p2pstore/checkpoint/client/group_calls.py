@@ -4,31 +4,31 @@ A follow or an update has a connection of its own and ends with it.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Sequence
+
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
 from p2pstore import arguments
 from p2pstore.access.allowlist import parse_peer_id
 from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
-from p2pstore.errors import CheckpointRefused
-from p2pstore.errors import FollowersLag
-from p2pstore.errors import P2PStoreError
+from p2pstore.errors import CheckpointRefused, FollowersLag, P2PStoreError
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_greeting import Opening
-from p2pstore.local.local_protocol import Access
-from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import format_peer_id
-from p2pstore.results import CheckpointFollower
-from p2pstore.results import CheckpointInfo
-from p2pstore.results import CheckpointMember
-from p2pstore.results import CheckpointUpdate
-from p2pstore.results import FollowedCheckpoint
+from p2pstore.results import (
+    CheckpointFollower,
+    CheckpointInfo,
+    CheckpointMember,
+    CheckpointUpdate,
+    FollowedCheckpoint,
+)
 from p2pstore.runtime.streams import Driver
 from p2pstore.wire import Empty
-from typing import Final
-import errno
-import os
-import time
 
 NEWS_SECONDS: Final = 1.0
 """Time between two requests for news when nothing changes."""
@@ -43,6 +43,7 @@ NAMED_LAGGARDS: Final = 8
 FollowWatch = Callable[[FollowedCheckpoint], None]
 UpdateWatch = Callable[[CheckpointUpdate], None]
 StatusWatch = Callable[[CheckpointInfo], None]
+
 
 class CheckpointGroups:
     """The part of `Checkpoints` about names and their followers."""
@@ -294,6 +295,7 @@ class CheckpointGroups:
             if descriptor != passed:
                 os.close(descriptor)
 
+
 def checkpoint_name(name: str) -> str:
     """Check a checkpoint's name. Raises `TypeError` and `ValueError`."""
     try:
@@ -301,6 +303,7 @@ def checkpoint_name(name: str) -> str:
     except CheckpointRefused as error:
         raise ValueError(str(error)) from None
     return name
+
 
 def make_directory(directory: str | os.PathLike[str]) -> None:
     """Make a directory. Raises `OSError`; `NotADirectoryError` for a file in its place."""
@@ -311,6 +314,7 @@ def make_directory(directory: str | os.PathLike[str]) -> None:
             errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(directory)
         ) from error
 
+
 def has_version(member: CheckpointMember, version: str) -> bool:
     """Whether a member has all of a version, by 16 hexadecimal digits or more of it."""
     short = version[:16]
@@ -319,6 +323,7 @@ def has_version(member: CheckpointMember, version: str) -> bool:
     if member.needs < 1:
         return False
     return member.version == short and member.state in ("verified", "seeding", "publishing")
+
 
 def _update(reply: local.UpdateNewsReply | local.Updated, switched: bool) -> CheckpointUpdate:
     return CheckpointUpdate(
@@ -340,6 +345,7 @@ def _update(reply: local.UpdateNewsReply | local.Updated, switched: bool) -> Che
         ),
     )
 
+
 def _too_late(name: str, result: CheckpointUpdate, quorum: int | None) -> str:
     if not result.followers:
         waits = "" if quorum is None else f", and {quorum} were asked for"
@@ -353,6 +359,7 @@ def _too_late(name: str, result: CheckpointUpdate, quorum: int | None) -> str:
         f"switches{_named(result.laggards)}"
     )
 
+
 def _named(laggards: tuple[CheckpointFollower, ...]) -> str:
     """Names and states of followers, to be appended to an error."""
     if not laggards:
@@ -362,6 +369,7 @@ def _named(laggards: tuple[CheckpointFollower, ...]) -> str:
         texts.append(f"{each.name} ({laggard_state(each)})")
     more = len(laggards) - NAMED_LAGGARDS
     return f"; behind: {', '.join(texts)}" + (f" and {more} more" if more > 0 else "")
+
 
 def laggard_state(each: CheckpointFollower) -> str:
     """The state of a follower, in a few words."""
@@ -375,6 +383,7 @@ def laggard_state(each: CheckpointFollower) -> str:
     text = words.get(each.stage, each.stage)
     text += f": {each.why}" if each.why else ""
     return f"dead, {text}" if each.dead else text
+
 
 def _info(item: local.CheckpointEntry) -> CheckpointInfo:
     return CheckpointInfo(

@@ -1,34 +1,30 @@
 """Answers to clients about checkpoints. A connection has one job. Shell."""
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import trio
+
 from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
 from p2pstore.checkpoint.content.manifest import Manifest
 from p2pstore.checkpoint.content.sources import SourceMemory
 from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints
-from p2pstore.checkpoint.peer.following import Following
-from p2pstore.checkpoint.peer.following import Preparer
-from p2pstore.checkpoint.peer.following import Updating
+from p2pstore.checkpoint.peer.following import Following, Preparer, Updating
 from p2pstore.checkpoint.peer.jobs import Job
 from p2pstore.checkpoint.peer.piece_flow import Paces
-from p2pstore.checkpoint.peer.stores import HeldDirectory
-from p2pstore.checkpoint.peer.stores import MemoryTarget
+from p2pstore.checkpoint.peer.stores import HeldDirectory, MemoryTarget
 from p2pstore.checkpoint.peer.surroundings import MAX_WAIT_SECONDS
 from p2pstore.checkpoint.swarm.group import Stage
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoint_records import Head
-from p2pstore.gossip.records import Participation
-from p2pstore.gossip.records import TakesPart
+from p2pstore.gossip.records import Participation, TakesPart
 from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import unix_seconds_from_clock
-from p2pstore.wire import Empty
-from p2pstore.wire import Message
-from typing import Any
-from typing import Final
-import trio
+from p2pstore.wire import Empty, Message
 
 MAX_ENTRIES: Final = 4096
 """In one answer."""
@@ -36,6 +32,7 @@ PACE_SECONDS: Final = 0.5
 """Time between two samples of members' progress."""
 STATE_NAMES: Final = {int(state): state.name.lower() for state in TakesPart}
 _BUSY: Final = "this connection has a job already"
+
 
 class ClientRequests:
     """All requests about checkpoints, by `LocalKind`, in `handlers`."""
@@ -77,6 +74,7 @@ class ClientRequests:
             nursery.start_soon(self._service.parts.watch)
             nursery.start_soon(self._service.publishing.publish_again)
             nursery.start_soon(self._names.watch)
+
 
 class JobRequests:
     """Publishing and fetching, and their progress."""
@@ -169,6 +167,7 @@ class JobRequests:
         except ValueError:
             directory.close()
             raise
+
 
 class GroupRequests:
     """Following and updating, and news of them."""
@@ -312,6 +311,7 @@ class GroupRequests:
         if client.holder in self._follows or client.holder in self._updates:
             raise ValueError(_BUSY)
 
+
 class NameRequests:
     """Listing and removing names."""
 
@@ -405,6 +405,7 @@ class NameRequests:
         self._peer.process()
         await self._parts.stop_name(head.digest)
         return local.CheckpointRemoved(head.version)
+
 
 def _published(version: bytes, manifest: Manifest) -> local.Published:
     layout = manifest.layout
