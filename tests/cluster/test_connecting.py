@@ -12,6 +12,7 @@ import trio
 import trio.testing
 
 from p2pstore.gossip.links import connection_keeper as attempts_module
+from p2pstore.gossip.links import dialling
 from p2pstore.gossip.links import host as host_module
 from p2pstore.gossip.links.connection_keeper import Attempts
 from p2pstore.gossip.links.control_link import LinkError
@@ -135,7 +136,7 @@ async def test_a_machine_that_does_not_answer_at_all_is_soon_tried_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else whoever is back after a while waits for a kernel that repeats itself ever less often."""
-    monkeypatch.setattr(host_module, "TCP_SECONDS", 0.2)
+    monkeypatch.setattr(dialling, "TCP_SECONDS", 0.2)
 
     async def never(_endpoint: object) -> None:
         await trio.sleep_forever()
@@ -143,7 +144,7 @@ async def test_a_machine_that_does_not_answer_at_all_is_soon_tried_anew(
     async with opened(1) as host, opened(2) as other:
         address = f"127.0.0.1:{other.listening[1]}"
         with monkeypatch.context() as patch:
-            patch.setattr(host_module, "connect", never)
+            patch.setattr(dialling, "connect", never)
             with pytest.raises(LinkError, match=r"did not answer within 0\.2 s"):
                 await ping(host, peer_id(2), address)
         await ping(host, peer_id(2), address)

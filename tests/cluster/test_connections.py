@@ -18,7 +18,7 @@ import trio
 from p2pstore.gossip.gossip_messages import Ack, ControlKind, PingRequest
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.host import ControlHost, HostSettings
 from p2pstore.gossip.records import PeerId
 from p2pstore.status.statistics import peer_document
 from p2pstore.wire import Empty, Message
@@ -208,8 +208,8 @@ async def test_peers_keep_the_connections_with_their_neighbours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three peers that close what is idle for half a second: all are neighbours, so nothing is."""
-    opened = partial(open_control_host, limits=ConnectionLimits(idle_seconds=0.5))
-    monkeypatch.setattr("p2pstore.peer.api.open_control_host", opened)
+    settings = partial(HostSettings, limits=ConnectionLimits(idle_seconds=0.5))
+    monkeypatch.setattr("p2pstore.peer.api.HostSettings", settings)
     async with cluster(tmp_path, 3) as peers:
         nodes = [peer.node for peer in peers]
         for node in nodes:
@@ -259,7 +259,9 @@ async def test_connections_that_come_and_go_leak_nothing() -> None:
 
         async def settled() -> tuple[int, int]:
             await until(lambda: not host._connections and not other._connections)
-            await until(lambda: not len(host._strangers) and not len(other._strangers))
+            await until(
+                lambda: not len(host.arrivals.strangers) and not len(other.arrivals.strangers)
+            )
             await until(lambda: not len(host._attempts) and not len(other._attempts))
             with trio.move_on_after(1):  # the last tasks end
                 await until(lambda: counted() == before)
@@ -277,7 +279,7 @@ async def test_connections_that_come_and_go_leak_nothing() -> None:
         assert not len(host._attempts)
         for each in (host, other):
             assert not each.keeper.admitted()
-            assert not each._budget.held_bytes
+            assert not each.settings.budget.held_bytes
 
 
 async def test_a_peer_that_hangs_up_on_every_request_is_not_dialled_for_ever() -> None:
@@ -289,7 +291,7 @@ async def test_a_peer_that_hangs_up_on_every_request_is_not_dialled_for_ever() -
                 connection.abort()
             return Empty()
 
-        two.hosts[1]._handler = hang_up
+        two.hosts[1].settings.handler = hang_up
         with pytest.raises(LinkError, match="closes every connection"):
             await two.ping(0, 1)
         assert two.hosts[0].keeper.counts.opened == 3

@@ -21,7 +21,7 @@ from p2pstore import blocking, errors
 from p2pstore.access.keyring import KeyRing, new_cluster_key, parse_cluster_keys
 from p2pstore.gossip.gossip_messages import Ack, ControlKind, Ping
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import format_peer_id
 from p2pstore.peer import Peer, open_peer
@@ -164,13 +164,15 @@ async def member(key: bytes) -> AsyncIterator[tuple[Identity, ControlHost, DataP
 
     try:
         async with open_control_host(
-            identity=identity,
-            listen=("127.0.0.1", 0),
-            ring=ring,
-            cluster="default",
-            handler=handle,
-            on_lost=lambda _: None,
-            software="test",
+            ("127.0.0.1", 0),
+            HostSettings(
+                identity=identity,
+                ring=ring,
+                cluster="default",
+                handler=handle,
+                on_lost=lambda _: None,
+                software="test",
+            ),
         ) as host:
             yield identity, host, pool
     finally:

@@ -41,13 +41,14 @@ from p2pstore.gossip.gossip_messages import (
     Proof,
     Status,
 )
+from p2pstore.gossip.links import arrivals as refusals_module
 from p2pstore.gossip.links import control_connection as connection_module
 from p2pstore.gossip.links import control_link as link_module
 from p2pstore.gossip.links import host as host_module
-from p2pstore.gossip.links import refusals as refusals_module
+from p2pstore.gossip.links import secured_connections
 from p2pstore.gossip.links.admission import Opener
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.multiplexer import MuxedStream
 from p2pstore.gossip.locations.log import REMOVED
@@ -172,16 +173,16 @@ async def test_a_stranger_from_another_host_is_let_in_through_a_crowd(tmp_path: 
     """The crowd's longest waiting connection goes for it."""
     async with cluster(tmp_path, 1) as (peer,):
         host = peer.node.host
-        host._strangers.limit = 8
+        host.arrivals.strangers.limit = 8
         crowd = list(flood(peer.control, 12, 3, b""))
-        await until(lambda: len(host._strangers) == 8)
+        await until(lambda: len(host.arrivals.strangers) == 8)
         async with stranger_host() as newcomer:
             await newcomer.ask(
                 peer.node.core.peer_id, [peer.control], ControlKind.PING, Ping(1, []), SECONDS
             )
         for sock in crowd:
             sock.close()
-        await until(lambda: not len(host._strangers))
+        await until(lambda: not len(host.arrivals.strangers))
 
 
 async def test_lines_about_strangers_are_few_however_many_hosts_they_come_from(
@@ -192,7 +193,7 @@ async def test_lines_about_strangers_are_few_however_many_hosts_they_come_from(
         for address in (peer.control, peer.data[0]):
             for sock in flood(address, 100, 50, b"\xff" * 50):
                 sock.close()
-        await until(lambda: not len(peer.node.host._strangers))
+        await until(lambda: not len(peer.node.host.arrivals.strangers))
         await still_well(peer)
     lines = [r for r in caplog.records if r.name == "p2pstore.host" and r.levelno > logging.DEBUG]
     assert len(lines) == 5
@@ -203,7 +204,7 @@ async def test_lines_about_strangers_are_few_however_many_hosts_they_come_from(
 
 @pytest.fixture
 def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_module, link_module, connection_module):
+    for module in (host_module, link_module, connection_module, secured_connections):
         monkeypatch.setattr(module, "ADMISSION_SECONDS", 1.0)
     monkeypatch.setattr(local_server, "HELLO_SECONDS", 1.0)
     monkeypatch.setattr(data_server, "ServerLimits", partial(ServerLimits, hello_seconds=1.0))
@@ -278,13 +279,15 @@ async def stranger_host(number: int = 77, key: bytes | None = None) -> AsyncIter
         raise errors.Unavailable("there is nothing here")
 
     async with open_control_host(
-        identity=Identity(bytes([number]) * 32),
-        listen=("127.0.0.1", 0),
-        ring=KeyRing([key] if key else []),
-        cluster="default",
-        handler=handle,
-        on_lost=lambda _: None,
-        software="stranger",
+        ("127.0.0.1", 0),
+        HostSettings(
+            identity=Identity(bytes([number]) * 32),
+            ring=KeyRing([key] if key else []),
+            cluster="default",
+            handler=handle,
+            on_lost=lambda _: None,
+            software="stranger",
+        ),
     ) as host:
         yield host
 
@@ -392,7 +395,7 @@ async def test_without_the_key_there_is_nothing(tmp_path: Path, key: bytes | Non
             await thief.ask(
                 victim.node.core.peer_id, [victim.control], ControlKind.PING, Ping(1, []), SECONDS
             )
-        granted = ticket(victim, thief._identity, KeyRing([key] if key else []))
+        granted = ticket(victim, thief.settings.identity, KeyRing([key] if key else []))
         with pytest.raises(errors.AuthenticationFailed, match="does not hold"):
             await open_data(victim, granted)
         await still_well(victim, neighbour)
@@ -425,7 +428,7 @@ async def test_tickets_that_open_nothing(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour):
         await victim.put("k", b"value")
         thief, ring = Identity(b"t" * 32), KeyRing([KEY])
-        good = ticket(victim, neighbour.node.host._identity, ring, Scope.READ)
+        good = ticket(victim, neighbour.node.host.settings.identity, ring, Scope.READ)
         (await open_data(victim, good)).close()
 
         class InTheNameOf:
@@ -461,7 +464,7 @@ async def test_tickets_that_open_nothing(tmp_path: Path) -> None:
 async def test_an_overheard_ticket_answers_nothing_without_its_secret(tmp_path: Path) -> None:
     """The thief does not mind who the server is; the server minds who he is."""
     async with cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour):
-        overheard = ticket(victim, neighbour.node.host._identity, KeyRing([KEY])).ticket
+        overheard = ticket(victim, neighbour.node.host.settings.identity, KeyRing([KEY])).ticket
         stream = await TrioDriver().connect_tcp(*split_address(victim.data[0], "data"), SECONDS)
         hello = data.Hello(1, 1, overheard, bytes(32))
         await stream.send(
@@ -492,7 +495,7 @@ async def test_records_that_their_owner_did_not_sign(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as liar:
         await neighbour.put("k", b"value")
         await until(lambda: victim.contains_nowait("k"))
-        mallory = liar._identity
+        mallory = liar.settings.identity
         gossip = victim.node.core.gossip
         state = gossip.membership.get(neighbour.node.core.peer_id)
         assert state is not None
@@ -548,7 +551,7 @@ async def test_records_that_their_owner_did_not_sign(tmp_path: Path) -> None:
 async def test_an_old_record_does_not_come_back(tmp_path: Path) -> None:
     """Signed by its owner, but of earlier: with other addresses, or from before it left."""
     async with cluster(tmp_path, 1) as (victim,), stranger_host() as liar:
-        mallory = liar._identity
+        mallory = liar.settings.identity
         old: list[SignedRecord] = []
         for sequence, leaving in ((1, False), (2, False), (3, True)):
             described = read_peer_record(victim.node.core.gossip.record(victim.node.now))
@@ -709,7 +712,7 @@ async def test_lists_that_are_too_long_are_refused(tmp_path: Path) -> None:
                             victim.node.core.peer_id, [victim.control], kind, message, SECONDS
                         )
                 elif port == "data":
-                    granted = ticket(victim, host._identity, KeyRing())
+                    granted = ticket(victim, host.settings.identity, KeyRing())
                     connection = await open_data(victim, granted)
                     with pytest.raises((errors.P2PStoreError, PullFailed, OSError)):
                         await connection.request(DataKind(kind), message)
@@ -810,7 +813,7 @@ async def test_abuse_of_the_multiplexer(
         attacker = await Attacker.connect(hostile, victim.node.host)
         if admitted:
             await attacker.be_admitted(hostile)
-        [connection] = victim.node.host._connections[hostile._identity.peer_id]
+        [connection] = victim.node.host._connections[hostile.settings.identity.peer_id]
         piled = 0
         with suppress(Exception), trio.move_on_after(3):
             for start in range(0, 20_000, 500):

@@ -90,7 +90,7 @@ class Victim:
 
     def _record_answers(self, peer: Peer) -> None:
         host = peer.node.host
-        serve = host._handler
+        serve = host.settings.handler
 
         async def answer(sender: PeerId, kind: int, request: Message) -> Message:
             reply = await serve(sender, kind, request)
@@ -99,7 +99,7 @@ class Victim:
                 self.replies.append((kind, reply))
             return reply
 
-        host._handler = answer
+        host.settings.handler = answer
 
     def frames(self, recorded: list[tuple[int, Message]], flags: int = 0) -> list[bytes]:
         """Recorded messages as frames."""
