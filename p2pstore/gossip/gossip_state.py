@@ -9,9 +9,10 @@ import msgspec
 
 from p2pstore.gossip.exchange.anti_entropy import Knowledge
 from p2pstore.gossip.exchange.asking import Questions
+from p2pstore.gossip.exchange.delta_checks import DeltaChecks, FutureRecords
+from p2pstore.gossip.exchange.digests import DigestTable
 from p2pstore.gossip.exchange.exchanges import Exchanges
 from p2pstore.gossip.exchange.fresh_news import FreshNews, OperationRate
-from p2pstore.gossip.exchange.future_records import FutureRecords
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
@@ -92,19 +93,33 @@ class GossipState:
         self.addresses = AddressBook(self.contacts, self.membership, self.membership.newcomers)
         self.future = FutureRecords()
         """What was left out because its stamp is too far ahead of this peer's clock."""
-        self.knowledge = Knowledge(
+        table = DigestTable(self.membership, self.directory, self.log)
+        self.checks = DeltaChecks(
             config.cluster,
-            self.membership,
+            table,
             self.directory,
-            self.log,
             self.cluster_records,
             verifier,
             accepts_clock,
-            rng,
             accepts_peer,
-            newest_accepted=self.time.newest_accepted,
-            future=self.future,
+            self.time.newest_accepted,
+            self.future,
         )
+        self.knowledge = Knowledge(
+            self.membership, self.directory, self.log, self.cluster_records, table, rng
+        )
+        self._connect_parts(signer, rng)
+        self._offer = describe
+        self._signer = signer
+        self._recorded: SignedRecord | None = None
+        self.losses = 0
+        """Grows whenever a member that may have held something died, left, began anew or was expelled."""
+        self._changes: list[MemberChange] = []
+        self._ranked: tuple[int, list[Member]] = (-1, [])
+
+    def _connect_parts(self, signer: Signer, rng: Random) -> None:
+        """Make what talks to other peers."""
+        config = self.config
         self.questions = Questions(config)
         self.view = ActiveView(
             self.membership, rng, config.active_view, config.view_rotation_seconds
@@ -124,14 +139,7 @@ class GossipState:
         self.own_record = OwnRecord(
             signer, self._describe, config, self.membership, self.log, self.floors
         )
-        self.losses = 0
-        """Grows whenever a member that may have held something died, left, began anew or was expelled."""
-        self._changes: list[MemberChange] = []
-        self._offer = describe
-        self._signer = signer
-        self._recorded: SignedRecord | None = None
         self._pace = SigningPace(lambda: rate.is_high, lambda: 1 + len(self.directory.unsettled))
-        self._ranked: tuple[int, list[Member]] = (-1, [])
 
     # --- this peer ---------------------------------------------------------------------------
 

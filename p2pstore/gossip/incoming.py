@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.anti_entropy import News, check_claims
+from p2pstore.gossip.exchange.anti_entropy import News
 from p2pstore.gossip.exchange.asking import Asked
+from p2pstore.gossip.exchange.delta_checks import check_claims
 from p2pstore.gossip.exchange.exchanges import read_reply, read_request
 from p2pstore.gossip.gossip_effects import Ask, Effect, Later
 from p2pstore.gossip.gossip_messages import (
@@ -63,7 +64,7 @@ class Incoming:
                 self._heard(sender, now)
                 return Empty(), []
             case Leave():
-                pair = self._state.knowledge.check_record(request.record)
+                pair = self._state.checks.check_record(request.record)
                 if pair is not None and (pair[0].peer_id != sender or not pair[0].leaving):
                     raise ProtocolError("a farewell that is not the sender's own")
                 self._take_delta(sender, Delta([request.record], [], [], []), now)
@@ -170,7 +171,7 @@ class Incoming:
         return answer
 
     def _take_delta(self, sender: PeerId, delta: Delta, now: float) -> News:
-        checked = self._state.knowledge.check(delta, now, sender)
+        checked = self._state.checks.check(delta, now, sender)
         known = [self._membership.get(record.peer_id) for record, _ in checked.records]
         records = [state.record if state is not None else None for state in known]
         news = self._state.knowledge.apply(checked, now, sender)

@@ -109,11 +109,12 @@ class Gossip(GossipState):
 
     def expel(self) -> list[PeerId]:
         """Forget the members, and what they hold, that `accepts_peer` does not accept any more."""
-        accepts = self.knowledge.accepts_peer
-        gone = [s for s in self.membership.states() if not accepts(s.peer_id)]
+        accepts = self.checks.accepts_peer
+        own = self.membership.own
+        gone = [s for s in self.membership.states() if s is not own and not accepts(s.peer_id)]
         self.losses += len(gone)
         for state in gone:
-            self.membership.expel(state.peer_id)
+            self.membership.forget(state)
             self.partitions.drop(state.member)
             self._housekeeping.back(state.member)
             self.floors.expelled(state.member)

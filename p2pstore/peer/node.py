@@ -301,7 +301,7 @@ class Node:
             self._member_changed(change)
         for member, count in self.core.gossip.directory.shares.take_news().items():
             self._locations_refused(member, count)
-        for sender, owner in self.core.gossip.knowledge.wrong_runs.take_news().items():
+        for sender, owner in self.core.gossip.checks.wrong_runs.take_news().items():
             self._wrong_operations(sender, owner)
         self.core.flush_pushes(self.now)
         self._follow_checkpoints()

@@ -161,14 +161,14 @@ class Victim:
             raise Problem("more cluster records than are allowed")
         if len(gossip.questions) > MAX_ASKED + MAX_IN_FLIGHT_EXCHANGES:
             raise Problem(f"{len(gossip.questions)} requests of gossip are under way")
-        knowledge = gossip.knowledge
+        checks = gossip.checks
         for state in membership.states():
             if state.signed is None or state is membership.own:
                 continue
             record = state.record
             assert record is not None
             body = b"p2pstore peer record 1\0" + state.signed.body
-            if not knowledge.verifier.verify(state.peer_id, body, state.signed.signature):
+            if not checks.verifier.verify(state.peer_id, body, state.signed.signature):
                 raise Problem(f"a forged record of {record.name} was taken for true")
 
 

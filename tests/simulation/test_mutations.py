@@ -101,7 +101,7 @@ class TombstoneGossip(Gossip):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.knowledge.verifier = Credulous()
+        self.checks.verifier = Credulous()
         self._passed_on = self.knowledge.operations_since
         self._heard_at: dict[tuple[Member, bytes], float] = {}
         self._at = 0.0
@@ -174,7 +174,7 @@ class GaplessGossip(Gossip):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.knowledge._check_runs = lambda chunks, *_: chunks  # type: ignore[method-assign]
+        self.checks._check_runs = lambda chunks, *_: chunks  # type: ignore[method-assign]
         self._apply = self.directory.apply
         self.directory.apply = self._apply_anywhere  # type: ignore[method-assign]
 

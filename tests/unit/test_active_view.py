@@ -113,7 +113,9 @@ def test_who_dies_is_replaced_at_once_and_who_is_suspected_stays() -> None:
     assert peer_id_of(victim) not in peer.neighbours
     assert len(peer.neighbours) == 4
     assert peer.view.version > before
-    peer.membership.expel(peer_id_of(doubted))
+    gone = peer.membership.get(peer_id_of(doubted))
+    assert gone is not None
+    peer.membership.forget(gone)
     assert peer_id_of(doubted) not in peer.neighbours
     assert len(peer.neighbours) == 4
 

@@ -310,7 +310,7 @@ def test_an_older_peer_passes_newer_records_on_as_they_are() -> None:
     assert network.run(20, network.converged)
     now, relay, third = network.now, nodes[1].gossip, nodes[2].gossip
     for node in (relay, third):
-        node.knowledge.verifier = Ed25519Verifier()
+        node.checks.verifier = Ed25519Verifier()
         node.membership._met = 100  # in a large cluster, where a relay's word is enough
     identity = Identity(b"n" * 32)
     record = peer_record(9, peer_id=identity.peer_id, incarnation=5)

@@ -9,11 +9,8 @@ from functools import partial
 
 import pytest
 
-from p2pstore.gossip.exchange.anti_entropy import (
-    SEND_MICROSECONDS,
-    TAKE_MICROSECONDS,
-    work_microseconds,
-)
+from p2pstore.gossip.exchange.anti_entropy import SEND_MICROSECONDS
+from p2pstore.gossip.exchange.delta_checks import TAKE_MICROSECONDS, work_microseconds
 from p2pstore.gossip.gossip_effects import Ask
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, Exchange, ExchangeReply, LogChunk
 from p2pstore.gossip.locations.signed_runs import sign_run
@@ -342,10 +339,10 @@ def test_one_delta_brings_no_more_than_its_receiver_can_carry_out_at_once() -> N
         return LogChunk(member, incarnation, first + 1, operations, signature)
 
     pieces = [chunk(first, 4) for first in range(0, 6000, 4)]
-    taken = other.gossip.knowledge.check(Delta([], pieces, [], []), net.now).logs
+    taken = other.gossip.checks.check(Delta([], pieces, [], []), net.now).logs
     assert taken == pieces[: TAKE_MICROSECONDS // work_microseconds(4)]
     too_long = Delta([], [chunk(0, 6000)], [], [])
-    assert other.gossip.knowledge.check(too_long, net.now).logs == []
+    assert other.gossip.checks.check(too_long, net.now).logs == []
     assert net.run(10, net.converged)
 
 
@@ -363,7 +360,7 @@ def test_of_one_delta_a_bounded_number_of_signatures_is_checked() -> None:
             verified.append(peer_id)
             return super().verify(peer_id, message, signature)
 
-    node.gossip.knowledge.verifier = Counting()
+    node.gossip.checks.verifier = Counting()
     delta = Delta(records, [], [], [])
     for expected in (40, 80):
         node.gossip.serve(sender.peer_id, ControlKind.DELTA, delta, net.now)

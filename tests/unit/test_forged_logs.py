@@ -155,13 +155,13 @@ def test_who_forged_once_costs_nothing_any_more_and_is_named_once() -> None:
             checked.append(peer_id)
             return super().verify(peer_id, message, signature)
 
-    world.reader.gossip.knowledge.verifier = Counting()
+    world.reader.gossip.checks.verifier = Counting()
     for step in range(300):
         world.net.now += 0.02
         world.forge(*[world.chunk(FORGERIES["much of it"])] * (1 + step % 3))
         world.check()
     assert len(checked) == 1
-    wrong = world.reader.gossip.knowledge.wrong_runs
+    wrong = world.reader.gossip.checks.wrong_runs
     assert wrong.take_news() == {world.liar.peer_id: world.owner.peer_id}
     assert wrong.take_news() == {}
     # Neither the owner nor anybody else is blamed; and what the liar signs itself is taken.

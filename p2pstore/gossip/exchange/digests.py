@@ -278,7 +278,7 @@ class DigestTable:
         """Whether anybody else wants them."""
         self.states: list[MemberState] = []
         """The members, a row each. Call `current` first."""
-        self._membership = membership
+        self.membership = membership
         self._directory = directory
         self._log = log
         self._seen_version = -1
@@ -297,9 +297,9 @@ class DigestTable:
 
     def current(self) -> Digest:
         """What this peer knows now. Its columns change with the next call of any method: keep none."""
-        if self._seen_version != self._membership.version:
+        if self._seen_version != self.membership.version:
             self._rebuild()
-        own = self._membership.own
+        own = self.membership.own
         if self._own_place >= 0 and own.signed is not None:
             if int(self._of.incarnations[self._own_place]) != own.record_incarnation:
                 self._rebuild()
@@ -324,7 +324,7 @@ class DigestTable:
     def moved(self, member: Member) -> None:
         """The member's record is another, or its view moved."""
         place = self._places.get(member)
-        if place is None or self._seen_version != self._membership.version:
+        if place is None or self._seen_version != self.membership.version:
             return
         state = self.states[place]
         if int(self._of.incarnations[place]) != state.record_incarnation:
@@ -340,7 +340,7 @@ class DigestTable:
 
     def position(self, state: MemberState) -> int:
         """Up to where this peer wants no operations of the member's current log."""
-        if state is self._membership.own:
+        if state is self.membership.own:
             return self._log.signed
         return self._directory.wanted_after(
             state.member, state.record_incarnation, state.log_sequence
@@ -348,13 +348,13 @@ class DigestTable:
 
     def _rebuild(self) -> None:
         """4 ms with 10,000 members."""
-        self._seen_version = self._membership.version
-        live = self._membership.live()
+        self._seen_version = self.membership.version
+        live = self.membership.live()
         members = np.array([state.member for state in live], np.uint64)
         order = np.argsort(members)
         self.states = [live[place] for place in order.tolist()]
         self._places = {state.member: place for place, state in enumerate(self.states)}
-        self._own_place = self._places.get(self._membership.own.member, -1)
+        self._own_place = self._places.get(self.membership.own.member, -1)
         self._of = MemberSet(
             members[order],
             np.array([state.record_incarnation for state in self.states], np.uint64),

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from p2pstore.gossip.exchange.anti_entropy import Knowledge, News, chunk_of
+from p2pstore.gossip.exchange.anti_entropy import Knowledge, News
 from p2pstore.gossip.exchange.asking import Questions
+from p2pstore.gossip.exchange.delta_checks import chunk_of
 from p2pstore.gossip.exchange.message_budget import MessageBudget
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_effects import Ask

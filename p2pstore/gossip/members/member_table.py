@@ -345,12 +345,6 @@ class MemberTable:
             self.forget(state)
         return expired
 
-    def expel(self, peer_id: PeerId) -> None:
-        """Forget a member that may not come in any more."""
-        state = self.get(peer_id)
-        if state is not None and state is not self.own:
-            self.forget(state)
-
     def live_changed(self) -> None:
         """The set of live members is another one."""
         self._live = self._others = None
