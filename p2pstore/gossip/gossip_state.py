@@ -132,7 +132,7 @@ class GossipState:
         self.exchanges = Exchanges(
             config, self.knowledge, self.floors, self.questions, self.view, rng, rate
         )
-        self.exchanges.hot_for = self.partitions.hot_for
+        self.exchanges.hot_for = self.partitions.hot.tell
         self.exchanges.unix_ms = self.time.unix_ms
         self.fresh = FreshNews(config, self.knowledge, self.view, self.questions, rate)
         self.probing = Probing(self.membership, self.questions, rng)
@@ -189,7 +189,7 @@ class GossipState:
     def record(self, now: float) -> SignedRecord:
         """This peer's own record, signed anew when something changed; its head's operations are signed with it."""
         signed = self.own_record.signed(now)
-        wanted = self.log.signed < self.log.sequence and self.partitions.logs_are_read
+        wanted = self.log.signed < self.log.sequence and self.partitions.current.logs_are_read
         if wanted and (signed is not self._recorded or self._pace.may_sign(now)):
             self.log.sign(self._signer)
             self._pace.signed(now)
@@ -262,7 +262,7 @@ class GossipState:
 
     def homes(self, digest: bytes) -> list[PeerId]:
         """The key's home peers, best first; this one may be among them."""
-        return self.peer_ids(self.partitions.homes(digest))
+        return self.peer_ids(self.partitions.current.of(digest))
 
     def rank(self, digest: bytes) -> list[PeerId]:
         """The other live members in rendezvous order for a key."""
@@ -288,7 +288,7 @@ class GossipState:
     def _note_operations(self, operations: Sequence[bytes], now: float) -> None:
         """The last ones of this peer's log."""
         self.partitions.note(operations, now)
-        if self.partitions.logs_are_read and operations:
+        if self.partitions.current.logs_are_read and operations:
             first = self.log.sequence + 1 - len(operations)
             self.fresh.add_own(first, len(operations))
             self.exchanges.hurry()

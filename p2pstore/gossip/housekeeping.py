@@ -59,7 +59,7 @@ class Housekeeping:
         if self._state.partitions.housekeep(now, agreed=self._state.exchanges.agreed):
             self._state.own_record.changed()
         self._state.knowledge.table.follows_logs = self._state.partitions.mode.follows_logs
-        self._state.knowledge.table.logs_are_read = self._state.partitions.logs_are_read
+        self._state.knowledge.table.logs_are_read = self._state.partitions.current.logs_are_read
         self._state.knowledge.table.read_anew()
         overdue = [member for member, due in self._forget_at.items() if due <= now]
         if overdue:  # a dictionary that was large once stays so: a smaller one takes its place

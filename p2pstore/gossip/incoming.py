@@ -121,7 +121,7 @@ class Incoming:
         hot = unpack_hot(reply.hot)
         self._state.time.clocks.answered(asked.peer_id, reply.unix_ms, asked.sent_at, now)
         news = self._take_delta(asked.peer_id, reply.delta, now)
-        self._state.partitions.learn_hot(hot, now)
+        self._state.partitions.hot.learn(hot, now)
         self._state.exchanges.learn(
             asked, reply, theirs, now, new_records=len(news.cluster_records)
         )
@@ -164,7 +164,7 @@ class Incoming:
         self._state.time.clocks.asked(sender, request.unix_ms, now)
         self._heard(sender, now)
         self._membership.observe_claims(request.claims, now, sender)
-        self._state.partitions.learn_hot(hot, now)
+        self._state.partitions.hot.learn(hot, now)
         self._state.record(now)
         answer = self._state.exchanges.answer(sender, request, theirs, now)
         self.limit_step(now)
@@ -178,7 +178,7 @@ class Incoming:
         for before, (record, _) in zip(records, checked.records, strict=True):
             self._state.partitions.observe_record(before, record, now)
             self._state.losses += before is not None and record.incarnation > before.incarnation
-        self._state.partitions.keep_up()
+        self._state.partitions.current.keep_up()
         self._membership.heard(sender, now)
         for chunk in checked.logs:
             self._state.heard_of(chunk.operations, now)

@@ -127,10 +127,10 @@ class _Work:
         """Have homes know what owners hold, and owners know that they do."""
         for peer in self._cluster.peers:
             directory = peer.gossip.partitions
-            table = directory._table
+            table = directory.current.table
             table.by_home = self._sample.by_home
             pushes = directory.pushes
-            pushes.table, pushes._synced = table, list(table.homes)
+            pushes.table, pushes._confirmed.by = table, list(table.homes)
             self._tell(peer)
 
     def _tell(self, peer: GossipPeer) -> None:
