@@ -42,9 +42,9 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.data_messages import (
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import (
     ClusterRecords,
-    DataKind,
     ListKeys,
     Lookup,
     PinItem,

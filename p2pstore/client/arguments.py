@@ -1,4 +1,4 @@
-"""What callers pass besides values, checked before anything is sent. Pure.
+"""Checks of arguments other than values, before anything is sent. Pure.
 
 A `TypeError` or `ValueError` names the argument and says what is allowed.
 """
@@ -21,7 +21,7 @@ MAX_COUNT: Final = 2**31 - 1
 _KEY: Final = operator.itemgetter(0)
 _BUFFER: Final = operator.itemgetter(1)
 MAX_SECONDS: Final = 1e9
-"""31 years: what is longer is a mistake, such as milliseconds, or infinity."""
+"""31 years; longer times are mistakes, such as milliseconds, or infinity."""
 
 
 def possible_keys(
@@ -106,7 +106,7 @@ def framework(value: Any) -> Framework | None:
 
 
 def conflict_policy(overwrite: Any, on_conflict: Any) -> OnConflict:
-    """What a put does with a key that exists with other bytes. `overwrite=True` is short for "overwrite"."""
+    """The policy of a put for a key that exists with other bytes. `overwrite=True` is short for "overwrite"."""
     overwrites = flag("overwrite", overwrite)
     if on_conflict is None:
         return "overwrite" if overwrites else "keep"

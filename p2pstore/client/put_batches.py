@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from p2pstore.client import answers
-from p2pstore.client.device_memory import GpuCopyFailed
-from p2pstore.client.gathered import Source
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.puts import windows
+from p2pstore.client.values import GpuCopyFailed, Source
 from p2pstore.errors import P2PStoreError, StoreClosed
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_requests import RequestAhead

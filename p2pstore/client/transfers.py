@@ -33,14 +33,14 @@ MAX_TRANSFERS: Final = 65_536
 """Of one batch that have not ended."""
 MAX_LIMIT: Final = 256
 WATCHED_BYTES: Final = 4 * MIB
-"""Transfers from here on tell how far they are. For smaller ones that would cost more than it says."""
+"""Least length of transfers that report progress. For smaller ones that costs too much."""
 RECHECK_SECONDS: Final = 60.0
 
 _ENDED: Final = frozenset({"done", "failed", "cancelled"})
 
 
 class Store(Protocol):
-    """What a batch needs of a client."""
+    """The methods of a client that a batch needs."""
 
     async def get_into(
         self, key: str, buffer: Buffer, *, wait: float = 0.0, progress: Progress | None = None
@@ -77,7 +77,7 @@ class _Transfer:
         return self.state in _ENDED
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
-        """It has moved so far. Raises `TransferCancelled` when nobody wants the rest."""
+        """Note the progress. Raises `TransferCancelled` after `cancel`."""
         self.moved_bytes = done_bytes
         if self.to_be_cancelled:
             raise TransferCancelled("the transfer was cancelled before its end")

@@ -10,21 +10,36 @@ import ctypes
 import math
 import mmap
 import sys
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from operator import attrgetter
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 
 import numpy as np
 
-from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.errors import P2PStoreError
+from p2pstore.objects import (
+    chunk_bounds,
+    chunk_sum,
+)
 from p2pstore.results import Framework
+from p2pstore.runtime.side_by_side import threads_for
 
 TORCH_PREFIX: Final = "torch."
 """How the stored dtype of a torch tensor begins: `torch.bfloat16`. numpy's are `float32`, `>i4`."""
 
 HUGE_PAGES_FROM_BYTES: Final = 4 * 1024 * 1024
 SMALL_BYTES: Final = 16 * 1024
+
+_LAYOUT_OF: Final = attrgetter("format", "ndim", "contiguous", "readonly")
+_WRITABLE_BYTES: Final = ("B", 1, True, False)
+_MADV_POPULATE_WRITE: Final = 23
+"""Linux 5.14: have the kernel provide pages for writing, without changing what is in them."""
+SMALL_COPY_BYTES: Final = 64 * 1024
+"""Up to here a plain copy, which holds the interpreter's lock for a few microseconds, is quicker."""
 
 
 def source_view(value: Any) -> memoryview:
@@ -63,10 +78,6 @@ def destination_view(buffer: Any) -> memoryview:
     if view.readonly:
         raise ValueError("the destination is read-only: pass a bytearray, an array or a tensor")
     return view
-
-
-_LAYOUT_OF: Final = attrgetter("format", "ndim", "contiguous", "readonly")
-_WRITABLE_BYTES: Final = ("B", 1, True, False)
 
 
 def destination_views(buffers: Sequence[Any]) -> list[memoryview]:
@@ -288,3 +299,156 @@ def fresh_bytes(length: int) -> tuple[memoryview, Callable[[], bytes]]:
         _libc.madvise(start, end - start, mmap.MADV_HUGEPAGE)  # advice: failing is fine
     memory = (ctypes.c_ubyte * length).from_address(address)
     return memoryview(memory).cast("B"), lambda: value
+
+
+class RegisteredBuffer:
+    """A buffer that a store was told of: `store.register(buffer)`. Usable wherever a buffer is.
+
+    What registering does today: the buffer was checked once (writable, contiguous, in this host's
+    memory), so that puts and gets with it need not look again; its pages are provided, so that the
+    first get into it does not wait for the kernel; and while it is registered it can be neither
+    resized nor freed. Network cards are not told of it yet: transports that need that will do it
+    here, and callers will not have to change anything.
+
+    `view` is all of it, as writable bytes; a slice (`registered[start:stop]`) is such a view of a
+    part. Close it, or use it as a context manager, or close the store: then it can be resized
+    again, once views of it are gone too.
+    """
+
+    __slots__ = ("__weakref__", "_view")
+
+    def __init__(self, view: memoryview) -> None:
+        self._view: memoryview | None = view
+        _provide_pages(view)
+
+    @property
+    def view(self) -> memoryview:
+        """The registered bytes. Raises `ValueError` after `close`."""
+        if self._view is None:
+            raise ValueError("the registered buffer was closed: register it again")
+        return self._view
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def __getitem__(self, part: slice) -> memoryview:
+        """A view of a part; `part` counts bytes. Raises `TypeError` for anything but a slice."""
+        if not isinstance(part, slice):
+            raise TypeError(
+                "a registered buffer is cut into parts by slices: registered[start:stop]"
+            )
+        return self.view[part]
+
+    def close(self) -> None:
+        """Let go of the buffer; may be called twice."""
+        self._view = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _provide_pages(view: memoryview) -> None:
+    """Fault in every page of the buffer. Releases the interpreter lock. An older kernel, or one that has
+    no more memory, does not do it: then pages come when they are first touched, as always."""
+    if not view.nbytes:
+        return
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    end = -(-(address + view.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    _libc.madvise(start, end - start, _MADV_POPULATE_WRITE)
+
+
+class PutSource(ABC):
+    """A value that is no buffer, whose bytes are copied to where they belong when it is put."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The length in bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """The same."""
+        return len(self)
+
+    @property
+    def threads(self) -> int:
+        """How many may copy side by side."""
+        return threads_for(len(self))
+
+    @abstractmethod
+    def copy_and_sum(self, target: memoryview, start: int) -> bytes:
+        """Copy the bytes from `start` on, as many as `target` has; the sums of its chunks, packed u64s. `start` is the
+        beginning of a chunk."""
+
+    @abstractmethod
+    def joined(self) -> memoryview:
+        """All of it in memory of its own. May take its time."""
+
+
+class Gathered(PutSource):
+    """Buffers that are one value, one after the other. Raises as `source_view` for what is none. The caller may change
+    them meanwhile: the sums are of what was copied."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        views = [view for view in map(source_view, parts) if view.nbytes]
+        self._parts = views
+        self._ends = list(accumulate(map(len, views)))
+        self._length = self._ends[-1] if views else 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def copy_and_sum(self, target: memoryview, start: int) -> bytes:
+        sums = []
+        for at, end in chunk_bounds(len(target)):
+            place = at
+            for piece in self.between(start + at, start + end):
+                copy_bytes(target[place : place + len(piece)], piece)
+                place += len(piece)
+            sums.append(chunk_sum(target[at:end]))
+        return np.array(sums, "<u8").tobytes()
+
+    def between(self, start: int, end: int) -> list[memoryview]:
+        """The pieces of the parts that make up these bytes of the value."""
+        pieces = []
+        place = bisect_right(self._ends, start)
+        while start < end:
+            part = self._parts[place]
+            offset = start - (self._ends[place] - len(part))
+            piece = part[offset : offset + end - start]
+            pieces.append(piece)
+            start += len(piece)
+            place += 1
+        return pieces
+
+    def joined(self) -> memoryview:
+        return self._parts[0] if len(self._parts) == 1 else memoryview(b"".join(self._parts))
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy as many bytes as `target` has; large ones without the interpreter's lock."""
+    if len(source) <= SMALL_COPY_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+Source = memoryview | PutSource
+"""What a put takes its bytes from."""
+
+
+def value_of(value: Any) -> Source:
+    """`source_view`, for what may lie elsewhere."""
+    return value if isinstance(value, PutSource) else source_view(value)
+
+
+class GpuCopyFailed(P2PStoreError):
+    """A GPU did not copy. Its driver may be telling of what was asked of it before."""

@@ -23,14 +23,7 @@ from p2pstore.core.copies.own_copies import is_kept_elsewhere
 from p2pstore.core.copies.proofs import ProveOperation, VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
 from p2pstore.core.copies.write_back import WriteBack
-from p2pstore.core.core_effects import (
-    AskPeer,
-    Effect,
-    KnownCopy,
-    PullFailure,
-    PullOutcome,
-    Reply,
-)
+from p2pstore.core.core_effects import AskPeer, Effect, KnownCopy, PullFailure, PullOutcome, Reply
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.hot_objects import HotObjects
 from p2pstore.core.gets.lookup import check_holding_record
@@ -65,10 +58,7 @@ from p2pstore.local.local_messages import HolderFailure
 from p2pstore.memory.entries import Reservation, SmallObjectsLent, Written
 from p2pstore.memory.loans import Loan
 from p2pstore.memory.segment import SOFT_PIN_SECONDS, ObjectEntry, Segment
-from p2pstore.memory.segment_layout import (
-    MAX_TRAILER_BYTES,
-    Pin,
-)
+from p2pstore.memory.segment_layout import MAX_TRAILER_BYTES, Pin
 from p2pstore.objects import (
     CHUNK_BYTES,
     ZERO_VERSION,
@@ -79,15 +69,8 @@ from p2pstore.objects import (
     namespace_digest,
 )
 from p2pstore.runtime.stepping import Steps
-from p2pstore.transfer.data_messages import (
-    MAX_SMALL_BULK_BYTES,
-    CheckCopy,
-    DataKind,
-    Locations,
-    Objects,
-    ObjectStatus,
-    Pushed,
-)
+from p2pstore.transfer.data_messages import MAX_SMALL_BULK_BYTES, DataKind, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import CheckCopy, Locations, Pushed
 from p2pstore.wire import Code, Message
 
 DOUBT_SECONDS: Final = 10.0

@@ -28,19 +28,21 @@ from p2pstore.runtime.streams import BytesLike
 from p2pstore.status.statistics import peer_document
 from p2pstore.transfer.data_messages import (
     DataKind,
-    Flush,
     GetItem,
     GetManifest,
     GetSmall,
     Keeps,
     ObjectReply,
     ObjectStatus,
+    keeps_of,
+)
+from p2pstore.transfer.peer_messages import (
+    Flush,
     Remove,
     Snapshot,
     SnapshotReply,
     Statistics,
     StatisticsReply,
-    keeps_of,
 )
 from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.serving.read_answers import LentObject

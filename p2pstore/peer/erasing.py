@@ -25,14 +25,8 @@ from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.peer.local_answers import MAX_WAIT_SECONDS
 from p2pstore.peer.node import Node
 from p2pstore.peer.ticket_desk import TicketOffice
-from p2pstore.transfer.data_messages import (
-    MAX_REMOVED_KEYS,
-    DataKind,
-    Flush,
-    Flushed,
-    Remove,
-    Removed,
-)
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import MAX_REMOVED_KEYS, Flush, Flushed, Remove, Removed
 from p2pstore.wire import Message
 
 logger = logging.getLogger("p2pstore.peer")

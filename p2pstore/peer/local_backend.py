@@ -24,7 +24,8 @@ from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import AuthenticationFailed
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local import local_protocol
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.server import WRITING, LocalClient
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_page
@@ -46,14 +47,14 @@ from p2pstore.peer.segment_memory import SegmentMemory
 from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.runtime import memory_barrier
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.turns import in_turns, take_turns
+from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.status.statistics import (
     MEMBERS_PER_STEP,
     cluster_document,
     json_in_steps,
     peer_document,
 )
-from p2pstore.transfer.data_messages import ListKeys
+from p2pstore.transfer.peer_messages import ListKeys
 from p2pstore.wire import Empty, Message
 
 logger = logging.getLogger("p2pstore.local")
@@ -156,17 +157,19 @@ class PeerLocalBackend:
             os.close(descriptor)
         self._read_only, self._table_descriptor = [], -1
 
-    def welcome(self, client: LocalClient, version: int) -> tuple[local.HelloReply, list[int]]:
+    def welcome(
+        self, client: LocalClient, version: int
+    ) -> tuple[local_protocol.HelloReply, list[int]]:
         """Who this peer is, and the segment's descriptors."""
         self._node.check_open()
         self._node.restore_header()
         memory = self._memory
-        writes = client.access is local.Access.WRITE
+        writes = client.access is local_protocol.Access.WRITE
         descriptors = memory.descriptors if writes else self._read_only
-        segment = local.SegmentInfo(
+        segment = local_protocol.SegmentInfo(
             self._segment.segment_id, self._segment.geometry.total_bytes, memory.pieces
         )
-        reply = local.HelloReply(
+        reply = local_protocol.HelloReply(
             version,
             self._core.peer_id,
             self._node.config.name,

@@ -19,8 +19,8 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.records import Tier
 from p2pstore.local import local_messages as local
-from p2pstore.local.batching import MAX_REPORTED_FAILURES
 from p2pstore.local.local_messages import MAX_BATCH
+from p2pstore.local.local_requests import MAX_REPORTED_FAILURES
 from p2pstore.local.server import LocalClient
 from p2pstore.memory.segment_layout import GRANULE_BYTES
 from p2pstore.objects import MIB, format_bytes
@@ -35,7 +35,7 @@ from p2pstore.peer.local_answers import (
 from p2pstore.peer.node import Node
 from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.turns import in_turns, take_turns
+from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.wire import Code
 
 FETCH_ROUNDS: Final = 3

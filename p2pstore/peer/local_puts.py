@@ -34,7 +34,7 @@ from p2pstore.peer.node import Node
 from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.turns import in_turns, take_turns
+from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.wire import Code, Empty
 
 _NO_ROOM_AHEAD: Final = local.Reservation(

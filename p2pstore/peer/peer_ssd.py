@@ -19,13 +19,7 @@ from p2pstore.config import MINIMUM_SSD_BYTES, PeerConfig
 from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copies.copy_destination import CopyDestination
 from p2pstore.core.core_effects import LoadObject, PullFailure, PullOutcome, WriteObject
-from p2pstore.errors import (
-    CapacityExceeded,
-    ConfigError,
-    NoSuchKey,
-    P2PStoreError,
-    Unavailable,
-)
+from p2pstore.errors import CapacityExceeded, ConfigError, NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import (
     MAX_TRAILER_BYTES,
@@ -37,17 +31,16 @@ from p2pstore.memory.segment_layout import (
     encode_trailer,
 )
 from p2pstore.objects import MIB, chunk_count, format_bytes, namespace_digest
-from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_tasks import open_background_nursery
+from p2pstore.ssd_tier.cold_log import TierHooks
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
-from p2pstore.ssd_tier.health import Health, TierState
+from p2pstore.ssd_tier.health import PATIENCE_SECONDS as ALONE_SECONDS
+from p2pstore.ssd_tier.health import ColdMiss, Health, Miss, TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES, ColdFacts
-from p2pstore.ssd_tier.misses import ColdMiss, Miss
 from p2pstore.ssd_tier.opening import FILE_NAME
-from p2pstore.ssd_tier.patience import PATIENCE_SECONDS as ALONE_SECONDS
-from p2pstore.ssd_tier.shares import Share
 from p2pstore.ssd_tier.tier import SsdTier, open_tier
-from p2pstore.ssd_tier.write_admission import AdmissionPolicy, Refusal
+from p2pstore.ssd_tier.write_admission import AdmissionPolicy, Refusal, Share
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:
@@ -95,12 +88,14 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
             open_tier(
                 disk,
                 policy,
-                withdraw=ssd.withdraw,
-                is_last_copy=ssd.is_last_copy,
-                state_changed=ssd.state_changed,
+                TierHooks(
+                    withdraw=ssd.withdraw,
+                    is_last_copy=ssd.is_last_copy,
+                    state_changed=ssd.state_changed,
+                    shares=ssd.shares,
+                ),
                 segment_bytes=segment_bytes_for(disk.size_bytes),
                 cluster=config.cluster,
-                shares=ssd.shares,
             ) as tier,
         ):
             opened.set()

@@ -14,7 +14,7 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.gossip.records import PeerId, SignedRecord
-from p2pstore.runtime.turns import take_turns
+from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.state.state_directory import StateDirectory
 
 logger = logging.getLogger("p2pstore.peer")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from p2pstore.core.puts.storing_for_others import Incoming, IncomingStores, digest_of, stored_reply
 from p2pstore.peer.node import Node
-from p2pstore.runtime.turns import take_turns
+from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.data_messages import Store, Stored
 from p2pstore.transfer.read_tickets import TicketClaims
-from p2pstore.transfer.serving.store_intake import OpenedStore
+from p2pstore.transfer.serving.serving_backends import OpenedStore
 
 
 class PeerStoreBackend:
-    """Satisfies `p2pstore.transfer.serving.store_intake.StoreBackend`."""
+    """Satisfies `p2pstore.transfer.serving.serving_backends.StoreBackend`."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

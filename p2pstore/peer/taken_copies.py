@@ -13,7 +13,7 @@ from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import CHUNK_BYTES, KIB
-from p2pstore.runtime.turns import take_turns
+from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.small_reads import MOST_ITEMS, Part, Parts, part_slices
 from p2pstore.transfer.transport import RemotePeer, pull_with_failover

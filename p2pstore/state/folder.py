@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Final
 
 from p2pstore.errors import ConfigError
-from p2pstore.runtime.place_owners import user_name
+from p2pstore.runtime.linux import user_name
 from p2pstore.state.regular_file import SAFELY, check_regular, not_regular
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

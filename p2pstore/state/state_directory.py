@@ -51,7 +51,7 @@ from p2pstore.gossip.members.member_table import MAX_INCARNATION
 from p2pstore.gossip.members.membership import MAX_AHEAD_MS
 from p2pstore.gossip.records import PeerId, SignedRecord, format_peer_id
 from p2pstore.objects import newest_accepted_clock
-from p2pstore.runtime.shortage import is_shortage, shortage
+from p2pstore.runtime.linux import is_shortage, shortage
 from p2pstore.state.floors_file import NewerFormat, floor_frames, floors_file, read_floors
 from p2pstore.state.folder import Folder, refuse_files_of_others, refuse_folder_of_another
 from p2pstore.state.regular_file import SAFELY, open_regular_file

@@ -15,7 +15,8 @@ from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject, Reply
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.records import Member, PeerId, member_of
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import MAX_BATCH, LocalKind, PutStatus
+from p2pstore.local.local_messages import MAX_BATCH, PutStatus
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.server import LocalClient
 from p2pstore.memory.segment_layout import digests_in_slots
 from p2pstore.objects import DIGEST_BYTES, key_digest
@@ -30,10 +31,9 @@ from p2pstore.status.slow_operations import (
     describe,
 )
 from p2pstore.status.traffic import Traffic
-from p2pstore.transfer.data_messages import (
+from p2pstore.transfer.data_messages import DataKind, Get
+from p2pstore.transfer.peer_messages import (
     CheckCopy,
-    DataKind,
-    Get,
     Lookup,
     Replicate,
     ReplicateMany,

@@ -8,7 +8,7 @@ from typing import Final
 
 from p2pstore.peer.node import Node
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.turns import in_turns
+from p2pstore.runtime.trio_tasks import in_turns
 from p2pstore.status.metrics.metrics_server import Answer, Pages, text_answer
 from p2pstore.status.source import StatusSource
 from p2pstore.status.statistics import peer_document

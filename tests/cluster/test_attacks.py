@@ -26,7 +26,7 @@ from p2pstore.client.trio_client import Client
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import LocationRecord, SignedRecord, member_of
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
@@ -34,16 +34,13 @@ from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.state.state_directory import StateDirectory
-from p2pstore.transfer.data_messages import (
+from p2pstore.transfer.data_messages import DataKind, ObjectReply, Objects, Ping
+from p2pstore.transfer.peer_messages import (
     ClusterRecords,
-    DataKind,
     Holding,
     ListKeys,
     Locations,
     Lookup,
-    ObjectReply,
-    Objects,
-    Ping,
     PinItem,
     Push,
     Replicate,

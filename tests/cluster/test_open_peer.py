@@ -28,7 +28,8 @@ from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer, saving
 from p2pstore.routing import Costs, Router
 from p2pstore.state.state_directory import StateDirectory
-from p2pstore.transfer.data_messages import DataKind, Locations, Lookup, Replicate
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Locations, Lookup, Replicate
 
 MIB = 1024 * 1024
 
@@ -510,8 +511,9 @@ async def test_garbage_costs_a_connection_and_nothing_else(
 CLIENT = """
 import sys, numpy as np
 from p2pstore import blocking
-from p2pstore.local.local_messages import LocalKind, Reserve, Reserved, ReserveItem
-from p2pstore.runtime.streams import run_blocking
+from p2pstore.local.local_messages import Reserve, Reserved, ReserveItem
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.runtime.blocking_streams import run_blocking
 client = blocking.connect(sys.argv[1])
 lease = client.lease("k")
 view = lease.__enter__()

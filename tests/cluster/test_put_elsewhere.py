@@ -20,23 +20,18 @@ import p2pstore
 from p2pstore import blocking, errors
 from p2pstore.access.keyring import KeyRing
 from p2pstore.client import elsewhere
-from p2pstore.client.known_holders import remote_copy
+from p2pstore.client.read_plan import remote_copy
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import Access, LocalKind
-from p2pstore.objects import (
-    MIB,
-    chunk_sums,
-    clock_from_unix_seconds,
-    key_digest,
-    root_checksum,
-)
+from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.objects import MIB, chunk_sums, clock_from_unix_seconds, key_digest, root_checksum
 from p2pstore.peer import Peer, open_peer
 from p2pstore.peer import api as peer_api
 from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.data_messages import DataKind, Statistics, Store, Stored, Ticket
+from p2pstore.transfer.data_messages import DataKind, Store, Stored, Ticket
+from p2pstore.transfer.peer_messages import Statistics
 from p2pstore.transfer.read_tickets import GrantedTicket, Scope
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.serving import data_server

@@ -23,8 +23,10 @@ import trio
 
 from p2pstore.errors import CapacityExceeded, LeaseLimitExceeded, NoSuchKey, P2PStoreError
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import LocalKind
-from p2pstore.local.server import LocalClient, serve_local
+from p2pstore.local import local_protocol
+from p2pstore.local.listener import serve_local
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.server import LocalClient
 from p2pstore.memory.entries import Written
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_memory, create_page
@@ -77,11 +79,15 @@ class SmallBackend:
         os.close(self.read_only)
         self.memory.close()
 
-    def welcome(self, client: LocalClient, version: int) -> tuple[local.HelloReply, list[int]]:
+    def welcome(
+        self, client: LocalClient, version: int
+    ) -> tuple[local_protocol.HelloReply, list[int]]:
         self.clients.append(client)
-        writable = client.access == local.Access.WRITE
-        segment = local.SegmentInfo(self.segment.segment_id, self.segment.geometry.total_bytes)
-        reply = local.HelloReply(
+        writable = client.access == local_protocol.Access.WRITE
+        segment = local_protocol.SegmentInfo(
+            self.segment.segment_id, self.segment.geometry.total_bytes
+        )
+        reply = local_protocol.HelloReply(
             version, PEER_ID, "small", 1, [segment], self.max_leased_bytes, "test"
         )
         descriptors = [self.memory.descriptor if writable else self.read_only]
@@ -365,7 +371,7 @@ class SmallPeer:
         return outcome.result(10)
 
     def stall(self, seconds: float) -> None:
-        """Have the whole peer stand still for so long, from now on."""
+        """Stall the whole peer for this time, from now on."""
         assert self.token is not None
         begun = threading.Event()
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from p2pstore import blocking, errors
-from p2pstore.client.gathered import Gathered
+from p2pstore.client.values import Gathered
 from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake.own_peer import OwnPeer
 from p2pstore.integrations.mooncake.tensor_format import TensorHeader, encode_header

@@ -16,7 +16,7 @@ import p2pstore
 from p2pstore import blocking
 from p2pstore.client.puts import WINDOW_BYTES, WINDOW_ITEMS
 from p2pstore.errors import CapacityExceeded, StoreClosed
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from tests.contract.small_peer import SmallPeer, small_peer
 
 SIZES = [0, 1, 4096, 70_000]

@@ -39,7 +39,7 @@ from p2pstore.transfer.read_tickets import Scope, TicketClaims
 from p2pstore.transfer.reading import data_requests
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.serving.data_server import ServerLimits
-from p2pstore.transfer.serving.store_intake import OpenedStore
+from p2pstore.transfer.serving.serving_backends import OpenedStore
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import HEADER, ONE_WAY, REPLY, Code, Failure, decode_body, encode_frame
 from tests.contract.test_transport import (

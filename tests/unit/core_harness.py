@@ -63,17 +63,8 @@ from p2pstore.objects import (
     root_checksum,
 )
 from p2pstore.put_facts import PutFacts
-from p2pstore.transfer.data_messages import (
-    REQUESTS,
-    ClusterRecords,
-    DataKind,
-    Lookup,
-    ObjectReply,
-    Objects,
-    ObjectStatus,
-    Proofs,
-    Push,
-)
+from p2pstore.transfer.data_messages import REQUESTS, DataKind, ObjectReply, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import ClusterRecords, Lookup, Proofs, Push
 from p2pstore.wire import Code, Message, decode_body, encode_body
 from simulation.signer import SimulatedSigner, SimulatedVerifier
 from tests.unit.gossip_network import inform_of_death

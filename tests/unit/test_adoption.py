@@ -10,7 +10,8 @@ from p2pstore.core.core_effects import AskPeer
 from p2pstore.gossip.records import LocationRecord, writer_of
 from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.objects import Version
-from p2pstore.transfer.data_messages import DataKind, Proofs, Push
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Proofs, Push
 from tests.unit.core_harness import (
     OTHER_INCARNATION,
     Harness,

@@ -16,7 +16,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     kind_of,
 )
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.frame_link import FrameLink
+from p2pstore.transfer.data_frames import FrameLink
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.wire import ONE_WAY, encode_frame
 

@@ -10,13 +10,7 @@ from msgspec.structs import replace
 
 from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copies.write_back import LOOKED_AT
-from p2pstore.core.core_effects import (
-    LoadObject,
-    PullFailure,
-    PullObject,
-    PullOutcome,
-    WriteObject,
-)
+from p2pstore.core.core_effects import LoadObject, PullFailure, PullObject, PullOutcome, WriteObject
 from p2pstore.core.gets.key_pages import ListOperation
 from p2pstore.core.gets.prefetching import AT_ONCE, BEGUN_PER_STEP, MAX_QUEUED
 from p2pstore.core.gets.presence_answers import is_known, known_keys
@@ -26,8 +20,8 @@ from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier, decode_location
 from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import KIB, Version, namespace_digest
-from p2pstore.transfer.data_messages import (
-    DataKind,
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import (
     ExpiryItem,
     ExpirySet,
     Keys,
@@ -42,7 +36,6 @@ from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import NAMESPACE, Harness, digest_of
 
 VALUE = b"v" * 9_000
-
 
 # --- to the SSD ------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from p2pstore.gossip.records import decode_location
 from p2pstore.local.local_messages import HolderFailure
 from p2pstore.memory.mapped.mapping import address_of
 from p2pstore.memory.segment import ObjectEntry
-from p2pstore.transfer.data_messages import DataKind, Locations
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
 from tests.unit.core_harness import (
     NAMESPACE,

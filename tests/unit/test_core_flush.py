@@ -14,7 +14,8 @@ from p2pstore.errors import CapacityExceeded
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
-from p2pstore.transfer.data_messages import ClusterRecords, DataKind, RecordsTaken
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ClusterRecords, RecordsTaken
 from p2pstore.wire import Code, Empty, Failure
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of
 

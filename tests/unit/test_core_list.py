@@ -14,7 +14,8 @@ from p2pstore.core.gets.key_pages import (
 )
 from p2pstore.gossip.records import PeerId
 from p2pstore.runtime.stepping import run_through
-from p2pstore.transfer.data_messages import DataKind, KeyInfo, Keys, ListKeys
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import KeyInfo, Keys, ListKeys
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import NAMESPACE, Harness
 

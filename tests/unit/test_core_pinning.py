@@ -12,7 +12,8 @@ from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.records import Tier, decode_location
 from p2pstore.memory.segment import SOFT_PIN_SECONDS, ObjectEntry
 from p2pstore.memory.segment_layout import Pin
-from p2pstore.transfer.data_messages import DataKind, Locations, PinItem, PinsSet, SetPins
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Locations, PinItem, PinsSet, SetPins
 from p2pstore.wire import Code, Failure
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import Harness, RemoteObject, clock_at, digest_of, remote_object

@@ -18,18 +18,14 @@ from p2pstore.gossip.records import SCOPE_NAMESPACE, writer_of
 from p2pstore.local.local_messages import HolderFailure, PutStatus
 from p2pstore.memory.segment_layout import Pin, decode_trailer
 from p2pstore.objects import Version, chunk_sums, namespace_digest
-from p2pstore.transfer.data_messages import (
+from p2pstore.transfer.data_messages import DataKind, Get, ObjectReply, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import (
     CheckCopy,
     CopyChecked,
-    DataKind,
     ExpiryItem,
     ExpirySet,
-    Get,
     Holding,
     Locations,
-    ObjectReply,
-    Objects,
-    ObjectStatus,
     Replicated,
     SetExpiry,
 )

@@ -9,7 +9,8 @@ from p2pstore.core.gets import read_reports
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.read_reports import ANSWER_SECONDS, REPORT_SECONDS
 from p2pstore.errors import ProtocolError
-from p2pstore.transfer.data_messages import MAX_READ_COUNTS, DataKind, ReadCount, Reads, ReadsTaken
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, ReadCount, Reads, ReadsTaken
 from tests.unit.core_harness import Harness, digest_of
 
 

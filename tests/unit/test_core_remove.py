@@ -17,7 +17,8 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
-from p2pstore.transfer.data_messages import ClusterRecords, DataKind, Holding, Locations, Replicate
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ClusterRecords, Holding, Locations, Replicate
 from p2pstore.wire import Empty
 from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import (

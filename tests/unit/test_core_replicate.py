@@ -14,7 +14,8 @@ from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import SignedRecord, open_peer_record
 from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version
-from p2pstore.transfer.data_messages import DataKind, Replicate, Replicated
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Replicate, Replicated
 from p2pstore.wire import Code, Failure
 from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import Harness, digest_of, remote_object

@@ -21,14 +21,8 @@ from p2pstore.gossip.version_proofs import signed_proofs
 from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.segment_layout import Pin, SlotState, decode_slot, digests_in_slots
 from p2pstore.objects import KIB
-from p2pstore.transfer.data_messages import (
-    REPLICATE_MANY_VERSION,
-    DataKind,
-    Replicate,
-    Replicated,
-    ReplicatedMany,
-    ReplicateMany,
-)
+from p2pstore.transfer.data_messages import REPLICATE_MANY_VERSION, DataKind
+from p2pstore.transfer.peer_messages import Replicate, Replicated, ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
 from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, digest_of

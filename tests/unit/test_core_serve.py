@@ -13,17 +13,15 @@ from p2pstore.gossip.records import decode_location, writer_of
 from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import Version
-from p2pstore.transfer.data_messages import (
+from p2pstore.transfer.data_messages import DataKind, Ping, Pong
+from p2pstore.transfer.peer_messages import (
     MAX_LOOKUP_DIGESTS,
     ClusterRecords,
-    DataKind,
     Holding,
     Keys,
     ListKeys,
     Locations,
     Lookup,
-    Ping,
-    Pong,
     Push,
     Pushed,
     Replicate,

@@ -26,7 +26,8 @@ from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import chunk_sums, root_checksum
 from p2pstore.runtime.stepping import run_through
-from p2pstore.transfer.data_messages import CopyChecked, DataKind, Store, Stored
+from p2pstore.transfer.data_messages import DataKind, Store, Stored
+from p2pstore.transfer.peer_messages import CopyChecked
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, remote_object
 
 MEMBER = b"a member"

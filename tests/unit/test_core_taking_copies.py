@@ -19,7 +19,8 @@ from p2pstore.gossip.version_proofs import sign_versions, signature_of
 from p2pstore.memory.segment_layout import TrailerBody, decode_trailer, encode_slot, encode_trailer
 from p2pstore.objects import KIB, Version, root_checksum
 from p2pstore.runtime.stepping import run_through
-from p2pstore.transfer.data_messages import DataKind, ReplicatedMany, ReplicateMany
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
 from simulation.signer import SimulatedSigner
 from tests.unit.cold_world import ColdWorld

@@ -24,7 +24,8 @@ from p2pstore.core.gets.hot_objects import (
 )
 from p2pstore.errors import Unavailable
 from p2pstore.objects import MIB
-from p2pstore.transfer.data_messages import DataKind, Keeps, Locations
+from p2pstore.transfer.data_messages import DataKind, Keeps
+from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
 from tests.unit.core_harness import Harness, Other, RemoteObject, digest_of
 

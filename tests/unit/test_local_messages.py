@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from p2pstore import errors
 from p2pstore.errors import P2PStoreError, ProtocolError
-from p2pstore.local.local_messages import ONE_WAY_KINDS, REPLIES, REQUESTS, LocalKind
+from p2pstore.local.local_protocol import ONE_WAY_KINDS, REPLIES, REQUESTS, LocalKind
 from p2pstore.wire import (
     LOCAL_LIMITS,
     REPLY,

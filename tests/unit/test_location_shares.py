@@ -22,14 +22,13 @@ from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead
 from p2pstore.peer.node import Node
-from p2pstore.transfer.data_messages import PartitionSet, Push
+from p2pstore.transfer.peer_messages import PartitionSet, Push
 from tests.unit.core_harness import OTHER_INCARNATION, Harness
 from tests.unit.gossip_network import digest_of, location
 from tests.unit.test_directory import A, B, feed, held, install, log_of, reading
 
 C = 333
 TOO_MANY = LogHead(sequence=5_000_000, count=MAX_OWN_RECORDS + 1, set_hash=1)
-
 
 # --- the rule --------------------------------------------------------------------------------
 

@@ -351,7 +351,7 @@ def read_many(reader: SegmentReader, attempts: int, seed: int) -> dict[str, int]
 
 
 def count(counts: dict[str, int], key: str, length: int, room: memoryview, listed: bool) -> None:
-    """What came of one copy. Every value says by itself which version it is."""
+    """The outcome of one copy. Every value says by itself which version it is."""
     if length < 0:
         counts["refused" if listed else "missing"] += 1
     else:

@@ -32,7 +32,8 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
 )
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import MAX_BATCH, Access
+from p2pstore.local.local_messages import MAX_BATCH
+from p2pstore.local.local_protocol import Access
 from p2pstore.local.server import LocalClient
 from p2pstore.memory import segment as segments
 from p2pstore.memory.eviction import EvictionOrder
@@ -47,9 +48,10 @@ from p2pstore.peer.local_gets import LocalGets
 from p2pstore.peer.local_puts import LocalPuts
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.stepping import Steps, run_through
-from p2pstore.runtime.turns import in_turns, take_turns
+from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.status import statistics
-from p2pstore.transfer.data_messages import ClusterRecords, DataKind, Lookup
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ClusterRecords, Lookup
 from p2pstore.wire import decode_body, encode_body
 from simulation.signer import SimulatedSigner
 from tests.unit.cold_world import ColdWorld
@@ -311,8 +313,8 @@ class Peer:
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have their turn after each step."""
-    monkeypatch.setattr("p2pstore.runtime.turns.TURN_SECONDS", 0.0)
-    monkeypatch.setattr("p2pstore.runtime.turns.FIRST_TURN_SECONDS", 0.0)
+    monkeypatch.setattr("p2pstore.runtime.trio_tasks.TURN_SECONDS", 0.0)
+    monkeypatch.setattr("p2pstore.runtime.trio_tasks.FIRST_TURN_SECONDS", 0.0)
 
 
 async def turns_of(answer: Any) -> tuple[int, Any]:

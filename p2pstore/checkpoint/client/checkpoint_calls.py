@@ -27,7 +27,7 @@ from p2pstore.client import arguments
 from p2pstore.errors import CheckpointRefused, DeadlineExceeded, NoSuchKey
 from p2pstore.local import checkpoint_messages as local
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.results import CheckpointProgress, FetchedCheckpoint, PublishedCheckpoint
 from p2pstore.wire import Message
 

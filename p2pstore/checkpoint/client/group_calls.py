@@ -18,7 +18,7 @@ from p2pstore.client import arguments
 from p2pstore.errors import CheckpointRefused, FollowersLag, P2PStoreError
 from p2pstore.local import group_messages as local
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import Access, LocalKind
+from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import format_peer_id
 from p2pstore.results import (
     CheckpointFollower,

@@ -65,7 +65,7 @@ from p2pstore.gossip.checkpoint_records import Head, checkpoint_digest, short_ve
 from p2pstore.gossip.records import Participation, PeerId, TakesPart, member_of
 from p2pstore.objects import format_peer_id
 from p2pstore.peer.node import Node
-from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
 

@@ -17,11 +17,11 @@ from p2pstore.transfer.data_messages import (
     PieceReply,
     PieceStatus,
 )
-from p2pstore.transfer.serving.swarm_serving import OpenedPiece
+from p2pstore.transfer.serving.serving_backends import OpenedPiece
 
 
 class RunningSwarms:
-    """Satisfies `p2pstore.transfer.serving.swarm_serving.SwarmBackend`."""
+    """Satisfies `p2pstore.transfer.serving.serving_backends.SwarmBackend`."""
 
     def __init__(self) -> None:
         self._runs: dict[bytes, SwarmRun] = {}

@@ -18,8 +18,8 @@ import trio
 from p2pstore.checkpoint.swarm.swarm_effects import Event, Linked, Received, Unlinked
 from p2pstore.checkpoint.swarm.swarm_messages import Members, SwarmMessage, decode_message, kind_of
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
+from p2pstore.transfer.data_frames import LINK_LIMITS, FrameLink
 from p2pstore.transfer.data_messages import SwarmLink
-from p2pstore.transfer.frame_link import LINK_LIMITS, FrameLink
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import ONE_WAY, FrameBuffer, encode_frame
@@ -217,7 +217,7 @@ class SwarmLinks:
 
 @dataclass(frozen=True, slots=True)
 class OfferedSwarmLink:
-    """`p2pstore.transfer.serving.swarm_serving.OfferedLink` of one member."""
+    """`p2pstore.transfer.serving.serving_backends.OfferedLink` of one member."""
 
     links: SwarmLinks
     member: Member

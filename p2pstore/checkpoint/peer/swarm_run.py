@@ -54,7 +54,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import Refusal
 from p2pstore.errors import CheckpointChanged, P2PStoreError, StoreClosed, Unavailable
 from p2pstore.transfer.data_messages import GetPiece, PieceReply, PieceStatus
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.serving.swarm_serving import OpenedPiece
+from p2pstore.transfer.serving.serving_backends import OpenedPiece
 from p2pstore.transfer.transport import RemotePeer
 
 logger = logging.getLogger("p2pstore.peer")

@@ -14,7 +14,7 @@ from p2pstore.core.core_effects import CheckObject
 from p2pstore.core.operation import Operation
 from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import KIB, chunk_sums, root_checksum
-from p2pstore.transfer.data_messages import CopyChecked
+from p2pstore.transfer.peer_messages import CopyChecked
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

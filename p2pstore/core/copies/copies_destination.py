@@ -27,8 +27,8 @@ from p2pstore.memory.segment_layout import (
     decode_slot,
 )
 from p2pstore.runtime.stepping import Steps
-from p2pstore.transfer.data_messages import ReplicatedMany, ReplicateMany
 from p2pstore.transfer.failover import PullFailed
+from p2pstore.transfer.peer_messages import ReplicatedMany, ReplicateMany
 from p2pstore.transfer.transport import check_object
 from p2pstore.wire import Code
 

@@ -28,7 +28,8 @@ from p2pstore.gossip.version_proofs import (
 from p2pstore.memory.segment import ObjectEntry
 from p2pstore.memory.segment_layout import decode_trailer
 from p2pstore.objects import Version
-from p2pstore.transfer.data_messages import MAX_PROVED, DataKind, Proofs, Prove
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import MAX_PROVED, Proofs, Prove
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

@@ -10,11 +10,8 @@ from p2pstore.core.core_effects import (
 )
 from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import PeerId
-from p2pstore.transfer.data_messages import (
-    DataKind,
-    Replicate,
-    Replicated,
-)
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Replicate, Replicated
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

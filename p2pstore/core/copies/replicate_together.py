@@ -20,13 +20,8 @@ from p2pstore.gossip.records import PeerId
 from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import MIB, Version
-from p2pstore.transfer.data_messages import (
-    MAX_REPLICATED,
-    REPLICATE_MANY_VERSION,
-    DataKind,
-    ReplicatedMany,
-    ReplicateMany,
-)
+from p2pstore.transfer.data_messages import REPLICATE_MANY_VERSION, DataKind
+from p2pstore.transfer.peer_messages import MAX_REPLICATED, ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
 
 if TYPE_CHECKING:

@@ -16,12 +16,8 @@ from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import PeerId
 from p2pstore.local.local_messages import KeyEntry
 from p2pstore.runtime.stepping import Steps
-from p2pstore.transfer.data_messages import (
-    DataKind,
-    KeyInfo,
-    Keys,
-    ListKeys,
-)
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import KeyInfo, Keys, ListKeys
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

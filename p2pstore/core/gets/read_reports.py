@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.core_effects import AskPeer
 from p2pstore.gossip.records import Member
-from p2pstore.transfer.data_messages import MAX_READ_COUNTS, DataKind, ReadCount, Reads
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, ReadCount, Reads
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

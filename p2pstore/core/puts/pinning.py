@@ -15,7 +15,8 @@ from p2pstore.errors import ProtocolError, Unavailable
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import DIGEST_BYTES, Version
-from p2pstore.transfer.data_messages import DataKind, PinItem, PinsSet, SetPins
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import PinItem, PinsSet, SetPins
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

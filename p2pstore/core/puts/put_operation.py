@@ -37,13 +37,8 @@ from p2pstore.objects import (
     root_checksum,
 )
 from p2pstore.put_facts import PutFacts
-from p2pstore.transfer.data_messages import (
-    CheckCopy,
-    CopyChecked,
-    DataKind,
-    Objects,
-    ObjectStatus,
-)
+from p2pstore.transfer.data_messages import DataKind, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import CheckCopy, CopyChecked
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from p2pstore.core.operation import Operation
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import PeerId, writer_of
 from p2pstore.objects import DIGEST_BYTES, Version
-from p2pstore.transfer.data_messages import DataKind, ExpiryItem, ExpirySet, SetExpiry
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ExpiryItem, ExpirySet, SetExpiry
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore

@@ -31,7 +31,8 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
 )
 from p2pstore.objects import Version, unix_seconds_from_clock
-from p2pstore.transfer.data_messages import ClusterRecords, DataKind
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ClusterRecords
 from p2pstore.wire import encode_body
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from p2pstore.core.operation import Operation
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.records import SCOPE_NAMESPACE, PeerId, SignedRecord
 from p2pstore.objects import ZERO_VERSION, Version, namespace_digest
-from p2pstore.transfer.data_messages import RecordsTaken
+from p2pstore.transfer.peer_messages import RecordsTaken
 from p2pstore.wire import Failure
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from p2pstore.errors import P2PStoreError
+from p2pstore.errors import P2PStoreError, PeerNotInstalled
 from p2pstore.status.doctor.finding import Finding, broken, skipped, warning
 
 CHECK_SECONDS: Final = 5.0
@@ -51,6 +51,8 @@ def run_check(check: Check) -> list[Finding]:
 def _guarded(check: Check) -> list[Finding]:
     try:
         return list(check.run())
+    except PeerNotInstalled as error:  # an environment of clients is whole without a peer
+        return [skipped(check.name, str(error))]
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return [skipped(check.name, f"{where}{error.strerror or error}")]

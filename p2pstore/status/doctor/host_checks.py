@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from p2pstore.errors import ConfigError
+from p2pstore.errors import ConfigError, PeerNotInstalled
 from p2pstore.local.socket_paths import SOCKET_VARIABLE, socket_directories
 from p2pstore.memory.mapped.mapped_memory import makes_huge_pages
 from p2pstore.status.doctor import machine_rules, network_rules, readings, speed
@@ -69,6 +69,8 @@ def _check_libraries() -> list[Finding]:
     problem = ""
     try:
         importlib.import_module("p2pstore.peer")
+    except PeerNotInstalled:
+        raise
     except ImportError as error:
         problem = f"a peer cannot be started: {error}"
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES} if not problem else {}
