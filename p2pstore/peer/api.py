@@ -1,83 +1,75 @@
 """`open_peer`: a peer inside this process, and the store that it is."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from contextlib import asynccontextmanager
-from contextlib import suppress
+
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import trio
+
+import p2pstore
 from p2pstore.access.keyring import Role
 from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints
 from p2pstore.checkpoint.peer.local_groups import LocalGroups
 from p2pstore.checkpoint.peer.publications import Publications
 from p2pstore.client import answers
-from p2pstore.client.trio_client import Client
-from p2pstore.client.trio_client import open_client
-from p2pstore.client.trio_client import require_trio
+from p2pstore.client.trio_client import Client, open_client, require_trio
 from p2pstore.config import PeerConfig
-from p2pstore.core.copies.repair import RepairTiming
-from p2pstore.core.copies.repair import TIMING
+from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.errors import ConfigError
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.gossip_config import preset
 from p2pstore.gossip.homes.directory_mode import ModeLimits
-from p2pstore.gossip.links.host import HostSettings
-from p2pstore.gossip.links.host import open_control_host
+from p2pstore.gossip.links.host import HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier
-from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.machine import GossipConfig
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import LogHead
-from p2pstore.gossip.records import PEER_RECORD_FORMAT
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import SegmentOffer
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import TransportOffer
-from p2pstore.gossip.records import format_peer_id
+from p2pstore.gossip.machine import Gossip, GossipConfig
+from p2pstore.gossip.records import (
+    PEER_RECORD_FORMAT,
+    ClusterRecord,
+    LogHead,
+    PeerRecord,
+    SegmentOffer,
+    SignedRecord,
+    TransportOffer,
+    format_peer_id,
+)
 from p2pstore.local.listener import serve_local
 from p2pstore.local.socket_paths import answers as somebody_answers
 from p2pstore.local.socket_paths import default_socket_path
-from p2pstore.location_table import LocationTable
-from p2pstore.location_table import block_count
-from p2pstore.location_table import format_table
-from p2pstore.location_table import table_bytes
+from p2pstore.location_table import LocationTable, block_count, format_table, table_bytes
 from p2pstore.memory.eviction_policies import make_policy
 from p2pstore.memory.mapped.kept_file import KeptMemory
-from p2pstore.memory.mapped.mapped_memory import SharedMemory
-from p2pstore.memory.mapped.mapped_memory import create_table_memory
+from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_table_memory
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES
-from p2pstore.memory.segment_layout import plan_geometry
-from p2pstore.objects import HybridClock
-from p2pstore.objects import clock_from_unix_seconds
-from p2pstore.objects import key_digest
-from p2pstore.objects import parse_bytes
-from p2pstore.peer.credentials import Credentials
-from p2pstore.peer.credentials import fitted_to_role
-from p2pstore.peer.credentials import log_expelled
-from p2pstore.peer.credentials import refuse_open_door
+from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
+from p2pstore.objects import HybridClock, clock_from_unix_seconds, key_digest, parse_bytes
+from p2pstore.peer.credentials import Credentials, fitted_to_role, log_expelled, refuse_open_door
 from p2pstore.peer.data_backend import PeerDataBackend
 from p2pstore.peer.erasing import Erasing
-from p2pstore.peer.kept_memory import begin_with_kept
-from p2pstore.peer.kept_memory import tell_what_returned
-from p2pstore.peer.kept_memory import watch_earlier_clients
+from p2pstore.peer.kept_memory import begin_with_kept, tell_what_returned, watch_earlier_clients
 from p2pstore.peer.local_answers import known_copy
 from p2pstore.peer.local_backend import PeerLocalBackend
 from p2pstore.peer.node import Node
-from p2pstore.peer.peer_addresses import advertised
-from p2pstore.peer.peer_addresses import control_listen_address
-from p2pstore.peer.peer_addresses import data_listen_addresses
-from p2pstore.peer.peer_addresses import host_identity
-from p2pstore.peer.peer_addresses import link_bytes_per_second
-from p2pstore.peer.peer_rdma import PeerRdma
-from p2pstore.peer.peer_rdma import open_rdma
+from p2pstore.peer.peer_addresses import (
+    advertised,
+    control_listen_address,
+    data_listen_addresses,
+    host_identity,
+    link_bytes_per_second,
+)
+from p2pstore.peer.peer_rdma import PeerRdma, open_rdma
 from p2pstore.peer.peer_ssd import open_ssd
 from p2pstore.peer.prefaulting import provide_pages
-from p2pstore.peer.segment_memory import SegmentMemory
-from p2pstore.peer.segment_memory import create_segment_memory
+from p2pstore.peer.segment_memory import SegmentMemory, create_segment_memory
 from p2pstore.peer.store_backend import PeerStoreBackend
 from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.results import Location
@@ -85,38 +77,25 @@ from p2pstore.runtime import memory_barrier
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.state.places import MAX_LOCAL_PEERS
-from p2pstore.state.state_directory import StateDirectory
-from p2pstore.state.state_directory import ephemeral
-from p2pstore.status.metrics.metrics_server import address_of
-from p2pstore.status.metrics.metrics_server import open_metrics_listeners
-from p2pstore.status.metrics.metrics_server import serve_metrics
+from p2pstore.state.state_directory import StateDirectory, ephemeral
+from p2pstore.status.metrics.metrics_server import address_of, open_metrics_listeners, serve_metrics
 from p2pstore.status.pages import metrics_pages
 from p2pstore.status.source import StatusSource
 from p2pstore.transfer.data_addresses import over_tls
-from p2pstore.transfer.data_messages import MAX_DATA_VERSION
-from p2pstore.transfer.data_messages import MIN_DATA_VERSION
+from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.reading.tcp_transport import TcpTransport
-from p2pstore.transfer.serving.data_server import DataServer
-from p2pstore.transfer.serving.data_server import open_data_listeners
+from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.transport import Transport
 from p2pstore.wire import decode_body
-from pathlib import Path
-from random import Random
-from typing import Final
-import logging
-import os
-import p2pstore
-import socket
-import time
-import trio
 
 logger = logging.getLogger("p2pstore.peer")
 
 REPAIR_SHARE: Final = 0.1
 """Of the link, for copies that replace lost ones."""
+
 
 class Peer(Client):
     """A peer in this process: a client of itself, with what a peer knows besides.
@@ -177,6 +156,7 @@ class Peer(Client):
             return position
         return len(keys)
 
+
 @asynccontextmanager
 async def open_peer(
     config: PeerConfig | None = None, *, namespace: str = "default"
@@ -213,6 +193,7 @@ async def open_peer(
     if peer.node.failure is not None:
         raise peer.node.failure
 
+
 async def _open_memory(config: PeerConfig, state: StateDirectory | None) -> SegmentMemory:
     if not config.keep_memory:
         return create_segment_memory(config)
@@ -223,6 +204,7 @@ async def _open_memory(config: PeerConfig, state: StateDirectory | None) -> Segm
         )
     # All objects that are kept are looked at.
     return await trio.to_thread.run_sync(create_segment_memory, config, state.last_segment_id)
+
 
 class _Assembly:
     """Puts the parts of a peer together; each is closed by the stack, the last one first."""
@@ -562,6 +544,7 @@ class _Assembly:
         if self.rdma is None:  # it has all pages provided
             nursery.start_soon(provide_pages, self.memory, self.config)
 
+
 def local_socket_path(config: PeerConfig) -> Path:
     """Where this peer's socket goes: as configured, else the default place for its name; with a number
     behind the name when another peer of that name runs here."""
@@ -575,6 +558,7 @@ def local_socket_path(config: PeerConfig) -> Path:
     raise ConfigError(
         f"socket: {MAX_LOCAL_PEERS} peers named {config.name} run here; give --socket, or PeerConfig(socket=...)"
     )
+
 
 def _decoded(state: StateDirectory) -> list[tuple[ClusterRecord, SignedRecord]]:
     """The records that the state directory keeps."""

@@ -1,118 +1,101 @@
 """The peer's shell: carries out what the core decides, and feeds back what happens."""
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Sequence
-from dataclasses import asdict
-from dataclasses import replace
-from itertools import groupby
-from p2pstore.config import PeerConfig
-from p2pstore.core.copies.checking import CheckOperation
-from p2pstore.core.copies.cold_return import ColdSorted
-from p2pstore.core.copies.hand_over import HandOverOperation
-from p2pstore.core.copies.hand_over import HandedOver
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.core_effects import CheckObject
-from p2pstore.core.core_effects import CheckReturned
-from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.core_effects import LoadObject
-from p2pstore.core.core_effects import OperationFinished
-from p2pstore.core.core_effects import PullFailure
-from p2pstore.core.core_effects import PullObject
-from p2pstore.core.core_effects import PullOutcome
-from p2pstore.core.core_effects import PullTogether
-from p2pstore.core.core_effects import Reply
-from p2pstore.core.core_effects import SaveClusterRecord
-from p2pstore.core.core_effects import WriteObject
-from p2pstore.core.operation import Operation
-from p2pstore.core.peer_core import PeerCore
-from p2pstore.errors import AuthenticationFailed
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import DuplicateIdentity
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import ProtocolMismatch
-from p2pstore.errors import StoreClosed
-from p2pstore.errors import Unavailable
-from p2pstore.gossip.gossip_messages import Ack
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost
-from p2pstore.gossip.locations.snapshots import CheckedSnapshot
-from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.machine import Answer
-from p2pstore.gossip.machine import Ask
-from p2pstore.gossip.machine import Contact
-from p2pstore.gossip.machine import Duplicate
-from p2pstore.gossip.machine import Effect as GossipEffect
-from p2pstore.gossip.machine import FetchSnapshot
-from p2pstore.gossip.machine import Later
-from p2pstore.gossip.machine import SnapshotHead
-from p2pstore.gossip.members.member_table import MemberChange
-from p2pstore.gossip.members.membership import STALL_SECONDS
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import PeerRecord
-from p2pstore.gossip.records import Tier
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.gossip.records import writer_of
-from p2pstore.objects import SIZE_UNIT_BYTES
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import format_bytes
-from p2pstore.objects import root_checksum
-from p2pstore.peer.copy_checks import CopyChecks
-from p2pstore.peer.credentials import Credentials
-from p2pstore.peer.joining import Joining
-from p2pstore.peer.joining import MAX_REPORTED
-from p2pstore.peer.later_replies import LaterReplies
-from p2pstore.peer.load import LoadMeter
-from p2pstore.peer.saving import StateSaver
-from p2pstore.peer.taken_copies import TakenCopies
-from p2pstore.runtime.byte_budget import ByteBudget
-from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.stepping import run_through
-from p2pstore.runtime.trio_tasks import take_turns
-from p2pstore.state.state_directory import StateDirectory
-from p2pstore.status.checkup import Checkup
-from p2pstore.status.operation_watch import PeerWatch
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Keeps
-from p2pstore.transfer.failover import HolderReport
-from p2pstore.transfer.failover import order_copies
-from p2pstore.transfer.peer_messages import Snapshot
-from p2pstore.transfer.peer_messages import SnapshotReply
-from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
-from p2pstore.transfer.reading.arriving import Announced
-from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.shm import ShmTransport
-from p2pstore.transfer.serving.read_answers import Traffic
-from p2pstore.transfer.serving.serving_limits import DataPlaces
-from p2pstore.transfer.serving.serving_limits import ServerLimits
-from p2pstore.transfer.serving.serving_limits import Uploads
-from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transport import PullReport
-from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.transfer.transport import RemotePeer
-from p2pstore.transfer.transport import Transport
-from p2pstore.transfer.transport import pull_with_failover
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
-from p2pstore.wire import code_of
-from p2pstore.wire import error_of
-from random import Random
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
+
 import contextlib
 import logging
 import math
 import threading
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
 import trio
+
+from p2pstore.config import PeerConfig
+from p2pstore.core.copies.checking import CheckOperation
+from p2pstore.core.copies.cold_return import ColdSorted
+from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
+from p2pstore.core.core_effects import (
+    AskPeer,
+    CheckObject,
+    CheckReturned,
+    KnownCopy,
+    LoadObject,
+    OperationFinished,
+    PullFailure,
+    PullObject,
+    PullOutcome,
+    PullTogether,
+    Reply,
+    SaveClusterRecord,
+    WriteObject,
+)
+from p2pstore.core.operation import Operation
+from p2pstore.core.peer_core import PeerCore
+from p2pstore.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    DuplicateIdentity,
+    NoSuchKey,
+    P2PStoreError,
+    ProtocolError,
+    ProtocolMismatch,
+    StoreClosed,
+    Unavailable,
+)
+from p2pstore.gossip.gossip_messages import Ack, ControlKind, Status
+from p2pstore.gossip.links.control_link import LinkError
+from p2pstore.gossip.links.host import ControlHost
+from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
+from p2pstore.gossip.machine import (
+    Answer,
+    Ask,
+    Contact,
+    Duplicate,
+    FetchSnapshot,
+    Later,
+    SnapshotHead,
+)
+from p2pstore.gossip.machine import Effect as GossipEffect
+from p2pstore.gossip.members.member_table import MemberChange
+from p2pstore.gossip.members.membership import STALL_SECONDS
+from p2pstore.gossip.records import Member, PeerId, PeerRecord, Tier, format_peer_id, writer_of
+from p2pstore.objects import SIZE_UNIT_BYTES, chunk_sums, format_bytes, root_checksum
+from p2pstore.peer.copy_checks import CopyChecks
+from p2pstore.peer.credentials import Credentials
+from p2pstore.peer.joining import MAX_REPORTED, Joining
+from p2pstore.peer.later_replies import LaterReplies
+from p2pstore.peer.load import LoadMeter
+from p2pstore.peer.saving import StateSaver
+from p2pstore.peer.taken_copies import TakenCopies
+from p2pstore.runtime.byte_budget import ByteBudget
+from p2pstore.runtime.stepping import Steps, run_through
+from p2pstore.runtime.trio_tasks import take_turns
+from p2pstore.state.state_directory import StateDirectory
+from p2pstore.status.checkup import Checkup
+from p2pstore.status.operation_watch import PeerWatch
+from p2pstore.transfer.data_messages import DataKind, Keeps
+from p2pstore.transfer.failover import HolderReport, order_copies
+from p2pstore.transfer.peer_messages import Snapshot, SnapshotReply
+from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
+from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.serving.read_answers import Traffic
+from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
+from p2pstore.transfer.transfer_trace import ReadWatch
+from p2pstore.transfer.transport import (
+    PullReport,
+    RemoteCopy,
+    RemotePeer,
+    Transport,
+    pull_with_failover,
+)
+from p2pstore.wire import Code, Failure, Message, code_of, error_of
 
 if TYPE_CHECKING:
     from p2pstore.memory.mapped.kept_file import KeptMemory
@@ -140,6 +123,7 @@ to take a thousandth of a core."""
 RESTORE_SECONDS: Final = 1.0
 RESTORE_COUNT: Final = 256
 """Index entries and slots that are looked at in one step, which takes up to 1 ms."""
+
 
 class Node:
     """One running peer. `run` keeps it going; everything else may be called from trio tasks beside it."""
@@ -849,16 +833,20 @@ class Node:
         if self.core.closing:
             raise StoreClosed("this peer is leaving")
 
+
 _KIND_NAMES: Final = {int(kind): kind.name.lower() for kind in ControlKind}
+
 
 def _kind_name(kind: int) -> str:
     return _KIND_NAMES.get(kind, "unknown")
+
 
 def _event(change: MemberChange) -> str:
     """What happened to a member, as log lines call it."""
     if change.new is Status.ALIVE:
         return "peer_joined" if change.old is None else "peer_back"
     return f"peer_{change.new.name.lower()}"
+
 
 def duplicate_identity(where: str) -> DuplicateIdentity:
     """The error of the newer of two live peers with one identity."""
@@ -867,16 +855,20 @@ def duplicate_identity(where: str) -> DuplicateIdentity:
         "peer a --state-dir (state_dir) of its own"
     )
 
+
 def _roots_of(payloads: Sequence[memoryview]) -> list[int]:
     return [root_checksum(len(each), chunk_sums(each)) for each in payloads]
 
+
 _LINK_ERRORS: Final = (OSError, DeadlineExceeded, ProtocolError, AuthenticationFailed, Unavailable)
+
 
 def refusal(error: Exception) -> Failure | None:
     """The failure that the other side answered with; None when it was the way there that failed."""
     if isinstance(error, _LINK_ERRORS):
         return None
     return Failure(int(code_of(error)), str(error))
+
 
 def pull_failure(report: HolderReport) -> PullFailure:
     """A transport's report as the core takes it."""

@@ -1,10 +1,16 @@
 """Connections that take longer to make than those who want them wait."""
 
 from __future__ import annotations
+
+import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+
+import pytest
+import trio
+import trio.testing
+
 from p2pstore.gossip.links import connection_keeper as attempts_module
 from p2pstore.gossip.links import dialling
 from p2pstore.gossip.links import host as host_module
@@ -12,14 +18,8 @@ from p2pstore.gossip.links.connection_keeper import Attempts
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.host import ControlHost
 from p2pstore.runtime.trio_tasks import open_background_nursery
-from tests.cluster.test_control_host import opened
-from tests.cluster.test_control_host import peer_id
-from tests.cluster.test_control_host import ping
-from tests.cluster.test_control_host import until
-import pytest
-import socket
-import trio
-import trio.testing
+from tests.cluster.test_control_host import opened, peer_id, ping, until
+
 
 class Path:
     """A way to a host that takes its time, and may end before it begins to carry anything."""
@@ -50,6 +50,7 @@ class Path:
                 await target.send_all(data)
         scope.cancel()
 
+
 @asynccontextmanager
 async def path_to(host: ControlHost) -> AsyncIterator[tuple[Path, str]]:
     path = Path(host.listening)
@@ -57,6 +58,7 @@ async def path_to(host: ControlHost) -> AsyncIterator[tuple[Path, str]]:
         serve = partial(trio.serve_tcp, path.serve, 0, host="127.0.0.1")
         [listener] = await nursery.start(serve)
         yield path, f"127.0.0.1:{listener.socket.getsockname()[1]}"
+
 
 async def test_askers_who_wait_briefly_get_a_connection_on_a_slow_path() -> None:
     """The handshake takes some eight round trips: more than any of these requests waits."""
@@ -69,6 +71,7 @@ async def test_askers_who_wait_briefly_get_a_connection_on_a_slow_path() -> None
         path.delay_seconds = 0.0
         await ping(host, peer_id(2), address)
         assert path.connections == 1
+
 
 async def test_the_cancellation_of_one_who_waits_harms_no_other() -> None:
     async with opened(1) as host, opened(2) as other, path_to(other) as (path, address):
@@ -90,6 +93,7 @@ async def test_the_cancellation_of_one_who_waits_harms_no_other() -> None:
             path.gate.set()
         assert path.connections == 1
         assert not len(host._attempts)
+
 
 @pytest.mark.parametrize("way", ["close", "disconnect", "deadline"])
 async def test_an_attempt_ends_with_the_host_with_a_disconnect_and_in_its_own_time(
@@ -127,6 +131,7 @@ async def test_an_attempt_ends_with_the_host_with_a_disconnect_and_in_its_own_ti
                 with pytest.raises(LinkError, match="stops"):
                     await ping(host, peer_id(2), address)
 
+
 async def test_a_machine_that_does_not_answer_at_all_is_soon_tried_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -144,12 +149,14 @@ async def test_a_machine_that_does_not_answer_at_all_is_soon_tried_anew(
                 await ping(host, peer_id(2), address)
         await ping(host, peer_id(2), address)
 
+
 async def test_a_peer_that_moved_is_dialled_where_it_is_now() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with opened(1) as host, opened(2) as other:
             with pytest.raises(LinkError):
                 await ping(host, peer_id(2), f"127.0.0.1:{silent.getsockname()[1]}", 0.05)
             await ping(host, peer_id(2), f"127.0.0.1:{other.listening[1]}", 5)
+
 
 async def test_one_attempt_too_many_is_refused_and_the_place_is_free_again(
     monkeypatch: pytest.MonkeyPatch,

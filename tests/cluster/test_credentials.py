@@ -3,26 +3,28 @@
 # ruff: noqa: ASYNC240 (files of a line, written between two steps of a test)
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Iterator
-from contextlib import asynccontextmanager
-from contextlib import contextmanager
-from p2pstore import blocking
-from p2pstore import errors
-from p2pstore.access.keyring import KeyRing
-from p2pstore.access.keyring import new_cluster_key
-from p2pstore.access.keyring import parse_cluster_keys
-from p2pstore.gossip.gossip_messages import Ack
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Ping
+
+import json
+import re
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from p2pstore import blocking, errors
+from p2pstore.access.keyring import KeyRing, new_cluster_key, parse_cluster_keys
+from p2pstore.gossip.gossip_messages import Ack, ControlKind, Ping
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost
-from p2pstore.gossip.links.host import HostSettings
-from p2pstore.gossip.links.host import open_control_host
+from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import format_peer_id
-from p2pstore.peer import Peer
-from p2pstore.peer import open_peer
+from p2pstore.peer import Peer, open_peer
 from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind
@@ -30,32 +32,23 @@ from p2pstore.transfer.data_messages import Ping as DataPing
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
-from pathlib import Path
-from tests.cluster.test_cli import Machine
+from tests.cluster.test_cli import Machine, eventually, machine
 from tests.cluster.test_cli import Peer as Process
-from tests.cluster.test_cli import eventually
-from tests.cluster.test_cli import machine
-from tests.cluster.test_open_peer import config
-from tests.cluster.test_open_peer import until
-from typing import Any
-import json
-import pytest
-import re
-import signal
-import socket
-import threading
-import trio
+from tests.cluster.test_open_peer import config, until
 
 __all__ = ["machine"]  # a fixture
 
 SECONDS = 10.0
+
 
 def write_private(path: Path, text: str) -> str:
     path.touch(0o600)
     path.write_text(text)
     return str(path)
 
+
 # --- real processes --------------------------------------------------------------------------
+
 
 class Work:
     """Puts and gets from every peer to every other, until it is stopped; what failed is kept."""
@@ -100,11 +93,13 @@ class Work:
             for client in clients:
                 client.close()
 
+
 def hang_up(peer: Process, words: str) -> None:
     """SIGHUP, and wait until the log says what it should."""
     before = peer.log.read_text().count(words)
     peer.process.send_signal(signal.SIGHUP)
     eventually(lambda: peer.log.read_text().count(words) > before)
+
 
 def test_a_key_is_replaced_while_the_cluster_works(machine: Machine) -> None:
     """Three peers over TCP with a file each; the steps reach them one after the other."""
@@ -153,7 +148,9 @@ def test_a_key_is_replaced_while_the_cluster_works(machine: Machine) -> None:
     for peer in peers:
         assert "Traceback" not in peer.log.read_text()
 
+
 # --- in this process -------------------------------------------------------------------------
+
 
 @asynccontextmanager
 async def member(key: bytes) -> AsyncIterator[tuple[Identity, ControlHost, DataPool]]:
@@ -181,17 +178,21 @@ async def member(key: bytes) -> AsyncIterator[tuple[Identity, ControlHost, DataP
     finally:
         pool.close()
 
+
 async def ask_control(peer: Peer, host: ControlHost) -> None:
     peer_id = peer.node.core.peer_id
     with trio.fail_after(SECONDS):
         await host.ask(peer_id, [peer.control], ControlKind.PING, Ping(1, []), SECONDS)
 
+
 async def ask_data(peer: Peer, pool: DataPool) -> None:
     with trio.fail_after(SECONDS):
         await pool.request(data_of(peer), DataKind.PING, DataPing())
 
+
 def data_of(peer: Peer) -> RemotePeer:
     return RemotePeer(peer.node.core.peer_id, tuple(peer.data))
+
 
 async def ended(pool: DataPool, seconds: float) -> None:
     """Wait until the other side has closed the pool's one connection."""
@@ -199,6 +200,7 @@ async def ended(pool: DataPool, seconds: float) -> None:
     assert place.connection is not None
     with trio.fail_after(seconds):
         assert await place.connection.stream.receive_into(memoryview(bytearray(1))) == 0
+
 
 async def test_who_was_admitted_with_a_removed_key_is_out_within_seconds(tmp_path: Path) -> None:
     old, new = new_cluster_key(), new_cluster_key()
@@ -227,6 +229,7 @@ async def test_who_was_admitted_with_a_removed_key_is_out_within_seconds(tmp_pat
         with pytest.raises(errors.AuthenticationFailed, match="does not hold"):
             await ask_data(peer, pool)
 
+
 @pytest.mark.parametrize("bad", ["", "nonsense", "0" * 64, "mode", "gone"])
 async def test_a_bad_file_changes_nothing(tmp_path: Path, bad: str) -> None:
     key = new_cluster_key()
@@ -248,6 +251,7 @@ async def test_a_bad_file_changes_nothing(tmp_path: Path, bad: str) -> None:
         assert key not in str(error.value)
         await ask_control(peer, host)
         await ask_data(peer, pool)
+
 
 async def test_who_is_not_on_the_list_is_refused_and_who_is_taken_off_it_is_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -307,6 +311,7 @@ async def test_who_is_not_on_the_list_is_refused_and_who_is_taken_off_it_is_out(
             assert [format_peer_id(each) for each in a.node.core.live_peers()] == [ids["c"]]
     assert not [r for r in caplog.records if r.exc_info and r.name.startswith("p2pstore")]
 
+
 async def test_a_list_that_does_not_name_the_bootstrap_peer_ends_the_one_that_has_it(
     tmp_path: Path,
 ) -> None:
@@ -317,6 +322,7 @@ async def test_a_list_that_does_not_name_the_bootstrap_peer_ends_the_one_that_ha
             async with open_peer(config(tmp_path, "b", a, allow_file=str(allow))) as b:
                 with trio.fail_after(15):
                     await b.node.leave_requested.wait()
+
 
 @pytest.mark.parametrize(
     ("text", "words"),
@@ -331,6 +337,7 @@ async def test_a_bad_allow_file_is_named(tmp_path: Path, text: str | None, words
             pass
     assert str(allow) in str(error.value)
 
+
 # --- without a key ---------------------------------------------------------------------------
 
 WIDE: list[tuple[dict[str, object], str]] = [
@@ -343,6 +350,7 @@ WIDE: list[tuple[dict[str, object], str]] = [
     ({"listen": "localhost:0", "data_listen": ["127.0.0.1:0"]}, "listen"),
     ({"data_listen": ["localhost:0"]}, "data_listen"),
 ]
+
 
 @pytest.mark.parametrize(("settings", "setting"), WIDE)
 async def test_without_a_key_nobody_else_reaches_a_peer(
@@ -365,13 +373,16 @@ async def test_without_a_key_nobody_else_reaches_a_peer(
     async with open_peer(config(tmp_path, "a", **settings, **others, insecure=True)) as peer:
         await peer.put("k", b"value")
 
+
 async def test_advertising_an_address_opens_no_port(tmp_path: Path) -> None:
     """What is told to others is not what is bound: without a key that stays loopback."""
     options = {"listen": None, "advertise": "192.0.2.1", "data_advertise": ["192.0.2.1:1"]}
     async with open_peer(config(tmp_path, "a", **options, insecure=False)) as peer:
         assert peer.node.host.listening[0] == "127.0.0.1"
 
+
 # --- identities used twice -------------------------------------------------------------------
+
 
 def copied(machine: Machine, original: Process, name: str) -> list[str]:
     """Options for a peer with a copy of the identity in a state directory of its own."""
@@ -381,9 +392,11 @@ def copied(machine: Machine, original: Process, name: str) -> list[str]:
     write_private(directory / "identity.key", key.read_text())
     return ["--state-dir", str(directory)]
 
+
 def ends_as_duplicate(twin: Process) -> None:
     assert twin.process.wait(30) == 1, twin.log.read_text()
     assert re.search(r"another live peer( at \S+)? uses this peer's identity", twin.log.read_text())
+
 
 @pytest.mark.parametrize("through", ["itself", "a third"])
 def test_the_newer_of_two_twins_ends(machine: Machine, through: str) -> None:
@@ -398,6 +411,7 @@ def test_the_newer_of_two_twins_ends(machine: Machine, through: str) -> None:
     assert third.client.get("after", wait=5) == b"value"
     eventually(lambda: third.alive() == 2)
     assert first.process.poll() is None
+
 
 def test_the_newer_twin_ends_although_the_older_slept_when_it_came(machine: Machine) -> None:
     third = machine.join("third")

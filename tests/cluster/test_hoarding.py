@@ -4,64 +4,46 @@ Built on the project's own codecs. The peer's memory stays bounded, and honest m
 """
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Iterator
-from contextlib import AsyncExitStack
-from contextlib import asynccontextmanager
-from contextlib import suppress
+
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+import trio
+
 from p2pstore import errors
 from p2pstore.access.keyring import KeyRing
 from p2pstore.config import split_address
 from p2pstore.gossip.gossip_messages import ControlKind
 from p2pstore.gossip.gossip_messages import Ping as ControlPing
-from p2pstore.gossip.links import control_frames
+from p2pstore.gossip.links import control_frames, secured_connections
 from p2pstore.gossip.links import host as host_module
-from p2pstore.gossip.links import secured_connections
 from p2pstore.gossip.links.admission import Opener
 from p2pstore.gossip.links.control_link import open_asking_stream
-from p2pstore.gossip.links.host import ControlHost
-from p2pstore.gossip.links.host import HostSettings
-from p2pstore.gossip.links.host import open_control_host
+from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.libp2p_parts import MultiselectClient
-from p2pstore.gossip.links.libp2p_parts import MultiselectCommunicator
-from p2pstore.objects import KIB
-from p2pstore.objects import MIB
-from p2pstore.objects import key_digest
+from p2pstore.gossip.links.libp2p_parts import MultiselectClient, MultiselectCommunicator
+from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Get
-from p2pstore.transfer.data_messages import GetItem
-from p2pstore.transfer.data_messages import Ping
+from p2pstore.transfer.data_messages import DataKind, Get, GetItem, Ping
 from p2pstore.transfer.peer_messages import ListKeys
-from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.read_tickets import issue_ticket
+from p2pstore.transfer.read_tickets import Scope, issue_ticket
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.serving.serving_limits import ServerLimits
-from p2pstore.wire import HEADER
-from p2pstore.wire import Message
-from p2pstore.wire import ONE_WAY
-from p2pstore.wire import encode_frame
-from pathlib import Path
-from tests.cluster.test_cli import Machine
+from p2pstore.wire import HEADER, ONE_WAY, Message, encode_frame
+from tests.cluster.test_cli import Machine, eventually, new_machine
 from tests.cluster.test_cli import Peer as Process
-from tests.cluster.test_cli import eventually
-from tests.cluster.test_cli import new_machine
-from tests.cluster.test_open_peer import cluster
-from tests.cluster.test_open_peer import config
-from tests.cluster.test_open_peer import until
+from tests.cluster.test_open_peer import cluster, config, until
 from tests.cluster.test_strangers import private_bytes_of
-from typing import Any
-from typing import Final
-import msgspec
-import os
-import pytest
-import time
-import trio
 
 OPEN: Final = ("--transport", "tcp", "--insecure")
 SECONDS = 20.0
@@ -70,6 +52,7 @@ MOST_BYTES: Final = 96 * MIB
 QUIET_SECONDS: Final = 0.5
 """Hoarders that get nothing through for so long have got all they can."""
 BYTES_AT_ONCE: Final = 256 * KIB
+
 
 class Hoarders:
     """Members that only take. `sent_bytes` of them all."""
@@ -118,6 +101,7 @@ class Hoarders:
                 before = self.sent_bytes
                 await trio.sleep(QUIET_SECONDS)
 
+
 class Victim:
     """A peer in a process of its own, with a neighbour."""
 
@@ -154,10 +138,12 @@ class Victim:
             assert peer.client.get("anchor", wait=SECONDS) == b"anchor" * 1000
         self.machine.peers[-1].stop()
 
+
 @pytest.fixture(scope="module")
 def victim() -> Iterator[Victim]:
     with new_machine() as machine:
         yield Victim(machine)
+
 
 @asynccontextmanager
 async def hoarding(victim: Victim) -> AsyncIterator[Hoarders]:
@@ -174,6 +160,7 @@ async def hoarding(victim: Victim) -> AsyncIterator[Hoarders]:
         assert grown < MOST_BYTES
         assert victim.memory - victim.before < MOST_BYTES
         nursery.cancel_scope.cancel()
+
 
 @asynccontextmanager
 async def hostile_host(number: int, cluster_name: str) -> AsyncIterator[ControlHost]:
@@ -194,8 +181,10 @@ async def hostile_host(number: int, cluster_name: str) -> AsyncIterator[ControlH
         host._end_when_useless = stay  # type: ignore[method-assign, assignment]  # its streams are not the host's
         yield host
 
+
 async def stay(_: object) -> None:
     await trio.sleep_forever()
+
 
 async def admitted(host: ControlHost, connection: Any) -> Any:
     """A stream on which the other side takes requests."""
@@ -205,6 +194,7 @@ async def admitted(host: ControlHost, connection: Any) -> Any:
     await stream.lift_allowance()
     await open_asking_stream(stream, host._side(Opener, connection))
     return stream
+
 
 async def open_data(
     peer_id: bytes, address: str, identity: Identity, scope: Scope = Scope.READ | Scope.PEER
@@ -221,6 +211,7 @@ async def open_data(
     stream = await TrioDriver().connect_tcp(*split_address(address, "data"), SECONDS)
     return await DataConnection.open(stream, granted)
 
+
 async def test_control_frames_that_are_never_whole(victim: Victim) -> None:
     """Each of ten members has four, of 4 MiB, on which the last byte is missing."""
     frame = HEADER.pack(ControlKind.EXCHANGE, 0, 1, 4 * MIB, 0) + bytes(4 * MIB - 1)
@@ -231,6 +222,7 @@ async def test_control_frames_that_are_never_whole(victim: Victim) -> None:
             for _ in range(4):
                 stream = await admitted(host, connection)
                 hoarders.pour(stream.write, frame)
+
 
 async def test_nothing_is_kept_of_requests_that_were_handled(victim: Victim) -> None:
     """Large ones, the last on their streams: they have fields of a version to come."""
@@ -244,12 +236,14 @@ async def test_nothing_is_kept_of_requests_that_were_handled(victim: Victim) -> 
                 stream = await admitted(host, connection)
                 await hoarders.send(stream.write, frame)
 
+
 async def test_data_requests_that_are_never_whole(victim: Victim) -> None:
     frame = HEADER.pack(DataKind.LOOKUP, 0, 1, MIB, 0) + bytes(MIB - 1)
     async with hoarding(victim) as hoarders:
         for number in range(160):
             connection = await hoarders.data(140 + number % 10)
             hoarders.pour(connection.stream.send, frame)
+
 
 async def test_answers_that_nobody_reads(victim: Victim) -> None:
     """Each of long lists of keys: to 64 requests of every connection at once."""
@@ -263,9 +257,11 @@ async def test_answers_that_nobody_reads(victim: Victim) -> None:
             connection = await hoarders.data(160 + number)
             hoarders.pour(connection.stream.send, asked)
 
+
 def put_long_keys(victim: Victim) -> None:
     items = [(f"long/{number:04}/" + "x" * 1000, b"v") for number in range(2000)]
     victim.peer.client.put_many(items)
+
 
 async def test_copies_of_small_objects_that_nobody_reads(victim: Victim) -> None:
     """Each answer may have 16 MiB of them."""
@@ -276,10 +272,13 @@ async def test_copies_of_small_objects_that_nobody_reads(victim: Victim) -> None
             connection = await hoarders.data(180 + number)
             hoarders.pour(connection.stream.send, asked)
 
+
 # --- places ----------------------------------------------------------------------------------
+
 
 def member(number: int) -> Identity:
     return Identity(number.to_bytes(32, "big"))
+
 
 @asynccontextmanager
 async def data_of(
@@ -296,6 +295,7 @@ async def data_of(
     finally:
         for connection in connections:
             connection.close()
+
 
 @pytest.mark.parametrize("members", [1, 8])
 async def test_idle_data_connections_yield_to_readers(
@@ -323,6 +323,7 @@ async def test_idle_data_connections_yield_to_readers(
                 assert document["largest"]["places"] >= 4
                 assert document["largest"]["host_places"] == document["taken"]
 
+
 async def test_busy_data_connections_of_one_member_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +341,7 @@ async def test_busy_data_connections_of_one_member_make_room(
         async with data_of(victim, 1, first=2000):
             assert sessions.yielded == 1
         assert sessions.refused == 1
+
 
 async def test_a_request_that_is_never_whole_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -368,6 +370,7 @@ async def test_a_request_that_is_never_whole_ends(
                 await trio.sleep(0.01)
             raise AssertionError("the stream is still there")
 
+
 @pytest.mark.parametrize("hosts", [1, 12])
 async def test_a_newcomer_finds_a_place_among_hoarders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int
@@ -393,6 +396,7 @@ async def test_a_newcomer_finds_a_place_among_hoarders(
         assert await victim.get("k", wait=SECONDS) == b"value"
         assert keeper.counts.yielded >= 1
         assert len(keeper.admitted()) <= 12
+
 
 async def test_a_member_that_uses_all_places_makes_room_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

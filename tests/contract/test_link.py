@@ -1,46 +1,40 @@
 """What every link between peers must do. Add an implementation to `LINKS` and it is held to the same."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Awaitable
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from contextlib import asynccontextmanager
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from p2pstore.access.keyring import KeyRing
-from p2pstore.errors import CapacityExceeded
-from p2pstore.gossip.gossip_messages import Ack
-from p2pstore.gossip.gossip_messages import Claim
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Delta
-from p2pstore.gossip.gossip_messages import Exchange
-from p2pstore.gossip.gossip_messages import ExchangeReply
-from p2pstore.gossip.gossip_messages import Leave
-from p2pstore.gossip.gossip_messages import Ping
-from p2pstore.gossip.gossip_messages import PingRequest
-from p2pstore.gossip.links.control_link import Handler
-from p2pstore.gossip.links.control_link import Link
-from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import HostSettings
-from p2pstore.gossip.links.host import open_control_host
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.memory_link import MemoryNetwork
-from p2pstore.gossip.links.memory_link import open_memory_link
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.wire import Code
-from p2pstore.wire import Empty
-from p2pstore.wire import Message
+
 import pytest
 import trio
 import trio.testing
 
+from p2pstore.access.keyring import KeyRing
+from p2pstore.errors import CapacityExceeded
+from p2pstore.gossip.gossip_messages import (
+    Ack,
+    Claim,
+    ControlKind,
+    Delta,
+    Exchange,
+    ExchangeReply,
+    Leave,
+    Ping,
+    PingRequest,
+)
+from p2pstore.gossip.links.control_link import Handler, Link, LinkError
+from p2pstore.gossip.links.host import HostSettings, open_control_host
+from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.links.memory_link import MemoryNetwork, open_memory_link
+from p2pstore.gossip.records import PeerId, SignedRecord
+from p2pstore.runtime.trio_tasks import open_background_nursery
+from p2pstore.wire import Code, Empty, Message
+
 SECONDS = 10.0
 """Longer than anything here takes."""
+
 
 @dataclass
 class Answerer:
@@ -70,6 +64,7 @@ class Answerer:
                 return Exchange(bytes(4 * 1024 * 1024), 0, b"", [])
         raise RuntimeError("secret detail")
 
+
 @dataclass
 class Pair:
     """One side asks, the other answers."""
@@ -94,6 +89,7 @@ class Pair:
 
     async def ping(self, number: int) -> None:
         assert await self.ask(ControlKind.PING, Ping(number, [])) == Ack(number + 1, [])
+
 
 class Proxy:
     """A TCP connection's way through this test, each direction of which can be held up."""
@@ -140,6 +136,7 @@ class Proxy:
                 await target.send_all(data)
         scope.cancel()
 
+
 @asynccontextmanager
 async def memory_links(answerer: Handler) -> AsyncIterator[Pair]:
     """Two links over streams in memory."""
@@ -174,6 +171,7 @@ async def memory_links(answerer: Handler) -> AsyncIterator[Pair]:
             other,
             ["one"],
         )
+
 
 @asynccontextmanager
 async def control_hosts(answerer: Handler) -> AsyncIterator[Pair]:
@@ -225,10 +223,12 @@ async def control_hosts(answerer: Handler) -> AsyncIterator[Pair]:
             other,
         )
 
+
 LINKS: dict[str, Callable[[Answerer], AbstractAsyncContextManager[Pair]]] = {
     "control_host": control_hosts,
     "memory": memory_links,
 }
+
 
 @pytest.fixture(params=list(LINKS))
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
@@ -236,10 +236,12 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
         async with LINKS[request.param](Answerer()) as pair:
             yield pair
 
+
 async def until(condition: Callable[[], object]) -> None:
     with trio.fail_after(SECONDS):
         while not condition():
             await trio.sleep(0.005)
+
 
 async def test_an_answer_comes_back_and_the_asker_is_known(pair: Pair) -> None:
     assert pair.link.connected() == []
@@ -248,6 +250,7 @@ async def test_an_answer_comes_back_and_the_asker_is_known(pair: Pair) -> None:
     assert pair.answerer.callers == {pair.own_id}
     assert pair.link.connected() == [pair.peer_id]
 
+
 async def test_a_request_of_an_unknown_kind_is_unsupported(pair: Pair) -> None:
     for kind in (999, ControlKind.HELLO, ControlKind.PROOF):
         with pytest.raises(LinkError) as error:
@@ -255,6 +258,7 @@ async def test_a_request_of_an_unknown_kind_is_unsupported(pair: Pair) -> None:
         assert error.value.refused
         assert error.value.code == Code.UNSUPPORTED
     await pair.ping(1)
+
 
 async def test_a_handlers_own_errors_keep_their_code_and_others_are_hidden(pair: Pair) -> None:
     with pytest.raises(LinkError, match="no room") as error:
@@ -266,6 +270,7 @@ async def test_a_handlers_own_errors_keep_their_code_and_others_are_hidden(pair:
     assert error.value.code == Code.INTERNAL
     assert "secret" not in str(error.value)
     await pair.ping(1)
+
 
 async def test_concurrent_requests_get_their_own_answers(pair: Pair) -> None:
     """Over twice what may be in flight on one stream; the first wave is held, and overtaken."""
@@ -285,6 +290,7 @@ async def test_concurrent_requests_get_their_own_answers(pair: Pair) -> None:
         pair.answerer.gate.set()
     assert answers == {number: Ack(number, []) for number in range(50)}
 
+
 async def test_more_requests_than_may_be_in_flight_wait_their_turn(pair: Pair) -> None:
     answers: list[Message] = []
 
@@ -300,6 +306,7 @@ async def test_more_requests_than_may_be_in_flight_wait_their_turn(pair: Pair) -
         pair.answerer.gate.set()
     assert len(answers) == 150
 
+
 @pytest.mark.parametrize("length_bytes", [0, 60 * 1024, 300_000, 4_000_000])
 async def test_large_bodies_arrive_whole(pair: Pair, length_bytes: int) -> None:
     digest = bytes(range(250)) * (length_bytes // 250)
@@ -308,10 +315,12 @@ async def test_large_bodies_arrive_whole(pair: Pair, length_bytes: int) -> None:
     assert reply.digest == digest[::-1]
     assert reply.cluster_hash == 7
 
+
 async def test_a_body_over_the_limit_is_refused_before_it_is_sent(pair: Pair) -> None:
     with pytest.raises(ValueError, match="4 MiB"):
         await pair.ask(ControlKind.EXCHANGE, Exchange(bytes(4 * 1024 * 1024), 0, b"", []))
     await pair.ping(1)
+
 
 async def test_a_reply_over_the_limit_is_a_failure_of_that_request_alone(pair: Pair) -> None:
     claims = [Claim(pair.own_id, 1, 0, 1)]
@@ -319,6 +328,7 @@ async def test_a_reply_over_the_limit_is_a_failure_of_that_request_alone(pair: P
         await pair.ask(ControlKind.DELTA, Delta([], [], [], claims))
     assert (error.value.refused, error.value.code) == (True, Code.INTERNAL)
     await pair.ping(1)
+
 
 async def test_large_bodies_both_ways_at_once_do_not_lock_up(pair: Pair) -> None:
     async def exchange(number: int) -> None:
@@ -330,6 +340,7 @@ async def test_large_bodies_both_ways_at_once_do_not_lock_up(pair: Pair) -> None
     async with trio.open_nursery() as nursery:
         for number in range(12):
             nursery.start_soon(exchange, number)
+
 
 async def test_a_timeout_is_an_error_and_the_late_answer_harms_nothing(pair: Pair) -> None:
     await pair.ping(0)
@@ -343,6 +354,7 @@ async def test_a_timeout_is_an_error_and_the_late_answer_harms_nothing(pair: Pai
     for number in range(5):
         await pair.ping(number)
 
+
 async def test_a_cancelled_request_leaves_the_link_usable(pair: Pair) -> None:
     """Cancelled at every stage: before the connection, during a large send, while waiting."""
     large = Exchange(bytes(3_000_000), 1, b"", [])
@@ -351,6 +363,7 @@ async def test_a_cancelled_request_leaves_the_link_usable(pair: Pair) -> None:
             await pair.ask(ControlKind.EXCHANGE, large)
     for number in range(3):
         await pair.ping(number)
+
 
 async def test_those_who_gave_up_leave_their_places_to_others(pair: Pair) -> None:
     """All that may be in flight are cancelled while they wait for their answers."""
@@ -364,6 +377,7 @@ async def test_those_who_gave_up_leave_their_places_to_others(pair: Pair) -> Non
     async with trio.open_nursery() as nursery:
         for number in range(100):
             nursery.start_soon(pair.ping, number)
+
 
 async def test_both_sides_may_ask_at_once(pair: Pair) -> None:
     await pair.ping(0)
@@ -380,6 +394,7 @@ async def test_both_sides_may_ask_at_once(pair: Pair) -> None:
             nursery.start_soon(ask_back, number)
     assert pair.answerer.callers == {pair.own_id, pair.peer_id}
     assert pair.peer.connected() == [pair.own_id]
+
 
 @pytest.mark.parametrize("direction", ["there", "back"])
 async def test_a_partition_in_one_direction_is_a_timeout_and_heals(
@@ -409,6 +424,7 @@ async def test_a_partition_in_one_direction_is_a_timeout_and_heals(
     pair.heal()
     await pair.ping(1)
 
+
 async def test_a_peer_that_dies_while_a_large_body_is_on_its_way(pair: Pair) -> None:
     await pair.ping(0)
     pair.cut("there")
@@ -423,6 +439,7 @@ async def test_a_peer_that_dies_while_a_large_body_is_on_its_way(pair: Pair) -> 
         await trio.testing.wait_all_tasks_blocked(0.01)
         await pair.stop_peer()
     await until(lambda: pair.lost == [pair.peer_id])
+
 
 async def test_a_peer_that_goes_away_fails_what_waits_and_is_reported(pair: Pair) -> None:
     errors: list[LinkError] = []
@@ -445,6 +462,7 @@ async def test_a_peer_that_goes_away_fails_what_waits_and_is_reported(pair: Pair
     with pytest.raises(LinkError):
         await pair.ask(ControlKind.PING, Ping(1, []), timeout=2)
 
+
 async def test_disconnect_is_quiet_and_the_next_request_connects_again(pair: Pair) -> None:
     await pair.ping(1)
     await pair.link.disconnect(pair.peer_id)
@@ -452,6 +470,7 @@ async def test_disconnect_is_quiet_and_the_next_request_connects_again(pair: Pai
     assert pair.link.connected() == []
     await pair.ping(2)
     assert pair.lost == []
+
 
 async def test_a_peer_that_cannot_be_reached(pair: Pair) -> None:
     stranger = Identity(b"\x07" * 32).peer_id

@@ -4,68 +4,56 @@ A session either ends quietly, whatever was sent, or raises `Problem`. It return
 """
 
 from __future__ import annotations
-from collections.abc import Awaitable
-from collections.abc import Callable
+
+import socket
+import traceback
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from random import Random
+from typing import Any, Final
+
+import trio
+
 from p2pstore.access.keyring import KeyRing
 from p2pstore.config import split_address
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import P2PStoreError, ProtocolError
+from p2pstore.gossip.gossip_messages import REPLIES as CONTROL_REPLIES
+from p2pstore.gossip.gossip_messages import REQUESTS as CONTROL_REQUESTS
 from p2pstore.gossip.gossip_messages import ControlKind
 from p2pstore.gossip.gossip_messages import Hello as ControlHello
 from p2pstore.gossip.gossip_messages import Proof as ControlProof
-from p2pstore.gossip.gossip_messages import REPLIES as CONTROL_REPLIES
-from p2pstore.gossip.gossip_messages import REQUESTS as CONTROL_REQUESTS
-from p2pstore.gossip.links.admission import AdmissionRefused
-from p2pstore.gossip.links.admission import Listener
-from p2pstore.gossip.links.admission import Opener
-from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.control_link import admit_stream
-from p2pstore.gossip.links.control_link import open_asking_stream
+from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
+from p2pstore.gossip.links.control_link import LinkError, admit_stream, open_asking_stream
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
-from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.runtime.trio_streams import TrioStream
+from p2pstore.objects import chunk_sums, key_digest, root_checksum
+from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import data_messages as data
 from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.read_tickets import issue_ticket
-from p2pstore.transfer.read_tickets import open_ticket
-from p2pstore.transfer.read_tickets import prove
+from p2pstore.transfer.read_tickets import Scope, issue_ticket, open_ticket, prove
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.transport import BufferDestination
-from p2pstore.transfer.transport import PullFailed
-from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.transfer.transport import RemotePeer
-from p2pstore.wire import ERROR
-from p2pstore.wire import Failure
-from p2pstore.wire import HEADER_BYTES
-from p2pstore.wire import Limits
-from p2pstore.wire import MAX_CONTROL_VERSION
-from p2pstore.wire import MIN_CONTROL_VERSION
-from p2pstore.wire import Message
-from p2pstore.wire import PREFACE_DATA
-from p2pstore.wire import PREFACE_LOCAL
-from p2pstore.wire import REPLY
-from p2pstore.wire import decode_body
-from p2pstore.wire import decode_header
-from p2pstore.wire import encode_frame
-from random import Random
+from p2pstore.transfer.transport import BufferDestination, PullFailed, RemoteCopy, RemotePeer
+from p2pstore.wire import (
+    ERROR,
+    HEADER_BYTES,
+    MAX_CONTROL_VERSION,
+    MIN_CONTROL_VERSION,
+    PREFACE_DATA,
+    PREFACE_LOCAL,
+    REPLY,
+    Failure,
+    Limits,
+    Message,
+    decode_body,
+    decode_header,
+    encode_frame,
+)
 from tests.fuzz.mutation import Mutator
 from tests.fuzz.plausible import plausible
-from tests.fuzz.victim import Problem
-from tests.fuzz.victim import Victim
-from typing import Any
-from typing import Final
-import socket
-import traceback
-import trio
+from tests.fuzz.victim import Problem, Victim
 
 SESSION_SECONDS: Final = 15.0
 """A session that lasts longer hangs; the peer's own deadlines are 5 s and 10 s."""
@@ -76,6 +64,7 @@ SMALL_READS: Final = 3
 
 Sent = list[bytes]
 Play = Callable[[Victim, Random, Sent], Awaitable[None]]
+
 
 async def play(session: Play, victim: Victim, rng: Random, sent: Sent) -> None:
     """One session; `sent` is filled with what it sends, also when it fails. Raises `Problem`."""
@@ -89,6 +78,7 @@ async def play(session: Play, victim: Victim, rng: Random, sent: Sent) -> None:
     except Exception as error:
         raise Problem("".join(traceback.format_exception(error))) from error
 
+
 def corpus(requests: dict[int, Any], rng: Random, hints: dict[str, Any], skip: int) -> list[bytes]:
     """A session's worth of plausible frames of every kind that a protocol has."""
     kinds = [kind for kind in requests if kind >= skip]
@@ -97,7 +87,9 @@ def corpus(requests: dict[int, Any], rng: Random, hints: dict[str, Any], skip: i
         for number, kind in enumerate(rng.choices(kinds, k=rng.randint(8, 48)))
     ]
 
+
 # --- data ------------------------------------------------------------------------------------
+
 
 def _data_hints(victim: Victim, rng: Random) -> dict[str, Any]:
     key = rng.choice(list(victim.values))
@@ -126,8 +118,10 @@ def _data_hints(victim: Victim, rng: Random) -> dict[str, Any]:
         "replicas": 1,
     }
 
+
 REMOVING = (DataKind.REMOVE, DataKind.FLUSH)
 """What takes objects away: not those that are checked."""
+
 
 async def data_requests(victim: Victim, rng: Random, sent: Sent) -> None:
     """Mutated requests on a connection that was let in."""
@@ -144,6 +138,7 @@ async def data_requests(victim: Victim, rng: Random, sent: Sent) -> None:
         await _pour(stream, Mutator(rng).sequence(frames, frames), sent)
     finally:
         stream.close()
+
 
 async def data_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
     """Mutated handshakes of somebody without the cluster's key: nothing is ever answered but a refusal."""
@@ -171,6 +166,7 @@ async def data_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
     for kind, flags, _ in _frames_of(answer):
         if kind not in (DataKind.HELLO, DataKind.PROOF) or (kind == DataKind.PROOF and flags == 1):
             raise Problem(f"a stranger's request was answered (kind {kind})")
+
 
 async def data_replies(victim: Victim, rng: Random, sent: Sent) -> None:
     """The victim asks mallory, who proves that it is a member and then answers with mutated replies."""
@@ -221,6 +217,7 @@ async def data_replies(victim: Victim, rng: Random, sent: Sent) -> None:
         finally:
             pool.close()
 
+
 async def _read_small(pool: DataPool, mallory: RemotePeer, digest: bytes) -> None:
     """Read an object several times at once. Nothing that is answered is raised, or taken for the object."""
     views = [memoryview(bytearray(100_000)) for _ in range(SMALL_READS)]
@@ -231,6 +228,7 @@ async def _read_small(pool: DataPool, mallory: RemotePeer, digest: bytes) -> Non
     if any(length >= 0 for length in lengths):
         raise Problem("random bytes were taken for an object")
 
+
 def _slot_of(victim: Victim, key: str) -> tuple[bytes, bytes]:
     for peer in (victim.peer, victim.friend):
         segment = peer.node.core.segment
@@ -239,8 +237,10 @@ def _slot_of(victim: Victim, key: str) -> tuple[bytes, bytes]:
             return segment.slot_bytes(entry), segment.trailer_bytes(entry)
     return bytes(64), b""
 
+
 def _unix(victim: Victim) -> float:
     return victim.peer.node.core.unix(victim.peer.node.now)
+
 
 async def _welcome(victim: Victim, stream: TrioStream, buffer: bytearray) -> None:
     """The listening side of a data connection's handshake, in mallory's name. What came with it stays in
@@ -263,6 +263,7 @@ async def _welcome(victim: Victim, stream: TrioStream, buffer: bytearray) -> Non
     )
     await stream.send(encode_frame(kind, request_id, reply, flags=REPLY))
     await _next(stream, buffer)  # the proof
+
 
 class _Impostor:
     """A listener on loopback that serves one connection after the other."""
@@ -297,7 +298,9 @@ class _Impostor:
             finally:
                 stream.close()
 
+
 # --- control ---------------------------------------------------------------------------------
+
 
 class _PairStream:
     """A `MuxedStream` over one end of a socket pair."""
@@ -314,6 +317,7 @@ class _PairStream:
 
     async def write(self, data: bytes) -> None:
         await self.stream.send(data)
+
 
 def _control_hints(victim: Victim, rng: Random) -> dict[str, Any]:
     friend = victim.friend.node.core
@@ -334,10 +338,12 @@ def _control_hints(victim: Victim, rng: Random) -> dict[str, Any]:
         "cluster_buckets": b"",
     }
 
+
 def _control_frames(victim: Victim, rng: Random) -> list[bytes]:
     recorded = rng.choices(victim.requests, k=rng.randint(4, 24))
     made = corpus(CONTROL_REQUESTS, rng, _control_hints(victim, rng), skip=16)
     return victim.frames(recorded) + made[: rng.randint(0, 20)]
+
 
 async def control_requests(victim: Victim, rng: Random, sent: Sent) -> None:
     """Mutated requests on a stream that was admitted, in mallory's name or in the neighbour's."""
@@ -361,6 +367,7 @@ async def control_requests(victim: Victim, rng: Random, sent: Sent) -> None:
             nursery.start_soon(answer)
             await open_asking_stream(ours, _side(Opener, victim, sender, node.core.peer_id))
             await _pour(ours.stream, frames, sent)
+
 
 async def control_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
     """Mutated admissions of somebody without the cluster's key: never admitted."""
@@ -393,6 +400,7 @@ async def control_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(answer)
             await _pour(ours.stream, frames, sent)
+
 
 async def control_replies(victim: Victim, rng: Random, sent: Sent) -> None:
     """The victim asks mallory over a stream that both were admitted on, and gets mutated replies."""
@@ -459,13 +467,16 @@ async def control_replies(victim: Victim, rng: Random, sent: Sent) -> None:
             await ask()
             nursery.cancel_scope.cancel()
 
+
 async def _run_asking(asking: Any) -> None:
     with suppress(ProtocolError, OSError):
         await asking.run()
 
+
 def _pair() -> tuple[_PairStream, _PairStream]:
     one, two = socket.socketpair()
     return _PairStream(one), _PairStream(two)
+
 
 class _closing:
     def __init__(self, pair: _PairStream) -> None:
@@ -477,6 +488,7 @@ class _closing:
     def __exit__(self, *_: object) -> None:
         self._pair.stream.close()
 
+
 def _side(kind: Any, victim: Victim, own: bytes, other: bytes, ring: KeyRing | None = None) -> Any:
     return kind(
         ring=ring or victim.ring,
@@ -486,6 +498,7 @@ def _side(kind: Any, victim: Victim, own: bytes, other: bytes, ring: KeyRing | N
         nonce=own[-16:] + other[-16:],
         software="fuzz",
     )
+
 
 async def control_strangers(victim: Victim, rng: Random, sent: Sent) -> None:
     """Bytes on the control port from somebody who cannot even do Noise."""
@@ -504,7 +517,9 @@ async def control_strangers(victim: Victim, rng: Random, sent: Sent) -> None:
     finally:
         stream.close()
 
+
 # --- local -----------------------------------------------------------------------------------
+
 
 async def local_requests(victim: Victim, rng: Random, sent: Sent) -> None:
     """Mutated requests of a client, which has reserved room and leased objects before."""
@@ -534,6 +549,7 @@ async def local_requests(victim: Victim, rng: Random, sent: Sent) -> None:
     finally:
         stream.close()
 
+
 def _local_hints(victim: Victim, rng: Random) -> dict[str, Any]:
     """Nothing that a client may do to the objects that are checked: it works in its own namespace."""
     digest = key_digest(f"fuzz{rng.randrange(50)}", "fuzz")
@@ -555,6 +571,7 @@ def _local_hints(victim: Victim, rng: Random) -> dict[str, Any]:
         "drain_seconds": 0.0,
     }
 
+
 async def local_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
     """Mutated beginnings."""
     hello = encode_frame(
@@ -569,12 +586,14 @@ async def local_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
     finally:
         stream.close()
 
+
 async def _ask(stream: TrioStream, buffer: bytearray, kind: LocalKind, message: Message) -> bytes:
     await stream.send(encode_frame(kind, 9, message))
     while True:
         answered, number, body = await _next(stream, buffer)
         if (answered, number) == (kind, 9):
             return body
+
 
 async def _receive_and_close_descriptors(stream: TrioStream, buffer: bytearray) -> None:
     room = bytearray(65536)
@@ -585,7 +604,9 @@ async def _receive_and_close_descriptors(stream: TrioStream, buffer: bytearray) 
         raise ConnectionResetError("the peer closed")
     buffer += room[:count]
 
+
 # --- bytes -----------------------------------------------------------------------------------
+
 
 async def _pour(stream: TrioStream, frames: list[bytes], sent: Sent) -> bytes:
     """Send everything, then that this was all; what came back until the other side closed."""
@@ -606,10 +627,12 @@ async def _pour(stream: TrioStream, frames: list[bytes], sent: Sent) -> bytes:
             stream._sock.shutdown(socket.SHUT_WR)
     return bytes(answer)
 
+
 async def _some(stream: TrioStream) -> bytes:
     room = bytearray(65536)
     count = await stream.receive_into(memoryview(room))
     return bytes(room[:count])
+
 
 async def _next(stream: TrioStream, buffer: bytearray) -> tuple[int, int, bytes]:
     """The next frame's kind, request id and body. Raises `EOFError` at the end."""
@@ -617,6 +640,7 @@ async def _next(stream: TrioStream, buffer: bytearray) -> tuple[int, int, bytes]
     if found is None:
         raise EOFError
     return found
+
 
 async def _take_frame(stream: TrioStream, buffer: bytearray) -> tuple[int, int, bytes] | None:
     while True:
@@ -632,6 +656,7 @@ async def _take_frame(stream: TrioStream, buffer: bytearray) -> tuple[int, int, 
             return None
         buffer += data
 
+
 def _frames_of(data: bytes) -> list[tuple[int, int, bytes]]:
     """(kind, flags, body) of every whole frame."""
     found = []
@@ -641,6 +666,7 @@ def _frames_of(data: bytes) -> list[tuple[int, int, bytes]]:
         found.append((header.kind, header.flags, data[HEADER_BYTES:end]))
         data = data[end:]
     return found
+
 
 SESSIONS: Final[dict[str, tuple[tuple[Play, int], ...]]] = {
     "control": (

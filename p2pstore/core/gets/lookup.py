@@ -1,28 +1,25 @@
 """Finding copies of keys."""
 
 from __future__ import annotations
-from collections import Counter
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
 from p2pstore.core.copies.proofs import ProveOperation
-from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.core_effects import Reply
+from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.operation import Operation
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import decode_location
-from p2pstore.gossip.records import member_of
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    LocationRecord,
+    PeerId,
+    decode_location,
+    member_of,
+)
 from p2pstore.objects import DIGEST_BYTES
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Holding
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import Lookup
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
+from p2pstore.transfer.peer_messages import Holding, Locations, Lookup
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -44,6 +41,7 @@ BELIEVED: Final = 2
 """So many homes must say that nobody holds a key: one alone may be wrong, or lie."""
 DIGESTS_PER_LOOKUP: Final = 1_024
 """The home peer answers them in one go."""
+
 
 class LookupOperation(Operation):
     """Find copies of keys: in what this peer knows, else by asking the keys' home peers once.
@@ -384,11 +382,13 @@ class LookupOperation(Operation):
         self.wake_at = now
         self.core.set_alarm(self)
 
+
 def split_digests(packed: bytes) -> list[bytes]:
     """Packed digests, one by one. Raises `ProtocolError` when they are not whole."""
     if len(packed) % DIGEST_BYTES:
         raise ProtocolError(f"packed digests of {len(packed)} bytes")
     return [packed[start : start + DIGEST_BYTES] for start in range(0, len(packed), DIGEST_BYTES)]
+
 
 def holding_record(packed: bytes) -> LocationRecord | None:
     """A location record in an answer; None when it is none, or says that nothing is held."""
@@ -396,6 +396,7 @@ def holding_record(packed: bytes) -> LocationRecord | None:
         return None
     record = decode_location(packed)
     return None if record.removed else record
+
 
 def check_holding_record(packed: bytes, digest: bytes) -> bool:
     """Whether a location record in an answer is one of the key that was asked for."""
