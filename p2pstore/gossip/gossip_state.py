@@ -92,7 +92,7 @@ class GossipState:
         self.contacts = Contacts(rng)
         self.addresses = AddressBook(self.contacts, self.membership, self.membership.newcomers)
         self.future = FutureRecords()
-        """What was left out because its stamp is too far ahead of this peer's clock."""
+        """Stamps left out because they are too far ahead of this peer's clock."""
         table = DigestTable(self.membership, self.directory, self.log)
         self.checks = DeltaChecks(
             config.cluster,
@@ -155,7 +155,7 @@ class GossipState:
 
     @property
     def alone_by_configuration(self) -> bool:
-        """Whether there is nobody else: no member, none that was, and no address to try."""
+        """Whether there is no other member, none that was, and no address to try."""
         return self.contacts.is_empty and len(self.membership) == 1
 
     def hold(self, record: LocationRecord, now: float) -> None:
@@ -202,7 +202,7 @@ class GossipState:
         self.exchanges.hurry()
 
     def pushes(self, now: float) -> list[Push]:
-        """What homes should know of this peer's log: at once, then at most every 20 ms."""
+        """Messages for homes about this peer's log: at once, then at most every 20 ms."""
         return self.partitions.take_pushes(now)
 
     def push_answered(
@@ -223,7 +223,7 @@ class GossipState:
         return intake.behind, intake.rivals
 
     def intake(self, sender: Member, update: HomeUpdate) -> PushIntake:
-        """What takes in what an owner pushes, in steps of a few milliseconds. Raises `ProtocolError`, as its
+        """Take in an owner's push, in steps of a few milliseconds. Raises `ProtocolError`, as its
         first steps do, for nonsense."""
         return PushIntake(sender, update, self._take_pushed)
 
@@ -256,8 +256,8 @@ class GossipState:
         return self.floors.doubts.up_to(member, shown, now)
 
     def holders(self, digest: bytes, now: float, *, hearsay: bool = False) -> list[Location]:
-        """Who is known to hold the key: owners believed alive first, among them the newest version first. With
-        `hearsay` also who may hold it: for who looks there."""
+        """The known holders of the key: owners believed alive first, among them the newest version first. With
+        `hearsay` also those that may hold it."""
         return self.locations.holders(digest, now, hearsay=hearsay)
 
     def homes(self, digest: bytes) -> list[PeerId]:

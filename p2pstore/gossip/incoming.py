@@ -105,7 +105,7 @@ class Incoming:
                 raise
             self._state.time.clocks.answered(pinged, reply.unix_ms, asked.sent_at, now)
             self._heard(asked.peer_id, now)
-            # What rides on an answer that a helper passed on is nobody's word: the helper has taken it in.
+            # Claims on an answer that a helper passed on count for nothing: the helper has taken them in.
             claims = [] if asked.about else reply.claims
             alive = self._self_claim(pinged, reply.incarnation)
             self._membership.observe_claims([*claims, alive], now, asked.peer_id)
@@ -134,7 +134,7 @@ class Incoming:
             raise ProtocolError(f"a ping for incarnation {ping.incarnation}")
         claims = list(ping.claims)
         if ping.incarnation > self._membership.own.incarnation:
-            # Somebody made it up, or this peer's clock went back: be above it, or nobody listens.
+            # It was made up, or this peer's clock went back: be above it, or no member listens.
             claims.append(
                 Claim(
                     self._state.peer_id, ping.incarnation, int(Status.SUSPECT), self._state.member

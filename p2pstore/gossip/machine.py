@@ -10,7 +10,7 @@ and `contacted` or `contact_failed`.
 How news travels. A new operation, member or cluster record goes to four random neighbours at once
 (see `active_view`), and those for whom it is new do the same. What that misses, one exchange with one
 random neighbour brings: every 67 ms while there are differences, once a second when there are none. A reader behind
-everybody's ring fetches a snapshot from the log's owner. A key's home peers are told of its
+all rings fetches a snapshot from the log's owner. A key's home peers are told of its
 locations directly (`pushes`).
 """
 
@@ -128,7 +128,7 @@ class Gossip(GossipState):
     ) -> tuple[Message | Later, list[Effect]]:
         """Answer a peer's request; `Later` when another peer has to be asked first (see there).
 
-        Raises `ProtocolError`, and changes nothing, for nonsense. Who asks far more often than it may
+        Raises `ProtocolError`, and changes nothing, for nonsense. A peer that asks far more often than it may
         (`message_budget`) is told so, and nothing else.
         """
         if not self.questions.budget.serve(sender, now):
@@ -172,7 +172,7 @@ class Gossip(GossipState):
         self, token: int, head: SnapshotHead | None, packed: bytes | CheckedSnapshot, now: float
     ) -> list[Effect]:
         """The outcome of a `FetchSnapshot`; `head` None when it failed. A shell with threads has a snapshot
-        checked in one; what comes as bytes is checked here.
+        checked in one; bytes are checked here.
 
         Raises `ProtocolError`, and changes nothing, for a snapshot that its owner did not sign; it
         is fetched again after a while.
@@ -209,7 +209,7 @@ class Gossip(GossipState):
         return []
 
     def contact_failed(self, addresses: Sequence[str], now: float) -> list[Effect]:
-        """Nobody answered at these addresses (exactly those of the `Contact`)."""
+        """No peer answered at these addresses (exactly those of the `Contact`)."""
         self.contacts.failed(addresses, now)
         return []
 

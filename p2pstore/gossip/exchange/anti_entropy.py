@@ -6,7 +6,7 @@ and its own digest, A sends what B lacks. A delta is checked whole before any of
 
 Nothing here may hold the loop for more than some 5 ms. A signature takes 0.1 ms to check, and holds the
 interpreter while it does, in whatever thread; an operation takes up to 9 us to carry out. So of one delta a
-bounded number of either is taken; what is left over is as if it had not come, and the next digests ask for it.
+bounded number of either is taken; the rest is as if it had not come, and the next digests ask for it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from p2pstore.gossip.records import (
 SEND_RECORDS: Final = MAX_CHECKS
 """At most this many records are sent in one delta: its receiver would check no more."""
 SEND_MICROSECONDS: Final = 5_000
-"""Operations are sent up to so much work for the receiver (`work_microseconds`) ..."""
+"""Work for the receiver up to which operations are sent (`work_microseconds`) ..."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class Knowledge:
         self._rng = rng
 
     def lacks(self, theirs: Digest) -> bool:
-        """Whether somebody with this digest has operations to send here. Who wants none says that it has all."""
+        """Whether a peer with this digest has operations to send here. A peer that wants none says that it has all."""
         mine = self.table.current()
         _, incarnations, _, log_sequences = theirs.along(mine.of.members)
         same = incarnations == mine.of.incarnations
@@ -121,7 +121,7 @@ class Knowledge:
         to: PeerId | None = None,
         rumors: bool = True,
     ) -> Delta:
-        """What somebody (`to`) lacks who has this digest, and these cluster records. `as_runs`: it named this
+        """The news for a peer (`to`) with this digest and these cluster records. `as_runs`: it named this
         peer's set of members. `rumors`: whether claims ride along that others are to hear of."""
         mine = self.table.current()
         named, incarnations, record_sequences, log_sequences = theirs.along(mine.of.members)

@@ -2,7 +2,7 @@
 
 Nothing here may hold the loop for more than some 5 ms. A signature takes 0.1 ms to check, and holds the interpreter
 while it does, in whatever thread; an operation takes up to 9 us to carry out. So of one delta a bounded number of
-either is taken; what is left over is as if it had not come, and the next digests ask for it.
+either is taken; the rest is as if it had not come, and the next digests ask for it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ MAX_READ_RECORDS: Final = 160
 """Peer records, and cluster records, of one delta that are looked at: 2 ms."""
 
 TAKE_MICROSECONDS: Final = 6_000
-"""... who takes no more than this of one delta."""
+"""... and up to which it takes them of one delta."""
 
 CHECK_MICROSECONDS: Final = 70
 """For a run's signature; twice that for one of many operations."""
@@ -125,7 +125,7 @@ class DeltaChecks:
         self._future = future
 
     def check(self, delta: Delta, now: float, sender: PeerId | None = None) -> CheckedDelta:
-        """Check all of a delta; what is known already is left out. Raises `ProtocolError`."""
+        """Check all of a delta; known parts are left out. Raises `ProtocolError`."""
         if max(len(delta.records), len(delta.cluster_records)) > MAX_RECORDS:
             raise ProtocolError(f"a delta with over {MAX_RECORDS:,} records")
         if len(delta.logs) > self._membership.config.max_members:
@@ -226,14 +226,14 @@ class DeltaChecks:
 
     def _check_cluster_record(self, signed: SignedRecord, now: float) -> ClusterRecord | None:
         """A cluster record that is right; None for one that is no news, of a format that is not known, or from the
-        future: what came with that one is taken all the same. Raises `ProtocolError`."""
+        future: the rest of its delta is taken all the same. Raises `ProtocolError`."""
         try:
             record = read_cluster_record(signed)
         except NewerFormat:
             return None
         if not self._cluster_records.wants(record, signed):
             return None
-        # Before its signature costs anything: what is refused comes again and again.
+        # Before its signature costs anything: a refused record comes again and again.
         if record.clock > self._newest_accepted(now) and not self._accepts_clock(record.clock, now):
             self._future.note_record(record)
             return None
@@ -244,7 +244,7 @@ class DeltaChecks:
         """A peer record that is right and newer than the one known; None for a known one, and for one
         of a format that is not.
 
-        Raises `ProtocolError`. What is known is recognised first: signatures are the expensive
+        Raises `ProtocolError`. Known records are recognised first: signatures are the expensive
         part.
         """
         try:

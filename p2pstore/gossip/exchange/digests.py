@@ -2,7 +2,7 @@
 
 Written in full a digest names each member: 28 bytes. Two peers that know the same members at the same
 incarnations, which a hash tells, can leave the names out: 9 bytes a member, in the members' order; or 4 where
-nobody follows logs (`directory_mode`). And runs
+no member follows logs (`directory_mode`). And runs
 of operations name their member by its place in that order, in 9 bytes where a `LogChunk` takes some 27: a
 loaded peer is sent a few operations of each member thirty times a second.
 
@@ -79,7 +79,7 @@ class MemberSet:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What somebody knows, a row a member: `of` says of whom, the columns how far it is in the member's
+    """The knowledge of a peer, a row a member: `of` names the members, the columns say how far it is in each member's
     peer records and in its log."""
 
     of: MemberSet
@@ -106,7 +106,7 @@ class Digest:
         )
 
     def beside(self, members: Column) -> list[int]:
-        """Who is named here and not among `members`, which ascend."""
+        """The members named here and not among `members`, which ascend."""
         mine = self.of.members
         if not len(mine) or self._names_just(members):
             return []
@@ -170,7 +170,7 @@ def pack_record_positions(digest: Digest) -> bytes:
 
 
 def unpack_positions(packed: bytes, of: MemberSet) -> Digest:
-    """What somebody who knows these members said, with logs or without. Raises `ProtocolError` when it is of
+    """The digest of a peer that knows these members, with logs or without. Raises `ProtocolError` when it is of
     more or fewer."""
     if len(of) and len(packed) == RECORD_POSITION_BYTES * len(of):
         records = np.frombuffer(packed, "<u4").astype(np.uint64)
@@ -207,7 +207,7 @@ def pack_runs(runs: list[Run]) -> tuple[bytes, bytes, bytes]:
 
 def check_runs(packed: bytes, operations: bytes, signatures: bytes) -> tuple[NDArray[Any], bytes]:
     """The runs as rows, and their operations as they were before `pack_runs`. Raises `ProtocolError` when they make no
-    sense, whoever the members are."""
+    sense for any members."""
     rows = _rows(packed, _RUN, "a list of runs")
     if len(signatures) not in (0, SIGNATURE_BYTES * len(rows)):  # older peers send none
         raise ProtocolError(f"{len(signatures):,} bytes of signatures for {len(rows):,} runs")
@@ -265,7 +265,7 @@ def _rows(packed: bytes, row: np.dtype[Any], what: str) -> NDArray[Any]:
 
 
 REMEMBERED_SETS: Final = 8
-"""What was asked of one of these sets of members is understood while the answer is under way."""
+"""Answers that refer to one of these sets of members are understood."""
 
 
 class DigestTable:
@@ -275,7 +275,7 @@ class DigestTable:
         self.follows_logs = True
         """Whether operations of others' logs are wanted."""
         self.logs_are_read = True
-        """Whether anybody else wants them."""
+        """Whether any other member wants them."""
         self.states: list[MemberState] = []
         """The members, a row each. Call `current` first."""
         self.membership = membership
@@ -296,7 +296,7 @@ class DigestTable:
         return made
 
     def current(self) -> Digest:
-        """What this peer knows now. Its columns change with the next call of any method: keep none."""
+        """This peer's digest now. Its columns change with the next call of any method: keep none."""
         if self._seen_version != self.membership.version:
             self._rebuild()
         own = self.membership.own

@@ -41,7 +41,7 @@ MAX_RUNS: Final = 4_096
 SETS_BYTES: Final = 128 * 1024
 """Whole partitions in one message; one that is larger goes alone."""
 SLOW_ANSWER: Final = 4.0
-"""After so many times the usual time an answer is late."""
+"""An answer is late after this multiple of the usual time."""
 ANSWER_WEIGHT: Final = 1 / 8
 """Of the last answer in the usual time (as TCP has it)."""
 
@@ -297,7 +297,7 @@ class HomePushes:
         return max(due, self._pushed_at + self._config.push_seconds)
 
     def take(self, now: float) -> list[Push]:
-        """What is due now, a message a home; where that is much, to some homes now and to the others with the next
+        """Messages that are due, one a home; where they are large, to some homes now and to the others with the next
         call."""
         if now < self.due():
             return []

@@ -1,9 +1,9 @@
-"""Keys that many look for just now: where they are is passed on, so that their homes are not asked by everybody.
+"""Hot keys: their locations are passed on, so that their homes are not asked by all members.
 Pure.
 
-Each peer counts what it is asked for, and what it looks for itself. Counts are halved every few seconds; a key
-with enough of them is hot. What is passed on goes into the receiver's cache (`location_cache`), like the answer
-of a home.
+Each peer counts what it is asked for, and what it looks for itself. Counts are halved every few seconds; a key with
+enough of them is hot. Locations that are passed on go into the receiver's cache (`known_locations`), like the answer of
+a home.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HotKeys:
         self._halved_at = -math.inf
 
     def note(self, digest: bytes, now: float) -> None:
-        """Somebody looked for the key, and it was found."""
+        """The key was looked for, and found."""
         if now >= self._halved_at + HALVING_SECONDS:
             self._halved_at = now
             self._uses = {key: uses >> 1 for key, uses in self._uses.items() if uses > 1}

@@ -1,4 +1,4 @@
-"""What is known of who holds what, whichever part of the directory this peer keeps. Pure.
+"""The directory of locations, whichever part of it this peer keeps. Pure.
 
 Puts together the views of whole logs (`directory`), the views of partitions that this peer is a home of
 (`home_views`), locations it merely heard of (`location_cache`), and this peer's own pushes to homes (`home_pushes`);
@@ -108,7 +108,7 @@ class PartitionedDirectory:
         self.pushes.note(operations)
 
     def take_pushes(self, now: float) -> list[Push]:
-        """What is to be told to homes now."""
+        """Messages for homes that are due now."""
         self._follow_members(now)
         return self.pushes.take(now)
 
@@ -118,8 +118,8 @@ class PartitionedDirectory:
         """The outcome of a `Push`: partitions that the home wants whole (None when it did not answer), and other
         versions, at others, of keys that were pushed.
 
-        Their holders are told of this peer's own version: who has an older one gives it up, and who has a newer one
-        answers with that. Only its own word gives up a copy here.
+        Their holders are told of this peer's own version: a holder of an older one gives it up, and a holder of a newer
+        one answers with that. Only its own word gives up a copy here.
         """
         home = self.pushes.member_of_token(token)
         self.pushes.answered(token, behind, now)
@@ -212,8 +212,8 @@ class PartitionedDirectory:
         return self.mode.knows_all
 
     def vouches(self, digest: bytes, now: float) -> bool:
-        """Whether a key that is not known here was nowhere a second ago. Homes say so with their answers. Who has
-        just started does not know yet of whom it should have heard."""
+        """Whether a key that is not known here was nowhere a second ago. Homes say so with their answers. A peer
+        that has just started does not know yet of which members it should have heard."""
         if now < self._agreed_at + ACQUAINTANCE_SECONDS:
             return False
         if self.mode.follows_logs and self._followed.complete(now):

@@ -114,7 +114,7 @@ logger = logging.getLogger("p2pstore.host")
 QUIET_SECONDS: Final = 60.0
 """After a line about one host the next ones are for DEBUG only."""
 MAX_LINES: Final = 60
-"""Lines within `QUIET_SECONDS` about all hosts: who has a network of his own has any number of addresses."""
+"""Lines within `QUIET_SECONDS` about all hosts: the owner of a network has any number of addresses."""
 
 
 class Refusals:

@@ -40,7 +40,7 @@ class ConnectionCounts:
 
 
 class ControlBytes(NamedTuple):
-    """What connections carried, encrypted, both ways."""
+    """Encrypted bytes that connections carried, both ways."""
 
     sent: int
     received: int
@@ -81,7 +81,7 @@ class Connection:
         self.parting = False
         """Whether this side closes it on purpose."""
         self.unused = False
-        """Whether that is because nobody used it: who wants to now may open another one."""
+        """Whether that is because it was unused: a request that comes now may open another one."""
         self.ended = trio.Event()
         self.nursery: trio.Nursery | None = None
         self.stranger: trio.CancelScope | None = None
@@ -117,7 +117,7 @@ class Connection:
         return self.parting or self.muxed.said_goodbye
 
     def use(self, *, kept: bool) -> Use:
-        """What decides whether it stays open."""
+        """The facts that decide whether it stays open."""
         activity, owner = self.activity, self.account.owner
         return Use(
             kept,

@@ -161,7 +161,7 @@ class Frames:
             await self._sent.wait()
 
     def _gone(self, count: int) -> None:
-        """So many bytes do not wait to be sent any more."""
+        """`count` bytes do not wait to be sent any more."""
         self._release(count)
         before, self._unsent_bytes = self._unsent_bytes, self._unsent_bytes - count
         if before >= MAX_UNSENT_BYTES:
@@ -190,7 +190,7 @@ class Frames:
 
     @contextmanager
     def _dropping_queued(self) -> Iterator[None]:
-        """What was not sent at the end never is: it is not kept for as long as somebody refers to the queue."""
+        """Frames that were not sent at the end are dropped, not kept for as long as the queue is referred to."""
         try:
             yield
         finally:

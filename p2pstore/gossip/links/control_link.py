@@ -3,7 +3,7 @@
 A stream belongs to the side that opened it: that side asks through an `AskingStream`, the other answers
 through an `AnsweringStream`. Both start with admission. Each stream has one writer task: who asks or answers
 hands over a whole frame and waits only for room, so a cancelled request never leaves half a frame behind,
-and one stuck write delays nobody for longer than `WRITE_SECONDS`, after which the stream ends.
+and one stuck write delays no request for longer than `WRITE_SECONDS`, after which the stream ends.
 """
 
 from __future__ import annotations

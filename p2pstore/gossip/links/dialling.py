@@ -29,8 +29,8 @@ from p2pstore.gossip.links.sockets import (
 from p2pstore.gossip.records import PeerId
 
 TCP_SECONDS: Final = 3.0
-"""By when the other machine has answered at all. The kernel repeats itself ever less often: who is back would not
-be noticed for long."""
+"""By when the other machine has answered at all. The kernel repeats itself ever less often: a machine that is
+back would not be noticed for long."""
 
 OWN_ARRIVAL_SECONDS: Final = 2.0
 """By when a dial of this peer's own address has arrived here."""
@@ -57,7 +57,7 @@ class Dialler:
     async def dial(
         self, peer_id: PeerId | None, addresses: Sequence[str], timeout_seconds: float
     ) -> Connection:
-        """A connection to `peer_id`, or to whoever listens there. Raises `LinkError`."""
+        """A connection to `peer_id`, or (None) to any peer that listens there. Raises `LinkError`."""
         where = ", ".join(addresses) or "no address"
         try:
             with trio.fail_after(timeout_seconds):
@@ -101,7 +101,7 @@ class Dialler:
             raise
 
     async def _itself_or_twin(self, endpoint: Endpoint, arrivals_before: int) -> LinkError:
-        """Who has this identity at the endpoint: this process, which then hears its own dial arrive (the
+        """The error for this identity at the endpoint: this process, which then hears its own dial arrive (the
         addresses need not tell: it may come by way of a translation), or another one."""
         with trio.move_on_after(OWN_ARRIVAL_SECONDS):
             while self._own_arrivals == arrivals_before:

@@ -7,8 +7,8 @@ the connections), wait 250 ms in every dial, and dial on their own. (Why yamux i
 Here every connection is a task of the host's nursery, and whatever goes wrong in it ends that connection
 with one line in the log.
 
-Connections with the peers named to its `keeper` stay open; others are closed, with a farewell, when nobody has
-used them for a while or there are too many.
+Connections with the peers named to its `keeper` stay open; others are closed, with a farewell, when they were
+unused for a while or there are too many.
 
 Only Noise is offered: with libp2p's default choice a stranger negotiates plaintext and claims any identity.
 """
@@ -63,14 +63,14 @@ logger = logging.getLogger("p2pstore.host")
 _S = TypeVar("_S", Opener, Listener)
 
 MAX_ADMITTED: Final = 256
-"""Connections of members. The keeper closes those that nobody uses from 192 on; who comes when all of these are in use
+"""Connections of members. The keeper closes unused ones from 192 on; a member that comes when all are in use
 takes the place of one, or is refused (`member_places`)."""
 MAX_FAREWELLS: Final = 3
 """A request that crosses the farewell of an idle connection is made again; more often than this is no chance."""
 FAREWELL_SECONDS: Final = 0.5
 """By when a connection has ended whose stream is lost."""
 CONNECTING_SECONDS: Final = 15.0
-"""By when a connection has been made, whoever waits for it or does not any more."""
+"""By when a connection has been made, also when no request waits for it any more."""
 
 
 class _Farewell(LinkError):
@@ -130,8 +130,8 @@ class ControlHost:
     # --- what the peer calls -----------------------------------------------------------------
 
     async def discover(self, address: str, timeout_seconds: float) -> PeerId:
-        """Who listens at `HOST:PORT` (every record of a host name is tried): connects, and returns the id that
-        the other side proved with its key. Whether it belongs to the cluster the first `ask` shows.
+        """The peer that listens at `HOST:PORT` (every record of a host name is tried): connects, and returns the id
+        that the other side proved with its key. Whether it belongs to the cluster the first `ask` shows.
 
         Raises `LinkError`.
         """
@@ -261,7 +261,7 @@ class ControlHost:
     async def _asking(self, peer_id: PeerId, addresses: Sequence[str]) -> Connection:
         """A connection with a usable stream for our requests. Raises `LinkError`.
 
-        It is made in the host's own time: who gives up waiting leaves the attempt to the next one who asks.
+        It is made in the host's own time: a request that gives up waiting leaves the attempt to the next one.
         """
         connection = self.keeper.newest(peer_id)
         if connection is None:
@@ -410,7 +410,7 @@ class ControlHost:
         connection.nursery.start_soon(self._serve_stream, connection, stream)
 
     async def _serve_stream(self, connection: Connection, stream: MuxedStream) -> None:
-        """Admit whoever opened this stream, then answer its requests."""
+        """Admit the opener of this stream, then answer its requests."""
         try:
             with trio.fail_after(ADMISSION_SECONDS):
                 await negotiate_control(stream)
