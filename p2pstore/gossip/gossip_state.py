@@ -88,6 +88,7 @@ class GossipState:
             kept_seconds=config.floor_kept_seconds,
             published=self.published,
         )
+        self.floor_set = self.cluster_records.floors
         self.floors = FloorSync(self.member, self.cluster_records, accepts_clock, wall_clock)
         self.contacts = Contacts(rng)
         self.addresses = AddressBook(self.contacts, self.membership, self.membership.newcomers)
@@ -105,6 +106,7 @@ class GossipState:
             self.time.newest_accepted,
             self.future,
         )
+        self.wrong_runs, self.location_shares = self.checks.wrong_runs, self.directory.shares
         self.knowledge = Knowledge(
             self.membership, self.directory, self.log, self.cluster_records, table, rng
         )

@@ -186,7 +186,7 @@ async def test_over_the_limit_the_longest_unused_go_first(monkeypatch: pytest.Mo
 
 
 async def test_forty_hosts_with_room_for_a_few_reach_each_other_whenever_they_want() -> None:
-    """A cluster larger than what a peer may hold: no request fails, and nobody is taken for lost."""
+    """A cluster larger than what a peer may hold: no request fails, and no peer is taken for lost."""
     async with party(40, ConnectionLimits(idle_seconds=0.3, max_open=8)) as many:
         rng = Random(2)
         for place, host in enumerate(many.hosts):

@@ -113,7 +113,7 @@ def dial(host: ControlHost) -> socket.socket:
 
 
 async def receive(sock: socket.socket) -> bytes:
-    """What arrives next; b"" when the other side has closed or reset the connection."""
+    """The next bytes; b"" when the other side has closed or reset the connection."""
     with trio.fail_after(SECONDS):
         await trio.lowlevel.wait_readable(sock)
     try:
@@ -195,7 +195,7 @@ async def test_garbage_and_hangups(victim: Victim) -> None:
 
 @pytest.mark.parametrize("protocol", [b"/plaintext/2.0.0", b"/secio/1.0.0", b"/tls/1.0.0"])
 async def test_nothing_but_noise_is_negotiated(victim: Victim, protocol: bytes) -> None:
-    """With plaintext anybody could claim any identity."""
+    """With plaintext any stranger could claim any identity."""
     host, _ = victim
     sock = dial(host)
     sock.send(MULTISTREAM + bytes([len(protocol) + 1]) + protocol + b"\n")
@@ -417,7 +417,7 @@ async def test_unread_data_is_bounded(victim: Victim, admitted: bool) -> None:
 async def test_a_peer_that_does_not_read_its_answers_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its window is full: what waits to be written must not wait for ever."""
+    """Its window is full: a frame to be written must not wait for ever."""
     monkeypatch.setattr(control_frames, "WRITE_SECONDS", 0.5)
 
     async def large(_peer_id: PeerId, _kind: int, request: Message) -> Message:
@@ -505,7 +505,7 @@ async def test_a_killed_peer_is_lost_and_a_stopped_one_times_out(
                     await host.ask(peer_id(9), [address], kind, request, 0.4)
                 assert not error.value.refused
             assert trio.current_time() - start < 3
-            await ping(host, peer_id(2), address_of(other))  # nobody else is held up
+            await ping(host, peer_id(2), address_of(other))  # no other peer is held up
             assert not seen.lost
             process.send_signal(signal.SIGCONT)
             await ping(host, peer_id(9), address)
@@ -567,7 +567,7 @@ async def test_wildcard_and_ipv6_and_names() -> None:
             opened(2, listen=("::1", 0)) as v6,
             opened(3) as host,
         ):
-            # localhost is ::1 too on many machines, where nobody listens at this port
+            # localhost is ::1 too on many machines, without a listener at this port
             port = everywhere.listening[1]
             assert await host.discover(f"localhost:{port}", SECONDS) == peer_id(1)
             address = f"[::1]:{v6.listening[1]}"

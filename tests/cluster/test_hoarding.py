@@ -48,9 +48,9 @@ from tests.cluster.test_strangers import private_bytes_of
 OPEN: Final = ("--transport", "tcp", "--insecure")
 SECONDS = 20.0
 MOST_BYTES: Final = 96 * MIB
-"""What hoarders may add to a peer's memory: 48 MiB are its budget, the rest is for their connections."""
+"""Memory that hoarders may add to a peer: 48 MiB are its budget, the rest is for their connections."""
 QUIET_SECONDS: Final = 0.5
-"""Hoarders that get nothing through for so long have got all they can."""
+"""Hoarders that get nothing through for this long have got all they can."""
 BYTES_AT_ONCE: Final = 256 * KIB
 
 
@@ -284,7 +284,7 @@ def member(number: int) -> Identity:
 async def data_of(
     peer: Peer, count: int, members: int = 1, first: int = 1000
 ) -> AsyncIterator[list[DataConnection]]:
-    """Connections that are there and ask for nothing, of so many members."""
+    """Idle connections of this number of members."""
     connections: list[DataConnection] = []
     try:
         for number in range(count):
@@ -301,7 +301,7 @@ async def data_of(
 async def test_idle_data_connections_yield_to_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, members: int
 ) -> None:
-    """All places are taken by who asks for nothing: those who do get theirs; who has taken many is told of."""
+    """Idle members take all places: active ones get theirs, and a member that has taken many is reported."""
     monkeypatch.setattr(data_server, "ServerLimits", partial(ServerLimits, connections=8))
     async with cluster(tmp_path, 2, transport="tcp") as (victim, reader):
         await victim.put("k", os.urandom(100_000))
@@ -375,7 +375,7 @@ async def test_a_request_that_is_never_whole_ends(
 async def test_a_newcomer_finds_a_place_among_hoarders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int
 ) -> None:
-    """All places for members are taken, by one that has many or by many that have one, and nobody uses them."""
+    """All places for members are taken, by one that has many or by many that have one, and none is used."""
     monkeypatch.setattr(host_module, "MAX_ADMITTED", 12)
     async with open_peer(config(tmp_path, "victim")) as victim, AsyncExitStack() as stack:
         keeper = victim.node.host.keeper

@@ -271,12 +271,12 @@ async def test_byte_by_byte_on_every_port(tmp_path: Path) -> None:
         await still_well(victim, neighbour)
 
 
-# --- proofs that belong to somebody else -----------------------------------------------------
+# --- proofs that belong to another peer ------------------------------------------------------
 
 
 @asynccontextmanager
 async def stranger_host(number: int = 77, key: bytes | None = None) -> AsyncIterator[ControlHost]:
-    """Somebody with an identity of his own, by default a member of the keyless cluster."""
+    """A host with an identity of its own, by default a member of the keyless cluster."""
 
     async def handle(*_: object) -> Message:
         raise errors.Unavailable("there is nothing here")
@@ -360,7 +360,7 @@ async def test_a_recorded_admission_cannot_be_played_again(tmp_path: Path) -> No
 
 
 async def test_a_proof_cannot_be_reflected(tmp_path: Path) -> None:
-    """Who has no key sends back what the victim proved, or has one victim prove to another."""
+    """A thief without a key sends back the victim's proof, or has one victim prove to another."""
     async with (
         cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour),
         stranger_host(6) as thief,
@@ -490,7 +490,7 @@ async def test_an_overheard_ticket_answers_nothing_without_its_secret(tmp_path: 
         await still_well(victim, neighbour)
 
 
-# --- words in somebody else's name -----------------------------------------------------------
+# --- words in another peer's name ------------------------------------------------------------
 
 
 async def test_records_that_their_owner_did_not_sign(tmp_path: Path) -> None:
@@ -810,7 +810,7 @@ def abuse() -> dict[str, Callable[[int], bytes]]:
 async def test_abuse_of_the_multiplexer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, admitted: bool
 ) -> None:
-    """20,000 frames: the connection may end, nobody else notices, and nothing piles up."""
+    """20,000 frames: the connection may end, no other peer notices, and nothing piles up."""
     frame = abuse()[name]
     async with cluster(tmp_path, 1) as (victim,), stranger_host() as hostile:
         attacker = await Attacker.connect(hostile, victim.node.host)
@@ -841,7 +841,7 @@ async def test_abuse_of_the_multiplexer(
 
 
 async def test_a_stranger_is_not_collected_for(tmp_path: Path) -> None:
-    """The multiplexer reads a whole frame of up to 16 MiB before anybody sees it."""
+    """The multiplexer reads a whole frame of up to 16 MiB before it is checked."""
     async with cluster(tmp_path, 1) as (victim,), stranger_host() as hostile:
         attacker = await Attacker.connect(hostile, victim.node.host)
         sent = 0

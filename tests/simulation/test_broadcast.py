@@ -96,7 +96,7 @@ def test_who_needs_a_part_gets_that_part_from_those_who_have_it_and_nothing_else
 
 
 def test_everything_at_once() -> None:
-    """Nobody healthy is left behind, whatever happens."""
+    """All healthy receivers finish, whatever happens."""
     scenario = BroadcastScenario(
         48,
         pieces=64,
@@ -136,7 +136,7 @@ def test_the_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:
 
 def test_a_figure_that_is_not_as_wanted_ends_the_script_with_status_1() -> None:
     done = run_script("--receivers", "1000", "--case", "leaving", "--pieces", "2")
-    assert done.returncode == 0, done.stderr  # nothing is wanted of so few pieces
+    assert done.returncode == 0, done.stderr  # nothing is wanted of these few pieces
 
 
 @pytest.mark.parametrize(

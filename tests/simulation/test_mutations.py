@@ -30,7 +30,7 @@ STALLS = replace(SCENARIO, faults="stalls")
 SEEDS = range(100)
 REMOVED = 0x80
 NO_OPERATION = bytes(LOCATION_BYTES - 1) + bytes((REMOVED,))
-"""Withdraws what nobody holds."""
+"""Withdraws keys that no peer holds."""
 
 
 def first_caught(
@@ -97,7 +97,7 @@ class Credulous:
 
 
 class TombstoneGossip(Gossip):
-    """Withdrawals are passed on for a second and then forgotten; who was away never hears of them."""
+    """Withdrawals are passed on for a second and then forgotten; a peer that was away never hears of them."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

@@ -1,4 +1,4 @@
-"""What exchanges cost: bytes and messages, and what is sent to whom. In virtual time, with real encoding."""
+"""The cost of exchanges: bytes and messages, and their receivers. In virtual time, with real encoding."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def formed(count: int, seed: int = 1, config: GossipConfig | None = None) -> Cou
 
 
 def load(net: CountingNetwork, per_second: float) -> None:
-    """Every peer changes what it holds so often, from now on."""
+    """Every peer changes what it holds at this rate, from now on."""
     keys = iter(range(10_000_000))
 
     def change(node: Node) -> None:
@@ -155,7 +155,7 @@ def test_the_cost_of_an_idle_cluster() -> None:
 
 
 def test_messages_are_bounded_when_operations_trickle() -> None:
-    """Too few to count as load, enough to keep everybody busy telling everybody."""
+    """Too few to count as load, enough to keep all peers busy telling the others."""
     net = formed(PEERS)
     load(net, 5.0)
     net.run(1)
@@ -296,7 +296,7 @@ def test_an_exchange_that_is_not_answered_holds_up_the_others_for_half_a_second_
         node.gossip.hold(location(len(asked), 1 + len(asked)), now)
         effects = node.gossip.tick(now)
         asked += [e for e in effects if isinstance(e, Ask) and e.kind == ControlKind.EXCHANGE]
-    assert len(asked) == 16  # and never more than these, while nobody answers at all
+    assert len(asked) == 16  # and never more than these, while no peer answers
 
 
 def test_a_joiner_takes_in_many_floors_in_little_steps() -> None:
