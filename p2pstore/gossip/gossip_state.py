@@ -90,8 +90,6 @@ class GossipState:
         )
         self.floor_set = self.cluster_records.floors
         self.floors = FloorSync(self.member, self.cluster_records, accepts_clock, wall_clock)
-        self.contacts = Contacts(rng)
-        self.addresses = AddressBook(self.contacts, self.membership, self.membership.newcomers)
         self.future = FutureRecords()
         """Stamps left out because they are too far ahead of this peer's clock."""
         table = DigestTable(self.membership, self.directory, self.log)
@@ -122,6 +120,8 @@ class GossipState:
     def _connect_parts(self, signer: Signer, rng: Random) -> None:
         """Make what talks to other peers."""
         config = self.config
+        self.contacts = Contacts(rng)
+        self.addresses = AddressBook(self.contacts, self.membership, self.membership.newcomers)
         self.questions = Questions(config)
         self.view = ActiveView(
             self.membership, rng, config.active_view, config.view_rotation_seconds
@@ -154,11 +154,6 @@ class GossipState:
     def leaving(self) -> bool:
         """Whether `leave` was called."""
         return self.own_record.leaving
-
-    @property
-    def alone_by_configuration(self) -> bool:
-        """Whether there is no other member, none that was, and no address to try."""
-        return self.contacts.is_empty and len(self.membership) == 1
 
     def hold(self, record: LocationRecord, now: float) -> None:
         """This peer holds a version of a key from now on."""

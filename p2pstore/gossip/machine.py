@@ -254,7 +254,7 @@ class Gossip(GossipState):
             self.probing.due(),
             self._housekeeping.due,
             self.contacts.next_due(),
-            self.partitions.due(),
+            self.partitions.pushes.due(),
             self.exchanges.due(),
             self.fresh.due(),
             self.view.due(),

@@ -43,7 +43,7 @@ class Party:
         await ping(self.hosts[asker], self.id(target), address_of(self.hosts[target]))
 
     def open(self, place: int) -> int:
-        return self.hosts[place].open_connections
+        return len(self.hosts[place].connections.each())
 
     @property
     def lost(self) -> list[PeerId]:
@@ -243,9 +243,9 @@ async def test_connections_that_come_and_go_leak_nothing() -> None:
                 match rng.choice([0, 1, 1, 2, 2, 2, 3, 3]):
                     case 0:
                         await two.ping(0, 1)
-                        await until(lambda: not host._connections)
+                        await until(lambda: not host.connections)
                     case 1:
-                        await until(lambda: not other._connections)  # none of a cancelled dial
+                        await until(lambda: not other.connections)  # none of a cancelled dial
                         await two.ping(1, 0)
                         await host.disconnect(two.id(1))
                     case 2:
@@ -253,12 +253,12 @@ async def test_connections_that_come_and_go_leak_nothing() -> None:
                             await two.ping(0, 1)
                     case 3:
                         await two.ping(0, 1)
-                        for connection in host._connections.get(two.id(1), ()):
+                        for connection in host.connections.get(two.id(1), ()):
                             connection._sock.abort()
-                        await until(lambda: not host._connections)
+                        await until(lambda: not host.connections)
 
         async def settled() -> tuple[int, int]:
-            await until(lambda: not host._connections and not other._connections)
+            await until(lambda: not host.connections and not other.connections)
             await until(
                 lambda: not len(host.arrivals.strangers) and not len(other.arrivals.strangers)
             )
@@ -286,7 +286,7 @@ async def test_a_peer_that_hangs_up_on_every_request_is_not_dialled_for_ever() -
     async with party(2, ConnectionLimits()) as two:
 
         async def hang_up(_peer_id: PeerId, _kind: int, _request: Message) -> Message:
-            for connection in two.hosts[1]._connections[two.id(0)]:
+            for connection in two.hosts[1].connections[two.id(0)]:
                 await connection.muxed.say_goodbye()
                 connection.abort()
             return Empty()
@@ -307,7 +307,7 @@ async def test_requests_leave_nothing_behind_whatever_becomes_of_them() -> None:
             with trio.move_on_after(rng.choice([0, 0.0005, 1])):
                 await two.hosts[0].ask(two.id(1), [], ControlKind.PING_REQUEST, request, 1)
         for place in (0, 1):
-            [[connection]] = two.hosts[place]._connections.values()
+            [[connection]] = two.hosts[place].connections.values()
             await until(lambda connection=connection: not connection.activity.in_flight)  # type: ignore[misc]
             assert connection.asking is None or not connection.asking._pending
 
@@ -317,10 +317,10 @@ async def test_the_end_of_one_of_two_connections_is_no_loss() -> None:
         await two.ping(0, 1)
         await two.hosts[0].discover(address_of(two.hosts[1]), 10)
         await two.ping(0, 1)  # on the newer one
-        older, newer = two.hosts[0]._connections[two.id(1)]
+        older, newer = two.hosts[0].connections[two.id(1)]
         older.abort()
         await until(older.ended.is_set)
-        assert two.hosts[0]._connections[two.id(1)] == [newer]
+        assert two.hosts[0].connections[two.id(1)] == [newer]
         assert not two.seen[0].lost
         newer.abort()
         await until(lambda: two.seen[0].lost == [two.id(1)])

@@ -328,7 +328,7 @@ class Attacker:
         return cls(connection, stream)
 
     async def be_admitted(self, host: ControlHost) -> None:
-        await open_asking_stream(self.stream, host._side(Opener, self.connection))
+        await open_asking_stream(self.stream, host.settings.side(Opener, self.connection.peer_id))
 
     async def expect_closed(self) -> None:
         with trio.fail_after(SECONDS), contextlib.suppress(OSError):
@@ -385,7 +385,7 @@ async def test_streams_beyond_four_are_reset(victim: Victim) -> None:
         streams = [await connection.muxed.open_stream() for _ in range(30)]
         for stream in streams[10:]:
             await Attacker(connection, stream).expect_closed()
-        [connection] = host._connections[peer_id(3)]
+        [connection] = host.connections[peer_id(3)]
         assert len(connection.muxed._session.streams) <= 4
 
 
@@ -410,7 +410,7 @@ async def test_unread_data_is_bounded(victim: Victim, admitted: bool) -> None:
                 header = struct.pack("!BBHII", 0, 0, flags, flooded, 65536)
                 await attacker.connection.muxed.send(header + bytes(65536))
         await until(attacker.connection.ended.is_set)
-        await until(lambda: peer_id(3) not in host._connections)
+        await until(lambda: peer_id(3) not in host.connections)
         assert bool(seen.lost) == admitted
 
 
@@ -645,13 +645,13 @@ async def test_a_cancelled_dial_leaks_nothing() -> None:
     async with opened(1) as host, opened(2) as other:
         await ping(host, peer_id(2), address_of(other))
         await host.disconnect(peer_id(2))
-        await until(lambda: not other._connections)
+        await until(lambda: not other.connections)
         before = open_descriptors()
         for step in range(40):
             with trio.move_on_after(0.0004 * step):
                 await ping(host, peer_id(2), address_of(other))
             await host.disconnect(peer_id(2))
-        await until(lambda: not other._connections and open_descriptors() == before)
+        await until(lambda: not other.connections and open_descriptors() == before)
 
 
 async def test_the_library_logs_nothing_above_debug_and_the_root_logger_is_left_alone(
@@ -687,7 +687,7 @@ async def test_a_callback_that_fails_does_not_end_the_host() -> None:
     async with opened(1, on_lost=fail, on_refused=fail) as host:
         async with opened(2) as other:
             await ping(other, peer_id(1), address_of(host))
-        await until(lambda: not host._connections)
+        await until(lambda: not host.connections)
         dial(host).close()
         async with opened(3) as other:
             await ping(other, peer_id(1), address_of(host))

@@ -211,13 +211,13 @@ async def test_who_was_admitted_with_a_removed_key_is_out_within_seconds(tmp_pat
     ):
         await ask_control(peer, host)
         await ask_data(peer, pool)
-        [connection] = host._connections[peer.node.core.peer_id]
+        [connection] = host.connections[peer.node.core.peer_id]
         key_file.write_text(f"{new}\n{old}\n")
         assert await peer.reload()
         assert not await peer.reload()  # nothing new
         await ask_control(peer, host)  # still accepted, and on the connections that were there
         await ask_data(peer, pool)
-        assert host._connections[peer.node.core.peer_id] == [connection]
+        assert host.connections[peer.node.core.peer_id] == [connection]
 
         key_file.write_text(f"{new}\n")
         assert await peer.reload()

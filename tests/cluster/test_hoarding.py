@@ -192,7 +192,7 @@ async def admitted(host: ControlHost, connection: Any) -> Any:
     communicator = MultiselectCommunicator(stream)
     await MultiselectClient().select_one_of([secured_connections._PROTOCOL], communicator)
     await stream.lift_allowance()
-    await open_asking_stream(stream, host._side(Opener, connection))
+    await open_asking_stream(stream, host.settings.side(Opener, connection.peer_id))
     return stream
 
 

@@ -340,7 +340,7 @@ async def test_a_recorded_admission_cannot_be_played_again(tmp_path: Path) -> No
         stranger_host(6) as thief,
     ):
         connection, stream = await raw_stream(member, victim)
-        opener = member._side(Opener, connection)
+        opener = member.settings.side(Opener, connection.peer_id)
         recorded = [encode_frame(ControlKind.HELLO, 1, opener.hello())]
         await stream.write(recorded[0])
         _, _, body = await read_frame(stream)
@@ -816,7 +816,7 @@ async def test_abuse_of_the_multiplexer(
         attacker = await Attacker.connect(hostile, victim.node.host)
         if admitted:
             await attacker.be_admitted(hostile)
-        [connection] = victim.node.host._connections[hostile.settings.identity.peer_id]
+        [connection] = victim.node.host.connections[hostile.settings.identity.peer_id]
         piled = 0
         with suppress(Exception), trio.move_on_after(3):
             for start in range(0, 20_000, 500):

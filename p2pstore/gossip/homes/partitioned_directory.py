@@ -265,10 +265,6 @@ class PartitionedDirectory:
 
     # --- time --------------------------------------------------------------------------------
 
-    def due(self) -> float:
-        """When `take_pushes` has something to do."""
-        return self.pushes.due()
-
     def housekeep(self, now: float, *, agreed: bool) -> bool:
         """Call it a few times a second. Whether this peer's record would say something else now. `agreed`:
         another peer knows the same members."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, NamedTuple
 
 import trio
@@ -163,3 +164,38 @@ class Connection:
         if not self.ever_admitted and self._sock.received_bytes > _STRANGER_BYTES:
             self._sock.abort()
             raise ConnectionResetError("it sends more than a handshake needs")
+
+
+class Connections(dict[PeerId, list[Connection]]):
+    """A host's connections by peer, the newest of each last; and the bytes of those that are over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = ControlBytes(0, 0)
+
+    def add(self, connection: Connection) -> None:
+        """A connection was made."""
+        self.setdefault(connection.peer_id, []).append(connection)
+
+    def remove(self, connection: Connection) -> list[Connection]:
+        """A connection has ended. The others of its peer."""
+        self._ended = self._ended.plus([connection])
+        others = self.get(connection.peer_id, [])
+        with suppress(ValueError):
+            others.remove(connection)
+        if not others:
+            self.pop(connection.peer_id, None)
+        return others
+
+    def each(self) -> list[Connection]:
+        """All of them now."""
+        return list(chain.from_iterable(self.values()))
+
+    @property
+    def carried(self) -> ControlBytes:
+        """Bytes carried by all connections since the start."""
+        return self._ended.plus(self.each())
+
+    def key_ids(self, peer_id: PeerId) -> list[bytes]:
+        """The ids of the keys with which this peer's streams were admitted."""
+        return [key_id for connection in self.get(peer_id, ()) for key_id in connection.key_ids]

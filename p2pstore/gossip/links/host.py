@@ -18,11 +18,10 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Final, TypeVar
 
 import trio
@@ -34,7 +33,7 @@ from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Liste
 from p2pstore.gossip.links.arrivals import Arrivals, Refusals, call_back
 from p2pstore.gossip.links.connection_keeper import Attempts, ConnectionKeeper
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
-from p2pstore.gossip.links.control_connection import Connection, ControlBytes
+from p2pstore.gossip.links.control_connection import Connection, Connections
 from p2pstore.gossip.links.control_link import (
     ADMISSION_SECONDS,
     Handler,
@@ -103,6 +102,18 @@ class HostSettings:
     readers: Handler | None = None
     budget: ByteBudget = field(default_factory=ByteBudget)
 
+    def side(self, side: type[_S], peer_id: PeerId) -> _S:
+        """This peer's side of an admission, as opener or listener, with `peer_id`."""
+        return side(
+            ring=self.ring,
+            allowed=self.allowed,
+            cluster=self.cluster,
+            own_id=self.identity.peer_id,
+            peer_id=peer_id,
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            software=self.software,
+        )
+
 
 class ControlHost:
     """This peer's connections. Made by `open_control_host`; satisfies `p2pstore.gossip.links.control_link.Link`."""
@@ -117,10 +128,8 @@ class ControlHost:
         self._scope = trio.CancelScope()
         self._nursery: trio.Nursery
         self._refusals = Refusals(settings.on_refused)
-        self._connections: dict[PeerId, list[Connection]] = {}
-        self._ended_bytes = ControlBytes(0, 0)
-        """Carried by connections that are over."""
-        self.keeper = ConnectionKeeper(self._connections, settings.limits)
+        self.connections = Connections()
+        self.keeper = ConnectionKeeper(self.connections, settings.limits)
         self._attempts: Attempts[Connection] = Attempts(CONNECTING_SECONDS)
         self._closing = False
         securing = Securing(settings.identity, settings.budget, self._accept_stream, self._drop)
@@ -161,20 +170,10 @@ class ControlHost:
                 f"{format_peer_id(peer_id)} did not answer within {timeout_seconds:g} s"
             ) from None
 
-    @property
-    def open_connections(self) -> int:
-        """How many there are now, of both directions."""
-        return sum(map(len, self._connections.values()))
-
-    @property
-    def carried(self) -> ControlBytes:
-        """By all connections since the start."""
-        return self._ended_bytes.plus(chain.from_iterable(self._connections.values()))
-
     async def disconnect(self, peer_id: PeerId) -> None:
         """End all connections with a peer, and attempts to make one; `on_lost` is not called."""
         await self._attempts.end(peer_id)
-        for connection in list(self._connections.get(peer_id, ())):
+        for connection in list(self.connections.get(peer_id, ())):
             connection.parting = True
             connection.abort()
             await connection.ended.wait()
@@ -183,9 +182,8 @@ class ControlHost:
     def recheck(self) -> None:
         """Ring or allow list were replaced: end the connections that would not be admitted any more. What
         is still wanted connects anew."""
-        for connections in list(self._connections.values()):
-            for connection in list(connections):
-                self._recheck(connection)
+        for connection in self.connections.each():
+            self._recheck(connection)
 
     def _recheck(self, connection: Connection) -> None:
         if not connection.admitted:
@@ -204,14 +202,9 @@ class ControlHost:
         """Peers with an admitted stream in either direction."""
         return [
             peer_id
-            for peer_id, connections in self._connections.items()
+            for peer_id, connections in self.connections.items()
             if any(connection.admitted for connection in connections)
         ]
-
-    def key_ids(self, peer_id: PeerId) -> list[bytes]:
-        """The ids of the keys with which this peer's streams were admitted."""
-        connections = self._connections.get(peer_id, ())
-        return [key_id for connection in connections for key_id in connection.key_ids]
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until `close`."""
@@ -228,9 +221,8 @@ class ControlHost:
         self._closing = True
         self._refusals.silence()
         self.arrivals.close()
-        for connections in list(self._connections.values()):
-            for connection in list(connections):
-                connection.abort()
+        for connection in self.connections.each():
+            connection.abort()
         self._scope.cancel()
 
     # --- dialling ----------------------------------------------------------------------------
@@ -264,23 +256,19 @@ class ControlHost:
         It is made in the host's own time: a request that gives up waiting leaves the attempt to the next one.
         """
         connection = self.keeper.newest(peer_id)
+        if connection is not None and connection.can_ask:
+            return connection
+        if self._closing:
+            raise LinkError("this peer stops")
         if connection is None:
             connect = partial(self._connect, peer_id, addresses)
-            return await self._attempt(peer_id, tuple(addresses), connect)
-        if connection.can_ask:
-            return connection
-        return await self._attempt(peer_id, connection, partial(self._open_asking, connection))
+            return await self._attempts.join(self._nursery, peer_id, tuple(addresses), connect)
+        reopen = partial(self._open_asking, connection)
+        return await self._attempts.join(self._nursery, peer_id, connection, reopen)
 
     async def _connect(self, peer_id: PeerId, addresses: Sequence[str]) -> Connection:
         connection = await self.dialler.dial(peer_id, addresses, CONNECTING_SECONDS)
         return await self._open_asking(connection)
-
-    async def _attempt(
-        self, peer_id: PeerId, key: Hashable, start: Callable[[], Awaitable[Connection]]
-    ) -> Connection:
-        if self._closing:
-            raise LinkError("this peer stops")
-        return await self._attempts.join(self._nursery, peer_id, key, start)
 
     def _drop(self, connection: Connection, why: str) -> None:
         """End a connection for what is held for its other side."""
@@ -316,7 +304,7 @@ class ControlHost:
         try:
             with trio.fail_after(ADMISSION_SECONDS):
                 await select_control(stream)
-            side = self._side(Opener, connection)
+            side = self.settings.side(Opener, connection.peer_id)
             asking = await open_asking_stream(stream, side, connection.activity, connection.account)
             await stream.lift_allowance()
             with connection.using(asking.key_id):
@@ -360,11 +348,10 @@ class ControlHost:
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Everything that happens on a connection; ends, without an error, when it does."""
-        peer_id = connection.peer_id
         try:
             async with trio.open_nursery() as nursery:
                 connection.nursery = nursery
-                self._connections.setdefault(peer_id, []).append(connection)
+                self.connections.add(connection)
                 self.keeper.review()
                 for task in (self._run_muxer, self._end_when_useless):
                     nursery.start_soon(task, connection)
@@ -380,12 +367,7 @@ class ControlHost:
             self._forget(connection)
 
     def _forget(self, connection: Connection) -> None:
-        self._ended_bytes = self._ended_bytes.plus([connection])
-        connections = self._connections.get(connection.peer_id, [])
-        with suppress(ValueError):
-            connections.remove(connection)
-        if not connections:
-            self._connections.pop(connection.peer_id, None)
+        connections = self.connections.remove(connection)
         if connection.muxed.said_goodbye and not connection.parting:
             self.keeper.counts.closed_by_others += 1
         others = any(each.ever_admitted for each in connections)
@@ -416,7 +398,7 @@ class ControlHost:
                 await negotiate_control(stream)
             answering = await admit_stream(
                 stream,
-                self._side(Listener, connection),
+                self.settings.side(Listener, connection.peer_id),
                 self.settings.handler,
                 may_come=partial(self.keeper.make_room, connection, MAX_ADMITTED),
                 activity=connection.activity,
@@ -436,19 +418,6 @@ class ControlHost:
             self._refusals.dropped(connection.address, reason_of(error))
         finally:
             await stream.close()
-
-    # --- small things ------------------------------------------------------------------------
-
-    def _side(self, side: type[_S], connection: Connection) -> _S:
-        return side(
-            ring=self.settings.ring,
-            allowed=self.settings.allowed,
-            cluster=self.settings.cluster,
-            own_id=self.settings.identity.peer_id,
-            peer_id=connection.peer_id,
-            nonce=secrets.token_bytes(NONCE_BYTES),
-            software=self.settings.software,
-        )
 
 
 @asynccontextmanager

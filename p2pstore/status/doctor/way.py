@@ -185,7 +185,7 @@ class _Examination:
         try:
             await host.ask(peer_id, [address], ControlKind.PING, Ping(0, []), self.timeout)
             if self.way.ring.of_user:
-                found = map(self.way.ring.find, host.key_ids(peer_id))
+                found = map(self.way.ring.find, host.connections.key_ids(peer_id))
                 self.ring = KeyRing([key for key in found if key is not None][:1])
             key = "without a key" if self.way.ring.of_user else "with the cluster's key"
             self.report(fine("admission", f"{key}, cluster {self.way.cluster}"))
