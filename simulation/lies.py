@@ -207,7 +207,7 @@ class Poison(Behaviour):
     def step(self) -> None:
         for holder, entry in self.some_held(1):
             assert holder.core is not None
-            trailer = decode_trailer(holder.core.segment.trailer_bytes(entry))
+            trailer = decode_trailer(holder.core.segment.table.trailer_bytes(entry))
             mine = self.core.segment.find(entry.digest, self.core.unix(self.now))
             if trailer is None or (mine is not None and mine.version.covers(entry.version)):
                 continue
@@ -241,7 +241,7 @@ class Poison(Behaviour):
             return None
         core.segment.reservation_view(room.number, holder="liar")[: len(value)] = value
         try:
-            entry = core.publish(
+            entry = core.objects.publish(
                 Written(room.number, digest, version, trailer, len(value)),
                 holder="liar",
                 soft=False,
@@ -255,7 +255,7 @@ class Poison(Behaviour):
 
     def _tear(self, holder: SimulatedPeer, entry: ObjectEntry) -> None:
         """Show the holder's slot and sums over bytes of the liar's own."""
-        truth, mine = holder.look(entry.digest), self.core.find(entry.digest, self.now)
+        truth, mine = holder.look(entry.digest), self.core.objects.find(entry.digest, self.now)
         slot = None if truth is None else decode_slot(truth.slot)
         if truth is not None and slot is not None and mine is not None:
             moved = encode_slot(msgspec.structs.replace(slot, offset=mine.offset))

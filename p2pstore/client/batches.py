@@ -19,7 +19,6 @@ from p2pstore.client.read_plan import (
     remote_copy,
     version_of,
 )
-from p2pstore.client.values import destination_views
 from p2pstore.errors import P2PStoreError, StoreClosed
 from p2pstore.local.local_messages import PlanItem
 from p2pstore.objects import Version
@@ -33,6 +32,7 @@ from p2pstore.transfer.reading.small_reads import (
     part_slices,
 )
 from p2pstore.transfer.transport import Pulled, PullFailed, RemoteCopy, announcing
+from p2pstore.values import destination_views
 
 D = TypeVar("D", bound=NewMemory)
 

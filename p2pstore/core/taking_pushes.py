@@ -74,7 +74,7 @@ class TakePushOperation(Operation):
 
     def _go_on(self, now: float) -> None:
         self.wake_at = now
-        self.core.set_alarm(self)
+        self.core.operations.set_alarm(self)
 
     def wake(self, now: float) -> None:
         try:

@@ -26,12 +26,7 @@ from msgspec.structs import replace
 
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.members.peer_clocks import ClockView
-from p2pstore.gossip.records import (
-    ClusterRecord,
-    ClusterRecordKind,
-    PeerId,
-    writer_of,
-)
+from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, PeerId, writer_of
 from p2pstore.objects import (
     CLOCK_COUNTER_BITS,
     MAX_CLOCK_SKEW_SECONDS,
@@ -348,14 +343,14 @@ class Timekeeping:
         core = self._core
         for first in range(0, core.segment.geometry.slots, SLOTS_PER_UNIT):
             yield 0.0
-            for number, entry in enumerate(core.segment.entries_in(first, SLOTS_PER_UNIT)):
+            for number, entry in enumerate(core.segment.objects.in_slots(first, SLOTS_PER_UNIT)):
                 if entry.version.clock <= limit:
                     continue
                 if number % COLD_PER_UNIT == 0:
                     yield 0.0
                 if core.segment.find(entry.digest, core.unix(self._now)) is entry:
                     clock = self._lowered(entry.version.clock, by)
-                    core.renew_version(entry, clock, self._now)
+                    core.objects.renew_version(entry, clock, self._now)
                     core.counters["stamps_renewed"] += 1
 
     def _drop_cold(self, limit: int) -> Iterator[float]:

@@ -8,12 +8,11 @@ with it.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Annotated, Final
 
 from msgspec import Meta
 
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import KeyEntry, PutFacts
 from p2pstore.wire import Message
 
 MAX_BATCH: Final = 16_384
@@ -73,12 +72,6 @@ class Commit(Message, frozen=True):
     deadline_ms: int = 5000
     again: Annotated[list[ReserveItem], MANY] = []
     at_hand: bool = False
-
-
-class PutStatus(IntEnum):
-    CREATED = 0
-    UNCHANGED = 1
-    KEPT_EXISTING = 2
 
 
 class PutOutcome(Message, frozen=True):
@@ -165,18 +158,6 @@ class ListKeys(Message, frozen=True):
     local: bool = False
     pinned: bool = False
     deadline_ms: int = 5000
-
-
-class KeyEntry(Message, frozen=True):
-    key: str
-    length: int
-    copies: int
-    peers: list[str]
-    pin: int
-    soft: bool
-    expires_unix_ms: int
-    clock: int = 0
-    writer: int = 0
 
 
 class Keys(Message, frozen=True):

@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -31,7 +31,7 @@ from p2pstore.errors import (
     ProtocolMismatch,
     StoreClosed,
 )
-from p2pstore.local.local_protocol import REQUESTS, Access, Hello, HelloReply, LocalKind
+from p2pstore.local.local_protocol import Access, Hello, HelloReply, LocalKind
 from p2pstore.objects import encode_namespace
 from p2pstore.runtime.linux import is_shortage, shortage
 from p2pstore.runtime.streams import ANCILLARY_BYTES, check_descriptors
@@ -94,6 +94,11 @@ class LocalClient:
 
 class LocalBackend(Protocol):
     """What the server asks of the peer. Errors raised go to the client as failures."""
+
+    @property
+    def request_types(self) -> Mapping[int, type[Message]]:
+        """The requests that it answers, by `LocalKind`."""
+        ...
 
     def welcome(self, client: LocalClient, version: int) -> tuple[HelloReply, list[int]]:
         """The answer to a client's hello, and a descriptor for each memory of each segment in it: read-only ones for
@@ -182,6 +187,7 @@ class _Connection:
         self._sock = sock
         self._stream = TrioStream(sock, SEND_SECONDS)
         self._backend = backend
+        self._request_types = backend.request_types
         self._frames = FrameBuffer(HELLO_LIMITS)
         self._client: LocalClient | None = None
         self._in_flight = 0
@@ -373,7 +379,7 @@ class _Connection:
         nursery: trio.Nursery,
     ) -> None:
         """Act on one request: add its answer to `answered`, or start the task that will send it."""
-        request_type = REQUESTS.get(header.kind)
+        request_type = self._request_types.get(header.kind)
         if header.flags & (REPLY | ERROR) or header.kind == _HELLO:
             raise ProtocolError(f"it sent a frame of kind {header.kind} that is no request")
         if request_type is None:

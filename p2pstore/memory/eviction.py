@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
 from typing import Final
@@ -21,6 +22,9 @@ candidates values of all sizes up to a sixteenth of the segment keep 94.6 % of i
 SECOND_TOUCH_HITS: Final = 2
 """What came from the SSD, or went there, is worth as much as other objects when it was read so often."""
 
+SET_ASIDE_PER_STEP: Final = 512
+"""Entries set aside, or put back, in one step, at a microsecond each."""
+
 KNOWN_SECONDS: Final = 10.0
 """Looking up who else holds an object takes about as long as evicting it, and those that are cold are weighed again
 and again."""
@@ -28,8 +32,8 @@ and again."""
 FIRST_GROUP: Final = (0,)
 """All there is, where nothing is queued apart."""
 
-WhoKeeps = Callable[[ObjectEntry, float], bool]
-"""(entry, now in Unix seconds) -> whether another peer holds a copy, and is to keep it before this one does."""
+WhoKeeps = Callable[[Sequence[ObjectEntry], float], Sequence[bool]]
+"""(entries, now in Unix seconds) -> of each whether another peer holds a copy, and is to keep it before this one."""
 
 _CHEAP, _NORMAL, _SOFT_PINNED = range(3)
 _RANK_WEIGHTS: Final = (1e-9, 1.0, 1e9)
@@ -61,7 +65,7 @@ class EvictionOrder:
 
     def __init__(self, policy: EvictionPolicy, group_count: int = 1) -> None:
         self.policy = policy
-        self.is_kept_elsewhere: WhoKeeps = lambda entry, now: False
+        self.are_kept_elsewhere: WhoKeeps = lambda entries, now: [False] * len(entries)
         """What is goes before others."""
         self.on_evictable: Callable[[int], None] | None = None
         """Is told the offset of each entry that may be evicted from now on."""
@@ -71,6 +75,9 @@ class EvictionOrder:
         self._groups = [tuple(policy.new_queue() for _ in range(3)) for _ in range(group_count)]
         self._at: dict[int, ObjectEntry] = {}
         self._held: set[int] = set()
+        self.aside: dict[ObjectEntry, None] = {}
+        """Entries that are to go for one large value, and are no candidates for others."""
+        self._to_end_aside: deque[ObjectEntry] = deque()
 
     def __contains__(self, entry: ObjectEntry) -> bool:
         return entry.rank is not None and entry.offset not in self._held
@@ -99,10 +106,12 @@ class EvictionOrder:
             self.discard(entry)
         rank = rank_of(entry)
         if rank is not None:
-            entry.rank = rank
+            entry.rank, group = rank, entry.group
             self._at[entry.offset] = entry
-            self._groups[entry.group][rank].add(entry)
-            self._count(entry, entry.extent_bytes)
+            self._groups[group][rank].add(entry)
+            self._evictable_bytes[group] += entry.extent_bytes
+            if rank == _CHEAP:
+                self._cheap_bytes[group] += entry.extent_bytes
             if self.on_evictable is not None:
                 self.on_evictable(entry.offset)
 
@@ -138,9 +147,34 @@ class EvictionOrder:
         if entry.rank == _CHEAP:
             self._cheap_bytes[entry.group] += more_bytes
 
+    def set_aside(self, offset: int) -> ObjectEntry:
+        """Take the evictable entry there out of the order, for one large value, until it is `gone` or `end_aside`."""
+        entry = self._at[offset]
+        self.discard(entry)
+        self.aside[entry] = None
+        return entry
+
+    def end_aside(self, entries: Iterable[ObjectEntry]) -> None:
+        """Entries that were set aside stay after all: `end_some_aside` puts them back."""
+        self._to_end_aside.extend(entries)
+
+    @property
+    def any_to_end_aside(self) -> bool:
+        """Whether `end_some_aside` has something to do."""
+        return bool(self._to_end_aside)
+
+    def end_some_aside(self) -> None:
+        """Put up to 512 entries back into the order."""
+        for _ in range(min(SET_ASIDE_PER_STEP, len(self._to_end_aside))):
+            entry = self._to_end_aside.popleft()
+            self.aside.pop(entry, None)
+            if entry not in self:
+                self.update(entry)
+
     def gone(self, entry: ObjectEntry, *, evicted: bool) -> None:
         """The entry was withdrawn: for others that needed its room (`evicted`), or for another reason."""
         self.discard(entry)
+        self.aside.pop(entry, None)
         if entry.follows is not None:
             entry.follows.followers -= 1
             entry.follows = None
@@ -210,9 +244,16 @@ class EvictionOrder:
             return None
         assert entry.rank is not None
         if now >= entry.known_until:
-            entry.is_kept_elsewhere = self.is_kept_elsewhere(entry, now)
-            entry.known_until = now + KNOWN_SECONDS
+            self._look_up([entry], now)
         return self.policy.cost(entry, now) * _RANK_WEIGHTS[entry.rank]
+
+    def _look_up(self, entries: Sequence[ObjectEntry], now: float) -> None:
+        """Ask which of these another peer keeps, unless that is known."""
+        due = [entry for entry in entries if now >= entry.known_until]
+        if due:
+            for entry, kept in zip(due, self.are_kept_elsewhere(due, now), strict=True):
+                entry.is_kept_elsewhere = kept
+                entry.known_until = now + KNOWN_SECONDS
 
     def can_go(self, offset: int) -> bool:
         """Whether an evictable entry begins at `offset`."""
@@ -224,13 +265,15 @@ class EvictionOrder:
         return entry is not None and entry.group in groups and offset not in self._held
 
     def candidates(
-        self, needed_bytes: int, groups: Sequence[int], share: int = 1, windows: int = 1
-    ) -> Iterator[int]:
+        self, needed_bytes: int, groups: Sequence[int], now: float, share: int = 1, windows: int = 1
+    ) -> list[int]:
         """Offsets of the entries of each rank that would go first, the lowest rank first: more of them where much is
         needed, or so many windows are, and fewer of each group where so many groups `share` the work."""
         count = CANDIDATES_PER_RANK if needed_bytes < LARGE_BYTES else CANDIDATES_FOR_LARGE
         count = max(count, windows)
+        entries: list[ObjectEntry] = []
         for rank in range(3):
             for group in groups:
-                for entry in islice(self._groups[group][rank].coldest(), -(-count // share)):
-                    yield entry.offset
+                entries += islice(self._groups[group][rank].coldest(), -(-count // share))
+        self._look_up(entries, now)
+        return [entry.offset for entry in entries]

@@ -71,21 +71,21 @@ class PeerDataBackend:
 
     def must_bring(self, items: Sequence[GetItem]) -> bool:
         """Whether some of these are on the SSD alone, or on their way here."""
-        if self._core.cold.store is None and not self._core.fetching:
+        if self._core.cold.store is None and not self._core.operations.fetching:
             return False
         now = self._node.now
         return any(item.first_chunk != SLOT_ONLY and self._comes(item, now) for item in items)
 
     def _comes(self, item: GetItem, now: float) -> bool:
         """Whether it will be in memory, if somebody sees to it or waits for it."""
-        is_on_its_way = item.first_chunk == 0 and self._core.is_fetching(item.digest)
+        is_on_its_way = item.first_chunk == 0 and self._core.operations.is_fetching(item.digest)
         return is_on_its_way or self._core.cold.find_only_here(item.digest, now) is not None
 
     async def bring(self, items: Sequence[GetItem]) -> None:
         """Bring those to memory. What fails is not there when it is opened."""
         now = self._node.now
         operations = [
-            self._core.fetch(item.digest, now, only_here=True)
+            self._core.operations.fetch(item.digest, now, only_here=True)
             for item in items
             if self._comes(item, now)
         ]
@@ -110,7 +110,7 @@ class PeerDataBackend:
     ) -> LentObject | ObjectReply | None:
         """An object that is about to be sent."""
         now, segment = self._node.now, self._segment
-        lent = self._core.lend(item.digest, now, decides=decides)
+        lent = self._core.objects.lend(item.digest, now, decides=decides)
         if lent is None:
             return self._why_not(item, now) if decides else None
         loan, entry = lent
@@ -123,13 +123,13 @@ class PeerDataBackend:
             elif (
                 decides and item.first_chunk
             ):  # a read that goes on; those that begin are noted when they are sent
-                segment.used(entry, 0, self._core.unix(now))
-            slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
+                segment.objects.used(entry, 0, self._core.unix(now))
+            slot, trailer = segment.table.slot_bytes(entry), segment.table.trailer_bytes(entry)
             kept = True
             return LentObject(slot, trailer, segment.payload(entry), loan)
         finally:
             if not kept:
-                segment.end_loan(loan)
+                segment.views.end_loan(loan)
 
     def _sent_on(self, sent_on: SentOn) -> ObjectReply:
         """To those that keep it, when the object is hot."""
@@ -164,22 +164,22 @@ class PeerDataBackend:
         """Many objects of one chunk, for any thread."""
         now = self._node.now
         if asked.most_bytes < HOT_BYTES:
-            return self._core.lend_small(asked.digests, asked.most_bytes, now)
+            return self._core.objects.lend_small(asked.digests, asked.most_bytes, now)
 
         def is_sent_on(entry: ObjectEntry) -> bool:
             return self._is_sent_on(entry, reader, asked.keeps, now)
 
-        return self._core.lend_small(asked.digests, asked.most_bytes, now, is_sent_on)
+        return self._core.objects.lend_small(asked.digests, asked.most_bytes, now, is_sent_on)
 
     def end_loan(self, handle: Loan) -> None:
         """It was sent, or will not be."""
-        self._segment.end_loan(handle)
+        self._segment.views.end_loan(handle)
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         """These are served, each so many times."""
         unix = self._core.unix(self._node.now)
         for digest, count in counts.items():
-            self._segment.touch(digest, count, unix)
+            self._segment.objects.touch(digest, count, unix)
         self._core.counters["reads_served"] += sum(counts.values())
 
     async def handle(

@@ -14,22 +14,13 @@ from p2pstore.core.puts.placing import place
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP, publish_new
 from p2pstore.core.puts.put_operation import PutEnd, PutOperation, check_put
 from p2pstore.core.puts.reserving import Reserved, reserve_many
-from p2pstore.errors import (
-    CapacityExceeded,
-    P2PStoreError,
-    ProtocolError,
-)
+from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
 from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import DIGEST_BYTES, check_object_length
-from p2pstore.peer.local_answers import (
-    Answer,
-    failed_put,
-    item_error,
-    put_outcome,
-)
+from p2pstore.peer.local_answers import Answer, failed_put, item_error, put_outcome
 from p2pstore.peer.node import Node
 from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.put_facts import PutFacts
@@ -103,9 +94,15 @@ class LocalPuts:
                 namespace=message.namespace,
                 now=self._node.now,
             )
+            told: PutEnd | None = None
             for item, end in zip(some, ends, strict=True):
+                if isinstance(end, PutEnd):
+                    if end is not told:  # those that are published together end alike
+                        told, outcome = end, put_outcome(end)
+                    started.append(outcome)
+                    continue
                 if end is not None:
-                    started.append(put_outcome(end) if isinstance(end, PutEnd) else end)
+                    started.append(end)
                     continue
                 if started:
                     yield
@@ -122,7 +119,7 @@ class LocalPuts:
             operation = PutOperation(
                 self._core, item, holder=client.holder, namespace=message.namespace
             )
-            return self._core.start(operation, self._node.now)
+            return self._core.operations.start(operation, self._node.now)
         except (P2PStoreError, ValueError) as error:
             return failed_put(error)
 
@@ -166,12 +163,13 @@ class LocalPuts:
         outcomes: list[local.PutOutcome] = []
         operations.reverse()
         while operations:
+            each = operations.pop()
+            if isinstance(each, local.PutOutcome):
+                outcomes.append(each)
+                continue
             if outcomes:
                 yield
-            each = operations.pop()
-            outcomes.append(
-                each if isinstance(each, local.PutOutcome) else put_outcome(each.result)
-            )
+            outcomes.append(put_outcome(each.result))
         if message.at_hand:
             rooms = yield from self._rooms_for(client, message.again, message.namespace)
             return local.Committed(outcomes, rooms)
@@ -190,7 +188,7 @@ class LocalPuts:
         self, client: LocalClient, item: local.ReserveItem, namespace: str
     ) -> Steps[local.Reservation]:
         """Room for a put that may never come, where some can be spared."""
-        if not self._segment.can_spare(item.length, item.trailer_length, namespace=namespace):
+        if not self._segment.room.can_spare(item.length, item.trailer_length, namespace=namespace):
             return _NO_ROOM_AHEAD
         [reservation] = yield from self._rooms_for(client, [item], namespace)
         if not reservation.error.code:
@@ -205,10 +203,10 @@ class LocalPuts:
         item, namespace = self._next_put
         self._next_put = None
         now = self._node.now
-        self._segment.make_room_ahead(
+        self._segment.room.make_ahead(
             item.length, item.trailer_length, now=self._core.unix(now), namespace=namespace
         )
-        self._core.announce_withdrawn(now)
+        self._core.objects.announce_withdrawn(now)
 
     def abort(self, client: LocalClient, message: local.Abort) -> Answer:
         """Give reservations back; one that has ended already is passed over."""

@@ -420,7 +420,7 @@ class Node:
             await run(effect)
         except Exception:
             logger.exception("%s failed by an internal error", type(effect).__name__)
-            self.core.abandon(getattr(effect, "operation", 0), self.now)
+            self.core.operations.abandon(getattr(effect, "operation", 0), self.now)
             self.process()
 
     def stranger_refused(self, address: str, reason: str) -> None:
@@ -449,7 +449,7 @@ class Node:
             try:
                 await event.wait()
             except trio.Cancelled:
-                self.core.cancel(operation, self.now)
+                self.core.operations.cancel(operation, self.now)
                 self.process()
                 raise
         if isinstance(operation.result, Exception):
@@ -470,18 +470,18 @@ class Node:
 
     def doubt_own_copy(self, digest: bytes) -> None:
         """A client found this peer's own copy spoilt: check it, and withdraw it if so. `process` is to follow."""
-        self.core.start(CheckOperation(self.core, digest, again=True), self.now)
+        self.core.operations.start(CheckOperation(self.core, digest, again=True), self.now)
 
     def restore_header(self) -> None:
         """Before a client maps this peer's memory: no client must keep others out."""
-        if self.core.segment.restore_header():
+        if self.core.segment.restoring.header():
             self._say_restored(1)
 
     async def _restore_memory(self) -> None:
         """Go over what only this peer may write in its memory, in small steps, as clients may write anywhere."""
         while True:
             await trio.sleep(RESTORE_SECONDS)
-            restored, damaged = self.core.segment.restore_some(RESTORE_COUNT)
+            restored, damaged = self.core.segment.restoring.some(RESTORE_COUNT)
             for entry in damaged:
                 self.doubt_own_copy(entry.digest)
             if restored or damaged:
@@ -553,7 +553,8 @@ class Node:
         among equals this host first, then at random, so that readers do not all go to one holder."""
         now, ordered = self.now, []
         for _, group in groupby(
-            copies, lambda copy: (copy.record.version, self.core.is_avoided(copy.member, now))
+            copies,
+            lambda copy: (copy.record.version, self.core.holders.is_avoided(copy.member, now)),
         ):
             equals = {copy.member: copy for copy in group}
             remote = [self.remote_copy(copy) for copy in equals.values()]
@@ -581,12 +582,12 @@ class Node:
         if effect.operation:
             self.core.answered(effect.operation, effect.tag, reply, self.now)
         elif reply is None:
-            self.core.peer_failed(effect.peer_id, self.now)
+            self.core.holders.peer_failed(effect.peer_id, self.now)
         self.process()
 
     async def _pull(self, effect: PullObject) -> None:
         try:
-            destination = self.core.copy_destination(effect.operation, self.now)
+            destination = self.core.operations.copy_destination(effect.operation, self.now)
         except NoSuchKey:
             return  # whoever wanted it has gone
         destination.watch = ReadWatch(time.monotonic)
@@ -626,12 +627,12 @@ class Node:
         outcome = PullOutcome(
             delivered, tuple(pull_failure(failure) for failure in failures), error, *delivered_by
         )
-        self.core.pulled(effect.operation, outcome, self.now)
+        self.core.operations.pulled(effect.operation, outcome, self.now)
         self.process()
 
     async def make_room(self, length: int, namespace: str = "") -> None:
         """Evict in turns what has to go for a value that is about to come: its reservation is made in one step."""
-        await take_turns(self.core.make_room(length, namespace, self.now))
+        await take_turns(self.core.objects.make_room(length, namespace, self.now))
 
     async def _ask_control(self, effect: Ask) -> None:
         reply: Message | None = None
@@ -702,7 +703,7 @@ class Node:
     def control_lost(self, peer_id: PeerId) -> None:
         """The control connection to a peer broke: readers turn to others at once; whether the peer is gone,
         gossip finds out."""
-        self.core.peer_failed(peer_id, self.now)
+        self.core.holders.peer_failed(peer_id, self.now)
         self.process()
 
     async def _fetch_snapshot(self, effect: FetchSnapshot) -> None:
@@ -785,7 +786,9 @@ class Node:
         with trio.move_on_after(self.drain_seconds):
             async with trio.open_nursery() as nursery:
                 if self._running and self.failure is None and self.drain_seconds > 0 and not stays:
-                    nursery.start_soon(self.settle, self.core.start(self._hand_over, self.now))
+                    nursery.start_soon(
+                        self.settle, self.core.operations.start(self._hand_over, self.now)
+                    )
                 if self.ssd is not None and not stays:
                     nursery.start_soon(self.ssd.keep_memory)
                 if self.core.operations_under_way:

@@ -50,7 +50,7 @@ class TakenCopies:
                 copies.publish(brought, node.now)
             finally:
                 copies.abort()
-        node.core.pulled(effect.operation, PullOutcome(delivered=True), node.now)
+        node.core.operations.pulled(effect.operation, PullOutcome(delivered=True), node.now)
         node.process()
 
     async def _pull(self, holder: PeerId, rooms: Sequence[Room]) -> set[int]:

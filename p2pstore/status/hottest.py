@@ -19,7 +19,7 @@ MAX_LOOKED_UP: Final = 40
 def hottest(core: PeerCore, now: float, *, with_keys: bool) -> list[dict[str, Any]]:
     """What is read most here, of what is in memory. `now` is monotonic."""
     segment, unix = core.segment, core.unix(now)
-    read = segment.most_read.most(MAX_LOOKED_UP, unix)
+    read = segment.objects.most_read.most(MAX_LOOKED_UP, unix)
     found = [
         (entry, rate) for digest, rate in read if (entry := segment.find(digest, unix)) is not None
     ]

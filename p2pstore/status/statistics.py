@@ -52,7 +52,7 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
             for namespace, use in segment.quotas.items()
         },
         "objects": segment.object_count,
-        "objects_returning": segment.returned_count,
+        "objects_returning": len(segment.returned),
         "operations": core.operations_under_way,
         "known_locations": core.gossip.locations.record_count,
         "directory": core.gossip.partitions.document(),

@@ -265,7 +265,7 @@ class Store(Message, frozen=True):
 
 
 class Stored(Message, frozen=True):
-    """How a put ended. `status` is a `p2pstore.local.local_messages.PutStatus`; the location `record` in the
+    """How a put ended. `status` is a `p2pstore.put_facts.PutStatus`; the location `record` in the
     owner's log at (`incarnation`, `sequence`), empty when the object is elsewhere."""
 
     status: int

@@ -51,6 +51,7 @@ from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Empty, Message
+from simulation.segment_checks import check_segment
 from tests.cluster.test_cli import Peer as Process
 from tests.cluster.test_cli import eventually, new_machine
 from tests.cluster.test_open_peer import cluster, config, until
@@ -71,7 +72,7 @@ async def still_well(*peers: Peer) -> None:
             await peer.statistics()
         core = peer.node.core
         await until(lambda core=core: core.operations_under_way == 0)  # type: ignore[misc]  # bound now
-        core.segment.check()
+        check_segment(core.segment)
 
 
 def request(
@@ -523,7 +524,6 @@ async def test_an_answer_that_no_frame_holds_is_refused(tmp_path: Path) -> None:
 
 
 # --- processes that die or stop --------------------------------------------------------------
-
 
 PUT_AND_HOLD = """
 import random, sys

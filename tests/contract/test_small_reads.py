@@ -29,6 +29,7 @@ from p2pstore.transfer.serving.read_answers import TAKE_IN_OBJECTS
 from p2pstore.transfer.serving.read_thread import BRISK_READS
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import ERROR, REPLY, Code, Failure, decode_body, encode_frame
+from simulation.segment_checks import check_segment
 from tests.contract.test_transport import (
     DRIVERS,
     SEGMENT_BYTES,
@@ -63,8 +64,8 @@ async def tcp() -> AsyncIterator[TcpHarness]:
 
 
 def nothing_is_lent(segment: Segment) -> bool:
-    segment.expire(0)  # takes in which loans are over
-    return not segment.has_loans and not segment.leased_bytes
+    segment.objects.expire(0)  # takes in which loans are over
+    return not segment.views.has_loans and not segment.leased_bytes
 
 
 async def test_many_small_objects_in_columns(tcp: TcpHarness, side: Side) -> None:
@@ -387,10 +388,10 @@ async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_th
             await stream.send(encode_frame(DataKind.GET_SMALL, 1, GetSmall(packed[:16])))
             await read_frame(stream)
         await until(lambda: bool(harness.server.traffic.read_threads) == in_thread)
-        await until(lambda: not segment.has_loans)
+        await until(lambda: not segment.views.has_loans)
         with caught_log() as lines:
             await stream.send(ask)
-            await until(lambda: segment.has_loans)
+            await until(lambda: segment.views.has_loans)
             for seed in range(64):
                 segment.remove(key_digest(f"key {seed}"))
             new = [pattern(64 * KIB, seed) for seed in range(64, 384)]
@@ -407,7 +408,7 @@ async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_th
         assert any("no progress" in line for line in lines)
         stream.close()
         assert nothing_is_lent(segment)
-        segment.check()
+        check_segment(segment)
 
 
 async def test_a_reader_cancelled_anywhere_leaves_the_next_one_a_good_connection(
@@ -477,7 +478,7 @@ async def test_values_that_change_all_the_time_are_read_right_or_not_at_all(tls:
             if len(value := value_of(key, number)) <= 300_000:
                 with contextlib.suppress(CapacityExceeded):
                     put(segment, key, value)
-            segment.expire(time.time())
+            segment.objects.expire(time.time())
             await trio.lowlevel.checkpoint()
 
     async with TcpHarness.open(segment, tls=tls) as harness, trio.open_nursery() as changing:
@@ -492,4 +493,4 @@ async def test_values_that_change_all_the_time_are_read_right_or_not_at_all(tls:
         assert min(read.values()) >= 500
         # An answer is with its reader before the thread that sent it ends the loan.
         await until(lambda: nothing_is_lent(segment))
-        segment.check()
+        check_segment(segment)

@@ -243,21 +243,21 @@ class Backend:
         self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
     ) -> LentObject | ObjectReply | None:
         segment = self._segment
-        lent = segment.lend(item.digest, time.time())
+        lent = segment.views.lend(item.digest, time.time())
         if lent is None:
             absent = ObjectReply(ObjectStatus.NOT_FOUND, incarnation=7, sequence=42)
             return absent if decides else None
         loan, entry = lent
-        slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
+        slot, trailer = segment.table.slot_bytes(entry), segment.table.trailer_bytes(entry)
         return LentObject(slot, trailer, segment.payload(entry), loan)
 
     def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
-        return self._segment.lend_small(
+        return self._segment.views.lend_small(
             asked.digests, min(asked.most_bytes, CHUNK_BYTES), MAX_SMALL_BULK_BYTES, time.time()
         )
 
     def end_loan(self, handle: Loan) -> None:
-        self._segment.end_loan(handle)
+        self._segment.views.end_loan(handle)
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         self.noted += Counter(counts).elements()

@@ -112,7 +112,7 @@ async def test_a_slot_that_leads_out_of_the_segment(
     digest = put(rdma.segment, "key", pattern(3000))
     entry = rdma.segment.find(digest, 0.0)
     assert entry is not None
-    slot = decode_slot(rdma.segment.slot_bytes(entry))
+    slot = decode_slot(rdma.segment.table.slot_bytes(entry))
     assert slot is not None
     beyond = msgspec.structs.replace(slot, offset=rdma.segment.geometry.total_bytes - 4096)
     monkeypatch.setattr(rdma.segment, "slot_bytes", lambda _: encode_slot(beyond))

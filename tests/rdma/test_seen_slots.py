@@ -96,12 +96,12 @@ async def test_what_was_removed_is_not_delivered(rdma: RdmaHarness) -> None:
     assert await read(transport, copy, digest) == pattern(700_000)
     entry = rdma.segment.find(digest, 0.0)
     assert entry is not None
-    rdma.segment.acquire(entry)
+    rdma.segment.references.acquire(entry)
     try:
         rdma.segment.remove(digest)
         assert await read(transport, copy, digest) is None
     finally:
-        rdma.segment.let_go(entry)
+        rdma.segment.references.let_go(entry)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -24,6 +24,7 @@ import xxhash
 
 from p2pstore import wire
 from p2pstore.access.keyring import KeyRing
+from p2pstore.checkpoint import checkpoint_messages
 from p2pstore.errors import ConfigError, P2PStoreError, ProtocolError, ProtocolMismatch
 from p2pstore.gossip import gossip_messages as control
 from p2pstore.gossip.floors.cluster_records import ClusterRecords, TheirRecords
@@ -164,7 +165,7 @@ def without_optional(value: Any) -> Any:
 
 
 def test_no_message_is_forgotten() -> None:
-    for module in (control, data, local_protocol):
+    for module in (control, data, local_protocol, checkpoint_messages):
         assert set(module.REQUESTS.values()) | set(module.REPLIES.values()) <= set(MESSAGES)
     assert {SignedRecord, ClusterRecord, TicketClaims, TrailerBody, Failure} <= set(MESSAGES)
 
@@ -237,13 +238,13 @@ def test_a_copy_from_an_older_holder_fits_though_its_trailer_grows() -> None:
         slot = msgspec.structs.replace(
             remote.slot, trailer_length=remote.slot.trailer_length - grows_by
         )
-        operation = world.core.fetch(slot.digest, world.now)
-        destination = world.core.copy_destination(operation.number, world.now)
+        operation = world.core.operations.fetch(slot.digest, world.now)
+        destination = world.core.operations.copy_destination(operation.number, world.now)
         destination.prepare(slot, remote.trailer)[:] = bytes(length)
         entry = destination.commit(world.now)
         assert entry is not None
         world.segment.remove(entry.digest)
-        world.core.cancel(operation, world.now)
+        world.core.operations.cancel(operation, world.now)
 
 
 # --- caps ----------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def test_cancelling_ends_a_listing() -> None:
     world = Harness(others=1)
     operation = list_keys(world)
     (ask,) = world.asks(DataKind.LIST)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     world.answer(ask, Keys([], False))
     world.check_idle()
 

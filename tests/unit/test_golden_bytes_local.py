@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from p2pstore.local import checkpoint_messages as checkpoints
-from p2pstore.local import group_messages as groups
+from p2pstore.checkpoint import checkpoint_messages as checkpoints
+from p2pstore.checkpoint import checkpoint_messages as groups
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.local_protocol import LocalKind

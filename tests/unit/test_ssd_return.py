@@ -81,7 +81,7 @@ class Life:
 
     async def get(self, key: str) -> bytes | None:
         """Through memory, from the SSD if it is there."""
-        operation = self.core.fetch(digest_of(key), self.now, only_here=True)
+        operation = self.core.operations.fetch(digest_of(key), self.now, only_here=True)
         self.process()
         with trio.fail_after(SOON_SECONDS):
             while not operation.done:

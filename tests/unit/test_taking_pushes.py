@@ -162,7 +162,7 @@ def test_who_pushes_much_holds_up_only_itself() -> None:
     assert reply_of(one) == Pushed()
     assert sum(each.done for each in many) <= 1, "it did not wait for all of them"
     for each in many:
-        world.core.cancel(each, world.now)
+        world.core.operations.cancel(each, world.now)
     assert world.core.pushes_coming.next is None
 
 
@@ -172,8 +172,8 @@ def test_who_does_not_wait_any_more_stands_in_nobodys_way() -> None:
         begin(world, other, run_of(records(MANY, seed=place)))
         for place, other in enumerate(world.others[:3])
     )
-    world.core.cancel(second, world.now)
-    world.core.cancel(first, world.now)
+    world.core.operations.cancel(second, world.now)
+    world.core.operations.cancel(first, world.now)
     assert isinstance(first.result, DeadlineExceeded)
     world.pass_time(0.1)
     assert reply_of(third) == Pushed()

@@ -6,6 +6,7 @@ going through it but a place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -72,12 +73,17 @@ class OwnCopies:
 
 def held_here(core: PeerCore, digest: bytes, now: float) -> ObjectEntry | ColdEntry | None:
     """What this peer serves under a digest, from memory or from its SSD."""
-    return core.find(digest, now) or core.cold.find(digest, now)
+    return core.objects.find(digest, now) or core.cold.find(digest, now)
 
 
-def is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
-    """Whether a living peer holds a firm copy of the same version in memory, and comes before this one in rendezvous
-    order: of those that hold it, one does not give it up because of the others."""
+def are_kept_elsewhere(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> list[bool]:
+    """Of each object whether a living peer holds a firm copy of the same version in memory, and comes before this one
+    in rendezvous order: of those that hold it, one does not give it up because of the others."""
+    mentioned = core.gossip.locations.mentioned({entry.digest for entry in entries})
+    return [entry.digest in mentioned and _is_kept_elsewhere(core, entry, now) for entry in entries]
+
+
+def _is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
     mine = (entry.version.clock, entry.version.writer)
     my_weight = -1
     for holding in core.gossip.holders(entry.digest, now):
@@ -102,7 +108,7 @@ def other_firm_copies(
     mine = (held.version.clock, held.version.writer)
     others = [
         (copy, (copy.record.version.clock, copy.record.version.writer))
-        for copy in core.known_copies(held.digest, now, namespace)
+        for copy in core.copies.known(held.digest, now, namespace)
         if not copy.local
     ]
     newer = (copy for copy, version in others if version > mine and copy.reachable)

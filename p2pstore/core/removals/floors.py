@@ -334,7 +334,7 @@ class Floors:
     def return_with_memory(self, now: float) -> None:
         """As `return_with`, for what the segment has of an earlier life. It is taken care of here: what turns out good
         is asked to be checked (`CheckReturned`), then published and announced."""
-        returned = self._core.segment.returned()
+        returned = self._core.segment.returned.entries()
         self._memory = MemoryReturn(self._core, returned)
         newest_clock = max((entry.version.clock for entry in returned), default=0)
         self._hold_back(newest_clock, now)
@@ -426,16 +426,16 @@ class Floors:
         core = self._core
         entry = core.segment.find(digest, core.unix(now))
         if entry is not None and version.covers(entry.version):
-            core.withdraw(entry, now)
-        returned = core.segment.find_returned(digest)
+            core.objects.withdraw(entry, now)
+        returned = core.segment.returned.find(digest)
         if returned is not None and version.covers(returned.version):
-            core.segment.drop_returned(returned)
+            core.segment.returned.drop(returned)
         core.cold.discard(digest, version, now)
 
     def _distrust(self, clock: int, now: float) -> None:
         core = self._core
         self._distrusted_before = max(self._distrusted_before, clock)
-        self._trusted_operation = core.next_operation
+        self._trusted_operation = core.operations.next_number
         core.counters["horizons_missed"] += 1
         event = self._distrusting
         if event is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from p2pstore.client.values import Gathered
 from p2pstore.errors import P2PStoreError
 from p2pstore.integrations.mooncake.memory import (
     MooncakeHostMemAllocator,
@@ -22,6 +21,7 @@ from p2pstore.integrations.mooncake.mooncake_types import (
     put_and_upsert,
 )
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ITEM_FAILURES, ObjectCalls
+from p2pstore.values import Gathered
 
 GROUP_BYTES = 64 * 1024 * 1024
 """What is gathered or scattered at one time."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from p2pstore.client.values import RegisteredBuffer
+from p2pstore.values import RegisteredBuffer
 
 MAX_ADDRESS: Final = 2**47
 """Above is no memory of a process."""

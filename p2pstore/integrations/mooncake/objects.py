@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from p2pstore.client.values import Gathered, source_view
 from p2pstore.errors import (
     BufferTooSmall,
     CapacityExceeded,
@@ -27,6 +26,7 @@ from p2pstore.integrations.mooncake.mooncake_types import (
 )
 from p2pstore.objects import encode_key
 from p2pstore.results import Buffer
+from p2pstore.values import Gathered, source_view
 
 FAILURES = (P2PStoreError, ValueError)
 """What becomes a code. Anything else is a mistake in a program, and raised."""

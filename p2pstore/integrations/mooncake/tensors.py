@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from p2pstore.client.values import Gathered, source_view
 from p2pstore.integrations.mooncake.addresses import AddressCalls, groups
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.integrations.mooncake.mooncake_types import (
@@ -27,6 +26,7 @@ from p2pstore.integrations.mooncake.tensor_format import (
     tensor_in,
     write_one,
 )
+from p2pstore.values import Gathered, source_view
 
 Tensor = Any
 Place = tuple[int, int] | None
