@@ -44,7 +44,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What a put did. A key that exists with other bytes is kept by default: `status` is then `kept_existing`, and
+    """The result of a put. A key that exists with other bytes is kept by default: `status` is then `kept_existing`, and
     nothing of the put was stored or applied.
 
     `status` is `created` for a new object, and `unchanged` where the key had these bytes: the put's pin and replicas
@@ -125,7 +125,7 @@ class TransferStatus:
 
 @dataclass(frozen=True, slots=True)
 class PinResult:
-    """What `pin` or `unpin` did: `copies` have that pin now, of `known` that there are."""
+    """The result of `pin` or `unpin`: `copies` have that pin now, of `known` that there are."""
 
     key: str
     pin: PinName
@@ -179,7 +179,7 @@ class PeerInfo:
     directory: str = ""
     """How much it knows of where objects are: `full` or `partitioned`."""
     load: float = 0.0
-    """What it takes of a core, or its large answers of its upload slots, whichever is more, as it said some seconds
+    """Its share of a core, or of its upload slots in use, whichever is more, as reported some seconds
     ago. From 1 on, further requests are late, or sent elsewhere."""
     leaving: bool = False
     """It hands over what only it has, and takes nothing new."""
@@ -267,7 +267,7 @@ class CheckpointUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMember:
-    """What a peer has of a name. `state`: following (it waits), fetching, verified, seeding, publishing, failed
+    """The state of a name at a peer. `state`: following (it waits), fetching, verified, seeding, publishing, failed
     (`why`). `version` and `current` (what a follower uses) are the first 16 hexadecimal digits, or nothing. It `needs`
     a share of the version, most often all of it: 1; `done` is a share of that. `bytes_per_second` is what it fetched at
     so far, 0 where that is not known yet."""

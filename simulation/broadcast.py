@@ -11,38 +11,39 @@ K + floor(log2 N).
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
-from p2pstore.checkpoint.content.pieces import NO_PIECES
-from p2pstore.checkpoint.content.pieces import PieceMap
-from p2pstore.checkpoint.content.pieces import full_map
-from p2pstore.checkpoint.swarm.swarm import Swarm
-from p2pstore.checkpoint.swarm.swarm_messages import Abandon
-from p2pstore.checkpoint.swarm.swarm_messages import Asked
-from p2pstore.checkpoint.swarm.swarm_messages import Complete
-from p2pstore.checkpoint.swarm.swarm_messages import Connect
-from p2pstore.checkpoint.swarm.swarm_messages import Decline
-from p2pstore.checkpoint.swarm.swarm_messages import Disconnect
-from p2pstore.checkpoint.swarm.swarm_messages import Event
-from p2pstore.checkpoint.swarm.swarm_messages import Failure
-from p2pstore.checkpoint.swarm.swarm_messages import Fetch
-from p2pstore.checkpoint.swarm.swarm_messages import Linked
-from p2pstore.checkpoint.swarm.swarm_messages import Participants
-from p2pstore.checkpoint.swarm.swarm_messages import PieceArrived
-from p2pstore.checkpoint.swarm.swarm_messages import PieceFailed
-from p2pstore.checkpoint.swarm.swarm_messages import Received
-from p2pstore.checkpoint.swarm.swarm_messages import Refusal
-from p2pstore.checkpoint.swarm.swarm_messages import Serve
-from p2pstore.checkpoint.swarm.swarm_messages import Served
-from p2pstore.checkpoint.swarm.swarm_messages import Tell
-from p2pstore.checkpoint.swarm.swarm_messages import Tick
-from p2pstore.checkpoint.swarm.swarm_messages import Unlinked
-from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
-from random import Random
-from simulation.kernel import Kernel
-from typing import Final
+
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final
+
+from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map
+from p2pstore.checkpoint.swarm.swarm import Swarm
+from p2pstore.checkpoint.swarm.swarm_messages import (
+    Abandon,
+    Asked,
+    Complete,
+    Connect,
+    Decline,
+    Disconnect,
+    Event,
+    Failure,
+    Fetch,
+    Linked,
+    Participants,
+    PieceArrived,
+    PieceFailed,
+    Received,
+    Refusal,
+    Serve,
+    Served,
+    Tell,
+    Tick,
+    Unlinked,
+)
+from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
+from simulation.kernel import Kernel
 
 SOURCE: Final = 0
 """The member that publishes; receivers are 1 to N."""
@@ -50,6 +51,7 @@ CONNECTING_ROUND_TRIPS: Final = 3
 MEMORY_BYTES_PER_SECOND: Final = 10e9
 GOSSIP_SECONDS: Final = 0.3
 """Until others hear of one who joins late."""
+
 
 @dataclass(frozen=True, slots=True)
 class BroadcastScenario:
@@ -93,6 +95,7 @@ class BroadcastScenario:
         hosts = -(-self.receivers // self.receivers_per_host)
         return (self.pieces + math.floor(math.log2(hosts))) * self.piece_seconds
 
+
 @dataclass(slots=True)
 class BroadcastOutcome:
     """The result. Times of receivers from when they joined, in shortest times."""
@@ -120,6 +123,7 @@ class BroadcastOutcome:
     pieces_arrived: int
     trace_hash: str
 
+
 class _Link:
     """Up and down of one host."""
 
@@ -129,6 +133,7 @@ class _Link:
         self.down_free_at = 0.0
         self.received_bytes = 0
         self.sent_bytes = 0
+
 
 class _Peer:
     """A machine with its place in the simulated world."""
@@ -147,6 +152,7 @@ class _Peer:
         self.fetching: set[tuple[int, int]] = set()
         self.wakes_at = math.inf
         self.finished_at = math.inf
+
 
 class Broadcast:
     """A run from one seed; the same seed gives the same run."""

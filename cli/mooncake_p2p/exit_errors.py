@@ -108,7 +108,7 @@ def describe(error: BaseException) -> str:
 
 
 def error_document(error: BaseException, message: str) -> dict[str, Any]:
-    """What `--json` prints of an error under `error`, for every command: `type`, which is a class of
+    """The error of any command under `error` of `--json`: `type`, which is a class of
     `p2pstore.errors`, of Python's `OSError` or one of the words below, `message` as on stderr, and the exit
     status."""
     if isinstance(error, AlreadyTold):

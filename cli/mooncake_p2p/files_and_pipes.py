@@ -258,8 +258,8 @@ def _link(descriptor: int, path: Path) -> None:
 
 
 def _create_locked(path: Path) -> int | None:
-    """A new file that is ours alone, or None when another process is at it. What a process that is gone
-    left under this name is removed."""
+    """A new file locked by this process, or None when another process writes it. A file left by an ended process
+    under this name is removed."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o666)

@@ -384,7 +384,7 @@ def main() -> NoReturn:
 
 
 def complete(instruction: str) -> int:
-    """What a shell's completion script asks for."""
+    """Answer a shell's completion script."""
     from mooncake_p2p.completion import answer
 
     return answer(instruction, os.environ)

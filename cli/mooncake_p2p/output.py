@@ -27,7 +27,7 @@ PIPE_COLUMNS: Final = 10_000  # nothing is folded for a program that reads
 
 
 class JsonOutput:
-    """What `--json` prints on stdout: one document when the command ends, with `error` in it when it failed. A
+    """The output of `--json` on stdout: one document when the command ends, with `error` in it when it failed. A
     command that looks again and again prints a line each time, too."""
 
     def __init__(self) -> None:

@@ -174,7 +174,7 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
 
 
 def _role_lines(role: str) -> list[str]:
-    """What the peer's key lets it do, unless that is everything."""
+    """The role of the peer's key, unless it is a member's."""
     return [] if role == "member" else [_fact("role", printable(role))]
 
 

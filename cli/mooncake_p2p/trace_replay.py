@@ -66,8 +66,8 @@ class Outages:
             self._arm()
 
     def between(self, request: int) -> None:
-        """Before the request of this number is served: start who has been away for long enough, and take back who is
-        ready."""
+        """Before the request of this number is served: start a peer that was away long enough, and take back one that
+        is ready."""
         self._request = request
         if self._away is None or self.up[self._away]:
             return
@@ -152,7 +152,7 @@ class Scale:
 
 @dataclass(slots=True)
 class RealOutcome:
-    """What a replay on real peers came to."""
+    """The outcome of a replay on real peers."""
 
     counts: HitCounts = field(default_factory=HitCounts)
     seconds: float = 0.0
@@ -377,7 +377,7 @@ class _Counters:
         self._sums: Counter[str] = Counter()
 
     def take(self, peer: int, statistics: dict[str, Any]) -> None:
-        """What a peer counts now."""
+        """Take in the counters of a peer."""
         counted = statistics["counters"]
         now = Counter(
             {f"read {name}": use["bytes"] for name, use in statistics["received"].items()}

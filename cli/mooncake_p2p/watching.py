@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Readings = Generator[tuple[Reading | None, Reading], None, None]
 """The previous reading and this one, again and again."""
 GONE = (NoLocalPeer, StoreClosed, DeadlineExceeded)
-"""What a peer that ended, was stopped or is being restarted looks like."""
+"""Errors of a peer that ended, was stopped or is being restarted."""
 
 
 def watch(socket: str | None, timeout: str, interval_seconds: float, *, as_json: bool) -> None:
@@ -77,7 +77,7 @@ def _print_block(before: Reading | None, reading: Reading) -> None:
 
 
 class _Picture:
-    """What the live view shows; drawn anew for the terminal's size of the moment."""
+    """The picture of the live view; drawn anew for the terminal's size of the moment."""
 
     def __init__(self, interval_seconds: float) -> None:
         self.interval_seconds = interval_seconds

@@ -107,8 +107,8 @@ class LastingClient:
         self._closed = False
 
     def call(self, what: Callable[[BlockingClient], T], otherwise: T) -> T:
-        """What the call gives, or `otherwise` when the store fails; the log says so. When the peer was restarted, the
-        call is made once more, to the new one."""
+        """The result of the call, or `otherwise` when the store fails; the log says so. When the peer was restarted,
+        the call is made once more, to the new one."""
         for attempt in range(2):
             client = self._client
             try:

@@ -51,7 +51,7 @@ def _bytes_of(memory_obj: Any) -> memoryview:
 
 
 def _hashed() -> int:
-    """What Python makes of something fixed: LMCache's default hashes of tokens depend on PYTHONHASHSEED likewise."""
+    """A hash of a constant: like LMCache's default hashes of tokens it depends on PYTHONHASHSEED."""
     return hash(("p2pstore", 1))
 
 

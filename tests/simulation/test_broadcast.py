@@ -1,22 +1,25 @@
 """Broadcasts in virtual time, small ones: `scripts/simulate_broadcast` has the figures."""
 
 from __future__ import annotations
-from dataclasses import replace
-from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
-from pathlib import Path
-from simulation.broadcast import Broadcast
-from simulation.broadcast import BroadcastOutcome
-from simulation.broadcast import BroadcastScenario
+
 import json
 import math
-import pytest
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
+from simulation.broadcast import Broadcast, BroadcastOutcome, BroadcastScenario
 
 ROOT = Path(__file__).parents[2]
 
+
 def broadcast(scenario: BroadcastScenario, seed: int = 1) -> BroadcastOutcome:
     return Broadcast(scenario, seed).run()
+
 
 @pytest.mark.parametrize(("receivers", "most"), [(1, 1.03), (8, 1.05), (64, 1.08)])
 def test_a_broadcast_over_equal_links_takes_little_more_than_it_must(
@@ -28,19 +31,23 @@ def test_a_broadcast_over_equal_links_takes_little_more_than_it_must(
     assert outcome.most_copies_per_host <= 1.02
     assert outcome.pieces_arrived <= 1.01 * 256 * receivers
 
+
 def test_slow_receivers_delay_the_others_little() -> None:
     outcome = broadcast(BroadcastScenario(32, slow_share=0.1))
     assert outcome.last <= 1.15
     assert outcome.last_slow > 1.15
 
+
 def test_receivers_that_die_midway_delay_the_others_little() -> None:
     assert broadcast(BroadcastScenario(32, dying_share=0.1)).last <= 1.15
+
 
 def test_pieces_that_take_no_longer_than_a_few_messages_keep_links_busy_as_well() -> None:
     scenario = BroadcastScenario(16, 512, piece_bytes=1 << 19, latency=0.0003)
     assert broadcast(scenario).last <= 1.06
     two_slots = replace(scenario, config=SwarmConfig(upload_slots=2))
     assert broadcast(two_slots).last > 1.3
+
 
 def test_a_sender_of_wrong_bytes_is_banned_and_the_others_get_the_right_ones() -> None:
     scenario = BroadcastScenario(32, pieces=128, hostile_share=0.1)
@@ -52,25 +59,30 @@ def test_a_sender_of_wrong_bytes_is_banned_and_the_others_get_the_right_ones() -
     # Of the four in each; those that could send one bad piece only may be left alone.
     assert 5 <= sum(outcome.banned for outcome in outcomes) <= 12
 
+
 def test_who_offers_and_sends_nothing_delays_others_little() -> None:
     outcome = broadcast(BroadcastScenario(32, silent_share=0.2))
     assert outcome.last <= 1.5
     assert outcome.wrongly_banned == 0
+
 
 def test_late_joiners_are_let_in_and_need_no_longer() -> None:
     outcome = broadcast(BroadcastScenario(40, pieces=128, joining_over=2.0))
     assert outcome.last <= 1.15
     assert outcome.source_copies < 5
 
+
 def test_the_source_may_leave_when_each_piece_is_in_the_swarm() -> None:
     outcome = broadcast(BroadcastScenario(24, source_leaves=True))
     assert outcome.source_left_at <= 1.05
     assert outcome.last <= 1.08
 
+
 def test_a_host_fetches_each_piece_once_however_many_receivers_it_has() -> None:
     outcome = broadcast(BroadcastScenario(16, pieces=128, receivers_per_host=4))
     assert outcome.most_copies_per_host <= 1.03
     assert outcome.last <= 1.4
+
 
 def test_who_needs_a_part_gets_that_part_from_those_who_have_it_and_nothing_else() -> None:
     outcome = broadcast(BroadcastScenario(64, parts=4))
@@ -81,6 +93,7 @@ def test_who_needs_a_part_gets_that_part_from_those_who_have_it_and_nothing_else
     many = broadcast(BroadcastScenario(100, parts=10))  # most neighbours are of no use
     assert many.last <= 2.5
     assert many.copies_per_host <= 0.11
+
 
 def test_everything_at_once() -> None:
     """Every healthy receiver completes in every scenario."""
@@ -98,14 +111,17 @@ def test_everything_at_once() -> None:
         assert outcome.last < math.inf
         assert outcome.wrongly_banned == 0
 
+
 def test_the_same_seed_gives_the_same_run() -> None:
     scenario = BroadcastScenario(12, pieces=32, slow_share=0.2, dying_share=0.2)
     assert broadcast(scenario, 5) == broadcast(scenario, 5)
     assert broadcast(scenario, 5) != broadcast(scenario, 6)
 
+
 def run_script(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "simulate_broadcast"), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
 
 def test_the_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "broadcast.json"
@@ -117,9 +133,11 @@ def test_the_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert 1.0 <= last["value"] == last["ratio"] <= 1.15
     assert last["against"] == "shortest possible"
 
+
 def test_a_figure_that_is_not_as_wanted_ends_the_script_with_status_1() -> None:
     done = run_script("--receivers", "1000", "--case", "leaving", "--pieces", "2")
     assert done.returncode == 0, done.stderr  # there are no limits for this few pieces
+
 
 @pytest.mark.parametrize(
     "options", [["--receivers", "0"], ["--receivers", "1001"], ["--pieces", "0"], ["--case", "x"]]

@@ -1,35 +1,36 @@
 """Names, followers and switches of checkpoints in whole simulated clusters, over a network that loses messages."""
 
 from __future__ import annotations
-from p2pstore.checkpoint.swarm.group import Follower
-from p2pstore.checkpoint.swarm.group import FollowerState
-from p2pstore.checkpoint.swarm.group import GroupUpdate
-from p2pstore.checkpoint.swarm.group import Heard
-from p2pstore.checkpoint.swarm.group import Prepare
-from p2pstore.checkpoint.swarm.group import Prepared
-from p2pstore.checkpoint.swarm.group import Stage
-from p2pstore.checkpoint.swarm.group import SwitchTo
-from p2pstore.checkpoint.swarm.group import Switched
-from p2pstore.checkpoint.swarm.group import Tick
-from p2pstore.checkpoint.swarm.group import Verdict
-from p2pstore.core.checkpoints import Checkpoints
-from p2pstore.gossip.checkpoint_records import Head
-from p2pstore.gossip.checkpoint_records import short_version
-from p2pstore.gossip.records import Participation
-from p2pstore.gossip.records import TakesPart
-from simulation.cluster import SimulatedCluster
-from simulation.cluster import SimulatedPeer
-from simulation.kernel import Faults
-from simulation.kernel import FaultyNetwork
-from simulation.kernel import Kernel
+
 from typing import Any
+
 import pytest
+
+from p2pstore.checkpoint.swarm.group import (
+    Follower,
+    FollowerState,
+    GroupUpdate,
+    Heard,
+    Prepare,
+    Prepared,
+    Stage,
+    Switched,
+    SwitchTo,
+    Tick,
+    Verdict,
+)
+from p2pstore.core.checkpoints import Checkpoints
+from p2pstore.gossip.checkpoint_records import Head, short_version
+from p2pstore.gossip.records import Participation, TakesPart
+from simulation.cluster import SimulatedCluster, SimulatedPeer
+from simulation.kernel import Faults, FaultyNetwork, Kernel
 
 LOSSY = Faults(loss=0.05, duplication=0.02, slow=0.05, slow_latency=0.4)
 STEP_SECONDS = 0.1
 V1, V2 = b"1" * 16, b"2" * 16
 TOLD = {Stage.VERIFIED: TakesPart.VERIFIED, Stage.CURRENT: TakesPart.VERIFIED}
 STAGES = {int(TakesPart.VERIFIED): Stage.VERIFIED}
+
 
 class World:
     """Peers, of which the first publishes and the others follow."""
@@ -107,6 +108,7 @@ class World:
             self.step()
         return self.now - begin
 
+
 class Following:
     """A follower that has each version a second after it began."""
 
@@ -141,9 +143,11 @@ class Following:
         known.follow(head.digest, said.version, state, said.current, now)
         self.peer.settle()
 
+
 def checkpoints(peer: SimulatedPeer) -> Checkpoints:
     assert peer.core is not None
     return peer.core.checkpoints
+
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_group_updates_again_and_again(seed: int) -> None:
@@ -157,6 +161,7 @@ def test_a_group_updates_again_and_again(seed: int) -> None:
         assert {each.follower.current for each in world.followers} == before
         assert world.update(head) is Verdict.SWITCH
         assert world.until_all_use(version, 10.0) < 2.0
+
 
 def test_how_far_many_are_costs_few_messages() -> None:
     """As long as any two differ in anything, all compare all they know: so all tell it at the same moments."""
@@ -186,6 +191,7 @@ def test_how_far_many_are_costs_few_messages() -> None:
         parts = checkpoints(peer).participants(V1)
         assert len(parts) == 16
         assert min(part.done_permille for part in parts.values()) > 700
+
 
 def test_a_follower_that_is_cut_off_or_dead_and_a_publisher_that_dies() -> None:
     world = World(99, 6)

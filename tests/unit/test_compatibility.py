@@ -5,118 +5,110 @@ fields that have defaults. Connections are real ones.
 """
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Iterator
+
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Iterator
 from itertools import product
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import pytest
+import trio
+import xxhash
+
 from p2pstore import wire
 from p2pstore.access.keyring import KeyRing
 from p2pstore.checkpoint import checkpoint_messages
-from p2pstore.errors import ConfigError
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import ProtocolError
-from p2pstore.errors import ProtocolMismatch
+from p2pstore.errors import ConfigError, P2PStoreError, ProtocolError, ProtocolMismatch
 from p2pstore.gossip import gossip_messages as control
-from p2pstore.gossip.floors.cluster_records import ClusterRecords
-from p2pstore.gossip.floors.cluster_records import TheirRecords
-from p2pstore.gossip.gossip_messages import Claim
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Delta
-from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.links.admission import AdmissionRefused
-from p2pstore.gossip.links.admission import Listener
-from p2pstore.gossip.links.admission import Opener
+from p2pstore.gossip.floors.cluster_records import ClusterRecords, TheirRecords
+from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Status
+from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.identity import Ed25519Verifier
-from p2pstore.gossip.links.identity import Identity
+from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.members.membership import Membership
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import MAX_RECORD_BYTES
-from p2pstore.gossip.records import NewerFormat
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import Tier
-from p2pstore.gossip.records import decode_location
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import open_cluster_record
-from p2pstore.gossip.records import open_peer_record
-from p2pstore.gossip.records import read_cluster_record
-from p2pstore.gossip.records import read_peer_record
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    MAX_RECORD_BYTES,
+    ClusterRecord,
+    NewerFormat,
+    SignedRecord,
+    Tier,
+    decode_location,
+    member_of,
+    open_cluster_record,
+    open_peer_record,
+    read_cluster_record,
+    read_peer_record,
+)
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_greeting import Opening
 from p2pstore.memory.entries import Written
 from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.memory.segment_layout import plan_geometry
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
-from p2pstore.runtime.blocking_streams import BlockingDriver
-from p2pstore.runtime.blocking_streams import run_blocking
+from p2pstore.memory.segment_layout import (
+    Pin,
+    TrailerBody,
+    decode_trailer,
+    encode_trailer,
+    plan_geometry,
+)
+from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.transfer import data_messages as data
 from p2pstore.transfer import peer_messages
-from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.read_tickets import TicketClaims
-from p2pstore.transfer.read_tickets import issue_ticket
-from p2pstore.transfer.read_tickets import open_ticket
-from p2pstore.transfer.read_tickets import ticket_secret
+from p2pstore.transfer.read_tickets import (
+    Scope,
+    TicketClaims,
+    issue_ticket,
+    open_ticket,
+    ticket_secret,
+)
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server as data_server_module
-from p2pstore.wire import Code
-from p2pstore.wire import ERROR
-from p2pstore.wire import Empty
-from p2pstore.wire import Failure
-from p2pstore.wire import HEADER
-from p2pstore.wire import HEADER_BYTES
-from p2pstore.wire import Message
-from p2pstore.wire import ONE_WAY
-from p2pstore.wire import PREFACE_DATA
-from p2pstore.wire import PREFACE_LOCAL
-from p2pstore.wire import REPLY
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_body
-from p2pstore.wire import encode_frame
-from pathlib import Path
+from p2pstore.wire import (
+    ERROR,
+    HEADER,
+    HEADER_BYTES,
+    ONE_WAY,
+    PREFACE_DATA,
+    PREFACE_LOCAL,
+    REPLY,
+    Code,
+    Empty,
+    Failure,
+    Message,
+    decode_body,
+    encode_body,
+    encode_frame,
+)
 from tests.contract.small_peer import small_peer
-from tests.contract.test_link import Answerer
-from tests.contract.test_link import control_hosts
-from tests.contract.test_transport import TcpHarness
-from tests.contract.test_transport import authenticated
-from tests.contract.test_transport import connect
-from tests.contract.test_transport import grant
-from tests.contract.test_transport import read_frame
-from tests.contract.test_transport import segment_of
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import remote_object
+from tests.contract.test_link import Answerer, control_hosts
+from tests.contract.test_transport import (
+    TcpHarness,
+    authenticated,
+    connect,
+    grant,
+    read_frame,
+    segment_of,
+)
+from tests.unit.core_harness import Harness, remote_object
 from tests.unit.digest_rows import digest_from
-from tests.unit.gossip_network import Network
-from tests.unit.gossip_network import peer_record
-from types import UnionType
-from typing import Any
-from typing import Union
-from typing import get_args
-from typing import get_origin
-from typing import get_type_hints
-import contextlib
-import json
-import msgspec
-import os
-import pytest
-import socket
-import struct
-import trio
-import xxhash
+from tests.unit.gossip_network import Network, peer_record
 
 FROM_THE_FUTURE: list[Any] = ["new", {"and": [1, b"2"]}, None]
 UNKNOWN_KIND = 999
 UNKNOWN_FLAGS = 0x8000 | 0x10
+
 
 def all_messages(base: type[Message] = Message) -> Iterator[type[Message]]:
     for each in base.__subclasses__():
@@ -124,10 +116,12 @@ def all_messages(base: type[Message] = Message) -> Iterator[type[Message]]:
             yield each
         yield from all_messages(each)
 
+
 MESSAGES = sorted(all_messages(), key=lambda each: (each.__module__, each.__name__))
 every_message = pytest.mark.parametrize(
     "message_type", MESSAGES, ids=lambda each: f"{each.__module__.split('.', 1)[1]}.{each.__name__}"
 )
+
 
 def sample(hint: Any) -> Any:
     """A value of an annotated field that is not its default."""
@@ -142,6 +136,7 @@ def sample(hint: Any) -> Any:
         return sample(get_args(hint)[0])
     return {int: 5, float: 2.5, bool: True, str: "text", bytes: b"a digest's bytes"}[hint]
 
+
 def newer(value: Any) -> Any:
     """The value as a newer version would encode it: every message, nested ones too, is longer."""
     if isinstance(value, Message):
@@ -149,12 +144,14 @@ def newer(value: Any) -> Any:
         return fields + FROM_THE_FUTURE
     return [newer(each) for each in value] if isinstance(value, list | tuple) else value
 
+
 def older(value: Any) -> Any:
     """The value as an older version would encode it: nothing that has a default."""
     if isinstance(value, Message):
         required = len(value.__struct_fields__) - len(value.__struct_defaults__)
         return [older(getattr(value, name)) for name in value.__struct_fields__[:required]]
     return [older(each) for each in value] if isinstance(value, list | tuple) else value
+
 
 def without_optional(value: Any) -> Any:
     """The message that `older` should be read as."""
@@ -164,23 +161,28 @@ def without_optional(value: Any) -> Any:
         return type(value)(*[without_optional(getattr(value, name)) for name in fields])
     return [without_optional(each) for each in value] if isinstance(value, list) else value
 
+
 # --- messages and records ----------------------------------------------------------------------
+
 
 def test_no_message_is_forgotten() -> None:
     for module in (control, data, local_protocol, checkpoint_messages):
         assert set(module.REQUESTS.values()) | set(module.REPLIES.values()) <= set(MESSAGES)
     assert {SignedRecord, ClusterRecord, TicketClaims, TrailerBody, Failure} <= set(MESSAGES)
 
+
 @every_message
 def test_what_a_newer_version_appends_is_ignored(message_type: type[Message]) -> None:
     message = sample(message_type)
     assert decode_body(message_type, msgspec.msgpack.encode(newer(message))) == message
+
 
 @every_message
 def test_what_an_older_version_lacks_has_its_default(message_type: type[Message]) -> None:
     message = sample(message_type)
     body = msgspec.msgpack.encode(older(message))
     assert decode_body(message_type, body) == without_optional(message)
+
 
 def test_values_that_a_newer_version_made_up() -> None:
     packed = bytearray(LOCATION_BYTES)
@@ -194,6 +196,7 @@ def test_values_that_a_newer_version_made_up() -> None:
     state = members.get(ids[1])
     assert state is not None
     assert (state.status, state.incarnation, members.own.incarnation) == (Status.DEAD, 1, 1)
+
 
 def test_an_object_with_a_newer_pin_and_newer_fields_can_be_kept() -> None:
     value, sums = b"value", chunk_sums(b"value")
@@ -224,6 +227,7 @@ def test_an_object_with_a_newer_pin_and_newer_fields_can_be_kept() -> None:
     )
     assert entry.pin is Pin.HARD
 
+
 def test_a_copy_from_an_older_holder_fits_though_its_trailer_grows() -> None:
     """The trailer is written anew, with the fields that the older version did not have."""
     world = Harness(others=1)
@@ -243,10 +247,12 @@ def test_a_copy_from_an_older_holder_fits_though_its_trailer_grows() -> None:
         world.segment.remove(entry.digest)
         world.core.operations.cancel(operation, world.now)
 
+
 # --- caps ----------------------------------------------------------------------------------------
 
 NOTHING = Delta([], [], [], [])
 SIGNED = SignedRecord(b"", b"")
+
 
 @pytest.mark.parametrize(
     "message",
@@ -268,10 +274,12 @@ def test_lists_have_caps(message: Message) -> None:
     with pytest.raises(ProtocolError, match="length"):
         decode_body(type(message), encode_body(message))
 
+
 @pytest.mark.parametrize("read", [read_peer_record, read_cluster_record])
 def test_long_records_are_refused_before_they_are_read(read: Any) -> None:
     with pytest.raises(ProtocolError, match="record of 16,385 bytes"):
         read(SignedRecord(bytes(MAX_RECORD_BYTES + 1), b""))
+
 
 def test_frames_and_trailers_have_caps() -> None:
     for limits in (
@@ -288,13 +296,17 @@ def test_frames_and_trailers_have_caps() -> None:
     with pytest.raises(ValueError, match="at most 65,535"):
         encode_trailer(TrailerBody("n", "k", bytes(70_000)))
 
+
 # --- signatures ----------------------------------------------------------------------------------
+
 
 def signed_by_a_newer_version(identity: Identity, record: Message, context: bytes) -> SignedRecord:
     body = msgspec.msgpack.encode(newer(record))
     return SignedRecord(body, identity.sign(context + body))
 
+
 PEER_CONTEXT, CLUSTER_CONTEXT = b"p2pstore peer record 1\0", b"p2pstore cluster record 1\0"
+
 
 def test_an_older_peer_passes_newer_records_on_as_they_are() -> None:
     network = Network(1)
@@ -321,6 +333,7 @@ def test_an_older_peer_passes_newer_records_on_as_they_are() -> None:
     assert third.cluster_records.get(77, 3, b"name") == unknown
     assert third.cluster_records.hash == relay.cluster_records.hash
 
+
 def test_records_of_a_newer_format_are_left_alone() -> None:
     network = Network(2)
     nodes = network.start_all(2)
@@ -338,6 +351,7 @@ def test_records_of_a_newer_format_are_left_alone() -> None:
     assert reply == Empty()
     assert len(nodes[0].gossip.cluster_records) == 0
 
+
 def test_cluster_records_come_back_from_the_disk_as_they_were_signed(tmp_path: Path) -> None:
     identity = Identity(b"n" * 32)
     record = ClusterRecord(1, 1, b"name", 5, 6, identity.peer_id)
@@ -350,6 +364,7 @@ def test_cluster_records_come_back_from_the_disk_as_they_were_signed(tmp_path: P
     kept = ClusterRecords()
     kept.load([(record, loaded)])
     assert kept.dump() == [signed]
+
 
 def test_a_ticket_with_newer_claims_is_good() -> None:
     signer, audience = Identity(b"i" * 32), Identity(b"a" * 32).peer_id
@@ -374,13 +389,16 @@ def test_a_ticket_with_newer_claims_is_good() -> None:
     assert not opened.scope & Scope.PEER
     assert secret == ticket_secret(ring.keys[0], packed)
 
+
 # --- unknown kinds and flags over real connections -----------------------------------------------
+
 
 @contextlib.asynccontextmanager
 async def data_server() -> AsyncIterator[TcpHarness]:
     with trio.fail_after(20):
         async with TcpHarness.open(segment_of(1 << 20)) as harness:
             yield harness
+
 
 async def test_data_connections_answer_unknown_kinds() -> None:
     async with data_server() as harness:
@@ -398,6 +416,7 @@ async def test_data_connections_answer_unknown_kinds() -> None:
         assert decode_body(data.Pong, body) == data.Pong(7, 42)
         stream.close()
 
+
 async def test_control_streams_answer_unknown_kinds() -> None:
     with trio.fail_after(20):
         async with control_hosts(Answerer()) as pair:
@@ -406,12 +425,14 @@ async def test_control_streams_answer_unknown_kinds() -> None:
             assert error.value.code == Code.UNSUPPORTED
             await pair.ping(1)
 
+
 @contextlib.contextmanager
 def local_stream(path: Path) -> Iterator[socket.socket]:
     with small_peer(path), socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(5)
         sock.connect(os.fspath(path))
         yield sock
+
 
 def receive_local(sock: socket.socket) -> tuple[int, int, int, bytes]:
     def exactly(length: int) -> bytes:
@@ -427,11 +448,13 @@ def receive_local(sock: socket.socket) -> tuple[int, int, int, bytes]:
     kind, flags, number, body, _ = HEADER.unpack(exactly(HEADER_BYTES))
     return kind, flags, number, exactly(body)
 
+
 def local_hello(minimum: int = 1, maximum: int = 1) -> bytes:
     hello = local_protocol.Hello(
         minimum, maximum, "default", local_protocol.Access.READ, os.getpid()
     )
     return PREFACE_LOCAL + encode_frame(local_protocol.LocalKind.HELLO, 0, hello)
+
 
 def test_the_local_socket_answers_unknown_kinds(tmp_path: Path) -> None:
     with local_stream(tmp_path / "s") as sock:
@@ -449,6 +472,7 @@ def test_the_local_socket_answers_unknown_kinds(tmp_path: Path) -> None:
         kind, flags, number, body = receive_local(sock)
         assert (kind, number) == (local_protocol.LocalKind.CONTAINS, 3)
 
+
 # --- versions ------------------------------------------------------------------------------------
 
 MEETINGS = [
@@ -463,6 +487,7 @@ MEETINGS = [
 ]
 meetings = pytest.mark.parametrize(("own", "theirs", "spoken"), MEETINGS)
 
+
 def speak(monkeypatch: pytest.MonkeyPatch, versions: tuple[int, int]) -> None:
     monkeypatch.setattr(wire, "MIN_PROTOCOL_VERSION", versions[0])
     monkeypatch.setattr(wire, "MAX_PROTOCOL_VERSION", versions[1])
@@ -470,6 +495,7 @@ def speak(monkeypatch: pytest.MonkeyPatch, versions: tuple[int, int]) -> None:
     monkeypatch.setattr(wire, "MAX_CONTROL_VERSION", versions[1])
     monkeypatch.setattr(data_server_module, "MIN_DATA_VERSION", versions[0])
     monkeypatch.setattr(data_server_module, "MAX_DATA_VERSION", versions[1])
+
 
 @meetings
 async def test_versions_meet_on_data_connections(
@@ -484,6 +510,7 @@ async def test_versions_meet_on_data_connections(
         assert_met(flags, body, data.HelloReply, spoken, own, theirs)
         stream.close()
 
+
 @meetings
 def test_versions_meet_on_the_local_socket(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: Any, theirs: Any, spoken: int | None
@@ -493,6 +520,7 @@ def test_versions_meet_on_the_local_socket(
         sock.sendall(local_hello(*theirs))
         _, flags, _, body = receive_local(sock)
         assert_met(flags, body, local_protocol.HelloReply, spoken, own, theirs)
+
 
 @meetings
 def test_versions_meet_on_control_streams(
@@ -512,6 +540,7 @@ def test_versions_meet_on_control_streams(
     listener.receive_proof(opener.receive_reply(reply))
     assert opener.version == spoken
 
+
 def assert_met(
     flags: int, body: bytes, reply: type[Any], spoken: int | None, own: Any, theirs: Any
 ) -> None:
@@ -523,8 +552,10 @@ def assert_met(
     assert failure.code == Code.PROTOCOL_MISMATCH
     assert versions_in(own, theirs) in failure.text
 
+
 def versions_in(own: tuple[int, int], theirs: tuple[int, int]) -> str:
     return f"versions {own[0]} to {own[1]}, the other side {theirs[0]} to {theirs[1]}"
+
 
 def sides() -> tuple[Opener, Listener]:
     first, second = (Identity(bytes([number]) * 32).peer_id for number in (1, 2))
@@ -533,6 +564,7 @@ def sides() -> tuple[Opener, Listener]:
         Opener(own_id=first, peer_id=second, nonce=bytes(32), **common),
         Listener(own_id=second, peer_id=first, nonce=b"n" * 32, **common),
     )
+
 
 def test_a_version_that_was_not_offered_is_refused(tmp_path: Path) -> None:
     opener, listener = sides()
@@ -550,6 +582,7 @@ def test_a_version_that_was_not_offered_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ProtocolMismatch, match="the other side 2 to 2"):
             run_blocking(opening)
 
+
 async def test_a_data_server_that_picks_another_version_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -558,7 +591,9 @@ async def test_a_data_server_that_picks_another_version_is_refused(
         with pytest.raises(ProtocolMismatch, match="the other side 5 to 5"):
             await DataConnection.open(await connect(harness.address), grant())
 
+
 # --- the state directory -------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize(
     ("name", "content"),
@@ -583,6 +618,7 @@ def test_files_of_a_newer_format_are_refused_and_kept(
     with pytest.raises(ConfigError, match="has format 2, this program knows up to 1"):
         use()
     assert (tmp_path / name).read_bytes() == content
+
 
 def test_fields_that_a_newer_version_added_to_state_files_do_no_harm(tmp_path: Path) -> None:
     state = {"format": 1, "incarnation": 7, "clock": 8, "new": {"and": 1}}

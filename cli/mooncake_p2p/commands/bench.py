@@ -87,13 +87,13 @@ def medians_in_turns(
 
 
 def document(figures: list[Figure]) -> dict[str, Any]:
-    """What `--json` prints: the shape of the scripts' files."""
+    """The document of `--json`, in the shape of the scripts' files."""
     results = [asdict(result) for figure in figures for result in figure.results()]
     return {"results": results, "machine": machine()}
 
 
 def machine() -> dict[str, object]:
-    """What the figures were measured on."""
+    """The machine of the figures."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line for line in lines if line.startswith("model name")), "")
     return {

@@ -51,7 +51,7 @@ class PoolOptions:
     ssd: Annotated[str, typer.Option(metavar="SIZE|Nblocks", help="SSD of each peer; 0: none.")] = (
         "0"
     )
-    policy: Annotated[Policy, typer.Option(help="What memory evicts first.")] = Policy.prefix
+    policy: Annotated[Policy, typer.Option(help="Order of eviction from memory.")] = Policy.prefix
     routing: Annotated[
         Routing, typer.Option(help="Which peer a request goes to; affine: has its prefix.")
     ] = Routing.round_robin

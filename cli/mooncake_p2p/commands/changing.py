@@ -268,7 +268,7 @@ class _Removal:
                 self.failed[item.key] = item.error
 
     def problem(self) -> Exception:
-        """What the command ends with when it could not remove all."""
+        """The error of the command when keys are left."""
         if self.failed:
             return next(iter(self.failed.values()))
         return CommandFailed(incomplete(self.silent_peers))
@@ -322,7 +322,7 @@ def _tell(removal: _Removal, json: bool, *, stopped: bool) -> None:
 
 
 def incomplete(silent_peers: Iterable[str]) -> str:
-    """What to say when peers did not list their keys."""
+    """The message when peers did not list their keys."""
     names = ", ".join(map(printable, sorted(silent_peers)))
     return f"incomplete: {names} did not answer, and may hold more such keys; run it again when they do"
 
@@ -330,7 +330,7 @@ def incomplete(silent_peers: Iterable[str]) -> str:
 def flush(
     namespace: Annotated[
         str,
-        typer.Argument(metavar="NAMESPACE", help="What to remove whole.", show_default=False),
+        typer.Argument(metavar="NAMESPACE", help="Namespace to remove.", show_default=False),
     ],
     yes: Yes = False,
     socket: Socket = None,

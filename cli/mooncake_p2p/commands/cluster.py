@@ -211,7 +211,7 @@ def leave(
 ) -> None:
     """Make the local peer leave the cluster and end. Returns when it has left.
 
-    What only this peer holds is handed over to others first, in at most --drain: pinned objects,
+    Objects that only this peer holds are handed over to others first, in at most --drain: pinned objects,
     then those that are asked for most; to peers that have memory free, else to others, which make
     room for it. With an SSD, memory is written to it meanwhile. --drain 0 hands over nothing.
     """
@@ -247,8 +247,8 @@ def _left_behind(handed: dict[str, Any]) -> str:
 
 
 def _wait_until_gone(client: BlockingClient, seconds: float, bar: ProgressBar) -> dict[str, Any]:
-    """Wait until the peer lets go of its clients, which is the last thing it does. What it said of handing over: the
-    peer waits until it was asked for the end of that."""
+    """Wait until the peer lets go of its clients, which is the last thing it does. Returns its report of the hand-over:
+    the peer waits until it was asked for the end of that."""
     deadline = time.monotonic() + seconds
     handed: dict[str, Any] = {"objects": 0, "bytes": 0, "left_objects": 0, "left_bytes": 0}
     while time.monotonic() < deadline:

@@ -33,7 +33,7 @@ assert TOKEN_BYTES == 320 * KIB
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of the demo did and how long it took."""
+    """One step of the demo: its time, bytes and result."""
 
     name: str
     seconds: float
@@ -87,7 +87,7 @@ def demo(
 
 
 class _Show:
-    """What the audience sees: a line when a step begins, its result, and a table at the end."""
+    """The output of the demo: a line when a step begins, its result, and a table at the end."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet

@@ -239,8 +239,8 @@ def support_bundle(
     """Collect diagnostics for support, without secrets, in one file.
 
     Statistics, members, recent slow operations, settings and the end of the log of each peer on this
-    machine (or of the one named by --socket), what `doctor` finds, and versions. What cannot be had
-    is left out, with the reason: it works without any peer, and when one hangs.
+    machine (or of the one named by --socket), what `doctor` finds, and versions. Missing parts
+    are listed with the reason: it works without any peer, and when one hangs.
 
     Cluster keys, identities, invites, tickets and whatever looks like a secret are removed. Names of
     peers and objects, addresses and paths are not: look before you pass it on.

@@ -36,7 +36,7 @@ class KeyRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeyOptions:
-    """What `keygen` does: a step of a rotation, or a key for a role."""
+    """The task of `keygen`: a step of a rotation, or a key for a role."""
 
     add: Annotated[
         bool, typer.Option("--add", help="Step 1: append a new key that all will accept.")

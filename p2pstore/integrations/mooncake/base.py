@@ -1,4 +1,4 @@
-"""What all calls of a set-up store stand on: its connection, and errors as codes."""
+"""The base of all calls of a set-up store: its connection, and errors as codes."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class StoreBase:
             self._pools.add(pool)
 
     def _segment_name(self, peer: PeerInfo) -> str:
-        """What the memory of a peer is called. Other stores know a peer by its name, which is what its own one was told
+        """The name of a peer's memory. Other stores know a peer by its name, which is what its own one was told
         as `local_hostname`."""
         name = self._settings.hostname if peer.me and self._settings is not None else peer.name
         if not peer.data or has_port(name):
@@ -250,7 +250,7 @@ class StoreBase:
             self._lock.release()
 
     def _start_again(self, client: BlockingClient) -> None:
-        """Another peer in the place of the store's own one, which has ended. What that one held is lost."""
+        """Another peer in the place of the store's own one, which has ended. Its objects are lost."""
         with self._lock:
             before, settings = self._own_peer, self._settings
             if self._client is not client or before is None or settings is None:
@@ -284,8 +284,8 @@ def has_port(name: str) -> bool:
 
 
 def _start_peer(settings: SetupSettings) -> OwnPeer:
-    """Start a peer; at an address that was named and is free here, if there is one. What another program takes in the
-    meantime is not asked for again."""
+    """Start a peer; at an address that was named and is free here, if there is one. An address that another program
+    takes in the meantime is not asked for again."""
     for attempt in range(1, START_ATTEMPTS + 1):
         place = takes_over(settings, os.environ)
         port = None if settings.http_port is None else free_port(settings.http_port)

@@ -34,7 +34,7 @@ class _Region:
 
 
 class _Export(np.ndarray[Any, Any]):
-    """What a `memoryview` of a lease is made of. It keeps the lease, and can be watched."""
+    """The array behind a `memoryview` of a lease. It keeps the lease, and can be watched."""
 
     lease: Any
 

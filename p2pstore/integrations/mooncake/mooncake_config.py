@@ -41,7 +41,7 @@ _VARIABLES: Final = {
     "client_http_port": "MOONCAKE_CLIENT_HTTP_PORT",
 }
 _FROM_ENVIRONMENT: Final = {"local_hostname": "localhost", "metadata_server": "P2PHANDSHAKE"}
-"""What the environment need not say, though a file must."""
+"""Defaults of settings that a file must have and the environment need not."""
 
 
 def _text(value: Any, name: str) -> str:

@@ -254,7 +254,7 @@ class ObjectCalls(StoreBase):
 
     def _keep_pinned(self, keys: Sequence[str], config: ReplicateConfig) -> list[int]:
         """Give the soft pins of what was stored their length, where that is not the usual half an hour; a code for
-        each. What went to another peer, for want of room here, is pinned there."""
+        each. An object that went to another peer, for want of room here, is pinned there."""
         codes = [0] * len(keys)
         seconds = (config.soft_pin_ttl_ms or 0) / 1000
         for number, key in enumerate(keys if seconds else ()):

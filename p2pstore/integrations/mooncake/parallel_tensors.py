@@ -73,7 +73,7 @@ class _Stored:
         return _with_length(layout.whole, layout.split_dim, length)
 
     def header(self, rank: int) -> TensorHeader:
-        """What the header of a shard must say."""
+        """The header that a shard must have."""
         return _header(
             self.layout.dtype, self.shard_shape, self.layout.whole, tuple(self.axes_of(rank))
         )
@@ -87,7 +87,7 @@ class ParallelTensorCalls(TensorCalls):
     the caller's part is stored; without `tp` it is stored as it is. The calls `..._from` store all shards.
 
     A read finds the shard that was stored as it is asked for, else puts it together from shards of another size along
-    the same dimension. What cannot be put together is None, never another shard (as Mooncake sometimes answers).
+    the same dimension. An impossible combination is None, never another shard (as Mooncake sometimes answers).
     """
 
     # --- put -----------------------------------------------------------------------------------

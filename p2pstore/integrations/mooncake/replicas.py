@@ -26,7 +26,7 @@ class RemovingCalls(ObjectCalls):
     """Calls that remove. A removed object is gone everywhere, and does not come back with a peer that was away.
 
     Mooncake grants a lease of seconds with every read and every `is_exist`, and refuses to remove the object meanwhile
-    (-706) unless `force` is given. Here reads leave nothing behind: they check what they copied, and who has a
+    (-706) unless `force` is given. Here reads leave nothing behind: they check what they copied, and a
     `BufferHandle` keeps its bytes even when the object is removed. So nothing is ever refused, and `force` makes no
     difference.
     """

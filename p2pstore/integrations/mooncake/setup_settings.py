@@ -1,4 +1,4 @@
-"""What `setup` is told, as settings of a peer."""
+"""The arguments of `setup` as settings of a peer."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ _OTHER_PROTOCOLS: Final = (
 
 @dataclass(frozen=True)
 class SetupSettings:
-    """What a store is to be. `bootstrap` are addresses of peers; `ignored` is what was said of a metadata server and
-    cannot be the address of a peer. `for_own_peer` names the settings that only a peer that is started follows,
+    """The checked arguments of `setup`. `bootstrap` are addresses of peers; `ignored` those of metadata servers that
+    cannot be peers. `for_own_peer` names the settings that only a peer that is started follows,
     `unused` says which have no effect at all."""
 
     hostname: str
@@ -276,7 +276,7 @@ def _overruled(
     servers: Sequence[str],
     environment: Mapping[str, str],
 ) -> list[str]:
-    """What to say of settings instead of which others count."""
+    """Messages about settings that others overrule."""
     texts = []
     if said["tenant_id"] not in (DEFAULT_NAMESPACE, namespace):
         texts.append(f"setup: tenant_id changes nothing: the namespace is said to be {namespace!r}")
@@ -287,7 +287,7 @@ def _overruled(
 
 
 def _unused(said: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """What to say of settings that have no effect."""
+    """Messages about settings without effect."""
     texts = [
         f"setup: {name} changes nothing: {why}"
         for name, why in _NEVER_USED.items()
