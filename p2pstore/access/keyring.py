@@ -331,3 +331,9 @@ def new_cluster_key() -> str:
     import secrets  # here, because pure modules load this one
 
     return secrets.token_hex(KEY_BYTES)
+
+
+def rights_of(ring: KeyRing) -> str:
+    """What the holder of the ring may do, in words."""
+    role = ring.role.name.lower()
+    return f"{role} of {', '.join(map(repr, ring.writers))}" if ring.writers else role

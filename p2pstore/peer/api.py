@@ -52,46 +52,49 @@ from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_table_memo
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
 from p2pstore.objects import HybridClock, clock_from_unix_seconds, key_digest, parse_bytes
-from p2pstore.peer.credentials import (
+from p2pstore.peer.for_clients.erasing import Erasing
+from p2pstore.peer.for_clients.local_backend import PeerLocalBackend
+from p2pstore.peer.for_clients.local_queries import known_copy
+from p2pstore.peer.for_peers.data_backend import PeerDataBackend, PeerStoreBackend
+from p2pstore.peer.lifetime.credentials import (
     Credentials,
     fitted_to_role,
     log_expelled,
     refuse_open_door,
 )
-from p2pstore.peer.data_backend import PeerDataBackend
-from p2pstore.peer.erasing import Erasing
-from p2pstore.peer.kept_memory import begin_with_kept, tell_what_returned, watch_earlier_clients
-from p2pstore.peer.local_answers import known_copy
-from p2pstore.peer.local_backend import PeerLocalBackend
-from p2pstore.peer.node import Node
-from p2pstore.peer.peer_addresses import (
+from p2pstore.peer.lifetime.peer_addresses import (
     advertised,
     control_listen_address,
     data_listen_addresses,
-    host_identity,
     link_bytes_per_second,
 )
-from p2pstore.peer.peer_rdma import PeerRdma, open_rdma
+from p2pstore.peer.node import Node
 from p2pstore.peer.peer_ssd import open_ssd
-from p2pstore.peer.prefaulting import provide_pages
-from p2pstore.peer.segment_memory import SegmentMemory, create_segment_memory
-from p2pstore.peer.store_backend import PeerStoreBackend
-from p2pstore.peer.ticket_desk import TicketOffice
+from p2pstore.peer.segment_memory import (
+    SegmentMemory,
+    begin_with_kept,
+    create_segment_memory,
+    provide_pages,
+    tell_what_returned,
+    watch_earlier_clients,
+)
 from p2pstore.results import Location
 from p2pstore.runtime import memory_barrier
 from p2pstore.runtime.nursery import open_background_nursery
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory, ephemeral
-from p2pstore.status.metrics.metrics_server import address_of, open_metrics_listeners, serve_metrics
-from p2pstore.status.pages import metrics_pages
-from p2pstore.status.source import StatusSource
+from p2pstore.status.http_server import address_of, open_metrics_listeners, serve_metrics
+from p2pstore.status.status_page import StatusSource, metrics_pages
+from p2pstore.topology.sysfs import host_identity
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
+from p2pstore.transfer.rdma.rdma_opening import PeerRdma, open_rdma
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
 from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
 from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
+from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import Transport
 from p2pstore.wire import decode_body
 
@@ -193,7 +196,7 @@ async def open_peer(
                 yield peer
         finally:
             with trio.CancelScope(shield=True):
-                await peer.node.leave()
+                await peer.node.leaving.run()
     if peer.node.failure is not None:
         raise peer.node.failure
 
@@ -426,7 +429,12 @@ class _Assembly:
             self.stack.callback(node.shm.close)
             transports.append(node.shm)
         self.rdma = await self.stack.enter_async_context(
-            open_rdma(self.config, self.memory, node.pool)
+            open_rdma(
+                self.config,
+                self.memory.view,
+                node.pool,
+                partial(provide_pages, self.memory, self.config),
+            )
         )
         node.rdma = self.rdma
         if self.rdma is not None:
@@ -435,7 +443,7 @@ class _Assembly:
             self.rdma.when_lost(node.core.gossip.own_record.changed)
         if self.config.transport in ("auto", "tcp"):
             transports.append(TcpTransport(node.pool))
-        node.transports = transports
+        node.routes.transports = transports
 
     async def _open_control(self, node: Node, listen: tuple[str, int | None]) -> None:
         config = self.config
@@ -446,10 +454,10 @@ class _Assembly:
                 ring=self.credentials.ring,
                 allowed=self.credentials.allowed,
                 cluster=config.cluster,
-                handler=node.serve_control,
-                readers=node.serve_reader,
-                on_lost=node.control_lost,
-                on_refused=node.stranger_refused,
+                handler=node.control.serve,
+                readers=node.control.serve_reader,
+                on_lost=node.control.lost,
+                on_refused=node.control.stranger_refused,
                 software=p2pstore.__version__,
                 budget=node.budget,
             )
@@ -468,7 +476,7 @@ class _Assembly:
         config = self.config
         nursery = await self.stack.enter_async_context(open_background_nursery())
         await nursery.start(node.run)
-        nursery.start_soon(node.checkup.watch)
+        nursery.start_soon(node.statistics.checkup.watch)
         if node.shm is not None:
             nursery.start_soon(node.shm.watch_holders)
         max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
@@ -537,8 +545,10 @@ class _Assembly:
         if config.metrics is not None:
             metrics_listeners = await open_metrics_listeners(config.metrics)
             self.metrics = address_of(metrics_listeners)
-            status = StatusSource(node, with_keys=config.metrics_keys)
-            nursery.start_soon(serve_metrics, metrics_listeners, metrics_pages(node, status))
+            status = StatusSource(node.statistics, with_keys=config.metrics_keys)
+            nursery.start_soon(
+                serve_metrics, metrics_listeners, metrics_pages(node.statistics, status)
+            )
         await nursery.start(local_server)
         if isinstance(self.memory, KeptMemory):
             nursery.start_soon(watch_earlier_clients, node.core.segment, self.memory)

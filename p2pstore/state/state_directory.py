@@ -52,8 +52,13 @@ from p2pstore.gossip.records import PeerId, SignedRecord, format_peer_id
 from p2pstore.objects import newest_accepted_clock
 from p2pstore.runtime.shortage import is_shortage, shortage
 from p2pstore.state.floors_file import NewerFormat, floor_frames, floors_file, read_floors
-from p2pstore.state.folder import Folder, refuse_files_of_others, refuse_folder_of_another
-from p2pstore.state.regular_file import SAFELY, open_regular_file
+from p2pstore.state.folder import (
+    SAFELY,
+    Folder,
+    open_regular_file,
+    refuse_files_of_others,
+    refuse_folder_of_another,
+)
 
 logger = logging.getLogger("p2pstore.state.state_directory")
 

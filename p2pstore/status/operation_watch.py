@@ -19,8 +19,7 @@ from p2pstore.local.local_messages import MAX_BATCH, LocalKind, PutStatus
 from p2pstore.local.server import LocalClient
 from p2pstore.memory.segment_layout import digests_in_slots
 from p2pstore.objects import DIGEST_BYTES, key_digest
-from p2pstore.peer.fallbacks import Fallbacks
-from p2pstore.status.measures import IN_PLACE, ON_SSD, Measures
+from p2pstore.status.measures import IN_PLACE, ON_SSD, Fallbacks, Measures, Traffic
 from p2pstore.status.slow_operations import (
     MAX_DIGESTS,
     SlowOperation,
@@ -29,7 +28,6 @@ from p2pstore.status.slow_operations import (
     Watched,
     describe,
 )
-from p2pstore.status.traffic import Traffic
 from p2pstore.transfer.data_messages import (
     CheckCopy,
     DataKind,

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS
-from p2pstore.status.doctor.finding import Finding, Status, broken, warning
+from p2pstore.status.doctor.finding import MAX_TEXT_LETTERS, Finding, Status, broken, shown, warning
 from p2pstore.status.doctor.network_rules import SsdReading, judge_ssd
-from p2pstore.status.text import MAX_TEXT_LETTERS, shown
 
 MAX_PROBLEMS: Final = 20
 MAX_NAMES: Final = 5

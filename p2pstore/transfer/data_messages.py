@@ -471,7 +471,7 @@ class Statistics(Message, frozen=True):
 
 
 class StatisticsReply(Message, frozen=True):
-    """A JSON document (see `p2pstore.status.statistics`): for people and dashboards, it only grows."""
+    """A JSON document (see `p2pstore.peer.statistics`): for people and dashboards, it only grows."""
 
     document: bytes
 

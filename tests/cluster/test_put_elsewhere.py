@@ -34,12 +34,12 @@ from p2pstore.objects import (
 )
 from p2pstore.peer import Peer, open_peer
 from p2pstore.peer import api as peer_api
-from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, Statistics, Store, Stored, Ticket
 from p2pstore.transfer.read_tickets import GrantedTicket, Scope
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.serving import data_server
+from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from tests.cluster.test_cli import eventually, new_machine
 from tests.cluster.test_open_peer import config, until

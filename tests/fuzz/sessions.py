@@ -353,7 +353,7 @@ async def control_requests(victim: Victim, rng: Random, sent: Sent) -> None:
     async def answer() -> None:
         try:
             listener = _side(Listener, victim, node.core.peer_id, sender)
-            answering = await admit_stream(theirs, listener, node.serve_control)
+            answering = await admit_stream(theirs, listener, node.control.serve)
             await answering.run()
         except (ProtocolError, OSError):
             pass
@@ -386,7 +386,7 @@ async def control_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
     async def answer() -> None:
         listener = _side(Listener, victim, me, victim.mallory.peer_id)
         try:
-            await admit_stream(theirs, listener, victim.peer.node.serve_control)
+            await admit_stream(theirs, listener, victim.peer.node.control.serve)
         except (ProtocolError, AdmissionRefused, OSError):
             pass
         finally:
@@ -452,7 +452,7 @@ async def control_replies(victim: Victim, rng: Random, sent: Sent) -> None:
                 reply: Message | None = None
                 with suppress(LinkError), trio.move_on_after(0.05):
                     reply = await asking.ask(kind, request)
-                node._take(
+                node.control.take(
                     lambda asked=asked, reply=reply: node.core.gossip.answered(  # type: ignore[misc]
                         asked.token, reply, node.now
                     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from p2pstore.objects import GIB
-from p2pstore.status.doctor.finding import Finding, Status
+from p2pstore.status.doctor.finding import MAX_TEXT_LETTERS, Finding, Status
 from p2pstore.status.doctor.network_rules import SsdReading
 from p2pstore.status.problems import (
     Facts,
@@ -16,7 +16,6 @@ from p2pstore.status.problems import (
     problem_document,
     problems,
 )
-from p2pstore.status.text import MAX_TEXT_LETTERS
 
 
 def only(**facts: Any) -> Finding:

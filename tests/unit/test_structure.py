@@ -36,7 +36,7 @@ CHECKPOINT_KNOWS = (
     "p2pstore.wire",
     "p2pstore.runtime.nursery",
     "p2pstore.state.folder",
-    "p2pstore.state.regular_file",
+    "p2pstore.state.folder",
 )
 CHECKPOINT_ALONE = ("p2pstore.checkpoint.content", "p2pstore.checkpoint.swarm")
 """A swarm is told who there is, and its pieces are moved by others."""

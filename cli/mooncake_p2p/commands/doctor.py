@@ -120,7 +120,7 @@ def doctor(
 def _examine_machine(
     report: object, socket: str | None, directory: str | None, rdma_topology: str | None
 ) -> None:
-    from p2pstore.status.doctor.host_checks import examine_machine
+    from p2pstore.status.doctor.checks import examine_machine
 
     assert callable(report)
     for finding in examine_machine(socket=socket, directory=directory, rdma_topology=rdma_topology):

@@ -72,8 +72,8 @@ def support_bundle(
 
 
 def _doctor(socket: str | None) -> str:
+    from p2pstore.status.doctor.checks import examine_machine
     from p2pstore.status.doctor.finding import summary
-    from p2pstore.status.doctor.host_checks import examine_machine
     from p2pstore.status.doctor.support_bundle import to_json
 
     found = list(examine_machine(socket=socket))

@@ -20,8 +20,7 @@ from p2pstore.checkpoint.content.manifest import SignedManifest, format_version
 from p2pstore.checkpoint.content.piece_map import map_of, pack_map, pieces_in, unpack_map
 from p2pstore.checkpoint.swarm.choosing import choose_files
 from p2pstore.errors import CheckpointRefused, ConfigError, ProtocolError
-from p2pstore.state.folder import replace_file
-from p2pstore.state.regular_file import read_regular_file
+from p2pstore.state.folder import read_regular_file, replace_file
 from p2pstore.wire import Message, decode_body, encode_body
 
 STATE: Final = RESERVED_PREFIX

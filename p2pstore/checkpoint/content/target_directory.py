@@ -61,8 +61,7 @@ from p2pstore.errors import (
     P2PStoreError,
     ProtocolError,
 )
-from p2pstore.state.folder import Folder
-from p2pstore.state.regular_file import SAFELY, read_regular_file
+from p2pstore.state.folder import SAFELY, Folder, read_regular_file
 from p2pstore.wire import decode_body, encode_body
 
 DEFAULT_KEEP: Final = 2

@@ -162,7 +162,7 @@ class PeerCheckpoints:
         state = self._core.gossip.membership.resolve(member)
         if state is None or not state.live:
             return None
-        return self._node.remote_peer(state.peer_id)
+        return self._node.routes.remote_peer(state.peer_id)
 
     def is_gone(self, member: int) -> bool:
         """Whether it was there, and is not any more."""
@@ -173,7 +173,7 @@ class PeerCheckpoints:
         """Whether it is on this host."""
         state = self._core.gossip.membership.resolve(member)
         record = None if state is None else state.record
-        return record is not None and record.host_id == self._node.host_id
+        return record is not None and record.host_id == self._node.routes.host_id
 
     def participants(self, version: bytes) -> Iterable[int]:
         """Who has pieces of it, or wants them, as gossip says it."""

@@ -22,7 +22,7 @@ from p2pstore.gossip.records import Participation, PeerId, TakesPart
 from p2pstore.local import group_messages as local
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import unix_seconds_from_clock
-from p2pstore.peer.local_answers import MAX_WAIT_SECONDS
+from p2pstore.peer.for_clients.local_queries import MAX_WAIT_SECONDS
 from p2pstore.peer.node import Node
 from p2pstore.wire import Empty, Message
 

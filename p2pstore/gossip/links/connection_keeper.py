@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import trio
 
-from p2pstore.access.member_places import Holder, yielding
+from p2pstore.access.crowding import Holder, yielding
 from p2pstore.gossip.links.connection_limits import (
     SPARE_AFTER_SECONDS,
     ConnectionLimits,

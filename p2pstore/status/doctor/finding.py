@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
+
+from p2pstore.objects import printable
 
 
 class Status(StrEnum):
@@ -87,3 +89,14 @@ def worst_failure(findings: Iterable[Finding]) -> Failure:
     return next(
         (finding.failure for finding in findings if finding.status is Status.BROKEN), Failure.NONE
     )
+
+
+MAX_NAME_LETTERS: Final = 80
+MAX_KEY_LETTERS: Final = 200
+MAX_TEXT_LETTERS: Final = 400
+
+
+def shown(text: str, letters: int = MAX_NAME_LETTERS) -> str:
+    """At most so many letters of it, the last one an ellipsis where it was longer."""
+    visible = printable(text[: letters + 1])
+    return visible if len(visible) <= letters else visible[: letters - 1] + "\u2026"

@@ -25,7 +25,7 @@ import p2pstore
 from p2pstore import blocking
 from p2pstore.errors import P2PStoreError
 from p2pstore.local.socket_paths import live_sockets
-from p2pstore.state.regular_file import open_regular_file
+from p2pstore.state.folder import open_regular_file
 from p2pstore.status.doctor.redaction import Redactor
 
 ANSWER_SECONDS: Final = 5.0

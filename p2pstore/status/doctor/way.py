@@ -27,17 +27,19 @@ from p2pstore.gossip.links.host import ControlHost, open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.links.sockets import Endpoint, connect
 from p2pstore.gossip.records import PeerId, PeerRecord, format_peer_id, open_peer_record
-from p2pstore.peer.peer_addresses import host_identity
-from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.runtime.nursery import sole_cause
 from p2pstore.state.state_directory import ephemeral
 from p2pstore.status.doctor import way_rules
 from p2pstore.status.doctor.finding import Finding, broken, fine, skipped
-from p2pstore.status.doctor.way_data import examine_data_address
-from p2pstore.status.doctor.way_rdma import examine_rdma
-from p2pstore.status.doctor.way_shm import examine_shared_memory
+from p2pstore.status.doctor.way_transports import (
+    examine_data_address,
+    examine_rdma,
+    examine_shared_memory,
+)
+from p2pstore.topology.sysfs import host_identity
 from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.read_tickets import Scope
+from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Message
 
 MAX_ADDRESSES: Final = 8

@@ -1,0 +1,1 @@
+"""What a peer answers to the clients of its host."""
