@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError, Unavailable
