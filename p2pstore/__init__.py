@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from p2pstore import blocking as blocking
     from p2pstore.client.aio_client import AioClient as AioClient
     from p2pstore.client.blocking_client import BlockingClient as BlockingClient
-    from p2pstore.client.registered import RegisteredBuffer as RegisteredBuffer
+    from p2pstore.client.object_store import ObjectStore as ObjectStore
     from p2pstore.client.trio_client import Client as Client
     from p2pstore.client.trio_client import connect as connect
     from p2pstore.config import PeerConfig as PeerConfig
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from p2pstore.errors import NoSuchKey as NoSuchKey
     from p2pstore.errors import ObjectTooLarge as ObjectTooLarge
     from p2pstore.errors import P2PStoreError as P2PStoreError
+    from p2pstore.errors import PeerNotInstalled as PeerNotInstalled
     from p2pstore.errors import ProtocolError as ProtocolError
     from p2pstore.errors import ProtocolMismatch as ProtocolMismatch
     from p2pstore.errors import StoreClosed as StoreClosed
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from p2pstore.results import KeyPage as KeyPage
     from p2pstore.results import ListedKey as ListedKey
     from p2pstore.results import Location as Location
-    from p2pstore.results import ObjectStore as ObjectStore
     from p2pstore.results import PeerInfo as PeerInfo
     from p2pstore.results import PinResult as PinResult
     from p2pstore.results import PrefixHolder as PrefixHolder
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from p2pstore.results import TransferRequest as TransferRequest
     from p2pstore.results import TransferStatus as TransferStatus
     from p2pstore.transfer.transfer_trace import FetchTrace as FetchTrace
+    from p2pstore.values import RegisteredBuffer as RegisteredBuffer
 
 __version__ = "0.1.0"
 
@@ -58,7 +59,8 @@ _MODULES = ("aio", "blocking")
 _NAMES_IN = {
     "p2pstore.client.aio_client": ("AioClient",),
     "p2pstore.client.blocking_client": ("BlockingClient",),
-    "p2pstore.client.registered": ("RegisteredBuffer",),
+    "p2pstore.client.object_store": ("ObjectStore",),
+    "p2pstore.values": ("RegisteredBuffer",),
     "p2pstore.client.trio_client": ("Client", "connect"),
     "p2pstore.config": ("PeerConfig",),
     "p2pstore.errors": (
@@ -71,6 +73,7 @@ _NAMES_IN = {
             "NoSuchKey",
             "ObjectTooLarge",
             "P2PStoreError",
+            "PeerNotInstalled",
         ),
         *("ProtocolError", "ProtocolMismatch", "StoreClosed", "TransferCancelled", "Unavailable"),
     ),
@@ -82,7 +85,6 @@ _NAMES_IN = {
             "ListedKey",
             "PinResult",
             "Location",
-            "ObjectStore",
             "PeerInfo",
             "PrefixHolder",
         ),

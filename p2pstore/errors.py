@@ -55,6 +55,15 @@ class LeaseLimitExceeded(P2PStoreError):
     """The client holds so many leased bytes that it must let go of views before it takes more."""
 
 
+class PeerNotInstalled(P2PStoreError, ImportError):
+    """This environment has the client only: what runs a peer is the extra `p2pstore[peer]`. `library` is missing."""
+
+    def __init__(self, library: str | None) -> None:
+        super().__init__(
+            f"a peer cannot run here, as {library} is not installed: pip install 'p2pstore[peer]'"
+        )
+
+
 class CheckpointRefused(P2PStoreError):
     """A checkpoint's manifest is not what it should be: not signed by the publisher that is trusted, of another
     version, or with paths or sizes that are not allowed. Nothing of it was fetched."""

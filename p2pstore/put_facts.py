@@ -1,6 +1,8 @@
-"""What is known of a value that is put: the one record of it, from the client to the peer's memory. Pure."""
+"""Records that core and clients exchange: facts of a value that is put, the outcome, a listed key. Pure."""
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 from p2pstore.wire import Message
 
@@ -26,3 +28,25 @@ class PutFacts(Message, frozen=True):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     follows: bytes = b""
+
+
+class PutStatus(IntEnum):
+    """What a put did."""
+
+    CREATED = 0
+    UNCHANGED = 1
+    KEPT_EXISTING = 2
+
+
+class KeyEntry(Message, frozen=True):
+    """One key of a listing: its newest version, and the peers with a copy."""
+
+    key: str
+    length: int
+    copies: int
+    peers: list[str]
+    pin: int
+    soft: bool
+    expires_unix_ms: int
+    clock: int = 0
+    writer: int = 0

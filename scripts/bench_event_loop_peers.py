@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import tests.unit.core_harness as harness
 from p2pstore.core.puts.put_operation import PutOperation, PutSpec
 from p2pstore.core.removals.flush import FlushOperation
@@ -42,9 +40,9 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
-from p2pstore.transfer.data_messages import (
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import (
     ClusterRecords,
-    DataKind,
     ListKeys,
     Lookup,
     PinItem,
@@ -54,6 +52,8 @@ from p2pstore.transfer.data_messages import (
     SetPins,
 )
 from p2pstore.wire import decode_body, encode_body
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 OBJECTS = int(sys.argv[1]) if len(sys.argv) > 1 else 65_536
 MEMBERS = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000
@@ -97,7 +97,7 @@ class World(harness.Harness):
             room = self.segment.reserve(1, 200, holder="c", now=self.core.unix(self.now))
             key = f"k{number:08d}"
             spec = PutSpec("c", room.number, harness.NAMESPACE, key, 1, SUMS, ROOT)
-            self.core.start(PutOperation(self.core, spec), self.now)
+            self.core.operations.start(PutOperation(self.core, spec), self.now)
             if number % 1000 == 0:
                 self.core.take_effects()
 
@@ -216,7 +216,7 @@ class Requests:
         )
         world.ticks("its death, later", 60.0)
         operation = FlushOperation(core, harness.NAMESPACE)
-        measure("FLUSH", lambda: core.start(operation, world.now))
+        measure("FLUSH", lambda: core.operations.start(operation, world.now))
         world.ticks("FLUSH, later", 10.0)
 
 

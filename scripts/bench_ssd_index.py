@@ -17,7 +17,7 @@ import numpy as np
 from benchmark import Report
 
 from p2pstore.objects import MIB, Version
-from p2pstore.ssd_tier.footer import Footer, encode_footer
+from p2pstore.ssd_tier.footer import ROW, Footer, Rows, encode_footer
 from p2pstore.ssd_tier.index import ColdIndex
 from p2pstore.ssd_tier.log_layout import (
     FIRST_RECORD_PAGE,
@@ -25,13 +25,12 @@ from p2pstore.ssd_tier.log_layout import (
     SEGMENT_BYTES,
     ColdFacts,
     RecordPlace,
+    Superblock,
+    encode_segment_start,
     record_bytes,
     segment_position,
 )
-from p2pstore.ssd_tier.recovery import FoundSegment, read_segment
-from p2pstore.ssd_tier.refill import refill
-from p2pstore.ssd_tier.rows import ROW, Rows
-from p2pstore.ssd_tier.superblock import Superblock, encode_segment_start
+from p2pstore.ssd_tier.recovery import FoundSegment, read_segment, refill
 
 OBJECT_BYTES = 5 * MIB
 SEGMENTS = 4_096

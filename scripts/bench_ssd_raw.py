@@ -14,7 +14,8 @@ from benchmark import Report
 from fio import Fio, Load, Measured
 
 from p2pstore.objects import GIB, KIB, MIB, format_bytes
-from p2pstore.ssd_tier.disk import FileDisk, aligned_buffer, open_disk
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer
+from p2pstore.ssd_tier.disk import FileDisk, open_disk
 
 LOADS = (
     (Load("read", 64 * KIB, 32), ">= 0.7"),

@@ -16,9 +16,11 @@ from benchmark import Report
 from fio import Fio, Load, Measured
 
 from p2pstore.objects import GIB, KIB, MIB, Version, chunk_sums, format_bytes, root_checksum
-from p2pstore.ssd_tier.disk import aligned_buffer, open_disk
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer
+from p2pstore.ssd_tier.cold_log import TierHooks
+from p2pstore.ssd_tier.disk import open_disk
+from p2pstore.ssd_tier.health import ColdMiss
 from p2pstore.ssd_tier.log_layout import LOG_START_BYTES, ColdFacts
-from p2pstore.ssd_tier.misses import ColdMiss
 from p2pstore.ssd_tier.tier import SsdTier, open_tier
 from p2pstore.ssd_tier.write_admission import AdmissionPolicy
 
@@ -55,7 +57,9 @@ async def _measure(report: Report, folder: Path, quick: bool) -> None:
         fio = Fio(other.path, size_bytes)
         policy = AdmissionPolicy(min_bytes=0, min_hits=0, max_queued_bytes=GIB)
         tier_of_disk = open_tier(
-            disk, policy, withdraw=lambda entries: None, is_last_copy=lambda digest: False
+            disk,
+            policy,
+            TierHooks(withdraw=lambda entries: None, is_last_copy=lambda digest: False),
         )
         async with tier_of_disk as tier:
             for length, depth, wanted_of_writes, wanted_of_reads in SIZES:

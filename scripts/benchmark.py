@@ -19,7 +19,7 @@ from pathlib import Path
 
 import trio
 
-from mooncake_p2p.measuring import machine as machine
+from mooncake_p2p.commands.bench import machine as machine
 
 
 @dataclass

@@ -24,7 +24,7 @@ from shaped_hosts import Host
 from p2pstore import blocking
 from p2pstore.errors import P2PStoreError
 from p2pstore.results import CheckpointProgress
-from p2pstore.runtime.readiness import is_ready
+from p2pstore.runtime.linux import is_ready
 from p2pstore.runtime.streams import tune_tcp
 
 READY_SECONDS: Final = 120.0

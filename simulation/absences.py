@@ -15,8 +15,8 @@ from typing import Final
 from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version, key_digest, namespace_digest
+from p2pstore.put_facts import PutStatus
 from simulation.cluster import SimulatedPeer
 from simulation.kernel import Faults
 from simulation.oracle import FloorOracle

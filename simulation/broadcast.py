@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
-from p2pstore.checkpoint.content.piece_map import NO_PIECES, PieceMap, full_map
-from p2pstore.checkpoint.swarm.swarm import Swarm, SwarmConfig
-from p2pstore.checkpoint.swarm.swarm_effects import (
+from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map
+from p2pstore.checkpoint.swarm.swarm import Swarm
+from p2pstore.checkpoint.swarm.swarm_messages import (
     Abandon,
     Asked,
     Complete,
@@ -35,13 +35,14 @@ from p2pstore.checkpoint.swarm.swarm_effects import (
     PieceArrived,
     PieceFailed,
     Received,
+    Refusal,
     Serve,
     Served,
     Tell,
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.swarm.swarm_messages import Refusal
+from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from simulation.kernel import Kernel
 
 SOURCE: Final = 0

@@ -66,13 +66,15 @@ class Disk:
             core.floors.seen_to_save,
             dict(kept.floors.horizon),
         )
-        state.addresses = [(peer_id, list(book)) for peer_id, book in core.gossip.address_book()]
+        state.addresses = [
+            (peer_id, list(book)) for peer_id, book in core.gossip.addresses.entries()
+        ]
         state.cluster_records = kept.dump()
 
     def keep_memory(self, core: PeerCore) -> None:
         """The process ends: what it held is still on the SSD."""
         for entry in core.segment.entries():
-            trailer = decode_trailer(core.segment.trailer_bytes(entry))
+            trailer = decode_trailer(core.segment.table.trailer_bytes(entry))
             if trailer is not None and not core.floors.sweep.forbids(entry):
                 value = bytes(core.segment.payload(entry))
                 self.cold[entry.digest] = ColdValue(entry.version, trailer, value)
@@ -111,11 +113,11 @@ class Disk:
             )
         except P2PStoreError:
             return
-        core.announce_withdrawn(now)
+        core.objects.announce_withdrawn(now)
         view = core.segment.reservation_view(reservation.number, holder="ssd")
         view[: len(cold.value)] = cold.value
         try:
-            core.publish(
+            core.objects.publish(
                 Written(reservation.number, digest, cold.version, cold.trailer, len(cold.value)),
                 holder="ssd",
                 soft=False,

@@ -9,7 +9,7 @@ from typing import Final
 
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.machine import Gossip, GossipConfig
-from p2pstore.gossip.members.membership import MemberChange
+from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, location_hash
 from simulation.gossip_network import GossipNetwork
 from simulation.gossip_peer import GossipPeer
@@ -163,7 +163,7 @@ class GossipCluster:
         """A peer closes connections that it does not need."""
         wanted = {
             target.number
-            for peer_id in peer.gossip.neighbours()
+            for peer_id in peer.gossip.view.neighbours()
             if (target := self.by_peer_id.get(peer_id)) is not None
         }
         self.network.close_spare(peer.number, wanted)

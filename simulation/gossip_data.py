@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from p2pstore.core import home_messages
 from p2pstore.gossip.gossip_effects import FetchSnapshot, Push, SnapshotHead
 from p2pstore.transfer import data_messages as data
+from p2pstore.transfer import peer_messages
 from p2pstore.wire import HEADER_BYTES, encode_body
 from simulation.gossip_network import MESSAGE_SECONDS
 
@@ -100,7 +101,7 @@ class HomePush:
             lambda: target.arrive(target.life, take),
         )
 
-    def _serve(self, target: GossipPeer, message: data.Push, size_bytes: int) -> None:
+    def _serve(self, target: GossipPeer, message: peer_messages.Push, size_bytes: int) -> None:
         target.charge(MESSAGE_SECONDS)
         target.traffic.data_bytes_in += size_bytes
         reply = home_messages.reply_of(
@@ -113,10 +114,10 @@ class HomePush:
         network = self._peer.cluster.network
         network.send(target.number, self._peer.number, reply_bytes, PUSH, leaves_at, comes)
 
-    def _comes(self, reply: data.Pushed | None, reply_bytes: int) -> None:
+    def _comes(self, reply: peer_messages.Pushed | None, reply_bytes: int) -> None:
         self._peer.arrive(self._life, partial(self._take, reply, reply_bytes))
 
-    def _take(self, reply: data.Pushed | None, reply_bytes: int) -> None:
+    def _take(self, reply: peer_messages.Pushed | None, reply_bytes: int) -> None:
         if self._done:
             return
         self._done = True

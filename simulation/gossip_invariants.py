@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.members.membership import MemberChange
+from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.records import PeerId
 from simulation.gossip_cluster import GossipCluster, packed_hash
 from simulation.gossip_peer import GossipPeer

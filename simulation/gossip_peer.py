@@ -19,7 +19,7 @@ from p2pstore.gossip.machine import (
     Gossip,
     SnapshotHead,
 )
-from p2pstore.gossip.members.membership import MemberChange
+from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     ClusterRecord,
@@ -116,8 +116,10 @@ class GossipPeer(GossipHost):
         self._gossip = gossip
         self._next_tick, self._seen_version = None, -1
         self.truth[incarnation] = LogTruth()
-        gossip.load_address_book(self.saved.addresses)
-        gossip.add_bootstrap([address for address in bootstrap if address != self.address])
+        gossip.addresses.load(self.saved.addresses)
+        gossip.addresses.add_bootstrap(
+            [address for address in bootstrap if address != self.address]
+        )
         self.settle()
 
     def choose_incarnation(self) -> int:
@@ -149,7 +151,7 @@ class GossipPeer(GossipHost):
 
     def save(self) -> None:
         """Write the state directory, as running peers do now and then."""
-        self.saved.addresses = self.gossip.address_book()
+        self.saved.addresses = self.gossip.addresses.entries()
 
     def crash(self, *, silent: bool = False) -> None:
         """End without a word. `silent`: the whole host goes; else its kernel resets the connections."""
@@ -199,7 +201,7 @@ class GossipPeer(GossipHost):
     def offer(self, record: ClusterRecord) -> SignedRecord:
         """Sign a cluster record and spread it."""
         signed = sign_cluster_record(record, self.signer)
-        self.gossip.offer_cluster_record(record, signed, self.now)
+        self.gossip.cluster_records.offer(record, signed)
         self._next_tick = None
         if not self.stalled:
             self.settle()

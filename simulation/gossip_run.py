@@ -10,9 +10,9 @@ from random import Random
 from typing import Final
 
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.locations.directory import DirectoryConfig
+from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.machine import Gossip
-from p2pstore.gossip.members.membership import MembershipConfig
+from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
     SCOPE_KEY,

@@ -16,8 +16,8 @@ from typing import Final
 from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import ZERO_VERSION, Version, key_digest, namespace_digest
+from p2pstore.put_facts import PutStatus
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
 from simulation.kernel import Faults
 from simulation.liar import LyingPeer
@@ -319,7 +319,7 @@ class LiarRun(ScenarioRun):
         return [
             peer
             for peer in self._running()
-            if peer.core is not None and peer.core.find(digest, self.kernel.now) is not None
+            if peer.core is not None and peer.core.objects.find(digest, self.kernel.now) is not None
         ]
 
     def _read_elsewhere(self, key: str) -> None:
@@ -375,9 +375,9 @@ class LiarRun(ScenarioRun):
 
     def _let_go(self, reader: SimulatedPeer, digest: bytes) -> None:
         core, now = reader.core, self.kernel.now
-        entry = None if core is None else core.find(digest, now)
+        entry = None if core is None else core.objects.find(digest, now)
         if core is not None and entry is not None and entry.soft:
-            core.withdraw(entry, now)
+            core.objects.withdraw(entry, now)
             reader.settle()
 
     def _remove_nothing(self) -> None:

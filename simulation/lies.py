@@ -28,9 +28,9 @@ from p2pstore.gossip.gossip_messages import (
 )
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
 from p2pstore.gossip.homes.hot_locations import MAX_HOT, pack_hot
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
-from p2pstore.gossip.locations.directory import Location
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, partition_of
 from p2pstore.gossip.locations.log import REMOVED
+from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.machine import SnapshotHead
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
@@ -60,7 +60,7 @@ from p2pstore.objects import (
     clock_from_unix_seconds,
     root_checksum,
 )
-from p2pstore.transfer import data_messages as data
+from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import DataKind, ObjectReply, ObjectStatus
 from p2pstore.wire import Code, Failure, Message
 from simulation.peer import NAMESPACE, SimulatedPeer
@@ -207,7 +207,7 @@ class Poison(Behaviour):
     def step(self) -> None:
         for holder, entry in self.some_held(1):
             assert holder.core is not None
-            trailer = decode_trailer(holder.core.segment.trailer_bytes(entry))
+            trailer = decode_trailer(holder.core.segment.table.trailer_bytes(entry))
             mine = self.core.segment.find(entry.digest, self.core.unix(self.now))
             if trailer is None or (mine is not None and mine.version.covers(entry.version)):
                 continue
@@ -241,7 +241,7 @@ class Poison(Behaviour):
             return None
         core.segment.reservation_view(room.number, holder="liar")[: len(value)] = value
         try:
-            entry = core.publish(
+            entry = core.objects.publish(
                 Written(room.number, digest, version, trailer, len(value)),
                 holder="liar",
                 soft=False,
@@ -255,7 +255,7 @@ class Poison(Behaviour):
 
     def _tear(self, holder: SimulatedPeer, entry: ObjectEntry) -> None:
         """Show the holder's slot and sums over bytes of the liar's own."""
-        truth, mine = holder.look(entry.digest), self.core.find(entry.digest, self.now)
+        truth, mine = holder.look(entry.digest), self.core.objects.find(entry.digest, self.now)
         slot = None if truth is None else decode_slot(truth.slot)
         if truth is not None and slot is not None and mine is not None:
             moved = encode_slot(msgspec.structs.replace(slot, offset=mine.offset))
@@ -265,7 +265,7 @@ class Poison(Behaviour):
         """Have another peer keep a copy of what was forged."""
         peer = self.rng.choice(self.liar.victims)
         clock, writer, root = forged.version
-        request = data.Replicate(
+        request = peer_messages.Replicate(
             forged.digest,
             clock,
             writer,
@@ -279,12 +279,12 @@ class Poison(Behaviour):
         return self._torn.get(digest, truth)
 
     def told(self, message: Message, to: PeerId) -> Message:
-        if isinstance(message, data.Locations):  # nobody else has anything
+        if isinstance(message, peer_messages.Locations):  # nobody else has anything
             place = (self.core.member, self.core.incarnation, self.core.gossip.log.sequence)
             items = [
                 [each for each in holdings if each.member == place[0]] for holdings in message.items
             ]
-            return data.Locations(items)
+            return peer_messages.Locations(items)
         return message
 
 
@@ -328,20 +328,22 @@ class Tails(Behaviour):
                     self.liar.tell(peer, ControlKind.DELTA, Delta([], [chunk], [], []))
 
     def told(self, message: Message, to: PeerId) -> Message:
-        if isinstance(message, data.Locations):
-            return data.Locations([self._holdings(each) for each in message.items], message.unsure)
+        if isinstance(message, peer_messages.Locations):
+            return peer_messages.Locations(
+                [self._holdings(each) for each in message.items], message.unsure
+            )
         if isinstance(message, Exchange | ExchangeReply):
             return msgspec.structs.replace(message, hot=self._hot())
         return message
 
-    def _holdings(self, holdings: list[data.Holding]) -> list[data.Holding]:
+    def _holdings(self, holdings: list[peer_messages.Holding]) -> list[peer_messages.Holding]:
         """The same holders, at places that their logs never reach, with versions that nobody wrote."""
         forged = []
         for each in holdings:
             record = decode_location(each.record)
             version = Version(self.clock(), record.version.writer)
             packed = msgspec.structs.replace(record, version=version).encode()
-            forged.append(data.Holding(each.member, each.incarnation, FAR, packed))
+            forged.append(peer_messages.Holding(each.member, each.incarnation, FAR, packed))
         return forged
 
     def _hot(self) -> bytes:
@@ -504,7 +506,11 @@ class Withholding(Behaviour):
     def told(self, message: Message, to: PeerId) -> Message | None:
         asked = isinstance(
             message,
-            data.Locations | data.Replicated | data.CopyChecked | data.Pushed | data.RecordsTaken,
+            peer_messages.Locations
+            | peer_messages.Replicated
+            | peer_messages.CopyChecked
+            | peer_messages.Pushed
+            | peer_messages.RecordsTaken,
         )
         if not asked:
             return message
@@ -546,7 +552,12 @@ class Replays(Behaviour):
     def heard(self, sender: PeerId, kind: int, request: Message) -> None:
         replayed = isinstance(
             request,
-            Delta | Exchange | Ping | data.Push | data.ClusterRecords | data.Replicate,
+            Delta
+            | Exchange
+            | Ping
+            | peer_messages.Push
+            | peer_messages.ClusterRecords
+            | peer_messages.Replicate,
         )
         if not replayed:
             return
@@ -574,20 +585,20 @@ class Homes(Behaviour):
         self._how = self._variant(rng.choice(("denies", "holds all", "wants all", "rivals")))
 
     def told(self, message: Message, to: PeerId) -> Message:
-        if isinstance(message, data.Locations):
+        if isinstance(message, peer_messages.Locations):
             if self._how == "denies":
-                return data.Locations([[] for _ in message.items])
-            return data.Locations(message.items, list(range(len(message.items))))
-        if isinstance(message, data.Pushed) and self._how == "wants all":
-            return data.Pushed(list(range(PARTITION_COUNT)), message.rivals)
-        if isinstance(message, data.Pushed) and self._how == "rivals":
-            return data.Pushed(message.behind, self._rivals())
+                return peer_messages.Locations([[] for _ in message.items])
+            return peer_messages.Locations(message.items, list(range(len(message.items))))
+        if isinstance(message, peer_messages.Pushed) and self._how == "wants all":
+            return peer_messages.Pushed(list(range(PARTITION_COUNT)), message.rivals)
+        if isinstance(message, peer_messages.Pushed) and self._how == "rivals":
+            return peer_messages.Pushed(message.behind, self._rivals())
         return message
 
-    def _rivals(self) -> list[data.Holding]:
+    def _rivals(self) -> list[peer_messages.Holding]:
         place = (self.core.member, self.core.incarnation, FAR)
         return [
-            data.Holding(
+            peer_messages.Holding(
                 *place, location_of(entry, Version(self.clock(), entry.version.writer)).encode()
             )
             for _, entry in self.some_held(16)
@@ -598,11 +609,11 @@ class Homes(Behaviour):
             return
         records = {entry.digest: location_of(entry).encode() for _, entry in self.some_held(16)}
         sets = [
-            data.PartitionSet(partition_of(digest), 1 << 20, location_hash(packed), packed)
+            peer_messages.PartitionSet(partition_of(digest), 1 << 20, location_hash(packed), packed)
             for digest, packed in records.items()
         ]
         audit = b"".join(AUDIT_ENTRY.pack(each.partition, each.number, 7) for each in sets[:4])
-        push = data.Push(
+        push = peer_messages.Push(
             self.core.incarnation, [], b"", b"", self.core.gossip.log.sequence, sets, audit, 3600
         )
         for peer in self.liar.victims:
@@ -642,10 +653,10 @@ class Orders(Behaviour):
         unix_ms = int(1000 * self.core.unix(self.now))
         for holder, entry in self.some_held(4):
             clock, writer = entry.version.clock, entry.version.writer
-            ends = data.ExpiryItem(entry.digest, clock, writer, unix_ms + 1)
-            self.liar.tell_data(holder, DataKind.SET_EXPIRY, data.SetExpiry([ends]))
-            pin = data.PinItem(entry.digest, clock, writer)
-            self.liar.tell_data(holder, DataKind.SET_PINS, data.SetPins([pin], 0))
+            ends = peer_messages.ExpiryItem(entry.digest, clock, writer, unix_ms + 1)
+            self.liar.tell_data(holder, DataKind.SET_EXPIRY, peer_messages.SetExpiry([ends]))
+            pin = peer_messages.PinItem(entry.digest, clock, writer)
+            self.liar.tell_data(holder, DataKind.SET_PINS, peer_messages.SetPins([pin], 0))
 
 
 BEHAVIOURS: Final[Mapping[str, Callable[[LyingPeer, Random], Behaviour]]] = MappingProxyType(

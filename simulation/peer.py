@@ -34,15 +34,7 @@ from p2pstore.core.removals.flush import FlushOperation
 from p2pstore.core.removals.remove import RemoveOperation
 from p2pstore.errors import NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.gossip import gossip_messages as control
-from p2pstore.gossip.machine import (
-    Answer,
-    Ask,
-    Contact,
-    FetchSnapshot,
-    Gossip,
-    Later,
-    SnapshotHead,
-)
+from p2pstore.gossip.machine import Answer, Ask, Contact, FetchSnapshot, Gossip, Later, SnapshotHead
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     LogHead,
@@ -63,19 +55,8 @@ from p2pstore.memory.kept_memory import (
     tail_offset,
 )
 from p2pstore.memory.segment import ObjectEntry, Segment
-from p2pstore.memory.segment_layout import (
-    GRANULE_BYTES,
-    TrailerBody,
-    encode_trailer,
-    plan_geometry,
-)
-from p2pstore.objects import (
-    MIB,
-    HybridClock,
-    chunk_sums,
-    clock_from_unix_seconds,
-    root_checksum,
-)
+from p2pstore.memory.segment_layout import GRANULE_BYTES, TrailerBody, encode_trailer, plan_geometry
+from p2pstore.objects import MIB, HybridClock, chunk_sums, clock_from_unix_seconds, root_checksum
 from p2pstore.put_facts import PutFacts
 from p2pstore.transfer import data_messages as data
 from p2pstore.wire import Code, Failure, Message, decode_body, encode_body
@@ -149,8 +130,8 @@ class SimulatedPeer:
             wall_clock=lambda at: clock_from_unix_seconds(core.unix(at)),
             accepts_clock=lambda stamp, at: clock.observe(stamp, core.believed_unix(at)),
         )
-        gossip.load_address_book(state.addresses)
-        gossip.add_bootstrap(bootstrap)
+        gossip.addresses.load(state.addresses)
+        gossip.addresses.add_bootstrap(bootstrap)
         gossip.cluster_records.load(
             ((open_cluster_record(signed, verifier), signed) for signed in state.cluster_records),
             state.floors_horizon,
@@ -172,7 +153,7 @@ class SimulatedPeer:
             cold = self.disk.cold_objects()
             newest = max((each.version.clock for each in cold), default=0)
             self.core.floors.return_with(cold, newest, now)
-        if segment.returned_count:
+        if len(segment.returned):
             self.core.floors.return_with_memory(now)
         self.core.timekeeping.started(now)
         self._waiting.clear()
@@ -268,7 +249,7 @@ class SimulatedPeer:
         assert self.core is not None
         self.core.closing = True
         operation = HandOverOperation(self.core)
-        self.core.start(operation, self.cluster.kernel.now)
+        self.core.operations.start(operation, self.cluster.kernel.now)
         self.settle()
         return operation
 
@@ -342,7 +323,7 @@ class SimulatedPeer:
             self._pulls.remove(task)
             outcome = task.result()
             if outcome is not None:
-                self.core.pulled(operation, outcome, self.cluster.kernel.now)
+                self.core.operations.pulled(operation, outcome, self.cluster.kernel.now)
                 self.settle()
 
         task = Task(self.cluster.kernel, pull, end)
@@ -522,7 +503,7 @@ class SimulatedPeer:
         return None if self.core is None else self._object_reply(self.core, digest)
 
     def _object_reply(self, core: PeerCore, digest: bytes) -> data.ObjectReply:
-        entry = core.find(digest, self.cluster.kernel.now)
+        entry = core.objects.find(digest, self.cluster.kernel.now)
         if entry is None:
             return data.ObjectReply(
                 data.ObjectStatus.NOT_FOUND,
@@ -531,8 +512,8 @@ class SimulatedPeer:
             )
         return data.ObjectReply(
             data.ObjectStatus.OK,
-            core.segment.slot_bytes(entry),
-            core.segment.trailer_bytes(entry),
+            core.segment.table.slot_bytes(entry),
+            core.segment.table.trailer_bytes(entry),
         )
 
     def when_done(self, operation: Operation | PutAmongMany, action: Callable[[], None]) -> None:
@@ -619,7 +600,7 @@ class SimulatedPeer:
             )
         except P2PStoreError:
             return None
-        core.announce_withdrawn(now)
+        core.objects.announce_withdrawn(now)
         core.segment.reservation_view(reservation.number, holder="client")[: len(value)] = value
         facts = PutFacts(
             reservation.number,
@@ -633,7 +614,7 @@ class SimulatedPeer:
         operation = PutOperation(core, facts, holder="client", namespace=namespace)
         [end] = publish_new(core, [facts], holder="client", namespace=namespace, now=now)
         if end is None:
-            core.start(operation, now)
+            core.operations.start(operation, now)
         elif not isinstance(end, PutAmongMany):
             operation.finish(end, now)
         self.settle()
@@ -647,7 +628,7 @@ class SimulatedPeer:
         if entry is not None:
             done(bytes(core.segment.payload(entry)))
             return
-        operation = core.fetch(digest, now)
+        operation = core.operations.fetch(digest, now)
 
         def finished() -> None:
             result = operation.result
@@ -667,7 +648,7 @@ class SimulatedPeer:
         """Remove everywhere."""
         assert self.core is not None
         operation = RemoveOperation(self.core, namespace, [key])
-        self.core.start(operation, self.cluster.kernel.now)
+        self.core.operations.start(operation, self.cluster.kernel.now)
         self.settle()
         return operation
 
@@ -675,6 +656,6 @@ class SimulatedPeer:
         """Remove a whole namespace everywhere."""
         assert self.core is not None
         operation = FlushOperation(self.core, namespace)
-        self.core.start(operation, self.cluster.kernel.now)
+        self.core.operations.start(operation, self.cluster.kernel.now)
         self.settle()
         return operation

@@ -29,7 +29,7 @@ async def pull_object(peer: SimulatedPeer, effect: PullObject) -> PullOutcome | 
     core, cluster = peer.core, peer.cluster
     assert core is not None
     try:
-        destination = core.copy_destination(effect.operation, cluster.kernel.now)
+        destination = core.operations.copy_destination(effect.operation, cluster.kernel.now)
     except NoSuchKey:
         return None
     transport = _transport(peer, effect.progress_seconds)

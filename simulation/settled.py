@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from p2pstore.gossip.members.membership import MemberState
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import Member, PeerId
 from simulation.gossip_peer import GossipPeer
 
@@ -39,7 +39,7 @@ def acquaint_at_once(peers: Sequence[GossipPeer]) -> None:
             if members.hash != names.current().of.hash:
                 raise RuntimeError("simulated peers that were told the same know different members")
             table._places, table._of, table._sets = names._places, names._of, names._sets
-        gossip._exchanges._agreed = True
+        gossip.exchanges._agreed = True
         gossip.partitions._agreed_at = peer.now
 
 
@@ -58,4 +58,4 @@ def _know(peer: GossipPeer, known: Sequence[_Known]) -> None:
         if peer_id != mine:
             state = _make(*before, since, *after)
             states[peer_id] = by_member[member] = state
-    membership._live_changed()
+    membership.live_changed()

@@ -10,11 +10,12 @@ from typing import Final
 
 from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import NoSuchKey, P2PStoreError
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import key_digest
+from p2pstore.put_facts import PutStatus
 from simulation.cluster import NAMESPACE, SimulatedPeer
 from simulation.kernel import Faults
 from simulation.scenario import BOOTED_SECONDS, ScenarioRun
+from simulation.segment_checks import check_segment
 
 SETTLE_SECONDS: Final = 180.0
 FINAL_GET_SECONDS: Final = 30.0
@@ -171,7 +172,7 @@ class Workload(ScenarioRun):
             )
         for peer in self.cluster.running:
             assert peer.core is not None
-            peer.core.segment.check()
+            check_segment(peer.core.segment)
             if peer.core.segment.leased_bytes or peer.core.operations_under_way:
                 self.problem(
                     f"{peer.address} still has {peer.core.segment.leased_bytes} bytes in use and "

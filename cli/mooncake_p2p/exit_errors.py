@@ -1,4 +1,4 @@
-"""How the command ends: exit statuses, and what went wrong as one line of plain words.
+"""How the command ends: exit statuses, errors as one line of plain words, and signals.
 
 The statuses are part of the command line's interface; scripts rely on them. A broken pipe (the
 reader of stdout went away) ends a command quietly with status 1. Ctrl-C ends it with 130 and
@@ -8,7 +8,11 @@ SIGTERM with 143, as shells expect; `join` leaves the cluster on either and ends
 from __future__ import annotations
 
 import errno
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+from types import FrameType, TracebackType
 from typing import Any, Final
 
 from p2pstore import errors
@@ -126,3 +130,65 @@ def _describe_os_error(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and "free some space" not in reason:
         text += "; free some space or choose another place"
     return text
+
+
+ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """While entered, Ctrl-C, SIGTERM and SIGHUP end what runs inside `allowed`, and only that.
+
+    Elsewhere (starting a process, cleaning up) a signal is remembered, and raised at the next place
+    that allows it: `KeyboardInterrupt` for Ctrl-C, `SystemExit` with status 128 + n for others.
+    """
+
+    def __init__(self) -> None:
+        self._allowed = False
+        self._pending: int | None = None
+
+    def __enter__(self) -> Interrupts:
+        self._previous = {each: signal.signal(each, self._handle) for each in ENDING_SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if error is None:
+            self._raise_pending()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._pending = number
+        if self._allowed:
+            self._raise_pending()
+
+    def _raise_pending(self) -> None:
+        number, self._pending = self._pending, None
+        if number is None:
+            return
+        self._allowed = False  # whoever cleans up now is not interrupted again
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Signals may interrupt the body."""
+        self._allowed = True
+        try:
+            self._raise_pending()
+            yield
+        finally:
+            self._allowed = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside `allowed`: signals wait until the end of the body."""
+        self._allowed = False
+        yield
+        self._allowed = True
+        self._raise_pending()

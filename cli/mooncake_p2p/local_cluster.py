@@ -12,12 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.interrupts import Interrupts
-from p2pstore.runtime.readiness import is_ready, read_line
+from mooncake_p2p.exit_errors import CommandFailed, Interrupts
+from p2pstore.errors import PeerNotInstalled
+from p2pstore.runtime.linux import is_ready, read_line
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
@@ -135,6 +136,8 @@ class LocalCluster:
     """A folder, and peers that live in it, in a cluster of its own. `close` removes all of it."""
 
     def __init__(self, interrupts: Interrupts, memory: str, *options: str) -> None:
+        if find_spec("libp2p") is None:
+            raise PeerNotInstalled("libp2p")
         self._interrupts = interrupts
         place = tempfile.gettempdir()
         self.folder = Path(

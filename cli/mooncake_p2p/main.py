@@ -41,19 +41,19 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "put": ("objects", "Store a file, or standard input, under a key."),
     "get": ("objects", "Fetch the value of a key."),
     "ls": ("listing", "List keys of the whole cluster."),
-    "rm": ("removing", "Remove keys everywhere."),
-    "flush": ("removing", "Remove everything in a namespace, on all peers."),
+    "rm": ("changing", "Remove keys everywhere."),
+    "flush": ("changing", "Remove everything in a namespace, on all peers."),
     "locate": ("listing", "Show which peers hold a key."),
-    "pin": ("keeping", "Keep objects in this peer's memory."),
-    "unpin": ("keeping", "Let objects be evicted again."),
-    "replicate": ("keeping", "Have N copies of an object, on as many peers."),
+    "pin": ("changing", "Keep objects in this peer's memory."),
+    "unpin": ("changing", "Let objects be evicted again."),
+    "replicate": ("changing", "Have N copies of an object, on as many peers."),
     "stats": ("cluster", "Show this peer and the cluster."),
     "peers": ("cluster", "List the members of the cluster."),
     "doctor": ("doctor", "Check this machine, or the way to a peer, and say cause and cure."),
-    "support-bundle": ("support", "Gather what somebody who is to help would ask for."),
+    "support-bundle": ("doctor", "Collect diagnostics for support, without secrets."),
     "leave": ("cluster", "Make the local peer leave the cluster and end."),
-    "invite": ("invite", "Print one line to paste on the next machine."),
-    "config": ("config_show", "Show every setting of a peer with its origin."),
+    "invite": ("keygen", "Print one line to paste on the next machine."),
+    "config": ("join", "Show every setting of a peer with its origin."),
     "keygen": ("keygen", "Make a new cluster key."),
     "bench": ("bench", "Measure the local peer, against plain memory."),
     "bench trace": ("bench_trace", "Replay a trace of requests: what a pool of peers would save."),
@@ -74,20 +74,15 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 """Command -> (module that holds the function of that name, summary for the list of commands). One of two words is a
 command of its own."""
 
-
 HELP_OPTIONS: Final = ("-h", "--help")
 FILE_METAVARS: Final = ("FILE", "DIR", "PATH")
 """In the metavar of what names a file."""
 
-
-PLAINER: Final = (
-    ("Value error, ", ""),
-    ("Input should be a valid integer, unable to parse string as an integer", "must be a number"),
-    ("Input should be a valid boolean, unable to interpret input", "must be 1 or 0"),
-    ("Input should be greater than or equal to", "must be at least"),
-    ("Input should be less than or equal to", "must be at most"),
+NOT_A_NUMBER: Final = re.compile(r"\S+ is not a valid (?:int|integer|float)(?: range)?\b")
+OUT_OF_RANGE: Final = re.compile(
+    r"(\S+) is not in the range (?:(\S+)<=)?x(?:>=(\S+?))?(?:<=(\S+?))?\.?$"
 )
-"""How typer's validation says things, and how people do."""
+"""How typer says what is wrong with a number."""
 
 
 class ManualCommand(TyperCommand):
@@ -326,8 +321,7 @@ def _message(error: BaseException, arguments: Sequence[str]) -> str:
     if hasattr(error, "format_message"):  # what typer found wrong with the arguments
         context = getattr(error, "ctx", None)
         text = " ".join(error.format_message().split())
-        for jargon, plain in PLAINER:
-            text = text.replace(jargon, plain)
+        text = OUT_OF_RANGE.sub(_range, NOT_A_NUMBER.sub("must be a number", text))
         text = re.sub(r" \(Possible options: (.*)\)$", r", did you mean \1?", text)
         empty = _empty_option(error, arguments)
         if empty:
@@ -337,6 +331,15 @@ def _message(error: BaseException, arguments: Sequence[str]) -> str:
             hint = f"; options of a command stand behind its name{hint}"
         return f"{text[:1].lower()}{text[1:].rstrip('.')}{hint}"
     return describe(error)
+
+
+def _range(found: re.Match[str]) -> str:
+    """The limit that a number breaks."""
+    value, least, least_alone, most = found.groups()
+    least = least or least_alone
+    if least is not None and float(value) < float(least):
+        return f"must be at least {least}"
+    return f"must be at most {most}"
 
 
 class _NamedStandardOutput(io.FileIO):

@@ -8,12 +8,16 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mooncake_p2p.exit_errors import AlreadyTold, CommandFailed, ExitCode, describe
 from p2pstore.errors import NoSuchKey
 from p2pstore.objects import MIB, format_bytes
 from p2pstore.objects import printable as printable
+
+if TYPE_CHECKING:
+    from p2pstore.blocking import BlockingClient
+    from p2pstore.results import PutResult
 
 PROGRESS_AFTER_SECONDS: Final = 1.0
 RATE_AFTER_SECONDS: Final = 0.2
@@ -256,3 +260,19 @@ def format_progress(done_bytes: int, total_bytes: int | None, seconds: float) ->
         return text
     left_seconds = (total_bytes - done_bytes) * seconds / done_bytes
     return f"{text}, {format_rate(done_bytes, seconds)}, {left_seconds:.0f} s left"
+
+
+def shortfall(client: BlockingClient, result: PutResult) -> str:
+    """How many of the wanted copies there are, and why no more; empty where there are all."""
+    if result.copies >= result.wanted:
+        return ""
+    members = client.peers()
+    holding = [member for member in members if member.memory_capacity > 0]
+    peers = f"{len(members):,} {'peer' if len(members) == 1 else 'peers'}"
+    if result.copies < len(holding):
+        why = "no other peer has room for it; more are made when one has"
+    elif len(holding) < len(members):
+        why = f"{len(holding):,} of the cluster's {peers} offer memory"
+    else:
+        why = f"the cluster has {peers}"
+    return f"{result.copies:,} of {result.wanted:,} copies: {why}"

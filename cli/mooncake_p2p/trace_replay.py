@@ -1,11 +1,14 @@
 """A trace of requests replayed on a cluster of real peers, all on this machine, with blocks scaled down.
 
-Requests are served one after the other, as fast as that goes: what took an hour takes minutes. Only what is stored
-matters: nothing computes. Each block is filled by its number, and each that comes back is compared with it.
+Requests are served one after the other, as fast as possible: an hour takes minutes. Nothing computes; only storage
+matters. Each block is filled by its number, and each that comes back is compared with it. Peers may be killed and
+started again meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,8 +18,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.local_cluster import LocalCluster, wait_until
-from mooncake_p2p.trace_outages import OutagePlan, Outages
+from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import MIB
 from p2pstore.trace.outages import PeerChange, next_up
@@ -29,6 +31,87 @@ if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
     from p2pstore.trace.pool import PoolSettings
     from p2pstore.trace.trace_requests import Request
+
+LEAST_PEERS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class OutagePlan:
+    """Every `kill_every_seconds` one peer is killed (0: none), and started again after `down_seconds`."""
+
+    kill_every_seconds: float = 0.0
+    down_seconds: float = 5.0
+    seed: int = 1
+
+
+class Outages:
+    """Whoever replays says when it is between two requests: only then a peer comes back. It is killed at any moment, by
+    a timer. One peer at a time is away; the next one is killed once it is back."""
+
+    def __init__(
+        self, cluster: LocalCluster, clients: list[BlockingClient], plan: OutagePlan
+    ) -> None:
+        self.up = [True] * len(clients)
+        self.changes: list[PeerChange] = []
+        self._cluster = cluster
+        self._clients = clients
+        self._plan = plan
+        self._rng = Random(plan.seed)
+        self._request = 0
+        self._away: int | None = None
+        self._killed_at = time.monotonic()
+        self._starting = False
+        self._timer: threading.Timer | None = None
+        if plan.kill_every_seconds and len(clients) >= LEAST_PEERS:
+            self._arm()
+
+    def between(self, request: int) -> None:
+        """Before the request of this number is served: start who has been away for long enough, and take back who is
+        ready."""
+        self._request = request
+        if self._away is None or self.up[self._away]:
+            return
+        peer = self._cluster.peers[self._away]
+        if not self._starting:
+            if time.monotonic() >= self._killed_at + self._plan.down_seconds:
+                self._cluster.begin(peer, self._living().ready["control"])
+                self._starting = True
+        elif peer.has_spoken:
+            peer.wait_until_ready()
+            self._take_back(self._away, peer)
+
+    def close(self) -> None:
+        """No peer is killed any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+
+    def _take_back(self, number: int, peer: PeerProcess) -> None:
+        with contextlib.suppress(Exception):  # of a peer that was killed
+            self._clients[number].close()
+        self._clients[number] = peer.connect()
+        self.changes.append(PeerChange(self._request, number, up=True))
+        self.up[number] = True
+        self._away, self._starting = None, False
+        self._arm()
+
+    def _arm(self) -> None:
+        due = self._killed_at + self._plan.kill_every_seconds
+        self._timer = threading.Timer(max(0.0, due - time.monotonic()), self._kill)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _kill(self) -> None:
+        number = self._rng.randrange(len(self.up))
+        self._killed_at = time.monotonic()
+        self.changes.append(PeerChange(self._request, number, up=False))
+        self._away = number
+        self.up[number] = False  # before it dies: whoever then fails to reach it knows why
+        self._cluster.peers[number].kill()
+
+    def _living(self) -> PeerProcess:
+        return self._cluster.peers[self.up.index(True)]
+
 
 PAGE_BYTES: Final = 4096
 TRAILER_BYTES: Final = PAGE_BYTES

@@ -22,7 +22,7 @@ class AioClient(ClientSession):
 
     `client = await connect()`, and `await client.aclose()` when it is no longer needed; or
     `async with connect() as client`. It belongs to the event loop in which it was connected; each
-    loop connects for itself. Pickles as its socket path and namespace; what comes back is to be
+    loop connects for itself. Pickles as its socket path and namespace; the copy is to be
     awaited, or entered, where it is unpickled.
     """
 
@@ -112,7 +112,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 class _Janitor:
     """Tidies up behind a client, for as long as there is something to tidy. A timer waits, not a task: a
-    loop that is closed over a client that nobody closed has no pending task to complain of."""
+    loop that ends before its client is closed leaves no pending task behind."""
 
     def __init__(self, link: PeerLink) -> None:
         self.loop = asyncio.get_running_loop()
@@ -153,7 +153,7 @@ class _Janitor:
         try:
             await link.tidy()
         except P2PStoreError:
-            return  # who uses the client next is told
+            return  # the next call raises it
         self._wait()
 
     def stop(self) -> None:

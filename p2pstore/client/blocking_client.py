@@ -6,48 +6,21 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints, CheckpointWatch
-from p2pstore.checkpoint.client.group_calls import (
-    UPDATE_SECONDS,
-    FollowWatch,
-    StatusWatch,
-    UpdateWatch,
-)
+from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
 from p2pstore.client.peer_link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
-from p2pstore.client.registered import RegisteredBuffer
 from p2pstore.client.session import ClientSession
 from p2pstore.client.transfers import TransferBatch
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import DEFAULT_NAMESPACE
-from p2pstore.results import (
-    Buffer,
-    CheckpointInfo,
-    CheckpointUpdate,
-    FetchedCheckpoint,
-    Framework,
-    ItemResult,
-    KeyPage,
-    Location,
-    OnConflict,
-    PeerInfo,
-    PinName,
-    PinResult,
-    PrefixHolder,
-    PublishedCheckpoint,
-    PutResult,
-    TransferRequest,
-    TransferStatus,
-)
-from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, BlockingDriver, run_blocking
-from p2pstore.transfer.transfer_trace import FetchTrace, Progress
-
-if TYPE_CHECKING:
-    from p2pstore.client.tensors import CheckpointTensors, Rows
+from p2pstore.results import TransferRequest
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 
 T = TypeVar("T")
 
@@ -58,188 +31,74 @@ class _ThreadedSession(ClientSession):
     in_threads = True
 
 
-class BlockingTransfers:
+P = ParamSpec("P")
+"""Parameters of a method, which its blocking form has, too."""
+
+
+class _Facade:
+    """Blocking methods over an async object, each made of the async one: see `_blocking` and `_plain`."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+
+def _blocking(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[_Facade, P], T]:
+    """The blocking form of an async method, with its parameters, result and documentation."""
+
+    @wraps(method)
+    def call(self: _Facade, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run_blocking(method(self._original, *args, **kwargs))
+
+    return call
+
+
+def _plain(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[_Facade, P], T]:
+    """A method of the async object that does not wait."""
+
+    @wraps(method)
+    def call(self: _Facade, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(self._original, *args, **kwargs)
+
+    return call
+
+
+class BlockingTransfers(_Facade):
     """Transfers of one blocking client, in threads of their own; made by its `transfers()`. Any thread may use it.
 
     The methods are those of `TransferBatch`, plain.
     """
 
-    def __init__(self, batch: TransferBatch) -> None:
-        self._batch = batch
-
     def __len__(self) -> int:
-        return len(self._batch)
+        return len(self._original)
 
-    def submit(self, requests: Iterable[TransferRequest]) -> list[int]:
-        return self._batch.submit(requests)
-
-    def status(self, number: int) -> TransferStatus:
-        return self._batch.status(number)
-
-    def statuses(self) -> list[TransferStatus]:
-        return self._batch.statuses()
-
-    def wait(self, number: int) -> ItemResult[int | PutResult]:
-        return run_blocking(self._batch.wait(number))
-
-    def results(self) -> list[ItemResult[int | PutResult]]:
-        return run_blocking(self._batch.results())
-
-    def cancel(self, *numbers: int) -> None:
-        self._batch.cancel(*numbers)
+    submit = _plain(TransferBatch.submit)
+    status = _plain(TransferBatch.status)
+    statuses = _plain(TransferBatch.statuses)
+    wait = _blocking(TransferBatch.wait)
+    results = _blocking(TransferBatch.results)
+    cancel = _plain(TransferBatch.cancel)
 
 
-class BlockingCheckpoints:
+class BlockingCheckpoints(_Facade):
     """The checkpoints of one blocking client. The methods are those of `Checkpoints`, plain."""
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
-
-    def publish(
-        self,
-        name: str,
-        directory: str | os.PathLike[str] | Mapping[str, Any],
-        *,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        piece_bytes: int = 0,
-        wait_seeded: bool = False,
-        progress: CheckpointWatch | None = None,
-    ) -> PublishedCheckpoint:
-        return run_blocking(
-            self._checkpoints.publish(
-                name,
-                directory,
-                include=include,
-                exclude=exclude,
-                piece_bytes=piece_bytes,
-                wait_seeded=wait_seeded,
-                progress=progress,
-            )
-        )
-
-    def fetch(
-        self,
-        name: str,
-        directory: str | os.PathLike[str],
-        *,
-        version: str = "",
-        publisher: str | None = None,
-        flat: bool = False,
-        keep: int = 2,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        limit_rate: int = 0,
-        verify: bool = False,
-        wait: float = 0.0,
-        progress: CheckpointWatch | None = None,
-    ) -> FetchedCheckpoint:
-        return run_blocking(
-            self._checkpoints.fetch(
-                name,
-                directory,
-                version=version,
-                publisher=publisher,
-                flat=flat,
-                keep=keep,
-                include=include,
-                exclude=exclude,
-                limit_rate=limit_rate,
-                verify=verify,
-                wait=wait,
-                progress=progress,
-            )
-        )
-
-    def follow(
-        self,
-        name: str,
-        directory: str | os.PathLike[str],
-        changed: FollowWatch,
-        *,
-        publisher: str | None = None,
-        keep: int = 2,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-    ) -> None:
-        run_blocking(
-            self._checkpoints.follow(
-                name,
-                directory,
-                changed,
-                publisher=publisher,
-                keep=keep,
-                include=include,
-                exclude=exclude,
-            )
-        )
-
-    def update(
-        self,
-        name: str,
-        *,
-        quorum: int | None = None,
-        timeout: float = UPDATE_SECONDS,
-        progress: UpdateWatch | None = None,
-    ) -> CheckpointUpdate:
-        return run_blocking(
-            self._checkpoints.update(name, quorum=quorum, timeout=timeout, progress=progress)
-        )
-
-    def names(self, *, everywhere: bool = False) -> list[CheckpointInfo]:
-        return run_blocking(self._checkpoints.names(everywhere=everywhere))
-
-    def status(self, name: str) -> list[CheckpointInfo]:
-        return run_blocking(self._checkpoints.status(name))
-
-    def wait_followers(
-        self,
-        name: str,
-        version: str,
-        count: int,
-        *,
-        timeout: float = UPDATE_SECONDS,
-        progress: StatusWatch | None = None,
-    ) -> None:
-        run_blocking(
-            self._checkpoints.wait_followers(
-                name, version, count, timeout=timeout, progress=progress
-            )
-        )
-
-    def remove(self, name: str) -> str:
-        return run_blocking(self._checkpoints.remove(name))
-
-    def forget(self, name: str, publisher: str) -> str:
-        return run_blocking(self._checkpoints.forget(name, publisher))
-
-    def fetch_tensors(
-        self,
-        name: str,
-        names: Sequence[str] = (),
-        *,
-        files: Sequence[str] = (),
-        rows: Rows | None = None,
-        version: str = "",
-        publisher: str | None = None,
-        wait: float = 0.0,
-        progress: CheckpointWatch | None = None,
-    ) -> CheckpointTensors:
-        return run_blocking(
-            self._checkpoints.fetch_tensors(
-                name,
-                names,
-                files=files,
-                rows=rows,
-                version=version,
-                publisher=publisher,
-                wait=wait,
-                progress=progress,
-            )
-        )
+    publish = _blocking(Checkpoints.publish)
+    fetch = _blocking(Checkpoints.fetch)
+    follow = _blocking(Checkpoints.follow)
+    update = _blocking(Checkpoints.update)
+    names = _blocking(Checkpoints.names)
+    status = _blocking(Checkpoints.status)
+    wait_followers = _blocking(Checkpoints.wait_followers)
+    remove = _blocking(Checkpoints.remove)
+    forget = _blocking(Checkpoints.forget)
+    fetch_tensors = _blocking(Checkpoints.fetch_tensors)
 
 
-class BlockingClient:
+class BlockingClient(_Facade):
     """A connected client of the local peer; the methods are those of `p2pstore.ObjectStore`, plain.
 
     Their documentation is that of the `ObjectStore` methods of the same names; `help` shows it.
@@ -258,6 +117,7 @@ class BlockingClient:
         self._session = _ThreadedSession(
             BlockingDriver(), socket=socket, namespace=namespace, timeout=timeout
         )
+        super().__init__(self._session)
         run_blocking(self._session.open())
         self._janitor = _Janitor(self._session._link)
         _connected.add(self)
@@ -299,115 +159,36 @@ class BlockingClient:
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _reconnect, (self.socket_path, self.namespace, self._session.timeout)
 
-    def put(
-        self,
-        key: str,
-        value: Buffer,
-        *,
-        replicas: int = 1,
-        pin: PinName = "none",
-        ttl: float | None = None,
-        overwrite: bool = False,
-        on_conflict: OnConflict | None = None,
-        durable: bool = False,
-        progress: Progress | None = None,
-    ) -> PutResult:
-        return run_blocking(
-            self._session.put(
-                key,
-                value,
-                replicas=replicas,
-                pin=pin,
-                ttl=ttl,
-                overwrite=overwrite,
-                on_conflict=on_conflict,
-                durable=durable,
-                progress=progress,
-            )
-        )
-
-    def put_tensor(
-        self,
-        key: str,
-        tensor: Any,
-        *,
-        replicas: int = 1,
-        pin: PinName = "none",
-        ttl: float | None = None,
-        overwrite: bool = False,
-        on_conflict: OnConflict | None = None,
-        durable: bool = False,
-    ) -> PutResult:
-        return run_blocking(
-            self._session.put_tensor(
-                key,
-                tensor,
-                replicas=replicas,
-                pin=pin,
-                ttl=ttl,
-                overwrite=overwrite,
-                on_conflict=on_conflict,
-                durable=durable,
-            )
-        )
-
-    def put_many(
-        self,
-        items: Sequence[tuple[str, Buffer]],
-        *,
-        replicas: int = 1,
-        pin: PinName = "none",
-        ttl: float | None = None,
-        overwrite: bool = False,
-        on_conflict: OnConflict | None = None,
-        durable: bool = False,
-    ) -> list[ItemResult[PutResult]]:
-        return run_blocking(
-            self._session.put_many(
-                items,
-                replicas=replicas,
-                pin=pin,
-                ttl=ttl,
-                overwrite=overwrite,
-                on_conflict=on_conflict,
-                durable=durable,
-            )
-        )
-
-    def get(self, key: str, *, wait: float = 0.0) -> bytes:
-        return run_blocking(self._session.get(key, wait=wait))
-
-    def get_into(
-        self,
-        key: str,
-        buffer: Buffer,
-        *,
-        wait: float = 0.0,
-        progress: Progress | None = None,
-        trace: FetchTrace | None = None,
-    ) -> int:
-        return run_blocking(
-            self._session.get_into(key, buffer, wait=wait, progress=progress, trace=trace)
-        )
-
-    def get_tensor(self, key: str, *, wait: float = 0.0, framework: Framework | None = None) -> Any:
-        return run_blocking(self._session.get_tensor(key, wait=wait, framework=framework))
-
-    def get_many(self, keys: Sequence[str]) -> list[ItemResult[bytes]]:
-        return run_blocking(self._session.get_many(keys))
-
-    def get_new_views(
-        self, keys: Sequence[str], allocate: Callable[[int], memoryview]
-    ) -> list[memoryview | P2PStoreError | ValueError]:
-        return run_blocking(self._session.get_new_views(keys, allocate))
-
-    def get_into_views(
-        self, keys: Sequence[str], views: Sequence[memoryview]
-    ) -> list[int | P2PStoreError | ValueError]:
-        return run_blocking(self._session.get_into_views(keys, views))
-
-    def get_many_into(self, items: Sequence[tuple[str, Buffer]]) -> list[ItemResult[int]]:
-        return run_blocking(self._session.get_many_into(items))
+    put = _blocking(ClientSession.put)
+    put_tensor = _blocking(ClientSession.put_tensor)
+    put_many = _blocking(ClientSession.put_many)
+    get = _blocking(ClientSession.get)
+    get_into = _blocking(ClientSession.get_into)
+    get_tensor = _blocking(ClientSession.get_tensor)
+    get_many = _blocking(ClientSession.get_many)
+    get_new_views = _blocking(ClientSession.get_new_views)
+    get_into_views = _blocking(ClientSession.get_into_views)
+    get_many_into = _blocking(ClientSession.get_many_into)
+    take_lease = _blocking(ClientSession.take_lease)
+    take_leases = _blocking(ClientSession.take_leases)
+    register_gpu = _blocking(ClientSession.register_gpu)
+    contains = _blocking(ClientSession.contains)
+    contains_many = _blocking(ClientSession.contains_many)
+    match_prefix = _blocking(ClientSession.match_prefix)
+    match_prefix_by_peer = _blocking(ClientSession.match_prefix_by_peer)
+    locate = _blocking(ClientSession.locate)
+    remove = _blocking(ClientSession.remove)
+    remove_many = _blocking(ClientSession.remove_many)
+    list_keys = _blocking(ClientSession.list_keys)
+    peers = _blocking(ClientSession.peers)
+    statistics = _blocking(ClientSession.statistics)
+    pin = _blocking(ClientSession.pin)
+    unpin = _blocking(ClientSession.unpin)
+    replicate = _blocking(ClientSession.replicate)
+    prefetch = _blocking(ClientSession.prefetch)
+    flush = _blocking(ClientSession.flush)
+    leave = _blocking(ClientSession.leave)
+    register = _plain(ClientSession.register)
 
     @contextmanager
     def lease(self, key: str, *, wait: float = 0.0, here: bool = False) -> Iterator[memoryview]:
@@ -418,14 +199,6 @@ class BlockingClient:
             yield view
         finally:
             del view
-
-    def take_lease(self, key: str, *, wait: float = 0.0, here: bool = False) -> memoryview:
-        return run_blocking(self._session.take_lease(key, wait=wait, here=here))
-
-    def take_leases(
-        self, keys: Sequence[str], *, here: bool = False
-    ) -> list[ItemResult[memoryview]]:
-        return run_blocking(self._session.take_leases(keys, here=here))
 
     @contextmanager
     def transfers(
@@ -448,78 +221,6 @@ class BlockingClient:
         """Directories that are published and fetched as a whole; see `Checkpoints`."""
         return BlockingCheckpoints(self._session.checkpoints)
 
-    def register(self, buffer: Buffer) -> RegisteredBuffer:
-        return self._session.register(buffer)
-
-    def register_gpu(self) -> None:
-        run_blocking(self._session.register_gpu())
-
-    def contains(self, key: str) -> bool:
-        return run_blocking(self._session.contains(key))
-
-    def contains_many(self, keys: Sequence[str]) -> list[bool]:
-        return run_blocking(self._session.contains_many(keys))
-
-    def match_prefix_by_peer(self, keys: Sequence[str]) -> list[PrefixHolder]:
-        return run_blocking(self._session.match_prefix_by_peer(keys))
-
-    def locate(self, key: str) -> list[Location]:
-        return run_blocking(self._session.locate(key))
-
-    def match_prefix(self, keys: Sequence[str]) -> int:
-        return run_blocking(self._session.match_prefix(keys))
-
-    def remove(self, key: str) -> bool:
-        return run_blocking(self._session.remove(key))
-
-    def remove_many(self, keys: Sequence[str]) -> list[ItemResult[bool]]:
-        return run_blocking(self._session.remove_many(keys))
-
-    def list_keys(
-        self,
-        prefix: str = "",
-        *,
-        after: str = "",
-        limit: int = 1000,
-        local: bool = False,
-        pinned: bool = False,
-    ) -> KeyPage:
-        return run_blocking(
-            self._session.list_keys(prefix, after=after, limit=limit, local=local, pinned=pinned)
-        )
-
-    def peers(self, *, everyone: bool = False) -> list[PeerInfo]:
-        return run_blocking(self._session.peers(everyone=everyone))
-
-    def statistics(self, *, cluster: bool = True) -> dict[str, Any]:
-        return run_blocking(self._session.statistics(cluster=cluster))
-
-    def pin(
-        self, key: str, pin: PinName = "soft", *, ttl: float | None = None, fetch: bool = True
-    ) -> PinResult:
-        return run_blocking(self._session.pin(key, pin, ttl=ttl, fetch=fetch))
-
-    def unpin(self, key: str) -> PinResult:
-        return run_blocking(self._session.unpin(key))
-
-    def replicate(self, key: str, copies: int) -> PutResult:
-        return run_blocking(self._session.replicate(key, copies))
-
-    def prefetch(self, keys: Sequence[str]) -> None:
-        run_blocking(self._session.prefetch(keys))
-
-    def flush(self) -> None:
-        run_blocking(self._session.flush())
-
-    def leave(self, *, drain: float = 0.0) -> None:
-        run_blocking(self._session.leave(drain=drain))
-
-
-for _plain, _original in ((BlockingClient, ClientSession), (BlockingTransfers, TransferBatch)):
-    for _name, _method in vars(_plain).items():
-        if not _name.startswith("_") and callable(_method) and not _method.__doc__:
-            _method.__doc__ = getattr(_original, _name).__doc__
-
 
 async def _enter(manager: AbstractAsyncContextManager[T]) -> T:
     return await manager.__aenter__()
@@ -536,7 +237,7 @@ class _Janitor:
 
     def __init__(self, link: PeerLink) -> None:
         self._link = weakref.ref(link)
-        # No Event: `stop` may run anywhere (in `__del__`, while the interpreter ends) and must wait for nobody, and an
+        # No Event: `stop` may run anywhere (in `__del__`, while the interpreter ends) and must not wait, and an
         # Event has a lock, which a thread that was waiting for it takes with it when the interpreter ends.
         self._running = threading.Lock()
         self._running.acquire()
@@ -560,7 +261,7 @@ class _Janitor:
                 run_blocking(link.tidy())
                 del link
         except P2PStoreError:
-            return  # who uses the client next is told
+            return  # the next call raises it
 
     def _watch(self) -> None:
         """Let go of dead neighbours within a second, as long as there are any. In one thread at a time: this one."""
@@ -578,11 +279,11 @@ class _Janitor:
     def _is_stopped_within(self, seconds: float) -> bool:
         stopped = self._running.acquire(timeout=seconds)
         if stopped:
-            self.stop()  # for whoever else waits
+            self.stop()  # for other waiters
         return stopped
 
     def stop(self) -> None:
-        with suppress(RuntimeError):  # somebody else did
+        with suppress(RuntimeError):  # released already
             self._running.release()
 
 

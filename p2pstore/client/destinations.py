@@ -1,19 +1,33 @@
-"""Where fetched bytes go when the caller did not bring a buffer."""
+"""Where fetched bytes go: new memory of each kind, and the rooms of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-from p2pstore.client.values import (
-    destination_view,
-    empty_tensor,
-    fresh_bytes,
-)
+import numpy as np
+
+from p2pstore.client.answers import plain_error
+from p2pstore.client.fetcher import Fetcher, NewMemory
 from p2pstore.errors import P2PStoreError
 from p2pstore.memory.segment_layout import Slot, TrailerBody
+from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.results import Framework
+from p2pstore.transfer.transport import BufferDestination, Destination, too_small
+from p2pstore.values import destination_view, empty_tensor, fresh_bytes
+
+R = TypeVar("R")
+D = TypeVar("D", bound=NewMemory)
+
+COPIED_BYTES: Final = 16 * KIB
+"""Values up to this length are received together and copied to memory of their own: that costs less than a request
+each."""
+MOST_COPIED: Final = 1024
+
+DigestsOf = Callable[[Sequence[str]], list[bytes]]
+RoomsOf = Callable[[Sequence[Any]], Sequence[R]]
 
 
 class BytesDestination:
@@ -82,3 +96,154 @@ class TensorDestination:
 
 def _same(value: bytes) -> bytes:
     return value
+
+
+class SmallRooms(NamedTuple):
+    """Items that may be asked for by GET_SMALL, and room for each, none empty and none of more than `most_bytes`."""
+
+    numbers: Sequence[int]
+    views: Sequence[memoryview]
+    most_bytes: int
+
+
+class Rooms(ABC, Generic[R]):
+    """The keys of a batch and a room for the value of each; items are known by their numbers. `digests_of` and
+    `rooms_of` raise `ValueError` or `TypeError` for what is no key or no place; `rooms_of` None: the places are
+    rooms."""
+
+    are_buffers: ClassVar[bool]
+    """Whether the rooms exist before the lengths of the values are known."""
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        digests_of: DigestsOf,
+        places: Sequence[Any],
+        rooms_of: RoomsOf[R] | None = None,
+    ) -> None:
+        if len(places) != len(keys):
+            raise ValueError(f"{len(keys)} keys, but {len(places)} places for their values")
+        self.keys = keys
+        self._digests_of_keys = digests_of
+        self._places = places
+        self._rooms_in_places = rooms_of
+        self.digests: list[bytes] = []
+        self._rooms: list[R] = []
+        """Of the items that were looked at. A wrong item has something in its place."""
+
+    def prepare(self, stop: int) -> dict[int, P2PStoreError | ValueError]:
+        """Look at the items before number `stop`: the errors of the wrong ones."""
+        start = len(self.digests)
+        errors: dict[int, P2PStoreError | ValueError] = {}
+        if start >= stop:
+            return errors
+        keys, places = self.keys[start:stop], self._places[start:stop]
+        try:
+            self._take_up(keys, places)
+        except (P2PStoreError, ValueError, TypeError):
+            for key, place in zip(keys, places, strict=True):
+                try:
+                    self._take_up([key], [place])
+                except (P2PStoreError, ValueError, TypeError) as error:
+                    errors[len(self.digests)] = plain_error(error)
+                    self.digests.append(b"")
+                    self._rooms.append(place)
+        return errors
+
+    def _take_up(self, keys: Sequence[str], places: Sequence[Any]) -> None:
+        digests = self._digests_of_keys(keys)
+        self._rooms += places if self._rooms_in_places is None else self._rooms_in_places(places)
+        self.digests += digests
+
+    def digests_of(self, numbers: Sequence[int]) -> list[bytes]:
+        """Of items in order."""
+        if len(numbers) == len(self.digests):
+            return self.digests
+        return list(map(self.digests.__getitem__, numbers))
+
+    def rooms_at(self, numbers: Sequence[int]) -> list[R]:
+        """Of items in order."""
+        if len(numbers) == len(self._rooms):
+            return self._rooms
+        return list(map(self._rooms.__getitem__, numbers))
+
+    @abstractmethod
+    async def fetch_one(self, fetcher: Fetcher, number: int) -> int:
+        """Read one item as if there were no batch: its length."""
+
+    @abstractmethod
+    def destination(self, number: int) -> Destination:
+        """The room as transports fill it."""
+
+    @abstractmethod
+    def room_for(self, number: int, length: int) -> memoryview:
+        """The room for a value of that length, as bytes. Raises `ValueError` or `P2PStoreError` where there is none."""
+
+    @abstractmethod
+    def small(self, numbers: Sequence[int], fetcher: Fetcher) -> SmallRooms:
+        """The items among these that may be asked for by GET_SMALL, and room for each of them."""
+
+    def filled(self, small: SmallRooms, lengths: Sequence[int]) -> None:
+        """Small rooms have got their values, of these lengths; -1 for none."""
+
+
+class BufferRooms(Rooms[memoryview]):
+    """The rooms are the callers' buffers."""
+
+    are_buffers = True
+
+    async def fetch_one(self, fetcher: Fetcher, number: int) -> int:
+        return await fetcher.fetch_into(
+            self.keys[number], self.digests[number], self._rooms[number]
+        )
+
+    def destination(self, number: int) -> Destination:
+        return BufferDestination(self._rooms[number])
+
+    def room_for(self, number: int, length: int) -> memoryview:
+        room = self._rooms[number]
+        if length > len(room):
+            raise too_small(length, room)
+        return room
+
+    def small(self, numbers: Sequence[int], fetcher: Fetcher) -> SmallRooms:
+        views = self.rooms_at(numbers)
+        sizes = list(map(len, views))
+        most_bytes = max(sizes, default=0)
+        if most_bytes <= CHUNK_BYTES and min(sizes, default=0) > 0:
+            return SmallRooms(numbers, views, most_bytes)
+        small = [
+            number for number, size in zip(numbers, sizes, strict=True) if 0 < size <= CHUNK_BYTES
+        ]
+        views = self.rooms_at(small)
+        return SmallRooms(small, views, max(map(len, views), default=0))
+
+
+class NewMemoryRooms(Rooms[D]):
+    """The rooms are made when it is known how long the values are."""
+
+    are_buffers = False
+
+    async def fetch_one(self, fetcher: Fetcher, number: int) -> int:
+        return await fetcher.fetch_new(self.keys[number], self.digests[number], self._rooms[number])
+
+    def destination(self, number: int) -> Destination:
+        return self._rooms[number]
+
+    def room_for(self, number: int, length: int) -> memoryview:
+        return self._rooms[number].make(length)
+
+    def small(self, numbers: Sequence[int], fetcher: Fetcher) -> SmallRooms:
+        """Where the first one is small, all of them are likely to be: in memory that they share."""
+        if not 0 < fetcher.holders.known.expected_bytes(self.digests[numbers[0]]) <= COPIED_BYTES:
+            return SmallRooms((), (), 0)
+        small = numbers[:MOST_COPIED]
+        shared = np.empty(len(small) * COPIED_BYTES, np.uint8).data
+        starts = range(0, len(shared), COPIED_BYTES)
+        views = [shared[start : start + COPIED_BYTES] for start in starts]
+        return SmallRooms(small, views, COPIED_BYTES)
+
+    def filled(self, small: SmallRooms, lengths: Sequence[int]) -> None:
+        for number, view, length in zip(small.numbers, small.views, lengths, strict=False):
+            if length >= 0:
+                self._rooms[number].take(view[:length])

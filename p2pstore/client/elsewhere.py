@@ -20,7 +20,7 @@ from p2pstore.errors import (
     Unavailable,
 )
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import chunk_sums, format_bytes, key_digest, root_checksum
 from p2pstore.results import PutResult
 from p2pstore.runtime.side_by_side import PIECE_BYTES
@@ -45,7 +45,7 @@ _NEXT_PEER: Final = (
     StoreClosed,
     Unavailable,
 )
-"""What says something of one peer only; anything else ends the put."""
+"""Errors of one peer, after which the next is asked; any other error ends the put."""
 
 
 class ElsewhereWriter:
@@ -70,7 +70,7 @@ class ElsewhereWriter:
         progress: Progress | None = None,
     ) -> PutResult:
         """Store one value at the first peer that takes it. `refusal` is why the local one does not,
-        `finish_seconds` what its replicas may take. Raises `CapacityExceeded` when nobody takes it."""
+        `finish_seconds` what its replicas may take. Raises `CapacityExceeded` when no peer takes it."""
         if options["durable"]:
             raise CapacityExceeded(
                 f"durable: only the local peer's SSD is asked. {refusal}"
@@ -122,7 +122,7 @@ class ElsewhereWriter:
         return target.peer_id == self._link.connection.hello.peer_id
 
     async def _finish(self, key: str, target: local.Target, stored: Stored) -> PutResult:
-        """Let the local peer know, so that whoever asks it next finds the object."""
+        """Tell the local peer, so that its next caller finds the object."""
         if stored.record:
             news = local.StoredElsewhere(
                 target.peer_id, stored.incarnation, stored.sequence, stored.record

@@ -1,8 +1,8 @@
 """Links to other peers of this host, besides the one to the local peer.
 
-Whoever maps, leases: to view what a neighbour holds in place, a client has a session with that neighbour too, which
-counts its leases. Such a link is opened when it is first of use and kept for what comes later. When it cannot
-be used, nothing is lost: the local peer can bring the object to its own memory.
+Every process that maps a segment holds a lease: to view a neighbour's object in place, a client has a session with
+that neighbour, which counts its leases. The link is opened on first use and kept. When it fails, the local peer brings
+the object to its own memory instead.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Final, TypeVar
 
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import P2PStoreError
-from p2pstore.local.local_messages import Access, Holder
+from p2pstore.local.local_messages import Holder
+from p2pstore.local.local_protocol import Access
 from p2pstore.transfer.transport import HURRIED_ANSWER_SECONDS
 
 T = TypeVar("T")
 
 MAX_NEIGHBOURS: Final = 16
-"""Open links. The one that was not used for longest goes first, but never one whose views are in use."""
+"""Open links. The least recently used one is closed first, never one whose views are in use."""
 RETRY_SECONDS: Final = 10.0
 """After a link could not be opened, or failed."""
 
@@ -31,7 +32,7 @@ Name = tuple[str, bytes]
 
 
 class _Companion:
-    """An open link, and how many calls are using it. A retired one is used for nothing new, and closed when no view
+    """An open link, and the number of calls that use it. A retired one takes no new calls, and is closed when no view
     needs it any more."""
 
     def __init__(self, link: PeerLink) -> None:
@@ -41,18 +42,18 @@ class _Companion:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody would miss it: a lease ends with its link."""
+        """Whether no call and no lease needs it: a lease ends with its link."""
         return not self.users and not self.link.leases.outstanding
 
     @property
     def over(self) -> bool:
-        """Whether it can be forgotten: its neighbour has gone, or it was retired and nobody needs it."""
+        """Whether it can be closed: its neighbour has gone, or it is retired and idle."""
         return self.link.connection.peer_is_gone() or (self.retired and self.idle)
 
 
 class Neighbours:
-    """See the module's docstring. Any thread, or task, may use it. `own` is the link to the local peer, which has
-    these tidied along with itself."""
+    """The links of one client, for any thread or task. `own` is the link to the local peer; these are tidied along with
+    it."""
 
     def __init__(self, own: PeerLink, namespace: str) -> None:
         self._own = own
@@ -79,8 +80,8 @@ class Neighbours:
 
     @contextmanager
     def linked(self, holder: Holder) -> Iterator[PeerLink | None]:
-        """The link to this peer, if there is one and the peer was alive a moment ago; it is not closed meanwhile. For
-        what needs no request."""
+        """The link to this peer, if there is one and the peer was alive a moment ago, for work without a request. It is
+        not closed meanwhile."""
         companion = self._take((holder.socket, holder.peer_id))
         if companion is None:
             yield None
@@ -94,8 +95,8 @@ class Neighbours:
     async def call(
         self, holder: Holder, what: Callable[[PeerLink], Awaitable[T | None]]
     ) -> T | None:
-        """`what` with a link to this peer of the same host. None when there is no way to it, it does not answer
-        within 1.5 s, or it breaks the rules: for the next 10 s it is left alone."""
+        """Call `what` with a link to this peer of the same host. None when the peer cannot be reached, does not answer
+        within 1.5 s, or breaks the protocol: it is not tried again for 10 s."""
         name = holder.socket, holder.peer_id
         companion = await self._enter(name)
         if companion is None:
@@ -143,7 +144,7 @@ class Neighbours:
                 access=Access.READ,
                 timeout_seconds=self._timeout_seconds,
                 location_table=False,
-                # Whoever serves there shows what it likes, so it must be somebody who is trusted anyway.
+                # The server shows what it likes, so it must run as a user that is trusted anyway.
                 trusted_users={os.geteuid(), self._own.connection.peer_user},
             )
         except (P2PStoreError, OSError):
@@ -172,7 +173,7 @@ class Neighbours:
                 del self._retry_at[each]
 
     def _make_room(self) -> bool:
-        """Close a link that nobody needs when there are too many. Whether there may be one more."""
+        """Close an idle link when there are too many. Whether there may be one more."""
         with self._state:
             if len(self._open) + len(self._retired) < MAX_NEIGHBOURS:
                 return True
@@ -190,7 +191,7 @@ class Neighbours:
                 self._retired.append(companion)
         self._own.stir()
 
-    # --- tidying up, by whoever does it for the own link -----------------------------------------
+    # --- tidying up, with the own link -------------------------------------------------------
 
     def _all(self) -> list[_Companion]:
         return [*self._open.values(), *self._retired]
@@ -200,7 +201,7 @@ class Neighbours:
         return bool(self._retired) or any(each.link.needs_tidying for each in self._all())
 
     async def tidy(self) -> None:
-        """Give back what ended, and close what nobody needs. What a neighbour does wrong shows in the next call."""
+        """Give ended leases back, and close idle links. Errors of a neighbour show in the next call."""
         for companion in self._all():
             if not companion.over:
                 with suppress(P2PStoreError, OSError):
@@ -213,7 +214,7 @@ class Neighbours:
         return bool(self._open or self._retired)
 
     def let_go_of_the_dead(self) -> None:
-        """Close the links to neighbours that are gone, and what nobody needs any more."""
+        """Close the links to neighbours that are gone, and idle retired ones."""
         with self._state:
             over = [each for each in self._all() if each.over and not each.users]
             for name, companion in list(self._open.items()):

@@ -1,6 +1,6 @@
 """Where to read what others hold, without asking the local peer for a plan.
 
-Which members hold an object stands in the peer's table (`known_elsewhere`). How to get to them, and the tickets for
+Which members hold an object stands in the peer's table (`KnownElsewhere`). How to get to them, and the tickets for
 that, the peer says in its plans, and what it said of a member a moment ago still holds. So of objects whose
 holders were all named lately, the client makes the plan itself. When that does not lead to the object, the peer is
 asked as ever.
@@ -9,66 +9,84 @@ asked as ever.
 from __future__ import annotations
 
 import math
+import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace as replace_copy
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from random import Random
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
-from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
+from p2pstore.client.read_plan import OnlyHolder, OwnPlan, is_far, way_to
 from p2pstore.local.local_messages import Holder, PlanItem
-from p2pstore.location_table import LOCATION
-from p2pstore.objects import SIZE_UNIT_BYTES, ZERO_VERSION, Version
-from p2pstore.transfer.data_messages import Keeps, Ticket
-from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.location_table import (
+    APART_COUNTERS,
+    CLOCK,
+    FEW_DIGESTS,
+    FLOOR_CLOCKS,
+    LOCATION,
+    TIER_FLAGS,
+    LocationTable,
+    Rows,
+    Word,
+    apart_counter,
+    floor_clock,
+)
+from p2pstore.objects import DIGEST_BYTES, SIZE_UNIT_BYTES, ZERO_VERSION, Version
 from p2pstore.transfer.transport import RemoteCopy
 
 TRUSTED_SECONDS: Final = 50.0
 """A ticket is good for 60 s at least when the peer hands it out."""
 ASKED_SECONDS: Final = 10.0
-"""After a member did not deliver."""
+"""Time for which a member that did not deliver is not chosen without the peer."""
 MAX_HOLDERS: Final = 1024
-DRAM, SSD = 0, 1
-"""Tiers; the second one of what is on its holder's SSD alone."""
 HOLDERS_PER_PLAN: Final = 8
 
-
-class OnlyHolder(NamedTuple):
-    """The one peer, of this host or another, that is known to hold an object, and wrote it: how to get there, a hint
-    where it has the object, and about how long that is."""
-
-    copy: RemoteCopy
-    slot_hint: int
-    expected_bytes: int
+T = TypeVar("T")
+FRESH_NANOSECONDS: Final = 2_000_000_000
+"""Age from which on the table is not trusted: its peer may be stopped, which a request finds out."""
+_TRIES: Final = 3
+_MOST_ROWS: Final = 4096
+"""Rows that are looked at for a key: links that are being changed may lead in a circle."""
+_AT_ONCE: Final = 1024
+"""Keys looked up between two looks at the peer's count of changes."""
+_FLOOR_BITS: Final = np.uint32(FLOOR_CLOCKS - 1)
+_APART_BITS: Final = np.uint32(APART_COUNTERS - 1)
+_BEGIN_AND_STAMP: Final = struct.Struct(f"<I{DIGEST_BYTES - 4}xQH")
+"""The first 32 bits of a packed record's digest, and its version's clock and writer."""
+_WRITER_BITS: Final = np.uint64(0xFFFF)
+# Plain numbers: these are looked at for every key.
+_CHANGES, _ALIVE_AT = int(Word.CHANGES), int(Word.ALIVE_AT)
+_AFTER, _BEFORE = int(Word.BELIEVED_AFTER), int(Word.BELIEVED_BEFORE)
 
 
 class _Named(NamedTuple):
-    """What was said of a member, and until when that is trusted."""
+    """The facts that the peer told of a member, and the time until which they are trusted."""
 
     trusted_until: float
     holder: Holder
     copy: RemoteCopy
+    is_far: bool
 
 
-class OwnPlan(PlanItem, frozen=True):
-    """Made by the client itself. When it fails, that says nothing of those whom it names: they may have moved, or
-    changed their keys."""
+def _goes_through_peer(holder: Holder, length_bytes: float) -> bool:
+    """Whether the local peer has a faster way to an object of that length, and is to say whether it takes it."""
+    return 0 < holder.through_peer_bytes <= length_bytes
 
 
 class KnownHolders:
-    """See the module's docstring. Any thread may use it."""
+    """Plans of the client's own. Any thread may use it."""
 
     def __init__(self, elsewhere: KnownElsewhere | None, rng: Random) -> None:
         self._elsewhere = elsewhere
         self._rng = rng
         self._named: dict[int, _Named] = {}
         self._asked_until: dict[int, float] = {}
-        """Members that did not deliver: for a while the peer says which holder comes first."""
+        """Members that did not deliver: until then the peer says which holder comes first."""
         self._changing = threading.Lock()
 
     def close(self) -> None:
@@ -76,20 +94,20 @@ class KnownHolders:
         self._elsewhere = None
 
     def note(self, plans: Iterable[PlanItem]) -> None:
-        """The peer named these holders."""
+        """Remember the holders that the peer named."""
         trusted_until = time.monotonic() + TRUSTED_SECONDS
         with self._changing:
             for plan in plans:
                 for holder in () if plan.through_peer else plan.holders:
                     self._named.pop(holder.member, None)
-                    way = _way_to(holder)
-                    named = _Named(trusted_until, holder, way)
+                    way = way_to(holder)
+                    named = _Named(trusted_until, holder, way, is_far(way))
                     self._named[holder.member] = named
             while len(self._named) > MAX_HOLDERS:
                 del self._named[next(iter(self._named))]
 
     def forget(self, members: Iterable[int]) -> None:
-        """These did not deliver: the peer may know better where they are, or whether."""
+        """Forget members that did not deliver: the peer may know better where they are, and whether."""
         now = time.monotonic()
         with self._changing:
             for member in members:
@@ -116,13 +134,17 @@ class KnownHolders:
         expected_bytes = int.from_bytes(size, "little") * SIZE_UNIT_BYTES
         if named is None or _goes_through_peer(named.holder, max(expected_bytes, most_bytes)):
             return None
-        return OnlyHolder(named.copy, slot, expected_bytes)
+        return OnlyHolder(named.copy, named.is_far, slot, expected_bytes)
+
+    def expected_bytes(self, digest: bytes) -> int:
+        """The length at most of an object that one other peer is known to hold; 0 where that is not known."""
+        only = self.only(digest)
+        return 0 if only is None else only.expected_bytes
 
     def only_many(
         self, digests: Sequence[bytes], most_bytes: float = math.inf
     ) -> list[RemoteCopy | None]:
-        """For many objects, of which nobody wants one that is longer than that, `only` without what is known of each:
-        how to get to the holder."""
+        """The way to the only holder of each of many objects, of which none longer than `most_bytes` is wanted."""
         elsewhere = self._elsewhere  # another thread may close it
         if elsewhere is None:
             return [None] * len(digests)
@@ -195,39 +217,230 @@ class KnownHolders:
         return None if asked else named
 
 
-def _goes_through_peer(holder: Holder, length_bytes: float) -> bool:
-    """Whether the local peer has a faster way to an object of that length, and is to say whether it takes it."""
-    return 0 < holder.through_peer_bytes <= length_bytes
+class KnownRecord(NamedTuple):
+    """A member's word that it holds a version of a key, and where."""
+
+    member: int
+    version: Version
+    slot: int
+    size_units: int
+    tier: int
+
+    @property
+    def is_by_member(self) -> bool:
+        """Whether the member wrote the version: then it is its word that the version has this root."""
+        return self.version.writer == self.member & 0xFFFF
 
 
-def is_far(copy: RemoteCopy) -> bool:
-    """Whether a copy is on another host, and can be asked for there."""
-    return not copy.same_host and bool(copy.data)
-
-
-def _way_to(holder: Holder) -> RemoteCopy:
-    """To whatever a holder has in memory that it wrote itself."""
-    return replace_copy(
-        remote_copy(replace(holder, tier=DRAM)), announced=Announced(holder.member & 0xFFFF)
+def _known_record(member: int, packed: bytes) -> KnownRecord:
+    _, clock, writer, root, slot, size, flags = LOCATION.unpack(packed)
+    return KnownRecord(
+        member,
+        Version(clock, writer, root),
+        slot,
+        int.from_bytes(size, "little"),
+        flags & TIER_FLAGS,
     )
 
 
-def remote_copy(holder: Holder) -> RemoteCopy:
-    """A planned holder as transports want it."""
-    version = Version(holder.clock, holder.writer, holder.root)
-    return RemoteCopy(
-        peer_id=holder.peer_id,
-        data=tuple(holder.data),
-        ticket=GrantedTicket(
-            Ticket(holder.ticket_claims, holder.ticket_signature), holder.ticket_secret
-        ),
-        member=holder.member,
-        socket=holder.socket,
-        same_host=holder.same_host,
-        slot=holder.slot,
-        version=version,
-        announced=Announced(holder.member & 0xFFFF, version),
-        length_bytes=holder.size_units * SIZE_UNIT_BYTES,
-        keeps=Keeps.BY_PEER,
-        on_ssd=holder.tier == SSD,
-    )
+class KnownElsewhere:
+    """What the local peer knows of keys that others hold, read from its mapped table (`memory`). Raises as
+    `LocationTable`.
+
+    The peer goes on changing the table meanwhile. It counts its changes, so that a reader detects a torn read; and it
+    stores the time at which all of it was valid. In every doubtful case the answer is None: ask the peer."""
+
+    def __init__(self, memory: Any) -> None:
+        self._table = LocationTable(memory)
+        self._words = self._table.words
+        self._counted, self._apart = self._table.counted, self._table.apart
+        self._floors = self._table.floors
+        self._member_names = np.frombuffer(self._table.members, np.uint64)
+
+    def contains(self, digest: bytes) -> bool | None:
+        """Whether some live peer is known to hold the key; None: the local peer must be asked."""
+        words = self._words
+        for _ in range(_TRIES):
+            changes = words[_CHANGES]
+            if not self._is_fresh() or self._apart[apart_counter(digest)]:
+                return None
+            if not changes & 1:
+                try:
+                    answer = self._look_up(digest)
+                except IndexError:  # a link that was being changed led out of the table
+                    continue
+                if words[_CHANGES] == changes:
+                    return answer
+        return None
+
+    def holders(self, digest: bytes) -> list[KnownRecord] | None:
+        """The records of live peers that hold the key; None: the local peer must be asked."""
+        words, counted, members = self._words, self._counted, self._table.members
+        for _ in range(_TRIES):
+            changes = words[_CHANGES]
+            if not self._is_fresh() or self._apart[apart_counter(digest)]:
+                return None
+            if not changes & 1:
+                found = []
+                try:
+                    for _, slot, record in self._table.find_few(digest, _MOST_ROWS):
+                        if counted[slot]:
+                            found.append(_known_record(members[slot], record))
+                except IndexError:
+                    continue
+                if words[_CHANGES] == changes:
+                    after, before = self._believed(digest)
+                    for known in found:
+                        if not after < known.version[0] < before:
+                            return None
+                    return found
+        return None
+
+    def only_record(self, digest: bytes) -> tuple[int, bytes] | None:
+        """The one live member that is known to hold the key, and wrote it, and its packed record; None where there is
+        none or several, or the local peer must be asked."""
+        found = self._settled(digest, self._only_records)
+        return found[0] if found else None
+
+    def contains_many(self, digests: bytes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Of packed digests: which are known to be held by some live peer, and of which the local one must be
+        asked."""
+        count = len(digests) // DIGEST_BYTES
+        held, asked = np.zeros(count, np.bool_), np.ones(count, np.bool_)
+        for start in range(0, count, _AT_ONCE):
+            end = min(start + _AT_ONCE, count)
+            some = digests[start * DIGEST_BYTES : end * DIGEST_BYTES]
+            found = self._settled(some, self._match)
+            if found is not None:
+                held[start:end], asked[start:end] = found
+        return held, asked
+
+    def only_members(self, digests: bytes) -> list[int]:
+        """Of packed digests: the one live member that is known to hold each, and wrote it; 0 where there is none or
+        several, or the local peer must be asked."""
+        count = len(digests) // DIGEST_BYTES
+        look_up = self._match_only_of_few if count <= FEW_DIGESTS else self._match_only
+        members: list[int] = []
+        for start in range(0, count, _AT_ONCE):
+            end = min(start + _AT_ONCE, count)
+            some = digests[start * DIGEST_BYTES : end * DIGEST_BYTES]
+            found = self._settled(some, look_up)
+            members += [0] * (end - start) if found is None else found
+        return members
+
+    def _is_fresh(self) -> bool:
+        alive_at = self._words[_ALIVE_AT]
+        return alive_at > 0 and 0 <= time.monotonic_ns() - alive_at < FRESH_NANOSECONDS
+
+    def _believed(self, digest: bytes) -> tuple[int, int]:
+        """Between these clocks versions of the key are believed."""
+        words = self._words
+        return max(words[_AFTER], self._floors[floor_clock(digest)]), words[_BEFORE]
+
+    def _look_up(self, digest: bytes) -> bool | None:
+        counted = self._counted
+        answer: bool | None = False
+        for _, slot, record in self._table.find_few(digest, _MOST_ROWS):
+            if counted[slot]:
+                clock = int.from_bytes(record[CLOCK], "little")
+                after, before = self._believed(digest)
+                if after < clock < before:
+                    return True
+                answer = None  # an old version may be forbidden
+        return answer
+
+    def _settled(self, digests: bytes, look_up: Callable[[bytes], T]) -> T | None:
+        """The answer of `look_up` on a fresh table that did not change meanwhile; None: there was none."""
+        words = self._words
+        for _ in range(_TRIES):
+            changes = words[_CHANGES]
+            if not self._is_fresh():
+                return None
+            if not changes & 1:
+                try:
+                    found = look_up(digests)
+                except IndexError:
+                    continue
+                if words[_CHANGES] == changes:
+                    return found
+        return None
+
+    def _match(self, digests: bytes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        table = self._table
+        count = len(digests) // DIGEST_BYTES
+        held, asked = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        begins = _beginnings(digests)
+        matches = table.find_many(digests, _MOST_ROWS)
+        counts = table.counts.take(matches.slots) != 0
+        believed = counts & self._are_believed(begins.take(matches.queries), matches.rows)
+        held[matches.queries[believed]] = True
+        asked[matches.queries[counts]] = True
+        asked &= ~held
+        apart = self._are_apart(begins)
+        return held & ~apart, asked | apart
+
+    def _match_only_of_few(self, digests: bytes) -> list[int]:
+        members = [0] * (len(digests) // DIGEST_BYTES)
+        for number, (member, _) in self._only_records(digests).items():
+            members[number] = member
+        return members
+
+    def _only_records(self, digests: bytes) -> dict[int, tuple[int, bytes]]:
+        """By the numbers of the digests, which are few, the one member that holds each, and its record."""
+        counted, names = self._counted, self._table.members
+        apart, floors = self._apart, self._floors
+        after, before = self._words[_AFTER], self._words[_BEFORE]
+        only: dict[int, tuple[int, bytes]] = {}
+        matched = set()
+        for number, slot, record in self._table.find_few(digests, _MOST_ROWS):
+            if counted[slot]:
+                begin, clock, writer = _BEGIN_AND_STAMP.unpack_from(record)
+                if (
+                    number not in matched
+                    and not apart[begin & (APART_COUNTERS - 1)]
+                    and after < clock < before
+                    and floors[begin & (FLOOR_CLOCKS - 1)] < clock
+                    and writer == names[slot] & 0xFFFF
+                ):
+                    only[number] = names[slot], record
+                else:
+                    only.pop(number, None)
+                matched.add(number)
+        return only
+
+    def _match_only(self, digests: bytes) -> list[int]:
+        table = self._table
+        begins = _beginnings(digests)
+        matches = table.find_many(digests, _MOST_ROWS)
+        queries, rows, slots = matches.queries, matches.rows, matches.slots
+        counted = table.counts.take(slots).nonzero()[0]
+        if counted.size < slots.size:
+            queries, rows, slots = queries.take(counted), rows.take(counted), slots.take(counted)
+        found = self._member_names.take(slots)
+        found *= self._are_believed(begins.take(queries), rows)
+        found *= table.writers(rows) == found & _WRITER_BITS
+        members = np.zeros(len(begins), np.uint64)
+        members[queries] = found
+        if queries.size > np.count_nonzero(members):  # not all are believed, or some have several
+            members[np.bincount(queries, minlength=len(begins)) > 1] = 0
+        members *= ~self._are_apart(begins)
+        listed: list[int] = members.tolist()
+        return listed
+
+    def _are_believed(self, begins: NDArray[np.uint32], rows: Rows) -> NDArray[np.bool_]:
+        """`_believed` of the versions in rows, which are of these digests."""
+        floors, words = self._table.floor_clocks, self._words
+        clocks = self._table.clocks(rows)
+        believed: NDArray[np.bool_] = clocks > floors.take(begins & _FLOOR_BITS)
+        believed &= clocks > np.uint64(words[_AFTER])
+        believed &= clocks < np.uint64(words[_BEFORE])
+        return believed
+
+    def _are_apart(self, begins: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self._table.aparts.take(begins & _APART_BITS) != 0
+        return found
+
+
+def _beginnings(digests: bytes) -> NDArray[np.uint32]:
+    """The first 32 bits of each of many packed digests."""
+    return np.frombuffer(digests, "<u4")[:: DIGEST_BYTES // 4]

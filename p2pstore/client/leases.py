@@ -20,7 +20,7 @@ from p2pstore.transfer.reading.segment_reader import Sighting
 
 KEEP_COUNT: Final = 256
 KEEP_SECONDS: Final = 0.05
-"""A lease whose views are gone is kept so long: to be told with others, or to be used again."""
+"""Time for which a lease without views is kept: to be given back with others, or used again."""
 
 Array = np.ndarray[Any, Any]
 
@@ -35,7 +35,7 @@ class _Whole(weakref.ref[Array]):
 
 @dataclass(slots=True)
 class _Lease:
-    """What a lease covers. `whole` is the array under all of its views, while there are any. `number` is the peer's, or
+    """One lease. `whole` is the array under all of its views, while there are any. `number` is the peer's, or
     below 0 for a lease that it was not asked for."""
 
     number: int
@@ -53,7 +53,7 @@ class LeaseBook:
 
     A lease ends when the last view derived from it is collected: Python counts references, so that
     is at once, in whichever thread let go last, possibly inside the garbage collector. Nothing
-    happens there but one append to a deque; the rest is done by whoever calls next.
+    happens there but one append to a deque; the next call does the rest.
 
     Another view of an object under a lease, or under one that ended a moment ago and was not given
     back yet, needs no request: while the slot says that it is still that version, it is shared. Neither does the first
@@ -183,13 +183,13 @@ class LeaseBook:
             self._keep_ended()
 
     def sighting(self, digest: bytes) -> Sighting | None:
-        """What was seen when a view of this object was last shared, or taken without asking."""
+        """The slot that was seen when a view of this object was last shared, or taken without a request."""
         lease = self._by_digest.get(digest)
         return None if lease is None else lease.sighting
 
     def give_back(self, number: int) -> None:
-        """End a lease of which no view was made, and none will be. It is told with the next request: who copies one
-        object after another would keep all of the last 50 ms in the peer's memory, for nothing."""
+        """End a lease of which no view was made, and none will be. The next request tells it: otherwise a loop of
+        copies would keep all objects of the last 50 ms in the peer's memory."""
         self._unused.append(number)
 
     def forsake(self, number: int) -> None:
@@ -203,7 +203,7 @@ class LeaseBook:
         """Leases to give back, each once: unused ones, and those that ended 50 ms ago, or all that ended. Those that
         were not asked for end here.
 
-        Who views one object after another gives them back many at a time.
+        A loop of views gives its leases back in batches.
         """
         if not self._unused and not self._ended and not self._kept:
             return []

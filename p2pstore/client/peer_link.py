@@ -1,6 +1,5 @@
-"""An open connection to the local peer with all that goes along: mapped segments, leases, and
-what the peer is told without being asked (releases, aborts, reads it did not see, holders that
-failed)."""
+"""An open connection to the local peer with its mapped segments and leases, and what the peer is told one way:
+releases, aborts, reads that it did not see, and holders that failed."""
 
 from __future__ import annotations
 
@@ -10,28 +9,17 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Final, Protocol, TypeVar
 
-from p2pstore.client.known_elsewhere import KnownElsewhere
+from p2pstore.client.known_holders import KnownElsewhere
 from p2pstore.client.leases import LeaseBook
-from p2pstore.client.pull_ledger import PullLedger
 from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
+from p2pstore.client.read_ledger import ReadLedger
 from p2pstore.errors import ProtocolMismatch
-from p2pstore.local.batching import MAX_REPORTED_FAILURES, Cuts
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import (
-    MAX_BATCH,
-    Abort,
-    Access,
-    AccessCount,
-    HolderFailure,
-    Leased,
-    LocalKind,
-    Release,
-    Report,
-)
-from p2pstore.local.local_requests import RequestAhead
+from p2pstore.local.local_messages import Abort, Leased, Release
+from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.local.local_requests import Cuts, RequestAhead
 from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.reading.segment_reader import SegmentReader
-from p2pstore.transfer.transport import PullReport
 from p2pstore.wire import ONE_WAY, Message, encode_frame
 
 M = TypeVar("M", bound=Message)
@@ -41,11 +29,10 @@ REPORT_SECONDS: Final = 0.1
 LOOK_SECONDS: Final = 1.0
 AHEAD_IDLE_SECONDS: Final = 1.0
 ALIVE_CHECK_SECONDS: Final = 0.1
-MAX_REPORTED_KEYS: Final = MAX_BATCH
 
 
 class Tidied(Protocol):
-    """What has to be tidied up along with a link."""
+    """Links that are tidied along with a link."""
 
     @property
     def needs_tidying(self) -> bool: ...
@@ -56,7 +43,7 @@ class Tidied(Protocol):
 
 
 class Mapped(Protocol):
-    """What maps memory of other peers."""
+    """A holder of mappings of other peers' memory."""
 
     @property
     def maps_any(self) -> bool: ...
@@ -67,8 +54,8 @@ class Mapped(Protocol):
 class PeerLink:
     """The client's side of one session with the local peer. Make one with `PeerLink.open`.
 
-    `on_busy` is called when there is something to tidy up; whoever set it then calls `tidy` every
-    50 ms while `needs_tidying`, and `rest` afterwards; and `let_go_of_the_dead` every second while `maps_others`.
+    `on_busy` is called when there is something to tidy up. The janitor that set it then calls `tidy` every 50 ms while
+    `needs_tidying`, and `rest` afterwards; and `let_go_of_the_dead` every second while `maps_others`.
     """
 
     def __init__(self, driver: Driver, connection: LocalConnection, timeout_seconds: float) -> None:
@@ -84,16 +71,14 @@ class PeerLink:
         self.companions: Tidied | None = None
         """The links to other peers of this host, where there are any."""
         self.mapped: list[Mapped] = []
-        """What has memory of other peers of this host mapped."""
+        """Objects that map memory of other peers of this host."""
         total_bytes = sum(len(view) for view in connection.segments)
         self.ahead = GrantedAhead(min(AHEAD_MAX_BYTES, total_bytes // AHEAD_SHARE))
         self.on_busy: Callable[[], None] = lambda: None
         self._busy = False
         self._aborts: deque[int] = deque()
         self._give_all_back = False
-        self._reads: dict[bytes, list[int]] = {}
-        self._failures: deque[HolderFailure] = deque(maxlen=MAX_REPORTED_FAILURES)
-        self._pulls = PullLedger()
+        self.ledger = ReadLedger(self.stir)
         self._reported_at = 0.0
         self._ahead_checked_at = 0.0
         self._alive_at = 0.0
@@ -131,8 +116,8 @@ class PeerLink:
     def close(self) -> None:
         """End the session. Views that callers still hold stay readable; their leases have ended, so
         the peer may reuse the memory for something else."""
-        if self._reads or self._pulls or self._failures:
-            self.connection.say_last(_one_way(LocalKind.REPORT, self._take_report()))
+        if self.ledger:
+            self.connection.say_last(_one_way(LocalKind.REPORT, self.ledger.take()))
         self.connection.close()
         self.readers.clear()
         self.leases.forget()
@@ -149,7 +134,7 @@ class PeerLink:
                 self.connection.check_usable()
 
     def ask(self, kind: LocalKind, message: Message, reply_type: type[M]) -> Awaitable[M]:
-        """One request with this link's deadline, of which nothing is left to give back when it fails."""
+        """One request with this link's deadline, which leaves nothing to give back when it fails."""
         return self.connection.request(
             kind, message, reply_type, progress_seconds=self.timeout_seconds
         )
@@ -181,7 +166,7 @@ class PeerLink:
         extra_seconds: float = 0.0,
         on_late_reply: Callable[[M], None] | None = None,
     ) -> M:
-        """One request with this link's deadline, plus what its work may take at most."""
+        """One request with this link's deadline, plus `extra_seconds` for its work."""
         try:
             return await self.connection.request(
                 kind,
@@ -203,8 +188,8 @@ class PeerLink:
         self.stir()
 
     def make_room(self) -> bool:
-        """Have all that this client holds without need given back before the next request. Whether
-        there is any: then it is worth asking again for what was refused."""
+        """Have idle leases and reservations given back before the next request. True when there are any: then a
+        refused request is worth repeating."""
         self._give_all_back = self.leases.keeps
         spare = self.ahead.drop()
         if spare:
@@ -212,7 +197,7 @@ class PeerLink:
         return self._give_all_back or bool(spare)
 
     def give_back(self, reply: Leased) -> None:
-        """End leases that nobody will look at."""
+        """End leases without views."""
         for grant in reply.items:
             if not grant.error.code:
                 self.leases.give_back(grant.lease)
@@ -226,85 +211,8 @@ class PeerLink:
                 return True
         return False
 
-    def note_read(self, digest: bytes, length: int, *, is_view: bool = False) -> None:
-        """A read that the peer did not see, for its eviction to know of. Never waits."""
-        counted = self._reads.get(digest)
-        if counted is not None:
-            counted[0] += 1
-            counted[2] += is_view
-        elif len(self._reads) < MAX_REPORTED_KEYS:
-            self._reads[digest] = [1, length, int(is_view)]
-            self.stir()
-
-    def note_reads(self, digests: Sequence[bytes], lengths: Sequence[int]) -> None:
-        """`note_read` of a batch; -1 for what was not read."""
-        reads = self._reads
-        for digest, length in zip(digests, lengths, strict=True):
-            counted = reads.get(digest)
-            if counted is not None:
-                counted[0] += length >= 0
-            elif length >= 0 and len(reads) < MAX_REPORTED_KEYS:
-                reads[digest] = [1, length, 0]
-        if reads:
-            self.stir()
-
-    def note_pull(self, key: str, digest: bytes, report: PullReport, seconds: float) -> None:
-        """An object was read from its holders, or was not."""
-        self._pulls.pulled(key, digest, report, seconds)
-        self.stir()
-
-    def note_only(
-        self,
-        key: str,
-        digest: bytes,
-        member: int,
-        transport: str,
-        length_bytes: int,
-        seconds: float,
-    ) -> None:
-        """An object was read from its only holder at once."""
-        self._pulls.pulled_only(key, digest, member, transport, length_bytes, seconds)
-        self.stir()
-
-    def note_miss(self) -> None:
-        """A read ended without the value: nobody has it, or nobody who has it could be reached."""
-        self._pulls.missed()
-        self.stir()
-
-    def note_pulls(
-        self,
-        member: int,
-        transport: str,
-        *,
-        objects: int,
-        length_bytes: int,
-        failures: int,
-        unseen: Sequence[bytes] = (),
-    ) -> None:
-        """A batch was read from one holder. `unseen`: the digests of what it did not see read."""
-        self._pulls.count(
-            member,
-            transport,
-            objects=objects,
-            length_bytes=length_bytes,
-            failures=failures,
-            unseen=unseen,
-        )
-        self.stir()
-
-    def note_failures(self, failures: Sequence[HolderFailure]) -> None:
-        """Holders that did not deliver, told before anything else is asked."""
-        self._failures.extend(failures)
-
     def _collect_one_way(self) -> Sequence[bytes]:
-        if not (
-            self.leases.keeps
-            or self._aborts
-            or self._failures
-            or self._reads
-            or self._pulls
-            or self._give_all_back
-        ):
+        if not (self.leases.keeps or self._aborts or self.ledger or self._give_all_back):
             return ()
         frames = []
         ended = self.leases.take_ended(everything=self._give_all_back)
@@ -314,36 +222,22 @@ class PeerLink:
         aborted = [self._aborts.popleft() for _ in range(len(self._aborts))]
         for some in Cuts(LocalKind.ABORT, len(aborted)):
             frames.append(_one_way(LocalKind.ABORT, Abort(aborted[some.start : some.stop])))
-        if self._failures or self._reads or self._pulls:
+        if self.ledger:
             now = time.monotonic()
-            if self._failures or now - self._reported_at >= REPORT_SECONDS:
+            if self.ledger.is_urgent or now - self._reported_at >= REPORT_SECONDS:
                 self._reported_at = now
-                frames.append(_one_way(LocalKind.REPORT, self._take_report()))
+                frames.append(_one_way(LocalKind.REPORT, self.ledger.take()))
         return frames
-
-    def _take_report(self) -> Report:
-        reads, self._reads = self._reads, {}
-        failures = []
-        while self._failures:
-            failures.append(self._failures.popleft())
-        return Report(
-            [
-                AccessCount(digest, count, count * length, views)
-                for digest, (count, length, views) in list(reads.items())
-            ],
-            failures,
-            *self._pulls.take(),
-        )
 
     # --- tidying up --------------------------------------------------------------------------
 
     def stir(self) -> None:
-        """Have somebody tidy up soon. Not for finalizers."""
+        """Have the janitor tidy up soon. Not for finalizers."""
         if not self._busy:
             self._busy = True
             try:
                 self.on_busy()
-            except BaseException:  # interrupted: who stirs next tries again
+            except BaseException:  # interrupted: the next call tries again
                 self._busy = False
                 raise
 
@@ -352,9 +246,7 @@ class PeerLink:
         return bool(
             self.leases.outstanding
             or self._aborts
-            or self._reads
-            or self._failures
-            or self._pulls
+            or self.ledger
             or self.ahead.held
             or self.connection.awaits_late_replies
             or (self.companions is not None and self.companions.needs_tidying)
@@ -371,7 +263,7 @@ class PeerLink:
             each.let_go_of_the_dead()
 
     async def tidy(self) -> None:
-        """Send what is due, drop reservations nobody used, receive for those who gave up."""
+        """Send what is due, drop unused reservations, receive late replies."""
         now = time.monotonic()
         if now - self._ahead_checked_at >= AHEAD_IDLE_SECONDS:
             self._ahead_checked_at = now

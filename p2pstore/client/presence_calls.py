@@ -1,8 +1,8 @@
-"""Whether objects are anywhere: from the mappings, and from the local peer where those do not tell."""
+"""Whether objects exist: from the mappings, and from the local peer where those do not tell; and prefix chains."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -10,18 +10,22 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from p2pstore.client.arguments import possible_keys
+from p2pstore.arguments import possible_keys
 from p2pstore.client.peer_link import PeerLink
-from p2pstore.client.prefix_chains import PrefixChains
 from p2pstore.errors import ProtocolError
 from p2pstore.local import local_messages as local
-from p2pstore.local.batching import Cuts
-from p2pstore.local.local_messages import LocalKind
-from p2pstore.local.local_requests import RequestAhead
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_requests import Cuts, RequestAhead
 from p2pstore.objects import DIGEST_BYTES
 
 FEW_KEYS: Final = 16
-"""Up to so many are looked up one after the other: numpy takes 60 us for any, 80 where its code is in no cache."""
+"""Up to this number, keys are looked up one by one: numpy takes 60 us for any, 80 with cold caches."""
+
+MAX_CHAINS: Final = 64
+MAX_MISSING: Final = 16_384
+"""Blocks that did not match, of all chains together: they are likely to be put soon."""
+AHEAD: Final = 8
+"""Blocks that are brought to memory ahead of the one that is read: of 5 MiB some 40 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +67,12 @@ class Presence:
         return reply.present == b"\1"
 
     def _look_up_one(self, digest: bytes) -> bool | None:
-        """What is known without asking; None: the peer must be asked."""
+        """The answer without a request; None: the peer must be asked."""
         if self._link.lists(digest):
             return True
         elsewhere = self._link.elsewhere
         known = None if elsewhere is None else elsewhere.contains(digest)
-        # What is here may be missed for the moment in which its entry moves.
+        # A local object may be missed for the moment in which its entry moves.
         return self._link.lists(digest) if known is False else known
 
     async def contains_many(self, keys: Sequence[str]) -> list[bool]:
@@ -144,7 +148,7 @@ class Presence:
         if len(absent) and elsewhere is not None:
             some = _pick(packed, absent)
             held, unclear[absent] = elsewhere.contains_many(some)
-            # What is here may have been missed for the moment in which its entry moved.
+            # A local object may have been missed for the moment in which its entry moved.
             known[absent] = held | self._are_here(some)
             unclear &= ~known
         return known, unclear
@@ -178,3 +182,59 @@ def _pick(packed: bytes, numbers: NDArray[np.intp]) -> bytes:
 def _check_count(reply: local.ContainsReply, count: int) -> None:
     if len(reply.present) != count:
         raise ProtocolError(f"{len(reply.present)} answers about {count} keys")
+
+
+class PrefixChains:
+    """The chains of the last calls of `match_prefix`, as far as they matched."""
+
+    def __init__(self) -> None:
+        self._chains: OrderedDict[bytes, bytes] = OrderedDict()
+        """By the first block's digest: all digests, packed."""
+        self._before: OrderedDict[bytes, bytes] = OrderedDict()
+        """Blocks that were missing, and the one before each."""
+
+    def matched(self, packed: bytes, length: int) -> None:
+        """The first `length` blocks of this chain (packed digests) are held somewhere."""
+        self._note_missing(packed, length)
+        if length < 2:
+            return
+        head = packed[:DIGEST_BYTES]
+        self._chains.pop(head, None)
+        self._chains[head] = packed[: length * DIGEST_BYTES]
+        if len(self._chains) > MAX_CHAINS:
+            self._chains.popitem(last=False)
+
+    def before(self, digest: bytes) -> bytes:
+        """The digest of the block that this one follows in a chain, in which it was missing; empty for none known."""
+        return self._before.get(digest, b"")
+
+    def _note_missing(self, packed: bytes, length: int) -> None:
+        blocks = min(len(packed) // DIGEST_BYTES, length + MAX_MISSING)
+        for number in range(max(1, length), blocks):
+            place = number * DIGEST_BYTES
+            digest = packed[place : place + DIGEST_BYTES]
+            self._before[digest] = packed[place - DIGEST_BYTES : place]
+            self._before.move_to_end(digest)
+        while len(self._before) > MAX_MISSING:
+            self._before.popitem(last=False)
+
+    def after(self, digest: bytes) -> bytes:
+        """The packed digests of the blocks to be brought when this one is read: those behind the head of a chain, or
+        one more behind a later block, as those before it are on their way."""
+        chain = self._chains.get(digest)
+        if chain is not None:
+            return chain[DIGEST_BYTES : (1 + AHEAD) * DIGEST_BYTES]
+        for chain in self._chains.values():
+            place = _place_of(digest, chain)
+            if place >= 0:
+                start = place + AHEAD * DIGEST_BYTES
+                return chain[start : start + DIGEST_BYTES]
+        return b""
+
+
+def _place_of(digest: bytes, chain: bytes) -> int:
+    """Where it begins, or -1."""
+    place = chain.find(digest)
+    while place > 0 and place % DIGEST_BYTES:
+        place = chain.find(digest, place + 1)
+    return place

@@ -9,14 +9,14 @@ from typing import Final
 
 import numpy as np
 
-from p2pstore.client.device_memory import GpuCopyFailed
-from p2pstore.client.gathered import SMALL_COPY_BYTES, Source
-from p2pstore.local.batching import MOST_ITEMS
-from p2pstore.local.local_messages import LocalKind, Reservation, ReserveItem
+from p2pstore.local.local_messages import Reservation, ReserveItem
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_requests import MOST_ITEMS
 from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum
 from p2pstore.runtime.side_by_side import PIECE_BYTES, side_by_side, step_bytes, threads_for
 from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.transfer_trace import Progress
+from p2pstore.values import SMALL_COPY_BYTES, GpuCopyFailed, Source
 
 AHEAD_MAX_BYTES: Final = MIB
 """Beyond this a round trip is little beside the copy, and the idle reservation much."""

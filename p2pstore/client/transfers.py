@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
+from p2pstore.arguments import conflict_policy, seconds, whole_number
 from p2pstore.client.answers import plain_error
-from p2pstore.client.arguments import conflict_policy, seconds, whole_number
 from p2pstore.client.device_memory import on_device
-from p2pstore.client.values import destination_view, source_view
 from p2pstore.errors import P2PStoreError, TransferCancelled
 from p2pstore.objects import MIB, encode_key
 from p2pstore.results import (
@@ -28,19 +27,20 @@ from p2pstore.results import (
 )
 from p2pstore.runtime.streams import Driver, Event, HelperTask, StartHelper
 from p2pstore.transfer.transfer_trace import Progress
+from p2pstore.values import destination_view, source_view
 
 MAX_TRANSFERS: Final = 65_536
 """Of one batch that have not ended."""
 MAX_LIMIT: Final = 256
 WATCHED_BYTES: Final = 4 * MIB
-"""Transfers from here on tell how far they are. For smaller ones that would cost more than it says."""
+"""Least length of transfers that report progress. For smaller ones that costs too much."""
 RECHECK_SECONDS: Final = 60.0
 
 _ENDED: Final = frozenset({"done", "failed", "cancelled"})
 
 
 class Store(Protocol):
-    """What a batch needs of a client."""
+    """The methods of a client that a batch needs."""
 
     async def get_into(
         self, key: str, buffer: Buffer, *, wait: float = 0.0, progress: Progress | None = None
@@ -77,7 +77,7 @@ class _Transfer:
         return self.state in _ENDED
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
-        """It has moved so far. Raises `TransferCancelled` when nobody wants the rest."""
+        """Note the progress. Raises `TransferCancelled` after `cancel`."""
         self.moved_bytes = done_bytes
         if self.to_be_cancelled:
             raise TransferCancelled("the transfer was cancelled before its end")

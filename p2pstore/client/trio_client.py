@@ -25,7 +25,7 @@ class Client(ClientSession):
     """A client of the local peer, for trio. Satisfies `p2pstore.ObjectStore`.
 
     Connected inside its `async with` block, which is to be entered under trio. Pickles as its socket
-    path and namespace; what comes back is to be connected by an `async with` of its own.
+    path and namespace; the copy is to be connected by an `async with` of its own.
     """
 
     how_to_connect = (
@@ -113,7 +113,7 @@ async def _keep_tidy(link: PeerLink) -> None:
             stirred = trio.Event()
             link.rest()
     except P2PStoreError:
-        return  # who uses the client next is told
+        return  # the next call raises it
 
 
 def connect(

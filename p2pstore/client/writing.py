@@ -5,38 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from p2pstore.client import answers, arguments
-from p2pstore.client.device_memory import GpuCopyFailed
+from p2pstore import arguments
+from p2pstore.client import answers
 from p2pstore.client.elsewhere import ElsewhereWriter
 from p2pstore.client.fetcher import deadline_ms
-from p2pstore.client.gathered import Source, value_of
 from p2pstore.client.peer_link import PeerLink
-from p2pstore.client.prefix_chains import PrefixChains
+from p2pstore.client.presence_calls import PrefixChains
 from p2pstore.client.put_batches import PutBatch, PutRow
-from p2pstore.client.puts import (
-    WINDOW_BYTES,
-    WINDOW_SHARE,
-    fill,
-    fill_many,
-    trailer_bound,
-)
-from p2pstore.errors import (
-    CapacityExceeded,
-    ObjectTooLarge,
-    P2PStoreError,
-)
+from p2pstore.client.puts import WINDOW_BYTES, WINDOW_SHARE, fill, fill_many, trailer_bound
+from p2pstore.errors import CapacityExceeded, ObjectTooLarge, P2PStoreError
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import RequestAhead
-from p2pstore.objects import (
-    check_object_length,
-    encode_namespace,
-    key_hasher,
-    root_checksum,
-)
+from p2pstore.objects import check_object_length, encode_namespace, key_hasher, root_checksum
 from p2pstore.put_facts import PutFacts
 from p2pstore.results import Buffer, ItemResult, OnConflict, PutResult
 from p2pstore.transfer.transfer_trace import Progress
+from p2pstore.values import GpuCopyFailed, Source, value_of
 from p2pstore.wire import Code
 
 REPLICATE_BYTES_PER_SECOND: Final = 50e6

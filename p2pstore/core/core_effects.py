@@ -57,7 +57,7 @@ class AskPeer:
 class PullObject:
     """Bring an object into this peer's memory from one of `copies`, best first.
 
-    The shell pulls into `core.copy_destination(operation)` and reports with `core.pulled(...)`.
+    The shell pulls into `core.operations.copy_destination(operation)` and reports with `core.operations.pulled(...)`.
     """
 
     operation: int
@@ -73,7 +73,7 @@ class PullTogether:
     """Bring objects into this peer's memory, all from one holder.
 
     The shell has `copies` choose which and where to, pulls these, has them published, and reports with
-    `core.pulled(...)`.
+    `core.operations.pulled(...)`.
     """
 
     operation: int

@@ -6,17 +6,17 @@ from collections.abc import Iterable
 
 from p2pstore.core.gets.lookup import holding_record
 from p2pstore.gossip.gossip_effects import Push
-from p2pstore.gossip.locations.directory import Location
-from p2pstore.transfer import data_messages as messages
+from p2pstore.gossip.locations.views import Location
+from p2pstore.transfer import peer_messages
 
 
-def message_of(push: Push) -> messages.Push:
+def message_of(push: Push) -> peer_messages.Push:
     """What is sent."""
     sets = [
-        messages.PartitionSet(each.partition, each.number, each.set_hash, each.records)
+        peer_messages.PartitionSet(each.partition, each.number, each.set_hash, each.records)
         for each in push.sets
     ]
-    return messages.Push(
+    return peer_messages.Push(
         push.incarnation,
         push.sequences,
         push.operations,
@@ -28,19 +28,19 @@ def message_of(push: Push) -> messages.Push:
     )
 
 
-def holding_of(location: Location) -> messages.Holding:
+def holding_of(location: Location) -> peer_messages.Holding:
     """A location as it travels."""
-    return messages.Holding(
+    return peer_messages.Holding(
         location.member, location.incarnation, location.sequence, location.record.encode()
     )
 
 
-def reply_of(behind: list[int], rivals: Iterable[Location]) -> messages.Pushed:
+def reply_of(behind: list[int], rivals: Iterable[Location]) -> peer_messages.Pushed:
     """What a home answers, of what `Gossip.take_push` gave."""
-    return messages.Pushed(behind, [holding_of(rival) for rival in rivals])
+    return peer_messages.Pushed(behind, [holding_of(rival) for rival in rivals])
 
 
-def rivals_of(reply: messages.Pushed) -> list[Location]:
+def rivals_of(reply: peer_messages.Pushed) -> list[Location]:
     """The other versions that a home named."""
     return [
         Location(rival.member, rival.incarnation, rival.sequence, record, hearsay=True)

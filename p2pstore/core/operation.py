@@ -68,7 +68,7 @@ class Operation(ABC):
         self.done = True
         self.result = result
         self.wake_at = float("inf")
-        self.core.retire(self)
+        self.core.operations.retire(self)
         if self.on_finish is not None:
             self.on_finish(result, now)
         self.core.emit(OperationFinished(self.number))

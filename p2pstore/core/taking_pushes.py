@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from p2pstore.core.home_messages import reply_of
 from p2pstore.core.operation import Operation
 from p2pstore.errors import CapacityExceeded, ProtocolError
-from p2pstore.gossip.homes.push_intake import PushIntake
+from p2pstore.gossip.homes.home_updates import PushIntake
 from p2pstore.gossip.records import Member
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class TakePushOperation(Operation):
 
     def _go_on(self, now: float) -> None:
         self.wake_at = now
-        self.core.set_alarm(self)
+        self.core.operations.set_alarm(self)
 
     def wake(self, now: float) -> None:
         try:

@@ -26,12 +26,7 @@ from msgspec.structs import replace
 
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.members.peer_clocks import ClockView
-from p2pstore.gossip.records import (
-    ClusterRecord,
-    ClusterRecordKind,
-    PeerId,
-    writer_of,
-)
+from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, PeerId, writer_of
 from p2pstore.objects import (
     CLOCK_COUNTER_BITS,
     MAX_CLOCK_SKEW_SECONDS,
@@ -148,12 +143,12 @@ class Timekeeping:
 
     def view(self, now: float) -> ClockView:
         """How this peer's clock stands among those of the living members."""
-        return self._core.gossip.clock_view(now)
+        return self._core.gossip.time.view(now)
 
     def ahead_of(self, peer_id: PeerId) -> float:
         """How far this machine's clock is ahead of a peer's at least, in seconds; 0 where that is not known."""
         core = self._core
-        return core.gossip.clocks.ahead_of(peer_id, core.unix_offset_seconds) or 0.0
+        return core.gossip.time.clocks.ahead_of(peer_id, core.unix_offset_seconds) or 0.0
 
     def stamps_ahead_seconds(self, now: float) -> float:
         """How far the next stamp is ahead of the wall clock, in seconds."""
@@ -166,10 +161,10 @@ class Timekeeping:
         if view.is_behind or view.may_be_behind or view.lead < 0:
             return []
         offset = self._core.unix_offset_seconds
-        clocks = self._core.gossip.clocks
+        clocks = self._core.gossip.time.clocks
         aheads = [
             (peer_id, clocks.ahead_of(peer_id, offset))
-            for peer_id in self._core.gossip.clocks_compared
+            for peer_id in self._core.gossip.time.compared
         ]
         return [
             (peer_id, ahead)
@@ -348,14 +343,14 @@ class Timekeeping:
         core = self._core
         for first in range(0, core.segment.geometry.slots, SLOTS_PER_UNIT):
             yield 0.0
-            for number, entry in enumerate(core.segment.entries_in(first, SLOTS_PER_UNIT)):
+            for number, entry in enumerate(core.segment.objects.in_slots(first, SLOTS_PER_UNIT)):
                 if entry.version.clock <= limit:
                     continue
                 if number % COLD_PER_UNIT == 0:
                     yield 0.0
                 if core.segment.find(entry.digest, core.unix(self._now)) is entry:
                     clock = self._lowered(entry.version.clock, by)
-                    core.renew_version(entry, clock, self._now)
+                    core.objects.renew_version(entry, clock, self._now)
                     core.counters["stamps_renewed"] += 1
 
     def _drop_cold(self, limit: int) -> Iterator[float]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from p2pstore.gossip.floors.floor_set import DEFAULT_KEPT_SECONDS, DEFAULT_LIMIT
 from p2pstore.gossip.homes.directory_mode import DirectorySetting, ModeLimits
-from p2pstore.gossip.homes.partitions import PartitionConfig
-from p2pstore.gossip.locations.directory import DirectoryConfig
+from p2pstore.gossip.homes.partition_homes import PartitionConfig
 from p2pstore.gossip.locations.log import DEFAULT_RING_LIMIT
+from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.members.active_view import MAX_NEIGHBOURS, ROTATION_SECONDS
-from p2pstore.gossip.members.membership import MembershipConfig
+from p2pstore.gossip.members.member_table import MembershipConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +68,39 @@ class GossipConfig:
         return min(
             max(self.head_seconds, self.head_seconds_a_member * members), self.longest_head_seconds
         )
+
+
+Network = Literal["lan", "wan", "local"]
+"""The values of the setting `network` (`p2pstore.config`, which clients read and this module is not for)."""
+
+
+def preset(network: Network) -> GossipConfig:
+    """Gossip's bounds and timing for a network.
+
+    `lan`: one data centre. `wan`: round trips of up to some 100 ms; a crash is known after a minute instead of
+    ten seconds. `local`: one machine.
+    """
+    base = GossipConfig()
+    if network == "wan":
+        return replace(
+            base,
+            membership=MembershipConfig(
+                probe_interval_seconds=5.0,
+                probe_timeout_seconds=3.0,
+                suspicion_multiplier=6.0,
+            ),
+            exchange_seconds=0.125,
+            exchange_timeout_seconds=15.0,
+            leave_timeout_seconds=3.0,
+        )
+    if network == "local":
+        return replace(
+            base,
+            membership=MembershipConfig(
+                probe_timeout_seconds=0.2,
+                indirect_probes=1,
+                suspicion_multiplier=3.0,
+                retransmit_multiplier=2,
+            ),
+        )
+    return base

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import grp
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import trio
 
-from p2pstore.errors import ConfigError
-from p2pstore.local.socket_paths import answers, not_a_socket
-from p2pstore.runtime.place_owners import lock_owner
+from p2pstore.errors import (
+    ConfigError,
+)
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.server import LocalBackend, RequestObserver, _Connection, logger
+from p2pstore.local.socket_paths import answers, check_socket_path, not_a_socket
+from p2pstore.runtime.accepting import Accepting
+from p2pstore.runtime.linux import lock_owner
+from p2pstore.wire import (
+    Code,
+    encode_failure,
+)
 
 MAX_CONNECTIONS: Final = 1024
 LOCK_SECONDS: Final = 10.0
@@ -130,3 +141,66 @@ def _cannot_listen(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"cannot listen for local clients at {path}: {error.strerror}; choose another --socket"
     )
+
+
+async def serve_local(
+    path: str | os.PathLike[str],
+    backend: LocalBackend,
+    *,
+    observer: RequestObserver | None = None,
+    mode: int = 0o600,
+    group: str | None = None,
+    others_read_only: bool = False,
+    # libp2p brings stubs of an older trio, which do not know it
+    task_status: trio.TaskStatus[Path] = trio.TASK_STATUS_IGNORED,  # type: ignore[name-defined, unused-ignore]
+) -> None:
+    """Serve clients at `path` until cancelled; for `nursery.start`, which returns once clients can
+    connect. `others_read_only`: processes of other users, root's excepted, may only read. Raises `ConfigError` when
+    another peer serves there or the socket cannot be made."""
+    where = check_socket_path(os.fspath(path))
+    listener = await listen_at(where, mode, group)
+    identity = file_identity(where)
+    try:
+        task_status.started(where)
+        await _accept_forever(listener, partial(_Connection, backend, observer, others_read_only))
+    finally:
+        listener.close()
+        if file_identity(where) == identity:  # nobody removed or replaced it meanwhile
+            where.unlink(missing_ok=True)
+
+
+async def _accept_forever(
+    listener: socket.socket, connection: Callable[[socket.socket], _Connection]
+) -> None:
+    connections = 0
+
+    async def serve(sock: socket.socket) -> None:
+        nonlocal connections
+        try:
+            await connection(sock).run()
+        finally:
+            connections -= 1
+
+    with contextlib.closing(Accepting(logger, "local clients", _turn_away)) as accepting:
+        async with trio.open_nursery() as nursery:
+            while True:
+                sock, _ = await accepting.accept(listener)
+                if connections >= MAX_CONNECTIONS:
+                    logger.warning("refused a local client: %d are connected", connections)
+                    _refuse(
+                        sock,
+                        f"the peer already serves {MAX_CONNECTIONS:,} local clients: close some",
+                    )
+                    continue
+                connections += 1
+                nursery.start_soon(serve, sock)
+
+
+def _turn_away(sock: socket.socket, reason: str) -> None:
+    _refuse(sock, f"the peer cannot take another client: {reason}".replace("this process", "it"))
+
+
+def _refuse(sock: socket.socket, text: str) -> None:
+    with sock, contextlib.suppress(OSError):
+        sock.setblocking(False)
+        sock.send(encode_failure(LocalKind.HELLO, 0, Code.BUSY, text))

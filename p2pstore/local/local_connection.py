@@ -28,7 +28,7 @@ from p2pstore.errors import (
     ProtocolError,
     StoreClosed,
 )
-from p2pstore.local.local_messages import Access, Hello, HelloReply, LocalKind, SegmentInfo
+from p2pstore.local.local_protocol import Access, Hello, HelloReply, LocalKind, SegmentInfo
 from p2pstore.local.local_requests import (
     Frame,
     LateFrame,
@@ -42,8 +42,8 @@ from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
 from p2pstore.memory.mapped.joined_memory import map_joined
 from p2pstore.memory.mapped.mapped_memory import map_read_only, map_table, map_writable
 from p2pstore.runtime import memory_barrier
-from p2pstore.runtime.shortage import is_shortage, shortage
-from p2pstore.runtime.signal_errors import is_from_signal_handler
+from p2pstore.runtime.blocking_streams import is_from_signal_handler
+from p2pstore.runtime.linux import is_shortage, shortage
 from p2pstore.runtime.streams import (
     DEFAULT_PROGRESS_SECONDS,
     MAX_PASSED_DESCRIPTORS,

@@ -8,105 +8,16 @@ with it.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Annotated, Final
 
 from msgspec import Meta
 
-from p2pstore.local import checkpoint_messages as checkpoints
-from p2pstore.local import group_messages as groups
-from p2pstore.put_facts import PutFacts
-from p2pstore.wire import Empty, Message
+from p2pstore.put_facts import KeyEntry, PutFacts
+from p2pstore.wire import Message
 
 MAX_BATCH: Final = 16_384
 """Items of one request. Of lists it is checked before anything is done per element."""
 MANY: Final = Meta(max_length=MAX_BATCH)
-
-
-class LocalKind(IntEnum):
-    HELLO = 1
-    RESERVE = 16
-    COMMIT = 17
-    ABORT = 18
-    LEASE = 19
-    RELEASE = 20
-    PLAN = 21
-    REPORT = 22
-    CONTAINS = 23
-    LOCATE = 24
-    REMOVE = 25
-    LIST = 26
-    PEERS = 27
-    STATISTICS = 28
-    LEAVE = 29
-    REPLICATE = 30
-    PIN = 31
-    FLUSH = 32
-    PREFETCH = 33
-    MATCH_PREFIX = 34
-    PLACE = 36
-    STORED = 37
-    CHECKPOINT_PUBLISH = 48
-    CHECKPOINT_FETCH = 49
-    CHECKPOINT_PROGRESS = 50
-    CHECKPOINT_FOLLOW = 56
-    CHECKPOINT_FOLLOW_NEWS = 57
-    CHECKPOINT_UPDATE = 58
-    CHECKPOINT_UPDATE_NEWS = 59
-    CHECKPOINT_LIST = 60
-    CHECKPOINT_REMOVE = 61
-
-
-class Access(IntEnum):
-    READ = 0
-    WRITE = 1
-
-
-class Hello(Message, frozen=True):
-    min_version: int
-    max_version: int
-    namespace: str
-    access: int
-    process_id: int
-    client: str = ""
-    location_table: bool = False
-    """Whether the client can look keys up in the peer's table of locations."""
-    directory: bool = False
-    """Whether the descriptor of a directory comes along, for what is asked on this connection."""
-    checkpoint: bytes = b""
-    """The version of a checkpoint in the peer's memory that the client wants to map; nothing for none."""
-    hazards: bool = False
-    """Whether the client can lease objects without asking, by a page of its own (`transfer.hazards`)."""
-
-
-class SegmentInfo(Message, frozen=True):
-    """`pieces`: the bytes of each of the memories that it is made of, side by side, with a descriptor each; when there
-    are none, one descriptor is all of it."""
-
-    segment_id: bytes
-    total_bytes: int
-    pieces: list[int] = []
-
-
-class HelloReply(Message, frozen=True):
-    version: int
-    peer_id: bytes
-    name: str
-    incarnation: int
-    segments: list[SegmentInfo]
-    max_leased_bytes: int
-    software: str = ""
-    location_table_bytes: int = 0
-    """Of the table, whose read-only descriptor follows those of the segments; 0 when there is none."""
-    checkpoint_bytes: int = 0
-    """Of the version that the client wanted, whose read-only descriptor comes last: files as
-    `checkpoint.memory_layout` has them, and from `checkpoint_manifest` on the manifest."""
-    checkpoint_manifest: int = 0
-    hazards: bool = False
-    """Whether there is a page for that. Its writable descriptor comes after that of the table, and before a
-    checkpoint's."""
-    access: int = int(Access.WRITE)
-    """What the client may do: READ, with read-only descriptors, where it asked for more than its user may."""
 
 
 class ItemError(Message, frozen=True):
@@ -161,12 +72,6 @@ class Commit(Message, frozen=True):
     deadline_ms: int = 5000
     again: Annotated[list[ReserveItem], MANY] = []
     at_hand: bool = False
-
-
-class PutStatus(IntEnum):
-    CREATED = 0
-    UNCHANGED = 1
-    KEPT_EXISTING = 2
 
 
 class PutOutcome(Message, frozen=True):
@@ -228,6 +133,140 @@ class StoredElsewhere(Message, frozen=True):
 
 
 # --- get -------------------------------------------------------------------------------------
+
+
+# --- the rest --------------------------------------------------------------------------------
+
+
+class Remove(Message, frozen=True):
+    namespace: str
+    keys: Annotated[list[str], MANY]
+    deadline_ms: int = 5000
+
+
+class Removed(Message, frozen=True):
+    """Per key whether any copy was known."""
+
+    existed: list[bool]
+
+
+class ListKeys(Message, frozen=True):
+    namespace: str
+    prefix: str
+    after: str
+    limit: int
+    local: bool = False
+    pinned: bool = False
+    deadline_ms: int = 5000
+
+
+class Keys(Message, frozen=True):
+    items: list[KeyEntry]
+    more: bool
+    silent_peers: list[str]
+
+
+class Peers(Message, frozen=True):
+    everyone: bool = False
+
+
+class TransportUse(Message, frozen=True):
+    """What this peer and its clients read from a member by one transport. Of those objects that were read one by one,
+    half took at most `median_microseconds`, 99 % at most `p99_microseconds`, by powers of two; 0 where there were
+    none."""
+
+    name: str
+    objects: int
+    bytes: int
+    failures: int
+    median_microseconds: int = 0
+    p99_microseconds: int = 0
+
+
+class PeerEntry(Message, frozen=True):
+    """A member. `round_trip_seconds` is a ping's, below 0 where none was answered yet; `directory` says how much
+    it knows of where objects are: `full`, `partitioned`, or empty where that is not known. `load_permille`: what it
+    last said that it takes of a core, or of its upload slots."""
+
+    peer_id: bytes
+    name: str
+    status: str
+    incarnation: int
+    control: list[str]
+    data: list[str]
+    memory_capacity: int
+    memory_used: int
+    objects: int
+    me: bool
+    software: str
+    heard_seconds_ago: float
+    round_trip_seconds: float = -1.0
+    transports: list[TransportUse] = []
+    directory: str = ""
+    load_permille: int = 0
+    leaving: bool = False
+
+
+class PeersReply(Message, frozen=True):
+    items: list[PeerEntry]
+
+
+class Statistics(Message, frozen=True):
+    cluster: bool = True
+
+
+class StatisticsReply(Message, frozen=True):
+    """A JSON document: `{"peer": {...}, "cluster": {...}}`; it only grows."""
+
+    document: bytes
+
+
+class Leave(Message, frozen=True):
+    drain_seconds: float
+
+
+class Replicate(Message, frozen=True):
+    digest: bytes
+    copies: int
+    deadline_ms: int = 5000
+
+
+class SetPin(Message, frozen=True):
+    digests: bytes
+    pin: int
+    ttl_ms: int = 0
+
+
+class Done(Message, frozen=True):
+    """Per item, or a single one."""
+
+    items: list[ItemError] = []
+
+
+class Pinned(Message, frozen=True):
+    """Per item: whether that was done, how many copies have the pin now, of how many that are known. Older peers pin
+    their own copy alone, and do not say how many there are."""
+
+    items: list[ItemError] = []
+    copies: list[int] = []
+    known: list[int] = []
+
+
+class Flush(Message, frozen=True):
+    namespace: str
+    deadline_ms: int = 10_000
+
+
+class Flushed(Message, frozen=True):
+    """`told` other peers have dropped what they held; those in `not_told` (names) did not answer in time and
+    will when they hear of it by gossip."""
+
+    told: int = 0
+    not_told: list[str] = []
+
+
+class Prefetch(Message, frozen=True):
+    digests: bytes
 
 
 class Lease(Message, frozen=True):
@@ -447,216 +486,3 @@ class MatchPrefix(Message, frozen=True):
 
 class MatchedPrefix(Message, frozen=True):
     length: int
-
-
-# --- the rest --------------------------------------------------------------------------------
-
-
-class Remove(Message, frozen=True):
-    namespace: str
-    keys: Annotated[list[str], MANY]
-    deadline_ms: int = 5000
-
-
-class Removed(Message, frozen=True):
-    """Per key whether any copy was known."""
-
-    existed: list[bool]
-
-
-class ListKeys(Message, frozen=True):
-    namespace: str
-    prefix: str
-    after: str
-    limit: int
-    local: bool = False
-    pinned: bool = False
-    deadline_ms: int = 5000
-
-
-class KeyEntry(Message, frozen=True):
-    key: str
-    length: int
-    copies: int
-    peers: list[str]
-    pin: int
-    soft: bool
-    expires_unix_ms: int
-    clock: int = 0
-    writer: int = 0
-
-
-class Keys(Message, frozen=True):
-    items: list[KeyEntry]
-    more: bool
-    silent_peers: list[str]
-
-
-class Peers(Message, frozen=True):
-    everyone: bool = False
-
-
-class TransportUse(Message, frozen=True):
-    """What this peer and its clients read from a member by one transport. Of those objects that were read one by one,
-    half took at most `median_microseconds`, 99 % at most `p99_microseconds`, by powers of two; 0 where there were
-    none."""
-
-    name: str
-    objects: int
-    bytes: int
-    failures: int
-    median_microseconds: int = 0
-    p99_microseconds: int = 0
-
-
-class PeerEntry(Message, frozen=True):
-    """A member. `round_trip_seconds` is a ping's, below 0 where none was answered yet; `directory` says how much
-    it knows of where objects are: `full`, `partitioned`, or empty where that is not known. `load_permille`: what it
-    last said that it takes of a core, or of its upload slots."""
-
-    peer_id: bytes
-    name: str
-    status: str
-    incarnation: int
-    control: list[str]
-    data: list[str]
-    memory_capacity: int
-    memory_used: int
-    objects: int
-    me: bool
-    software: str
-    heard_seconds_ago: float
-    round_trip_seconds: float = -1.0
-    transports: list[TransportUse] = []
-    directory: str = ""
-    load_permille: int = 0
-    leaving: bool = False
-
-
-class PeersReply(Message, frozen=True):
-    items: list[PeerEntry]
-
-
-class Statistics(Message, frozen=True):
-    cluster: bool = True
-
-
-class StatisticsReply(Message, frozen=True):
-    """A JSON document: `{"peer": {...}, "cluster": {...}}`; it only grows."""
-
-    document: bytes
-
-
-class Leave(Message, frozen=True):
-    drain_seconds: float
-
-
-class Replicate(Message, frozen=True):
-    digest: bytes
-    copies: int
-    deadline_ms: int = 5000
-
-
-class SetPin(Message, frozen=True):
-    digests: bytes
-    pin: int
-    ttl_ms: int = 0
-
-
-class Done(Message, frozen=True):
-    """Per item, or a single one."""
-
-    items: list[ItemError] = []
-
-
-class Pinned(Message, frozen=True):
-    """Per item: whether that was done, how many copies have the pin now, of how many that are known. Older peers pin
-    their own copy alone, and do not say how many there are."""
-
-    items: list[ItemError] = []
-    copies: list[int] = []
-    known: list[int] = []
-
-
-class Flush(Message, frozen=True):
-    namespace: str
-    deadline_ms: int = 10_000
-
-
-class Flushed(Message, frozen=True):
-    """`told` other peers have dropped what they held; those in `not_told` (names) did not answer in time and
-    will when they hear of it by gossip."""
-
-    told: int = 0
-    not_told: list[str] = []
-
-
-class Prefetch(Message, frozen=True):
-    digests: bytes
-
-
-REQUESTS: Final[dict[int, type[Message]]] = {
-    LocalKind.HELLO: Hello,
-    LocalKind.RESERVE: Reserve,
-    LocalKind.COMMIT: Commit,
-    LocalKind.ABORT: Abort,
-    LocalKind.LEASE: Lease,
-    LocalKind.RELEASE: Release,
-    LocalKind.PLAN: Plan,
-    LocalKind.REPORT: Report,
-    LocalKind.CONTAINS: Contains,
-    LocalKind.LOCATE: Locate,
-    LocalKind.REMOVE: Remove,
-    LocalKind.LIST: ListKeys,
-    LocalKind.PEERS: Peers,
-    LocalKind.STATISTICS: Statistics,
-    LocalKind.LEAVE: Leave,
-    LocalKind.REPLICATE: Replicate,
-    LocalKind.PIN: SetPin,
-    LocalKind.FLUSH: Flush,
-    LocalKind.PREFETCH: Prefetch,
-    LocalKind.MATCH_PREFIX: MatchPrefix,
-    LocalKind.PLACE: Place,
-    LocalKind.STORED: StoredElsewhere,
-    LocalKind.CHECKPOINT_PUBLISH: checkpoints.Publish,
-    LocalKind.CHECKPOINT_FETCH: checkpoints.Fetch,
-    LocalKind.CHECKPOINT_PROGRESS: checkpoints.Progress,
-    LocalKind.CHECKPOINT_FOLLOW: groups.Follow,
-    LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.FollowNews,
-    LocalKind.CHECKPOINT_UPDATE: groups.Update,
-    LocalKind.CHECKPOINT_UPDATE_NEWS: groups.UpdateNews,
-    LocalKind.CHECKPOINT_LIST: groups.ListCheckpoints,
-    LocalKind.CHECKPOINT_REMOVE: groups.RemoveCheckpoint,
-}
-REPLIES: Final[dict[int, type[Message]]] = {
-    LocalKind.HELLO: HelloReply,
-    LocalKind.RESERVE: Reserved,
-    LocalKind.COMMIT: Committed,
-    LocalKind.ABORT: Empty,
-    LocalKind.LEASE: Leased,
-    LocalKind.PLAN: Planned,
-    LocalKind.CONTAINS: ContainsReply,
-    LocalKind.LOCATE: Located,
-    LocalKind.REMOVE: Removed,
-    LocalKind.LIST: Keys,
-    LocalKind.PEERS: PeersReply,
-    LocalKind.STATISTICS: StatisticsReply,
-    LocalKind.LEAVE: Empty,
-    LocalKind.REPLICATE: PutOutcome,
-    LocalKind.PIN: Pinned,
-    LocalKind.FLUSH: Flushed,
-    LocalKind.PREFETCH: Empty,
-    LocalKind.MATCH_PREFIX: MatchedPrefix,
-    LocalKind.PLACE: Placed,
-    LocalKind.STORED: Empty,
-    LocalKind.CHECKPOINT_PUBLISH: checkpoints.Published,
-    LocalKind.CHECKPOINT_FETCH: checkpoints.Fetched,
-    LocalKind.CHECKPOINT_PROGRESS: checkpoints.ProgressReply,
-    LocalKind.CHECKPOINT_FOLLOW: Empty,
-    LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.FollowNewsReply,
-    LocalKind.CHECKPOINT_UPDATE: groups.Updated,
-    LocalKind.CHECKPOINT_UPDATE_NEWS: groups.UpdateNewsReply,
-    LocalKind.CHECKPOINT_LIST: groups.Checkpoints,
-    LocalKind.CHECKPOINT_REMOVE: groups.CheckpointRemoved,
-}
-ONE_WAY_KINDS: Final = frozenset({LocalKind.RELEASE, LocalKind.REPORT})

@@ -15,10 +15,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
@@ -33,12 +31,9 @@ from p2pstore.errors import (
     ProtocolMismatch,
     StoreClosed,
 )
-from p2pstore.local.listener import MAX_CONNECTIONS, file_identity, listen_at
-from p2pstore.local.local_messages import REQUESTS, Access, Hello, HelloReply, LocalKind
-from p2pstore.local.socket_paths import check_socket_path
+from p2pstore.local.local_protocol import Access, Hello, HelloReply, LocalKind
 from p2pstore.objects import encode_namespace
-from p2pstore.runtime.accepting import Accepting
-from p2pstore.runtime.shortage import is_shortage, shortage
+from p2pstore.runtime.linux import is_shortage, shortage
 from p2pstore.runtime.streams import ANCILLARY_BYTES, check_descriptors
 from p2pstore.runtime.trio_streams import TrioStream
 from p2pstore.wire import (
@@ -100,6 +95,11 @@ class LocalClient:
 class LocalBackend(Protocol):
     """What the server asks of the peer. Errors raised go to the client as failures."""
 
+    @property
+    def request_types(self) -> Mapping[int, type[Message]]:
+        """The requests that it answers, by `LocalKind`."""
+        ...
+
     def welcome(self, client: LocalClient, version: int) -> tuple[HelloReply, list[int]]:
         """The answer to a client's hello, and a descriptor for each memory of each segment in it: read-only ones for
         READ access, writable ones for WRITE; then, where the hello names one and the client reads it, a read-only
@@ -148,74 +148,11 @@ class RequestObserver(Protocol):
         ...
 
 
-async def serve_local(
-    path: str | os.PathLike[str],
-    backend: LocalBackend,
-    *,
-    observer: RequestObserver | None = None,
-    mode: int = 0o600,
-    group: str | None = None,
-    others_read_only: bool = False,
-    # libp2p brings stubs of an older trio, which do not know it
-    task_status: trio.TaskStatus[Path] = trio.TASK_STATUS_IGNORED,  # type: ignore[name-defined, unused-ignore]
-) -> None:
-    """Serve clients at `path` until cancelled; for `nursery.start`, which returns once clients can
-    connect. `others_read_only`: processes of other users, root's excepted, may only read. Raises `ConfigError` when
-    another peer serves there or the socket cannot be made."""
-    where = check_socket_path(os.fspath(path))
-    listener = await listen_at(where, mode, group)
-    identity = file_identity(where)
-    try:
-        task_status.started(where)
-        await _accept_forever(listener, partial(_Connection, backend, observer, others_read_only))
-    finally:
-        listener.close()
-        if file_identity(where) == identity:  # nobody removed or replaced it meanwhile
-            where.unlink(missing_ok=True)
-
-
-async def _accept_forever(
-    listener: socket.socket, connection: Callable[[socket.socket], _Connection]
-) -> None:
-    connections = 0
-
-    async def serve(sock: socket.socket) -> None:
-        nonlocal connections
-        try:
-            await connection(sock).run()
-        finally:
-            connections -= 1
-
-    with contextlib.closing(Accepting(logger, "local clients", _turn_away)) as accepting:
-        async with trio.open_nursery() as nursery:
-            while True:
-                sock, _ = await accepting.accept(listener)
-                if connections >= MAX_CONNECTIONS:
-                    logger.warning("refused a local client: %d are connected", connections)
-                    _refuse(
-                        sock,
-                        f"the peer already serves {MAX_CONNECTIONS:,} local clients: close some",
-                    )
-                    continue
-                connections += 1
-                nursery.start_soon(serve, sock)
-
-
 def _user_of(sock: socket.socket) -> int:
     """The user of the process that connected, as the kernel has it."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(credentials)[1]
     return user
-
-
-def _turn_away(sock: socket.socket, reason: str) -> None:
-    _refuse(sock, f"the peer cannot take another client: {reason}".replace("this process", "it"))
-
-
-def _refuse(sock: socket.socket, text: str) -> None:
-    with sock, contextlib.suppress(OSError):
-        sock.setblocking(False)
-        sock.send(encode_failure(LocalKind.HELLO, 0, Code.BUSY, text))
 
 
 WRITING: Final = frozenset(
@@ -250,6 +187,7 @@ class _Connection:
         self._sock = sock
         self._stream = TrioStream(sock, SEND_SECONDS)
         self._backend = backend
+        self._request_types = backend.request_types
         self._frames = FrameBuffer(HELLO_LIMITS)
         self._client: LocalClient | None = None
         self._in_flight = 0
@@ -441,7 +379,7 @@ class _Connection:
         nursery: trio.Nursery,
     ) -> None:
         """Act on one request: add its answer to `answered`, or start the task that will send it."""
-        request_type = REQUESTS.get(header.kind)
+        request_type = self._request_types.get(header.kind)
         if header.flags & (REPLY | ERROR) or header.kind == _HELLO:
             raise ProtocolError(f"it sent a frame of kind {header.kind} that is no request")
         if request_type is None:

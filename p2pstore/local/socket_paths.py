@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from p2pstore.errors import AmbiguousLocalPeer, ConfigError, NoLocalPeer
-from p2pstore.runtime.shortage import shortage
+from p2pstore.runtime.linux import shortage
 
 SOCKET_VARIABLE: Final = "MOONCAKE_P2P_SOCKET"
 CHOICES: Final = f"--socket, {SOCKET_VARIABLE} or connect(socket=...)"

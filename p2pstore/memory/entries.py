@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
@@ -14,6 +15,8 @@ from p2pstore.objects import Version
 
 if TYPE_CHECKING:
     from p2pstore.memory.entry_list import EntryList
+
+MAX_RESERVATIONS_PER_HOLDER: Final = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -143,3 +146,55 @@ class Reservation(msgspec.Struct, frozen=True):
     capacity: int
     slot: int
     holder: Hashable
+
+
+class Reservations:
+    """Reservations by number, and the numbers of each holder."""
+
+    def __init__(self) -> None:
+        self.reserved_bytes = 0
+        self._by_number: dict[int, Reservation] = {}
+        self._of: dict[Hashable, set[int]] = {}
+        self._numbers = count(1)
+
+    def __iter__(self) -> Iterator[Reservation]:
+        return iter(self._by_number.values())
+
+    def add(
+        self, holder: Hashable, offset: int, length: int, capacity: int, slot: int
+    ) -> Reservation:
+        """A new reservation, with a number of its own."""
+        reservation = Reservation(next(self._numbers), offset, length, capacity, slot, holder)
+        self._by_number[reservation.number] = reservation
+        self._of.setdefault(holder, set()).add(reservation.number)
+        self.reserved_bytes += capacity
+        return reservation
+
+    def get(self, number: int, holder: Hashable) -> Reservation:
+        """Raises `ValueError` when the holder has no such reservation (any more)."""
+        reservation = self._by_number.get(number)
+        if reservation is None or reservation.holder != holder:
+            raise ValueError(f"reservation {number} has ended, or belongs to another holder")
+        return reservation
+
+    def end(self, reservation: Reservation) -> None:
+        """Forget a reservation that was committed or aborted."""
+        number, holder = reservation.number, reservation.holder
+        del self._by_number[number]
+        numbers = self._of[holder]
+        numbers.remove(number)
+        if not numbers:
+            del self._of[holder]
+        self.reserved_bytes -= reservation.capacity
+
+    def of(self, holder: Hashable) -> tuple[int, ...]:
+        """The holder's reservation numbers."""
+        return tuple(self._of.get(holder, ()))
+
+    def left_of(self, holder: Hashable) -> int:
+        """The number of reservations that the holder may still make."""
+        return MAX_RESERVATIONS_PER_HOLDER - len(self._of.get(holder, ()))
+
+    def count_of(self, holder: Hashable) -> int:
+        """The number of the holder's reservations."""
+        return len(self._of.get(holder, ()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
 from typing import Final
@@ -20,6 +21,9 @@ candidates values of all sizes up to a sixteenth of the segment keep 94.6 % of i
 
 SECOND_TOUCH_HITS: Final = 2
 """What came from the SSD, or went there, is worth as much as other objects when it was read so often."""
+
+SET_ASIDE_PER_STEP: Final = 512
+"""Entries set aside, or put back, in one step, at a microsecond each."""
 
 KNOWN_SECONDS: Final = 10.0
 """Looking up who else holds an object takes about as long as evicting it, and those that are cold are weighed again
@@ -71,6 +75,9 @@ class EvictionOrder:
         self._groups = [tuple(policy.new_queue() for _ in range(3)) for _ in range(group_count)]
         self._at: dict[int, ObjectEntry] = {}
         self._held: set[int] = set()
+        self.aside: dict[ObjectEntry, None] = {}
+        """Entries that are to go for one large value, and are no candidates for others."""
+        self._to_end_aside: deque[ObjectEntry] = deque()
 
     def __contains__(self, entry: ObjectEntry) -> bool:
         return entry.rank is not None and entry.offset not in self._held
@@ -138,9 +145,34 @@ class EvictionOrder:
         if entry.rank == _CHEAP:
             self._cheap_bytes[entry.group] += more_bytes
 
+    def set_aside(self, offset: int) -> ObjectEntry:
+        """Take the evictable entry there out of the order, for one large value, until it is `gone` or `end_aside`."""
+        entry = self._at[offset]
+        self.discard(entry)
+        self.aside[entry] = None
+        return entry
+
+    def end_aside(self, entries: Iterable[ObjectEntry]) -> None:
+        """Entries that were set aside stay after all: `end_some_aside` puts them back."""
+        self._to_end_aside.extend(entries)
+
+    @property
+    def any_to_end_aside(self) -> bool:
+        """Whether `end_some_aside` has something to do."""
+        return bool(self._to_end_aside)
+
+    def end_some_aside(self) -> None:
+        """Put up to 512 entries back into the order."""
+        for _ in range(min(SET_ASIDE_PER_STEP, len(self._to_end_aside))):
+            entry = self._to_end_aside.popleft()
+            self.aside.pop(entry, None)
+            if entry not in self:
+                self.update(entry)
+
     def gone(self, entry: ObjectEntry, *, evicted: bool) -> None:
         """The entry was withdrawn: for others that needed its room (`evicted`), or for another reason."""
         self.discard(entry)
+        self.aside.pop(entry, None)
         if entry.follows is not None:
             entry.follows.followers -= 1
             entry.follows = None

@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 
 from p2pstore.errors import ProtocolError
+from p2pstore.memory.areas import Areas
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     MAX_TRAILER_BYTES,
@@ -131,6 +132,18 @@ class Kept:
     def numbers(self) -> set[int]:
         """The slots that are taken."""
         return {each.number for each in self.objects} | {each.number for each in self.rooms}
+
+    def within(self, areas: Areas, geometry: Geometry) -> Kept:
+        """Without the objects that lie across the bounds of quotas, which have changed."""
+        fitting = [
+            each
+            for each in self.objects
+            if areas.holds(
+                each.slot.offset - geometry.data_offset,
+                extent_bytes(each.slot.length, each.slot.trailer_length),
+            )
+        ]
+        return Kept(self.lives, fitting, self.rooms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -432,8 +432,7 @@ class Pin(IntEnum):
     HARD = 2
 
 
-PINS: Final = tuple(Pin)
-"""By their numbers."""
+_PINS: Final = tuple(Pin)
 
 
 class TrailerBody(Message, frozen=True):
@@ -461,6 +460,11 @@ _TRAILER_PREFIX: Final = struct.Struct("<HHIQ")
 
 EXPIRY_BYTES: Final = 8
 """A trailer grows by this many bytes when its object is given a time to live."""
+
+
+def pin_of(trailer: TrailerBody) -> Pin:
+    """The object's pin. One that only newer versions know counts as hard."""
+    return _PINS[max(Pin.NONE, min(trailer.pin, Pin.HARD))]
 
 
 def encode_trailer(trailer: TrailerBody) -> bytes:

@@ -19,19 +19,18 @@ import trio
 import p2pstore
 from p2pstore.access.keyring import Role
 from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints
-from p2pstore.checkpoint.peer.local_groups import LocalGroups
-from p2pstore.checkpoint.peer.publications import Publications
+from p2pstore.checkpoint.peer.client_requests import ClientRequests
 from p2pstore.client import answers
 from p2pstore.client.trio_client import Client, open_client, require_trio
 from p2pstore.config import PeerConfig
 from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
+from p2pstore.gossip.gossip_config import preset
 from p2pstore.gossip.homes.directory_mode import ModeLimits
 from p2pstore.gossip.links.host import open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier
 from p2pstore.gossip.machine import Gossip, GossipConfig
-from p2pstore.gossip.presets import preset
 from p2pstore.gossip.records import (
     PEER_RECORD_FORMAT,
     ClusterRecord,
@@ -42,7 +41,7 @@ from p2pstore.gossip.records import (
     TransportOffer,
     format_peer_id,
 )
-from p2pstore.local.server import serve_local
+from p2pstore.local.listener import serve_local
 from p2pstore.local.socket_paths import answers as somebody_answers
 from p2pstore.local.socket_paths import default_socket_path
 from p2pstore.location_table import LocationTable, block_count, format_table, table_bytes
@@ -52,6 +51,7 @@ from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_table_memo
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
 from p2pstore.objects import HybridClock, clock_from_unix_seconds, key_digest, parse_bytes
+from p2pstore.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.peer.for_clients.erasing import Erasing
 from p2pstore.peer.for_clients.local_backend import PeerLocalBackend
 from p2pstore.peer.for_clients.local_queries import known_copy
@@ -80,8 +80,8 @@ from p2pstore.peer.segment_memory import (
 )
 from p2pstore.results import Location
 from p2pstore.runtime import memory_barrier
-from p2pstore.runtime.nursery import open_background_nursery
 from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory, ephemeral
 from p2pstore.status.http_server import address_of, open_metrics_listeners, serve_metrics
@@ -91,8 +91,9 @@ from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.rdma.rdma_opening import PeerRdma, open_rdma
 from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
-from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import Transport
@@ -150,7 +151,7 @@ class Peer(Client):
         core = self._node.core
         return [
             answers.location(known_copy(core, copy))
-            for copy in core.known_copies(digest, self._node.now)
+            for copy in core.copies.known(digest, self._node.now)
             if copy.reachable
         ]
 
@@ -262,7 +263,7 @@ class _Assembly:
         office = TicketOffice(self.identity, self.credentials.ring, core.timekeeping.ahead_of)
         await self._open_transports(node, office)
         await self._open_control(node, listen)
-        core.gossip.add_bootstrap(config.bootstrap)
+        core.gossip.addresses.add_bootstrap(config.bootstrap)
         await self.stack.enter_async_context(open_ssd(config, node))
         if isinstance(self.memory, KeptMemory):
             begin_with_kept(node, self.memory)
@@ -409,7 +410,7 @@ class _Assembly:
 
     def _restore(self, core: PeerCore, state: StateDirectory) -> None:
         gossip = core.gossip
-        gossip.load_address_book((None, (address,)) for address in state.load_addresses())
+        gossip.addresses.load((None, (address,)) for address in state.load_addresses())
         # Signatures were checked when these came in; a peer that is told of one checks it again.
         floors = _decoded(state)
         gossip.cluster_records.load(floors, state.floors_horizon)
@@ -481,20 +482,18 @@ class _Assembly:
             nursery.start_soon(node.shm.watch_holders)
         max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
         checkpoints = PeerCheckpoints(
-            node,
+            CheckpointPeer(node),
             self.identity,
             self.verifier,
             self.rng,
             None
             if config.checkpoint_memory is None
             else parse_bytes(config.checkpoint_memory, "checkpoint_memory"),
-            Publications(self.state),
+            self.state,
         )
         self.stack.callback(checkpoints.close)
-        groups = LocalGroups(node, checkpoints)
-        nursery.start_soon(checkpoints.watch)
-        nursery.start_soon(checkpoints.publish_again)
-        nursery.start_soon(groups.watch)
+        checkpoint_requests = ClientRequests(checkpoints)
+        nursery.start_soon(checkpoint_requests.watch)
         erasing = Erasing(node, office)
         backend = PeerLocalBackend(
             node,
@@ -502,14 +501,13 @@ class _Assembly:
             self.location_memory,
             office,
             max_leased_bytes,
-            checkpoints=checkpoints,
-            groups=groups,
+            checkpoints=checkpoint_requests,
             erasing=erasing,
         )
         self.stack.callback(backend.close)
         data_server = DataServer(
-            PeerDataBackend(node, checkpoints.swarms, erasing),
-            swarms=checkpoints.swarms,
+            PeerDataBackend(node, checkpoints.parts.swarms, erasing),
+            swarms=checkpoints.parts.swarms,
             stores=PeerStoreBackend(node),
             ring=self.credentials.ring,
             allowed=self.credentials.allowed,

@@ -100,18 +100,18 @@ class MemoryGuard:
 
     def doubt_own_copy(self, digest: bytes) -> None:
         """A client found this peer's own copy spoilt: check it, and withdraw it if so. `process` is to follow."""
-        self._core.start(CheckOperation(self._core, digest, again=True), self._node.now)
+        self._core.operations.start(CheckOperation(self._core, digest, again=True), self._node.now)
 
     def restore_header(self) -> None:
         """Before a client maps this peer's memory: no client must keep others out."""
-        if self._core.segment.restore_header():
+        if self._core.segment.restoring.header():
             self._say_restored(1)
 
     async def watch(self) -> None:
         """Go over what only this peer may write in its memory, in small steps, as clients may write anywhere."""
         while True:
             await trio.sleep(RESTORE_SECONDS)
-            restored, damaged = self._core.segment.restore_some(RESTORE_COUNT)
+            restored, damaged = self._core.segment.restoring.some(RESTORE_COUNT)
             for entry in damaged:
                 self.doubt_own_copy(entry.digest)
             if restored or damaged:

@@ -32,7 +32,8 @@ from p2pstore.errors import P2PStoreError, StoreClosed
 from p2pstore.gossip.gossip_effects import Answer, Ask, Contact, Duplicate, FetchSnapshot
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.links.host import ControlHost
-from p2pstore.gossip.members.membership import STALL_SECONDS, MemberChange
+from p2pstore.gossip.members.member_table import MemberChange
+from p2pstore.gossip.members.membership import STALL_SECONDS
 from p2pstore.gossip.records import Member, PeerId, format_peer_id
 from p2pstore.peer.for_peers.control_traffic import ControlTraffic, duplicate_identity
 from p2pstore.peer.for_peers.data_requests import DataRequests
@@ -44,16 +45,14 @@ from p2pstore.peer.memory_guard import CopyChecks, MemoryGuard
 from p2pstore.peer.statistics import Statistics
 from p2pstore.runtime.byte_budget import ByteBudget
 from p2pstore.runtime.stepping import Steps, run_through
-from p2pstore.runtime.turns import take_turns
+from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.status.measures import LoadMeter
 from p2pstore.status.operation_watch import PeerWatch
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.shm import ShmTransport
-from p2pstore.transfer.serving.data_places import DataPlaces
-from p2pstore.transfer.serving.data_session import ServerLimits
 from p2pstore.transfer.serving.read_answers import Traffic
-from p2pstore.transfer.serving.uploads import Uploads
+from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
 
 if TYPE_CHECKING:
     from p2pstore.memory.mapped.kept_file import KeptMemory
@@ -344,7 +343,7 @@ class Node:
             await run(effect)
         except Exception:
             logger.exception("%s failed by an internal error", type(effect).__name__)
-            self.core.abandon(getattr(effect, "operation", 0), self.now)
+            self.core.operations.abandon(getattr(effect, "operation", 0), self.now)
             self.process()
 
     def fail(self, error: P2PStoreError) -> None:
@@ -361,7 +360,7 @@ class Node:
             try:
                 await event.wait()
             except trio.Cancelled:
-                self.core.cancel(operation, self.now)
+                self.core.operations.cancel(operation, self.now)
                 self.process()
                 raise
         if isinstance(operation.result, Exception):
@@ -382,7 +381,7 @@ class Node:
 
     async def make_room(self, length: int, namespace: str = "") -> None:
         """Evict in turns what has to go for a value that is about to come: its reservation is made in one step."""
-        await take_turns(self.core.make_room(length, namespace, self.now))
+        await take_turns(self.core.objects.make_room(length, namespace, self.now))
 
     def check_open(self) -> None:
         """Raise `StoreClosed` when this peer is leaving."""

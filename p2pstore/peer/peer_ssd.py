@@ -19,13 +19,7 @@ from p2pstore.config import MINIMUM_SSD_BYTES, PeerConfig
 from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copies.copy_destination import CopyDestination
 from p2pstore.core.core_effects import LoadObject, PullFailure, PullOutcome, WriteObject
-from p2pstore.errors import (
-    CapacityExceeded,
-    ConfigError,
-    NoSuchKey,
-    P2PStoreError,
-    Unavailable,
-)
+from p2pstore.errors import CapacityExceeded, ConfigError, NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import (
     MAX_TRAILER_BYTES,
@@ -37,17 +31,16 @@ from p2pstore.memory.segment_layout import (
     encode_trailer,
 )
 from p2pstore.objects import MIB, chunk_count, format_bytes, namespace_digest
-from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_tasks import open_background_nursery
+from p2pstore.ssd_tier.cold_log import TierHooks
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
-from p2pstore.ssd_tier.health import Health, TierState
+from p2pstore.ssd_tier.health import PATIENCE_SECONDS as ALONE_SECONDS
+from p2pstore.ssd_tier.health import ColdMiss, Health, Miss, TierState
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES, ColdFacts
-from p2pstore.ssd_tier.misses import ColdMiss, Miss
 from p2pstore.ssd_tier.opening import FILE_NAME
-from p2pstore.ssd_tier.patience import PATIENCE_SECONDS as ALONE_SECONDS
-from p2pstore.ssd_tier.shares import Share
 from p2pstore.ssd_tier.tier import SsdTier, open_tier
-from p2pstore.ssd_tier.write_admission import AdmissionPolicy, Refusal
+from p2pstore.ssd_tier.write_admission import AdmissionPolicy, Refusal, Share
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:
@@ -95,12 +88,14 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
             open_tier(
                 disk,
                 policy,
-                withdraw=ssd.withdraw,
-                is_last_copy=ssd.is_last_copy,
-                state_changed=ssd.state_changed,
+                TierHooks(
+                    withdraw=ssd.withdraw,
+                    is_last_copy=ssd.is_last_copy,
+                    state_changed=ssd.state_changed,
+                    shares=ssd.shares,
+                ),
                 segment_bytes=segment_bytes_for(disk.size_bytes),
                 cluster=config.cluster,
-                shares=ssd.shares,
             ) as tier,
         ):
             opened.set()
@@ -283,7 +278,7 @@ class PeerSsd:
         """Bring an object to memory."""
         core, node = self._core, self._node
         try:
-            destination = core.copy_destination(effect.operation, node.now)
+            destination = core.operations.copy_destination(effect.operation, node.now)
         except NoSuchKey:
             return  # whoever wanted it has gone
         load = _Load(node, effect)
@@ -377,7 +372,7 @@ class PeerSsd:
         a million in order would hold the event loop for a second."""
         segment, runs = self._core.segment, []
         for first in range(0, segment.geometry.slots, SLOTS_PER_STEP):
-            some = segment.entries_in(first, SLOTS_PER_STEP)
+            some = segment.objects.in_slots(first, SLOTS_PER_STEP)
             wanted = [entry for entry in some if not entry.on_ssd and not entry.soft]
             runs.append(sorted(wanted, key=_least_unused))
             with trio.CancelScope(shield=True):  # how many are left unwritten is said in any case
@@ -388,7 +383,7 @@ class PeerSsd:
         segment = self._core.segment
         if self.tier.admit(entry.digest, entry.length, entry.hits, entry.namespace) is not None:
             return
-        segment.acquire(entry)
+        segment.references.acquire(entry)
         if await self._stored(entry, durable=False):
             self._core.cold.written(entry, self._node.now)
 
@@ -398,12 +393,12 @@ class PeerSsd:
         """Have what a client put on the SSD before this returns, so that it survives a crash of the machine.
         Raises `CapacityExceeded` when the tier does not take it, and `Unavailable` when it does not answer."""
         segment = self._core.segment
-        entry = self._core.find(digest, self._node.now)
+        entry = self._core.objects.find(digest, self._node.now)
         if entry is None:
             raise CapacityExceeded(
                 "durable: the object was removed or evicted before it was on the SSD"
             )
-        segment.acquire(entry)
+        segment.references.acquire(entry)
         if not await self._stored(entry, durable=True):
             if entry.state is not SlotState.LIVE:
                 raise CapacityExceeded(
@@ -428,7 +423,7 @@ class PeerSsd:
             except Exception as error:
                 outcome.append(error)
             finally:
-                self._core.segment.let_go(entry, was_used=durable)
+                self._core.segment.references.let_go(entry, was_used=durable)
                 ended.set()
 
         began = self._node.now
@@ -503,7 +498,7 @@ class PeerSsd:
         segment = self._core.segment
         if not await self._node.copy_checks.are_good(entry):  # it would be kept, and never be read
             return False
-        trailer = decode_trailer(segment.trailer_bytes(entry))
+        trailer = decode_trailer(segment.table.trailer_bytes(entry))
         if trailer is None:
             raise RuntimeError(f"the trailer of {entry.key!r} is damaged in this peer's own memory")
         payload = segment.payload_pages(entry)
@@ -536,7 +531,7 @@ class _Load:
         code = int(Code.DEADLINE_EXCEEDED)
         failures = (PullFailure(core.member, code, silent),) if silent else ()
         outcome = PullOutcome(length >= 0, failures, error, core.member, NAME)
-        core.pulled(self._effect.operation, outcome, node.now)
+        core.operations.pulled(self._effect.operation, outcome, node.now)
         node.process()
 
 

@@ -139,11 +139,11 @@ def begin_with_kept(node: Node, memory: KeptMemory) -> None:
     memory.is_kept = True
     memory.kept = Kept()  # the segment has it all by now
     segment = node.core.segment
-    if segment.returned_count:
+    if len(segment.returned):
         node.core.floors.return_with_memory(node.now)
         logger.info(
             "memory: %s objects of earlier are in %s, and are checked",
-            f"{segment.returned_count:,}",
+            f"{len(segment.returned):,}",
             memory.path,
             extra={"event": "memory_open", "path": str(memory.path)},
         )
@@ -152,7 +152,7 @@ def begin_with_kept(node: Node, memory: KeptMemory) -> None:
 async def tell_what_returned(node: Node) -> None:
     """Log what became of what an earlier life left, when all of it was looked at."""
     while True:
-        if not node.core.segment.returned_count:
+        if not len(node.core.segment.returned):
             _log_what_returned(node.core.counters)
             return
         await trio.sleep(LOOK_SECONDS)
@@ -174,8 +174,8 @@ def _log_what_returned(counted: Mapping[str, int]) -> None:
 
 async def watch_earlier_clients(segment: Segment, memory: KeptMemory) -> None:
     """What clients of earlier lives look at, or may write to, stays until they have let go of the memory."""
-    while segment.is_used_by_earlier:
+    while segment.returned.has_earlier_clients:
         if not memory.is_used_by_earlier():
-            segment.release_earlier()
+            segment.returned.end_earlier_clients()
             return
         await trio.sleep(LOOK_SECONDS)

@@ -23,7 +23,7 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.directory_mode import kept_name
 from p2pstore.gossip.links.host import MAX_ADMITTED
-from p2pstore.gossip.members.membership import MemberState
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import PeerRecord, TakesPart, format_peer_id
 from p2pstore.runtime.stepping import Steps
 from p2pstore.status.checkup import SHOWN_COUNTERS, Checkup
@@ -139,7 +139,7 @@ class Statistics:
         """The objects in memory that are read most. Keys may be secret: only with `with_keys` are they told."""
         now = self._node.now
         segment, unix = self.core.segment, self.core.unix(now)
-        read = segment.most_read.most(MAX_LOOKED_UP, unix)
+        read = segment.objects.most_read.most(MAX_LOOKED_UP, unix)
         found = [
             (entry, rate)
             for digest, rate in read
@@ -173,7 +173,7 @@ class Statistics:
                 for namespace, use in segment.quotas.items()
             },
             "objects": segment.object_count,
-            "objects_returning": segment.returned_count,
+            "objects_returning": len(segment.returned),
         }
 
     def _gossip(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Statistics:
             "log_sequence": gossip.log.sequence,
             "connections": {
                 "open": host.open_connections,
-                "neighbours": len(gossip.neighbours()),
+                "neighbours": len(gossip.view.neighbours()),
                 **asdict(host.keeper.counts),
             },
             "gossip": {

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import trio
 
-from p2pstore.runtime.readiness import is_ready
-from p2pstore.runtime.shortage import is_shortage, shortage
+from p2pstore.runtime.linux import is_ready, is_shortage, shortage
 
 SAY_SECONDS: Final = 60.0
 """How often one listener says that it lacks something."""

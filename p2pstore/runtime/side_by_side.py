@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Final, Generic, TypeVar
 
 from p2pstore.objects import MIB
-from p2pstore.runtime.cgroups import processor_limit
+from p2pstore.runtime.linux import processor_limit
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -1,10 +1,7 @@
-"""Byte streams and the blocking driver.
+"""Byte streams, drivers, and what their implementations share.
 
 Protocol code (data connections, the local socket, the clients) is written once as coroutines over two
-small interfaces, `ByteStream` and `Driver`. `p2pstore.runtime.trio_streams` drives it under trio,
-`p2pstore.runtime.asyncio_streams` under asyncio. The driver here uses plain blocking sockets: its coroutines
-never suspend, so `run_blocking` runs them to the end in the calling thread, without an event loop and
-without a thread hop (a hop costs 140-500 us).
+small interfaces, `ByteStream` and `Driver`. `blocking_streams`, `trio_streams` and `asyncio_streams` implement them.
 
 A deadline counts time without progress, not total time. Progress is a rate (`p2pstore.runtime.flow`): streams measure
 it of what they send, and whoever receives measures it there.
@@ -17,17 +14,14 @@ import contextlib
 import os
 import socket
 import struct
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.objects import KIB
 from p2pstore.runtime.flow import Flow
-from p2pstore.runtime.polling import Polling
-from p2pstore.runtime.signal_errors import FromSignalHandler, as_raised
 
 T = TypeVar("T")
 BytesLike = bytes | bytearray | memoryview
@@ -301,121 +295,6 @@ def tune_tcp(sock: socket.socket) -> None:
             return
 
 
-class BlockingStream:
-    """A `ByteStream` on a blocking socket with a timeout."""
-
-    def __init__(
-        self, sock: socket.socket, progress_seconds: float = DEFAULT_PROGRESS_SECONDS
-    ) -> None:
-        self._sock = sock
-        # Have the kernel keep the time: Python's own timeout polls before every call.
-        sock.settimeout(None)
-        self._polling = Polling()
-        self._receive_seconds: float | None = None
-        self._progress_seconds = self._send_limit = self._receive_limit = 0.0
-        self.progress_seconds = progress_seconds
-
-    @property
-    def progress_seconds(self) -> float:
-        return self._progress_seconds
-
-    @progress_seconds.setter
-    def progress_seconds(self, seconds: float) -> None:
-        if seconds == self._progress_seconds:  # nearly always
-            return
-        self._progress_seconds = seconds
-        if _differs(seconds, self._send_limit):
-            self._send_limit = seconds
-            _set_kernel_timeout(self._sock, socket.SO_SNDTIMEO, seconds)
-        if self._receive_seconds is None:
-            self._limit_receiving(seconds)
-
-    @property
-    def receive_seconds(self) -> float | None:
-        return self._receive_seconds
-
-    @receive_seconds.setter
-    def receive_seconds(self, seconds: float | None) -> None:
-        self._receive_seconds = seconds
-        self._limit_receiving(self._progress_seconds if seconds is None else seconds)
-
-    def _limit_receiving(self, seconds: float) -> None:
-        if _differs(seconds, self._receive_limit):
-            self._receive_limit = seconds
-            _set_kernel_timeout(self._sock, socket.SO_RCVTIMEO, seconds)
-
-    async def send(self, *parts: BytesLike) -> None:
-        try:
-            if len(parts) == 1 and len(parts[0]) <= SEND_PIECE_BYTES:
-                sent = self._sock.send(parts[0])  # whole, nearly always
-                if sent == len(parts[0]):
-                    return
-                parts = (memoryview(parts[0])[sent:],)
-            self._send_views(flatten_parts(parts))
-        except OSError as error:
-            raise _said(error, self._send_limit) from None
-
-    async def send_whole(self, *parts: BytesLike) -> None:
-        try:
-            await self.send(*parts)
-        except BaseException:
-            self.close()
-            raise
-
-    def _send_views(self, views: list[memoryview]) -> None:
-        flow, first = Flow(self._send_limit), 0
-        while first < len(views):
-            began = time.monotonic()
-            sent = self._sock.sendmsg(gather(views, first))
-            if not flow.moved(sent, time.monotonic() - began):
-                raise flow.too_slow()
-            first = advance(views, first, sent)
-
-    async def receive_into(self, view: memoryview) -> int:
-        try:
-            return self._sock.recv_into(view)
-        except OSError as error:
-            raise _said(error, self._receive_limit) from None
-
-    async def receive_soon(self, view: memoryview) -> int:
-        try:
-            return self._polling.receive_into(self._sock, view)
-        except OSError as error:
-            raise _said(error, self._receive_limit) from None
-
-    async def receive_all(self, views: Sequence[memoryview]) -> int:
-        """`receive_into` up to 512 views, none empty; the kernel waits for all of them to be full, as long as a wait
-        for some bytes may take."""
-        try:
-            return self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
-        except OSError as error:
-            raise _said(error, self._receive_limit) from None
-
-    async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
-        try:
-            count, ancillary, flags, _ = self._sock.recvmsg_into(
-                [view], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-            )
-        except OSError as error:
-            raise _said(error, self._receive_limit) from None
-        return count, check_descriptors(ancillary, flags)
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def abort(self) -> None:
-        shut_down(self._sock)
-
-    def close(self) -> None:
-        shut_down(self._sock)  # wakes a thread that waits in a receive
-        self._sock.close()
-
-
-def _differs(seconds: float, limit: float) -> bool:
-    """Whether setting the limit anew is worth a system call."""
-    return abs(seconds - limit) > 0.01 * limit
-
-
 def _set_kernel_timeout(sock: socket.socket, option: int, seconds: float) -> None:
     microseconds = max(1000, round(seconds * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
@@ -424,13 +303,6 @@ def _set_kernel_timeout(sock: socket.socket, option: int, seconds: float) -> Non
 def stalled(seconds: float) -> DeadlineExceeded:
     """The error of a connection on which nothing moved for so long."""
     return DeadlineExceeded(f"the connection made no progress for {seconds:g} s")
-
-
-def _said(error: OSError, seconds: float) -> BaseException:
-    """What a blocking call on a socket raised: the kernel's timeout, or what a signal handler raised meanwhile, or
-    itself."""
-    raised = as_raised(error)
-    return stalled(seconds) if isinstance(raised, BlockingIOError) else raised
 
 
 def check_descriptors(ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> list[int]:
@@ -446,248 +318,7 @@ def check_descriptors(ancillary: Sequence[tuple[int, int, bytes]], flags: int) -
     return descriptors
 
 
-class _Entered(threading.local):
-    """The locks that this thread is in, or is about to get into, or just got out of."""
-
-    def __init__(self) -> None:
-        self.locks: list[_BlockingLock] = []
-
-
-_entered = _Entered()
-
-
-class _BlockingLock:
-    """Ctrl-C may strike when the lock is taken and nobody has noted it yet, or before it is released;
-    `release_interrupted` finds out."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # it knows its owner
-
-    async def __aenter__(self) -> None:
-        if self in _entered.locks:  # a frame in the middle of another one would end the session
-            raise RuntimeError(
-                "the client was called from a signal handler that interrupted one of its calls"
-            )
-        _entered.locks.append(self)
-        try:
-            self._lock.acquire()
-        except Exception as error:
-            raise as_raised(error) from None
-
-    async def __aexit__(self, *_: object) -> None:
-        self._lock.release()
-        _entered.locks.remove(self)
-
-    @staticmethod
-    def release_interrupted(outer: int) -> None:
-        """Release what this thread still holds, but for the first `outer` locks: its coroutine has ended, and another
-        one, which a signal handler interrupts, may go on."""
-        while len(_entered.locks) > outer:
-            with contextlib.suppress(RuntimeError):  # this thread does not hold it
-                _entered.locks[-1]._lock.release()
-            _entered.locks.pop()
-
-
-class _BlockingEvent:
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def set(self) -> None:
-        self._lock.release()
-
-    async def wait(self, timeout_seconds: float) -> bool:
-        try:
-            return self._lock.acquire(timeout=max(0.0, timeout_seconds))
-        except Exception as error:
-            raise as_raised(error) from None
-
-
-class _HelperThread:
-    """A helper of the blocking driver: a thread that runs a coroutine of its own."""
-
-    def __init__(self, work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
-        self._work = work
-        self._thread = threading.Thread(target=self._run, name="p2pstore-helper")
-        self._state = threading.Lock()
-        self._cancelled = False
-        self._connecting: socket.socket | None = None
-        self.error: BaseException | None = None
-        """What it raised."""
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def _run(self) -> None:
-        _helping.thread = self
-        try:
-            run_blocking(self._work(self))
-        except BaseException as error:
-            self.error = error
-
-    def join(self) -> None:
-        """Wait for its end."""
-        self._thread.join()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def cancel(self) -> None:
-        with self._state:
-            self._cancelled = True
-            if self._connecting is not None:
-                shut_down(self._connecting)
-
-    def connected(self) -> None:
-        with self._state:
-            self._connecting = None
-
-    def connect(self, host: str, port: int, timeout_seconds: float) -> socket.socket:
-        """`socket.create_connection`, which `cancel` ends."""
-        problem: OSError = OSError(f"{host} has no address")
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, address in found:
-            sock = socket.socket(family, kind, protocol)
-            try:
-                sock.settimeout(timeout_seconds)
-                with self._state:
-                    self._connecting = sock
-                    if self._cancelled:
-                        raise ConnectionAbortedError("nobody waits for this connection any more")
-                sock.connect(address)
-            except BaseException as error:
-                sock.close()
-                if not isinstance(error, OSError):
-                    raise
-                problem = error
-            else:
-                return sock
-        raise problem
-
-
-def _join_all(threads: list[_HelperThread]) -> None:
-    """Wait for the end of all, through whatever a signal raises here, such as Ctrl-C: that is raised then. Raises what
-    one of them raised."""
-    interrupt: BaseException | None = None
-    while alive := [each for each in threads if each.is_alive]:  # some may start others meanwhile
-        try:
-            alive[0].join()
-        except Exception as error:
-            interrupt = as_raised(error)
-        except BaseException as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
-    for thread in threads:
-        if thread.error is not None:
-            raise thread.error
-
-
-class _Helping(threading.local):
-    """The helper that this thread is."""
-
-    thread: _HelperThread | None = None
-
-
-_helping = _Helping()
-
-
 def shut_down(sock: socket.socket) -> None:
     """End a connection, also one that is only being made: whoever waits for it is woken."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-
-
-class BlockingDriver:
-    """The `Driver` of the blocking client."""
-
-    async def connect_tcp(self, host: str, port: int, timeout_seconds: float) -> BlockingStream:
-        helper = _helping.thread
-        try:
-            sock = (
-                socket.create_connection((host, port), timeout_seconds)
-                if helper is None
-                else helper.connect(host, port, timeout_seconds)
-            )
-        except OSError as error:
-            raised = as_raised(error)
-            if isinstance(raised, TimeoutError):
-                raise DeadlineExceeded(
-                    f"{host}:{port} did not answer within {timeout_seconds:g} s"
-                ) from None
-            raise raised from None
-        tune_tcp(sock)
-        return BlockingStream(sock)
-
-    async def connect_unix(self, path: str, timeout_seconds: float) -> BlockingStream:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            # With Python's own timeout a full backlog is refused at once instead of being waited out.
-            _set_kernel_timeout(sock, socket.SO_SNDTIMEO, timeout_seconds)
-            sock.connect(path)
-        except OSError as error:
-            sock.close()
-            raised = as_raised(error)
-            if isinstance(raised, BlockingIOError):
-                raise DeadlineExceeded(
-                    f"{path} did not answer within {timeout_seconds:g} s"
-                ) from None
-            raise raised from None
-        except BaseException:
-            sock.close()
-            raise
-        return BlockingStream(sock)
-
-    async def run_in_thread(self, function: Callable[[], T]) -> T:
-        return function()
-
-    @asynccontextmanager
-    async def helpers(self) -> AsyncIterator[StartHelper]:
-        threads: list[_HelperThread] = []
-        starting = threading.Lock()
-
-        def start(work: Callable[[HelperTask], Coroutine[Any, Any, None]]) -> None:
-            with starting:  # helpers may start others
-                threads[:] = [each for each in threads if each.is_alive or each.error is not None]
-                thread = _HelperThread(work)
-                thread.start()
-                threads.append(thread)
-
-        try:
-            yield start
-        finally:
-            _join_all(threads)
-
-    async def sleep(self, seconds: float) -> None:
-        try:
-            threading.Event().wait(seconds)
-        except Exception as error:
-            raise as_raised(error) from None
-
-    def lock(self) -> AbstractAsyncContextManager[Any]:
-        return _BlockingLock()
-
-    def event(self) -> Event:
-        return _BlockingEvent()
-
-    def interrupted(self, error: Exception) -> BaseException:
-        return FromSignalHandler(error)  # `run_blocking` has it out again
-
-
-def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that uses only a `BlockingDriver` and its streams: it never suspends."""
-    outer = len(_entered.locks)
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
-    except FromSignalHandler as carrier:
-        _BlockingLock.release_interrupted(outer)
-        raise carrier.error from carrier.error.__cause__
-    except BaseException:
-        _BlockingLock.release_interrupted(outer)
-        raise
-    coroutine.close()
-    raise RuntimeError("a coroutine of the blocking client tried to suspend")

@@ -17,7 +17,6 @@ import trio
 
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.runtime.flow import Flow
-from p2pstore.runtime.nursery import sole_cause
 from p2pstore.runtime.streams import (
     ANCILLARY_BYTES,
     DEFAULT_PROGRESS_SECONDS,
@@ -36,6 +35,7 @@ from p2pstore.runtime.streams import (
     total_bytes,
     tune_tcp,
 )
+from p2pstore.runtime.trio_tasks import sole_cause
 
 T = TypeVar("T")
 

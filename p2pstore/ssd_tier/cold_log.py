@@ -1,4 +1,4 @@
-"""What all parts of the tier share: the disk, what is on it, and what is under way.
+"""The state that all parts of the tier share: the disk, its index, and the writes under way.
 
 Every record on the disk is in the index, or marked dead, or under way: there is no fourth case. Therefore a discard,
 which marks what the index has and what is under way, covers everything that could come back after a crash.
@@ -7,6 +7,7 @@ which marks what the index has and what is under way, covers everything that cou
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,36 +16,45 @@ from typing import Final, TypeVar
 import trio
 
 from p2pstore.objects import MIB, Version
-from p2pstore.ssd_tier.dead_marks import DeadMarks
+from p2pstore.ssd_tier.aligned_memory import ScratchMemory
 from p2pstore.ssd_tier.disk_protocol import Disk
-from p2pstore.ssd_tier.footer import encode_footer
-from p2pstore.ssd_tier.group_commit import GroupCommit
-from p2pstore.ssd_tier.health import Health, TierState
+from p2pstore.ssd_tier.group_commit import Condition, GroupCommit, Signal
+from p2pstore.ssd_tier.health import Health, Measures, TierState, Waiting
 from p2pstore.ssd_tier.index import ColdEntry, ColdIndex
-from p2pstore.ssd_tier.log_layout import RecordPlace, record_position, segment_position
+from p2pstore.ssd_tier.log_layout import (
+    DeadMarks,
+    RecordPlace,
+    Superblock,
+    record_position,
+    segment_position,
+)
 from p2pstore.ssd_tier.log_segments import Segment, SegmentState, SegmentTable
-from p2pstore.ssd_tier.patience import Waiting
-from p2pstore.ssd_tier.scratch_buffers import ScratchMemory
-from p2pstore.ssd_tier.shares import Shares, no_shares
-from p2pstore.ssd_tier.superblock import Superblock
-from p2pstore.ssd_tier.tier_measures import Measures
-from p2pstore.ssd_tier.waking import Condition, Signal
-from p2pstore.ssd_tier.write_admission import Admission
+from p2pstore.ssd_tier.write_admission import Admission, Shares, no_shares
 
 _TRUSTED: Final = (SegmentState.OPEN, SegmentState.SEALING, SegmentState.SEALED)
 INLINE_BYTES: Final = MIB
-"""Hashing so much takes some 0.1 ms, about as long as going to a thread and back."""
+"""Hashing 1 MiB takes some 0.1 ms, about as long as a switch to a thread and back."""
 WORKERS: Final = 4
 """Threads that hash and compress at the same time."""
 
 Result = TypeVar("Result")
-Withdraw = Callable[[Sequence[ColdEntry]], None]
-"""Told of objects that the tier loses by its own decision, before their bytes go."""
-
-StateChanged = Callable[[Health], None]
-"""Told of a state that is worse than the last one, why, and what to do."""
-
 logger = logging.getLogger("p2pstore.ssd_tier")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierHooks:
+    """The tier's questions to its owner, and what it tells the owner. All are called in the trio loop."""
+
+    withdraw: Callable[[Sequence[ColdEntry]], None]
+    """Told of objects that the tier gives up by its own decision, before their bytes go."""
+    is_last_copy: Callable[[bytes], bool]
+    """Whether no other peer is known to hold the object of this digest."""
+    state_changed: Callable[[Health], None] = lambda health: None
+    """Told when the tier becomes read-only or off."""
+    unix: Callable[[], float] = time.time
+    """Unix time in seconds."""
+    shares: Shares = no_shares
+    """The shares of namespaces; which namespaces have one does not change."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +68,21 @@ class UnderWay:
     """It was discarded meanwhile, or a newer one came: its records are marked dead already."""
 
 
+class Workers:
+    """Hashes and compresses: short work at once, longer work in one of `WORKERS` threads."""
+
+    def __init__(self) -> None:
+        self._limiter = trio.CapacityLimiter(WORKERS)
+
+    async def run(self, length: int, work: Callable[..., Result], *arguments: object) -> Result:
+        """Do work on `length` bytes. A cancelled call waits for it, so its memory is free when this returns."""
+        if length <= INLINE_BYTES:
+            return work(*arguments)
+        return await trio.to_thread.run_sync(work, *arguments, limiter=self._limiter)
+
+
 class ColdLog:
-    """State, and the steps that keep it consistent. Nothing here waits, except for room."""
+    """State, and the steps that keep it consistent. No step waits."""
 
     def __init__(
         self,
@@ -70,10 +93,7 @@ class ColdLog:
         marks: list[DeadMarks],
         admission: Admission,
         nursery: trio.Nursery,
-        withdraw: Withdraw,
-        state_changed: StateChanged,
-        unix: Callable[[], float],
-        shares: Shares = no_shares,
+        hooks: TierHooks,
     ) -> None:
         self.disk = disk
         self.superblock = superblock
@@ -81,12 +101,13 @@ class ColdLog:
         self.index = index
         self.marks = marks
         self.admission = admission
-        self.unix = unix
-        self.shares = shares
+        self.unix = hooks.unix
+        self.shares = hooks.shares
+        self.is_last_copy = hooks.is_last_copy
         self.health = Health()
         self.measures = Measures()
         self.scratch = ScratchMemory()
-        self.workers = trio.CapacityLimiter(WORKERS)
+        self.workers = Workers()
         self.commit = GroupCommit(disk, nursery, self._sync_failed)
         self.dirty = {each.number for each in table.segments if marks[each.number].dirty}
         """Segments with dead marks that are not on their way to the disk."""
@@ -103,9 +124,9 @@ class ColdLog:
         self.waiting: set[Waiting] = set()
         """For objects that are being read."""
         self.is_silent = False
-        """Whether the disk has not answered for so long that it is asked for nothing more until it does."""
-        self._withdraw = withdraw
-        self._state_changed = state_changed
+        """The disk has not answered for `PATIENCE_SECONDS`: until it does, only probes are sent."""
+        self._withdraw = hooks.withdraw
+        self._state_changed = hooks.state_changed
         self._told = TierState.OK
         self._under_way: dict[bytes, list[UnderWay]] = {}
 
@@ -124,18 +145,6 @@ class ColdLog:
     def segment_position(self, segment: Segment) -> int:
         """Where on the disk a segment begins."""
         return segment_position(segment.number, self.segment_bytes)
-
-    def footer(self, segment: Segment) -> bytes:
-        """The footer of a segment, with all of its records that the index has."""
-        footer = self.index.footer_of(segment.number)
-        return encode_footer(self.store_id, segment.number, segment.generation, footer)
-
-    async def run(self, length: int, work: Callable[..., Result], *arguments: object) -> Result:
-        """Work through so many bytes: in a thread, where that would hold up everything else for long. It cannot be
-        interrupted, so the memory is free again when this returns, cancelled or not."""
-        if length <= INLINE_BYTES:
-            return work(*arguments)
-        return await trio.to_thread.run_sync(work, *arguments, limiter=self.workers)
 
     # Records.
 
@@ -184,8 +193,8 @@ class ColdLog:
                     self.marked.send()
 
     def outdate(self, digest: bytes, version: Version) -> None:
-        """The object of this version is there now: what is under way of lower ones must not follow it, not even when
-        this one goes again first."""
+        """This version of the object is stored: lower versions under way must not be published after it, even if it
+        is dropped before they end."""
         for job in self._under_way.get(digest, ()):
             if job.version < version:
                 self._give_up(job)
@@ -203,7 +212,8 @@ class ColdLog:
         if entry is None or not up_to.covers(entry.version):
             return False
         self.mark_dead(self.index.drop(digest))
-        self._may_reclaim()
+        if self.table.free_count == 0:
+            self.work.send()
         return True
 
     def is_expired(self, entry: ColdEntry) -> bool:
@@ -257,15 +267,15 @@ class ColdLog:
         self.state_may_have_changed()
 
     def is_in_place(self) -> bool:
-        """Whether what is written to the disk can be found by the next start, as far as was looked. If not, nothing
-        more is written: it would be lost, and nobody told."""
+        """Whether the next start will find what is written now, by the last inspection. If not, the tier
+        becomes read-only."""
         if why := self.disk.misplaced:
             self.health.misplaced(why)
             self.state_may_be_worse()
         return not why
 
     def state_may_have_changed(self) -> None:
-        """Tell whoever waits for what may never come now."""
+        """Wake all waiting tasks, so that they look at the state; report it when it got worse."""
         if self.health.state is not self._told:
             self._told = self.health.state
             logger.error("the SSD tier is %s: %s", self._told.value, self.health.why)
@@ -277,13 +287,9 @@ class ColdLog:
         self.marks_moved.changed()
 
     def state_may_be_worse(self) -> None:
-        """`state_may_have_changed`, for who looks often: when nothing has, nobody is woken."""
+        """`state_may_have_changed` for frequent checks: wakes tasks only when the state did change."""
         if self.health.state is not self._told:
             self.state_may_have_changed()
-
-    def _may_reclaim(self) -> None:
-        if self.table.free_count == 0:
-            self.work.send()
 
     @property
     def is_off(self) -> bool:

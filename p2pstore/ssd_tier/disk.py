@@ -5,22 +5,22 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf
 from typing import Final
 
 import trio
 
-from p2pstore.ssd_tier.aligned import aligned_buffer, fast_address
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer, fast_address
 from p2pstore.ssd_tier.disk_protocol import (
     ALIGNMENT_BYTES,
     SECTOR_BYTES,
     Check,
-    Disk,
     Waits,
     checked_bytes,
     cut,
@@ -28,13 +28,9 @@ from p2pstore.ssd_tier.disk_protocol import (
 )
 from p2pstore.ssd_tier.io_threads import IoThreads
 from p2pstore.ssd_tier.kernel_aio import KernelAio
-from p2pstore.ssd_tier.opening import OpenPlace, open_place
-from p2pstore.ssd_tier.whereabouts import why_misplaced
-from p2pstore.ssd_tier.write_gate import WriteGate
+from p2pstore.ssd_tier.opening import OpenPlace, open_place, why_misplaced
 
 logger = logging.getLogger("p2pstore.ssd_tier")
-
-__all__ = ["Disk", "FileDisk", "aligned_buffer", "open_disk"]
 
 READ_PIECE_BYTES: Final = 4 * 1024 * 1024
 WRITE_PIECE_BYTES: Final = 1024 * 1024
@@ -45,6 +41,52 @@ disk for writes that came before it."""
 READ_THREADS: Final = 16
 WRITE_THREADS: Final = 8
 MAX_SPARE_PAGES: Final = 64
+
+WRITES_BESIDE_READS: Final = 2
+QUIET_SECONDS: Final = 0.02
+"""After this time without a read, writes are limited by the number of threads only."""
+
+
+class WriteGate:
+    """Limits concurrent writes beside reads, because a read waits in the disk for the writes before it. `clock` gives
+    seconds. Measured p99 of reads of 64 KiB, against an idle disk: 11 x beside 8 writes of 1 MiB, 2.8 x beside 2,
+    1.4 x beside 2 of 256 KiB, which still write 40 % as fast."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._condition = threading.Condition()
+        self._writing = 0
+        self._last_read = -inf
+        self._open = False
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a read began within `QUIET_SECONDS`."""
+        return not self._open and self._clock() - self._last_read < QUIET_SECONDS
+
+    def read(self) -> None:
+        """A read begins."""
+        self._last_read = self._clock()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The block writes; it begins when its turn has come."""
+        with self._condition:
+            while self.is_reading and self._writing >= WRITES_BESIDE_READS:
+                self._condition.wait(QUIET_SECONDS)
+            self._writing += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._writing -= 1
+                self._condition.notify()
+
+    def open_for_good(self) -> None:
+        """Let all waiting writes pass, from now on."""
+        with self._condition:
+            self._open = True
+            self._condition.notify_all()
 
 
 def open_disk(
@@ -154,13 +196,13 @@ class FileDisk:
             raise OSError(errno.EIO, f"a sync of {self.path} failed beside or before this one")
 
     def _sync_now(self) -> None:
-        """The kernel tells of an error once. What nobody waited for any more is not forgotten so."""
+        """The kernel reports an error once; counting it here keeps it for the next caller after a cancelled one."""
         try:
             os.fdatasync(self._descriptor)
         except OSError:
             self._failed_syncs += 1
             raise
-        self._inspect_now()  # who waits for a sync wants to find it again
+        self._inspect_now()  # a durable put must be found by the next start
 
     @property
     def waits(self) -> Waits:
@@ -206,8 +248,8 @@ class FileDisk:
         self._threads.close()
 
     def abandon(self) -> None:
-        """`close`, for a disk that does not answer: whoever waits for what has begun raises `StoreClosed` now, or
-        `Cancelled`. The disk may still read and write that memory, so nothing else may be done with it."""
+        """`close`, for a disk that does not answer: pending calls raise `StoreClosed` or `Cancelled` now. The disk may
+        still read and write their memory, which must not be reused."""
         self._closed = True
         if self._small_reads:
             self._small_reads.abandon()
@@ -216,7 +258,7 @@ class FileDisk:
 
 def _kernel_aio(place: OpenPlace) -> KernelAio | None:
     """None: small reads go through threads as well, which takes more CPU time."""
-    if not place.direct:  # the page cache answers at once, or makes whoever asks wait
+    if not place.direct:  # the page cache answers at once, or blocks the caller
         return None
     try:
         return KernelAio(place.descriptor)

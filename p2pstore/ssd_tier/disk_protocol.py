@@ -1,4 +1,4 @@
-"""What a disk does for the tier, and the rules that all disks keep: alignment, bounds, pieces."""
+"""The interface of disks to the tier, and the rules that all disks keep: alignment, bounds, pieces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Waits(NamedTuple):
     """How long those who asked a disk for something have waited: 0 when it has nothing to do."""
 
     longest_seconds: float = 0.0
-    """Since what it has been doing for longest began. What waits its turn has not begun."""
+    """Since what it has been doing for longest began. A queued request has not begun."""
     silent_seconds: float = 0.0
     """The same, or since anything ended, if that is less: a disk that is slow is not silent."""
 
@@ -37,8 +37,8 @@ class Disk(Protocol):
     """One address space of bytes. Requests run side by side, in any order; reads go before writes.
 
     All of them raise `ValueError` for what is not aligned or beyond the end, `StoreClosed` after `close`, and
-    `OSError` when the disk failed: what was asked for then may be done in part. A cancelled request may be
-    done, in part, or not at all; the memory it was given is nobody's any more when `Cancelled` is raised.
+    `OSError` when the disk failed. A failed or cancelled request may be done, done in part, or not at all; its
+    memory is free to be reused when the exception is raised.
     """
 
     @property
@@ -49,13 +49,13 @@ class Disk(Protocol):
         self, position: int, buffers: Sequence[memoryview], check: Check | None = None
     ) -> None:
         """Fill all buffers, one after the other, with what lies from `position` on. `check` is called once they are
-        full, in any thread, and what it raises is raised: who looks at the bytes there keeps no loop from its work."""
+        full, in any thread, so that checking does not hold up the loop; its exceptions are raised here."""
 
     async def write_from(self, position: int, buffers: Sequence[memoryview | bytes]) -> None:
         """Write all buffers, one after the other, from `position` on: they keep still until this returns.
 
-        `bytes` have no alignment in memory, so they are copied: for headers, not for values. What was written
-        is read from now on, and survives a crash of the process; a crash of the machine only after `sync`.
+        `bytes` have no alignment in memory, so they are copied: for headers, not for values. Written
+        data is read from now on, and survives a crash of the process; a crash of the machine only after `sync`.
         """
 
     async def sync(self) -> None:

@@ -1,6 +1,6 @@
-"""The footer of a sealed segment: a row for each record, so that a start reads no headers. Pure.
+"""The footer of a sealed segment: a row of 80 bytes for each record, so that a start reads no headers. Pure.
 
-    rows           80 bytes each (`rows`), in the order of their numbers
+    rows           80 bytes each (ROW; the index has the same rows in memory), in the order of their numbers
     namespaces     u16 length and UTF-8, one after the other; rows count them from 0
     keys           UTF-8, one after the other; rows say where theirs begins
     zeros          up to a whole page
@@ -14,11 +14,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
+from p2pstore.objects import PART_BYTES
 from p2pstore.ssd_tier.log_layout import (
     PAGE_BYTES,
     DamagedRecord,
@@ -27,8 +29,78 @@ from p2pstore.ssd_tier.log_layout import (
     round_up_to_page,
     sealed_page,
 )
-from p2pstore.ssd_tier.record_header import RecordHeader
-from p2pstore.ssd_tier.rows import MAX_REPLICAS, ROW, ROW_BYTES, ROW_STRUCT, Rows, flags_of
+from p2pstore.ssd_tier.record_format import RecordHeader
+
+Rows = npt.NDArray[Any]
+"""Rows of ROW."""
+
+ROW: Final = np.dtype(
+    [
+        ("digest", "<u8", (2,)),
+        ("clock", "<u8"),
+        ("root", "<u8"),
+        ("length", "<u8"),  # of the object
+        ("sequence", "<u8"),
+        ("expires_unix_ms", "<u8"),
+        ("page", "<u4"),
+        ("stored_bytes", "<u4"),
+        ("key_offset", "<u4"),  # in the text of its segment
+        ("writer", "<u2"),
+        ("number", "<u2"),
+        ("key_bytes", "<u2"),
+        ("replicas", "<u2"),
+        ("namespace", "<u2"),  # in a footer: which of its namespaces; in the index: see there
+        ("part", "u1"),
+        ("flags", "u1"),  # bits 0-1 pin, 2 soft, 3 described
+    ]
+)
+ROW_BYTES: Final = ROW.itemsize
+ROW_STRUCT: Final = struct.Struct("<16s5QIIIHHHHHBB")
+assert ROW_STRUCT.size == ROW_BYTES == 80
+
+(
+    DIGEST,
+    CLOCK,
+    ROOT,
+    LENGTH,
+    SEQUENCE,
+    EXPIRES,
+    PAGE,
+    STORED_BYTES,
+    KEY_OFFSET,
+    WRITER,
+    NUMBER,
+    KEY_BYTES,
+    REPLICAS,
+    _,
+    PART,
+    FLAGS,
+) = range(16)
+"""Places of the fields in an unpacked row."""
+
+FLAG_PIN: Final = 3
+FLAG_SOFT: Final = 4
+FLAG_DESCRIBED: Final = 8
+"""The object has a dtype and a shape. Records of older versions never say so."""
+MAX_REPLICAS: Final = 0xFFFF
+
+
+def flags_of(pin: int, soft: bool, *, described: bool) -> int:
+    """The flags of a row; a pin that is not known counts as hard."""
+    return min(pin, 2) | (FLAG_SOFT if soft else 0) | (FLAG_DESCRIBED if described else 0)
+
+
+def disk_bytes(rows: Rows) -> npt.NDArray[np.int64]:
+    """What each record occupies on the disk, with its header page."""
+    stored = rows["stored_bytes"].astype(np.int64)
+    return (stored + (2 * PAGE_BYTES - 1)) // PAGE_BYTES * PAGE_BYTES
+
+
+def parts_of(rows: Rows) -> npt.NDArray[np.int64]:
+    """How many records each row's object has."""
+    length = rows["length"].astype(np.int64)
+    return np.maximum((length + PART_BYTES - 1) // PART_BYTES, 1)
+
 
 FOOTER_MAGIC: Final = b"P2PSFTR\0"
 FOOTER_FORMAT: Final = 1

@@ -1,4 +1,4 @@
-"""One sync for all who wait for one."""
+"""Waiting for events, and for durability: one sync for all tasks that wait for one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,38 @@ from typing import Final
 import trio
 
 from p2pstore.ssd_tier.disk_protocol import Disk
+
+
+class Signal:
+    """Wakes one waiting task. A signal sent while none waits is kept for the next `wait`."""
+
+    def __init__(self) -> None:
+        self._event = trio.Event()
+
+    def send(self) -> None:
+        """Something happened."""
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Returns when something happened since the last `wait` returned. For one task."""
+        await self._event.wait()
+        self._event = trio.Event()
+
+
+class Condition:
+    """Wakes all tasks that wait now; each checks for itself whether its condition holds."""
+
+    def __init__(self) -> None:
+        self._lot = trio.lowlevel.ParkingLot()
+
+    def changed(self) -> None:
+        """Something changed."""
+        self._lot.unpark_all()
+
+    async def wait(self) -> None:
+        """Returns at the next change."""
+        await self._lot.park()
+
 
 _CLOSED: Final = "the tier was closed before this was durable"
 
@@ -22,10 +54,10 @@ class _Round:
 
 
 class GroupCommit:
-    """Whoever needs durability waits for the next sync that begins: all who come while one runs share the one after it.
+    """A caller waits for the next sync that begins: all that come while one runs share the one after it.
 
-    `failed` is called once for each sync that failed, before anybody who waited for it goes on. The syncs run in
-    `nursery`, so that one who waits and is cancelled does not take the others with him.
+    `failed` is called once for each failed sync, before its waiting tasks continue. Syncs run in `nursery`, so a
+    cancelled caller does not affect the others.
     """
 
     def __init__(

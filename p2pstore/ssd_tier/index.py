@@ -1,7 +1,7 @@
-"""What is on the disk: a row for each record, found by digest, listed by key. Pure.
+"""The index of records on the disk: a row for each record, found by digest, listed by key. Pure.
 
 The parts of an object are chained. Lower versions give way to higher ones as records are added; an object is found when
-all its parts are there. Whatever a call gives back as dropped or superseded must be marked dead on the disk.
+all its parts are there. Every place that a call returns as dropped or superseded must be marked dead on the disk.
 """
 
 from __future__ import annotations
@@ -15,26 +15,107 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pstore.objects import PART_BYTES, Version
-from p2pstore.ssd_tier.digest_slots import NOT_FOUND, DigestSlots
-from p2pstore.ssd_tier.footer import Footer
-from p2pstore.ssd_tier.key_order import KeyOrder
-from p2pstore.ssd_tier.log_layout import ColdFacts, RecordPlace, part_count, record_bytes
-from p2pstore.ssd_tier.record_rows import (
+from p2pstore.ssd_tier.footer import (
     CLOCK,
     DIGEST,
-    END,
     EXPIRES,
+    FLAG_DESCRIBED,
+    FLAG_PIN,
+    FLAG_SOFT,
     FLAGS,
     LENGTH,
     PART,
     REPLICAS,
     ROOT,
+    ROW_BYTES,
     STORED_BYTES,
     WRITER,
-    RecordRows,
+    Footer,
+    Rows,
+    flags_of,
 )
-from p2pstore.ssd_tier.rows import FLAG_DESCRIBED, FLAG_PIN, FLAG_SOFT, ROW_BYTES, Rows, flags_of
-from p2pstore.ssd_tier.shares import NamespaceBytes
+from p2pstore.ssd_tier.index_walks import KeyOrders
+from p2pstore.ssd_tier.log_layout import ColdFacts, RecordPlace, part_count, record_bytes
+from p2pstore.ssd_tier.record_rows import END, RecordRows
+from p2pstore.ssd_tier.write_admission import NamespaceBytes
+
+NOT_FOUND: Final = -1
+_MASK64: Final = (1 << 64) - 1
+
+
+class DigestSlots:
+    """Row numbers by digest: open addressing with linear probing and backward-shift deletion, at most half full, so
+    that a search looks at about two rows. `rows` is the memory of the rows, each of `row_bytes`, which begin with their
+    digest. Hashes are salted, so that a client cannot choose keys that collide."""
+
+    def __init__(self, max_rows: int, rows: memoryview, row_bytes: int, salt: int) -> None:
+        bits = max(1, (2 * max_rows - 1).bit_length())
+        self._mask = (1 << bits) - 1
+        self._shift = 64 - bits
+        self._salt = salt & _MASK64 | 1  # odd: no two digests become equal
+        self._rows = rows
+        self._row_bytes = row_bytes
+        # Row number + 1, so that 0 is an entry that is free.
+        self._numbers = np.zeros(1 << bits, np.uint32)
+        self._entries = self._numbers.data
+
+    def find(self, digest: bytes) -> int:
+        """The row of the digest, or NOT_FOUND."""
+        entries, rows, size, mask = self._entries, self._rows, self._row_bytes, self._mask
+        at = self._home(digest)
+        while number := entries[at]:
+            start = (number - 1) * size
+            if rows[start : start + 16] == digest:
+                return number - 1
+            at = (at + 1) & mask
+        return NOT_FOUND
+
+    def insert(self, digest: bytes, row: int) -> None:
+        """Add a digest that is not there."""
+        entries, at = self._entries, self._home(digest)
+        while entries[at]:
+            at = (at + 1) & self._mask
+        entries[at] = row + 1
+
+    def replace(self, digest: bytes, row: int, by: int) -> None:
+        """The digest, so far in `row`, is now in the row `by`."""
+        self._entries[self._entry_of(digest, row)] = by + 1
+
+    def remove(self, digest: bytes, row: int) -> None:
+        """Take out a digest that is in `row`."""
+        entries, mask = self._entries, self._mask
+        hole = at = self._entry_of(digest, row)
+        while number := entries[at := (at + 1) & mask]:
+            start = (number - 1) * self._row_bytes
+            home = self._home(self._rows[start : start + 16])
+            if (at - home) & mask >= (at - hole) & mask:
+                entries[hole] = number
+                hole = at
+        entries[hole] = 0
+
+    def insert_all(self, digests: npt.NDArray[np.uint64], rows: npt.NDArray[np.uint32]) -> None:
+        """Add many digests (rows of two u64) that are not there, at some 0.2 us each."""
+        with np.errstate(over="ignore"):
+            at = (digests[:, 0] * np.uint64(self._salt)) >> np.uint64(self._shift)
+        at, numbers = at.astype(np.int64), rows.astype(np.uint32) + np.uint32(1)
+        while len(at):
+            # Of those that meet at one free entry the last one gets it; the others go on.
+            free = self._numbers[at] == 0
+            self._numbers[at[free]] = numbers[free]
+            left = self._numbers[at] != numbers
+            at, numbers = (at[left] + 1) & self._mask, numbers[left]
+
+    def _home(self, digest: bytes | memoryview) -> int:
+        return (int.from_bytes(digest[:8], "little") * self._salt & _MASK64) >> self._shift
+
+    def _entry_of(self, digest: bytes, row: int) -> int:
+        at = self._home(digest)
+        while self._entries[at] != row + 1:
+            if not self._entries[at]:
+                raise KeyError(digest)
+            at = (at + 1) & self._mask
+        return at
+
 
 MAX_HITS: Final = 0xFFFF
 
@@ -86,8 +167,7 @@ def with_care(facts: ColdFacts, entry: ColdEntry | None) -> ColdFacts:
 
 
 class ColdIndex:
-    """See the module's docstring. `salt` is a random number, which nobody else should know. Of `namespaces` it counts
-    what they have."""
+    """See the module's docstring. `salt` is a secret random number. Bytes on the disk are counted for `namespaces`."""
 
     def __init__(
         self, segments: int, max_records: int, salt: int, namespaces: Sequence[str] = ()
@@ -98,7 +178,7 @@ class ColdIndex:
         self._slots = DigestSlots(max_records, self._rows.memory, ROW_BYTES, salt)
         self._hits = np.zeros(max_records, np.uint16)
         self._hit_counts = self._hits.data  # of the row that an object's chain begins with
-        self._orders: dict[int, KeyOrder] = {}
+        self._orders = KeyOrders(self._rows)
 
     @property
     def max_records(self) -> int:
@@ -111,32 +191,23 @@ class ColdIndex:
         return self._rows.records
 
     @property
-    def room(self) -> int:
-        """Records that can still be added."""
-        return self._rows.max_records - self._rows.records
-
-    @property
     def live_bytes(self) -> int:
         """What all records of the index occupy on the disk."""
         return self._rows.live_bytes
 
     @property
     def of_namespaces(self) -> NamespaceBytes:
-        """What some namespaces have."""
+        """Bytes on the disk by namespace, for namespaces with a share."""
         return self._rows.of_namespaces
 
     def oldest(self, namespace: str, count_bytes: int, limit: int) -> list[bytes]:
-        """The digests of a namespace's objects that were written first, of so many bytes and at most `limit`."""
+        """The digests of a namespace's first written objects, together about `count_bytes`; at most `limit`."""
         number = self._rows.names.number(namespace)
         return [] if number is None else self._rows.oldest(number, count_bytes, limit)
 
     def segment_live_bytes(self, segment: int) -> int:
         """What the segment's records in the index occupy."""
         return int(self._rows.segment_live_bytes[segment])
-
-    def segment_records(self, segment: int) -> int:
-        """How many of its records are in the index."""
-        return int(self._rows.segment_records[segment])
 
     # --- adding --------------------------------------------------------------------------------
 
@@ -145,9 +216,8 @@ class ColdIndex:
     ) -> tuple[RecordPlace, ...]:
         """Put in a record. The places of those that it makes worthless, which must be marked dead: parts of lower
         versions, the same part of the same version at another place, or this record itself when a higher version is
-        there. (Otherwise they would be back after a restart, once the segment of what they lost to is reclaimed.) Of a
-        record that was copied, sync the copy before the mark is
-        written: a crash between these would take both.
+        there. (Otherwise they would be back after a restart, once the segment of the record that replaced them is
+        reclaimed.) Sync a copied record before the mark is written: a crash between these would take both.
 
         Raises `CapacityExceeded` when the index is full, and changes nothing then.
         """
@@ -170,9 +240,8 @@ class ColdIndex:
             superseded = self._chain(digest, head, row, part)
         self._hit_counts[row] = 0
         self.objects += self._is_complete(row)
-        order = self._orders.get(self._rows.namespace(row))
-        if order is not None and part == 0:
-            order.added(row)
+        if part == 0:
+            self._orders.added(row)
         return superseded
 
     def _chain(self, digest: bytes, head: int, row: int, part: int) -> tuple[RecordPlace, ...]:
@@ -265,24 +334,15 @@ class ColdIndex:
     def prepare_page(self, namespace: str) -> bool:
         """A step of a few milliseconds towards `page`: whether there is no further one. (`page` takes those that are
         left at once: 2 s for a million keys, the first time.)"""
-        order = self._order_of(namespace)
+        order = self._orders.of(namespace)
         return order is None or order.prepare()
-
-    def _order_of(self, namespace: str) -> KeyOrder | None:
-        number = self._rows.names.number(namespace)
-        if number is None:
-            return None
-        order = self._orders.get(number)
-        if order is None:
-            order = self._orders[number] = KeyOrder(self._rows, number)
-        return order
 
     def page(
         self, namespace: str, prefix: str, after: str, limit: int
     ) -> tuple[list[ColdEntry], bool]:
         """Up to `limit` objects whose keys begin with `prefix`, in key order, above `after`; and whether there are
         more."""
-        order = self._order_of(namespace)
+        order = self._orders.of(namespace)
         if order is None:
             return [], False
         found: list[ColdEntry] = []
@@ -295,8 +355,10 @@ class ColdIndex:
         return found, False
 
     def records_of(self, segment: int) -> Iterator[ColdRecord]:
-        """The records of a segment in the order of their numbers. What is dropped meanwhile is left out."""
-        rows = [(row, self._rows.place(row).sequence) for row in self._rows.of_segment(segment)]
+        """The records of a segment in the order of their numbers. Records dropped meanwhile are left out."""
+        rows = [
+            (row, self._rows.place(row).sequence) for row in self._rows.of_segment(segment).tolist()
+        ]
         for row, sequence in rows:
             if self._rows.is_at(row, sequence):
                 fields = self._rows.fields(row)
@@ -375,24 +437,10 @@ class ColdIndex:
             head = following
         return tuple(places)
 
-    def drop_segment(self, segment: int) -> tuple[list[ColdEntry], list[RecordPlace]]:
-        """Take out every object that has a record in the segment, with its records elsewhere: the objects that could
-        be found until now, and the places in other segments, which must be marked dead."""
-        lost: list[ColdEntry] = []
-        elsewhere: list[RecordPlace] = []
-        for record in self.records_of(segment):
-            entry = self.find(record.digest)
-            if entry is not None:
-                lost.append(entry)
-            places = self.drop(record.digest)
-            elsewhere += [place for place in places if place.segment != segment]
-        return lost, elsewhere
-
     def _release(self, row: int) -> None:
         namespace = self._rows.namespace(row)
-        order = self._orders.get(namespace)
-        if order is not None and self._rows.fields(row)[PART] == 0:
-            order.removed(row)
+        if self._rows.fields(row)[PART] == 0:
+            self._orders.removed(row)
         self._rows.release(row)
         if not self._rows.names.is_used(namespace):
-            self._orders.pop(namespace, None)
+            self._orders.forget(namespace)

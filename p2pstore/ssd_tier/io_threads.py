@@ -29,7 +29,7 @@ MAX_WAITING_PIECES: Final = 4096
 """Of each kind, in the queue; when it is full, further requests wait outside of it."""
 
 READS_BEFORE_WRITE: Final = 8
-"""So many waiting reads are done before a write begins: no more, or much reading would stop all writing."""
+"""Waiting reads that a writing thread does before its next write. The limit keeps reads from starving writes."""
 
 CLOSING_SECONDS: Final = 1.0
 """How long `close` waits for work under way."""
@@ -53,11 +53,11 @@ class _Request:
     def __init__(self, pieces: Iterable[Work], last: Work | None, task: trio.lowlevel.Task) -> None:
         self.pieces = deque(pieces)
         self.last = last
-        """What is to be done when all of them were."""
+        """The work after all pieces."""
         self.outstanding = [True]
         if len(self.pieces) > 1:
             self.outstanding += [False] * (len(self.pieces) - 1)
-        """One for each piece that has not ended; whoever takes the last of them gets True."""
+        """One for each piece that has not ended; the thread that takes the last one gets True."""
         self.task = task
         self.error: BaseException | None = None
         self.cancelled = False
@@ -144,8 +144,7 @@ class IoThreads:
         await self._do(self._reads, pieces, last)
 
     async def write(self, pieces: Iterable[Work]) -> None:
-        """As `read`, with fewer threads: so many writes at once are enough for a disk, and more would only make
-        reads wait in it."""
+        """As `read`, with fewer threads: more concurrent writes would only delay reads in the disk."""
         await self._do(self._writes, pieces)
 
     async def sync(self, piece: Work) -> None:
@@ -159,7 +158,7 @@ class IoThreads:
 
     def abandon(self) -> None:
         """`close`, and do not wait any more for what threads have begun: tasks that wait for it raise `StoreClosed`, or
-        `Cancelled`, at once. Their memory may still be read and written: nobody may use it for anything else."""
+        `Cancelled`, at once. Their memory may still be read and written: it must not be reused."""
         self._end()
         for request in self._waiting:
             if not request.woken:

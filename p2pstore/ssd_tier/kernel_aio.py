@@ -26,12 +26,12 @@ from typing import Final, NoReturn
 import trio
 
 from p2pstore.objects import KIB
-from p2pstore.ssd_tier.aligned import fast_address
+from p2pstore.ssd_tier.aligned_memory import fast_address
 
 MAX_READS: Final = 128
 """Under way at a time."""
 MAX_READ_BYTES: Final = 256 * KIB
-"""Handing over more than this would keep the loop for longer than it takes to wake a thread."""
+"""Submitting a larger read would take the loop longer than waking a thread."""
 USUAL_COMMAND_BYTES: Final = 128 * KIB
 """What almost every device reads in one command."""
 MAX_BUFFERS: Final = 4
@@ -200,8 +200,8 @@ class KernelAio:
         return next((read.begun for read in self._reads.values()), inf)
 
     def abandon(self) -> None:
-        """`close`, and do not wait any more for what the kernel has begun: who waits for it is told at once that it was
-        not read, or was cancelled. It may still be, so nobody may use that memory for anything else."""
+        """`close`, and end all pending calls at once, as not read or cancelled. The kernel may still write to their
+        memory, which must not be reused."""
         self.close()
         for read in self._reads.values():
             if not read.abandoned:
@@ -226,7 +226,7 @@ class KernelAio:
 
 
 def command_bytes(status: os.stat_result, devices: str = "/sys/dev/block") -> int:
-    """How much the device below a file, or a block device, reads in one command. What is longer would have to be
+    """How much the device below a file, or a block device, reads in one command. A longer read would have to be
     split, which the kernel does not do without waiting."""
     number = status.st_rdev if stat.S_ISBLK(status.st_mode) else status.st_dev
     device = f"{devices}/{os.major(number)}:{os.minor(number)}"

@@ -11,13 +11,17 @@ were kept once are likely to be kept again: apart from the others they need not 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Final, Generic, TypeVar
 
-from p2pstore.ssd_tier.dead_marks import MAX_RECORDS_PER_SEGMENT
-from p2pstore.ssd_tier.log_layout import FIRST_RECORD_PAGE, PAGE_BYTES, RecordPlace
+from p2pstore.ssd_tier.log_layout import (
+    FIRST_RECORD_PAGE,
+    MAX_RECORDS_PER_SEGMENT,
+    PAGE_BYTES,
+    RecordPlace,
+)
 
 KEEP_FREE: Final = 2
 MOST_FREE: Final = 8
@@ -25,7 +29,7 @@ FREE_SHARE: Final = 8
 """Reclaim begins when fewer segments can be written than this part of all, at least `KEEP_FREE`, at most `MOST_FREE`: a
 disk fills one in less time than it takes to give the next its new generation."""
 MOSTLY_DEAD: Final = 0.8
-"""A segment of which so much is dead is reclaimed before older ones."""
+"""A segment with a larger dead share is reclaimed before older ones."""
 MOSTLY_RESERVED: Final = 0.5
 """A segment of which more is reserved is reclaimed after younger ones: that would have to be written again."""
 
@@ -127,7 +131,7 @@ class SegmentTable:
     # Writing.
 
     def place(self, pages: int, text_bytes: int, stream: Stream = Stream.NEW) -> RecordPlace | None:
-        """Where a record of so many pages goes; None when no segment has room for it now.
+        """The place of a record of `pages` pages; None when no segment has room for it now.
 
         Its segment counts a write under way until `written`: it is not sealed before. An open segment that is too full
         is closed (SEALING) when there is a free one to go on with; until then smaller records still find room in it.
@@ -296,3 +300,46 @@ class SegmentTable:
             raise ValueError(
                 f"segment {segment.number} is {segment.state.value}, not {state.value}"
             )
+
+
+KEPT_SHARE: Final = 0.2
+"""At most this share of a segment is written again: each byte of the log costs at most 1.25 bytes of writing."""
+RESERVED_SHARE: Final = 0.5
+"""The same where it is reserved for its namespace: at most 2 bytes of writing."""
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate(Generic[Record]):
+    """A live record of the segment."""
+
+    record: Record
+    bytes: int
+    """On the disk, its header included."""
+    hits: int
+    """Reads of its object since it was written (or kept)."""
+    last_copy: bool
+    """Whether no other peer is known to hold its object."""
+    reserved: bool = False
+    """Whether its namespace has no more on the disk than what gives way to no other."""
+
+
+def choose_kept(
+    candidates: Iterable[Candidate[Record]], segment_bytes: int
+) -> list[Candidate[Record]]:
+    """The records worth keeping, the hottest first, as far as the share goes.
+
+    A record is worth it when it is reserved, its object was hit, or is the last copy. Reserved ones go first; among
+    equally hot ones last copies. A record that does not fit is skipped for smaller ones.
+    """
+    worth = [each for each in candidates if each.reserved or each.hits or each.last_copy]
+    worth.sort(key=lambda each: (not each.reserved, -each.hits, not each.last_copy))
+    kept: list[Candidate[Record]] = []
+    kept_bytes = 0
+    for each in worth:
+        share = RESERVED_SHARE if each.reserved else KEPT_SHARE
+        if kept_bytes + each.bytes <= int(segment_bytes * share):
+            kept_bytes += each.bytes
+            kept.append(each)
+    return kept

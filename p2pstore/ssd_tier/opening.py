@@ -14,10 +14,10 @@ from typing import Final
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB, format_bytes
-from p2pstore.runtime.place_owners import file_system, lock_owner, mount_point, user_name
-from p2pstore.ssd_tier.aligned import aligned_buffer
+from p2pstore.runtime.linux import file_system, lock_owner, mount_point, user_name
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES
-from p2pstore.ssd_tier.superblock import SUPERBLOCK_MAGIC
+from p2pstore.ssd_tier.log_layout import SUPERBLOCK_MAGIC
 
 FILE_NAME: Final = "cold.log"
 INSPECTED_BYTES: Final = MIB
@@ -178,7 +178,7 @@ def _open_device(
 ) -> OpenPlace:
     path = path.resolve()
     try:
-        # Of a block device O_EXCL means: nobody else has it so, nor is it mounted, swap or part of a volume.
+        # Of a block device O_EXCL means: no other process has it so, and it is not mounted, swap or part of a volume.
         descriptor = os.open(path, _HOW | os.O_EXCL)
     except OSError as error:
         if error.errno == errno.EBUSY:
@@ -284,3 +284,32 @@ def _owner_of(path: Path) -> str:
         with suppress(OSError):
             return f"{each} belongs to {user_name(each.stat().st_uid)}"
     return "it is somewhere where this user may not look"
+
+
+_GONE = (FileNotFoundError, NotADirectoryError)
+
+
+def why_misplaced(path: Path, descriptor: int, size_bytes: int) -> str:
+    """Why what is written there now would be lost, for people; empty when nothing speaks against it. `size_bytes` are
+    what it must have. Some microseconds, unless the disk hangs. Raises `OSError` when the descriptor is closed."""
+    opened = os.fstat(descriptor)
+    is_file = stat.S_ISREG(opened.st_mode)
+    if is_file and opened.st_nlink == 0:
+        return f"{path} was deleted"
+    if is_file and opened.st_size < size_bytes:
+        return f"{path} was cut to {format_bytes(opened.st_size)} of {format_bytes(size_bytes)}"
+    if os.fstatvfs(descriptor).f_flag & os.ST_RDONLY and is_file:
+        return f"the file system of {path} is mounted read-only now"
+    try:
+        named = os.stat(path)
+    except _GONE:
+        return f"{path} is not there any more: it, or a directory above it, was moved, removed or unmounted"
+    except (
+        OSError
+    ):  # it may well be there: only who may look has changed, or the path does not answer
+        return ""
+    if is_file and (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino):
+        return f"another file is at {path} now, or something was mounted over it"
+    if not is_file and named.st_rdev != opened.st_rdev:
+        return f"another device is at {path} now"
+    return ""

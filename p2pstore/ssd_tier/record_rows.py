@@ -1,6 +1,6 @@
-"""The memory of the index: a row for each record, with the text of its key and what its segment has of them. Pure.
+"""The memory of the index: a row for each record, with the text of its key and counts by segment and namespace. Pure.
 
-All columns are reserved at once, for the most records that there may be, and cost what is written to them: 94 bytes a
+All columns are reserved at once, for the largest number of records, and cost memory as they are written to: 94 bytes a
 record. A row is free again when its record goes.
 """
 
@@ -15,21 +15,134 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pstore.errors import CapacityExceeded
-from p2pstore.objects import DIGEST_BYTES, Version
-from p2pstore.ssd_tier.digest_walk import DigestWalk
-from p2pstore.ssd_tier.footer import Footer
-from p2pstore.ssd_tier.key_texts import KeyTexts, Namespaces
-from p2pstore.ssd_tier.log_layout import ColdFacts, RecordPlace, record_bytes
-from p2pstore.ssd_tier.rows import (
+from p2pstore.objects import DIGEST_BYTES, Version, namespace_digest
+from p2pstore.ssd_tier.footer import (
+    CLOCK,
+    KEY_BYTES,
+    KEY_OFFSET,
     MAX_REPLICAS,
+    NUMBER,
+    PAGE,
+    ROOT,
     ROW,
     ROW_BYTES,
     ROW_STRUCT,
+    SEQUENCE,
+    STORED_BYTES,
+    WRITER,
+    Footer,
     Rows,
     disk_bytes,
     flags_of,
 )
-from p2pstore.ssd_tier.shares import NamespaceBytes
+from p2pstore.ssd_tier.index_walks import DigestWalk
+from p2pstore.ssd_tier.log_layout import ColdFacts, RecordPlace, record_bytes
+from p2pstore.ssd_tier.write_admission import NamespaceBytes
+
+_WORTH_CUTTING_BYTES: Final = 64 * 1024
+
+
+class KeyTexts:
+    """The keys of all records as text, by segment and offset. A segment's text goes with the segment; text of dropped
+    records is cut out when it is the larger half."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, bytes | bytearray] = {}
+        self._dead_bytes: dict[int, int] = {}
+
+    def add(self, segment: int, key: bytes) -> int:
+        """Append a key; its offset."""
+        text = self._texts.get(segment, b"")
+        if not isinstance(text, bytearray):
+            text = self._texts[segment] = bytearray(text)
+        text += key
+        return len(text) - len(key)
+
+    def get(self, segment: int, offset: int, length: int) -> bytes:
+        """The bytes of a key."""
+        return bytes(self._texts[segment][offset : offset + length])
+
+    def set(self, segment: int, text: bytes, dead_bytes: int) -> None:
+        """The whole text of a segment, `dead_bytes` of which no record uses."""
+        self._texts[segment] = text
+        self._dead_bytes[segment] = dead_bytes
+
+    def drop(self, segment: int) -> None:
+        """The segment has no records any more."""
+        self._texts.pop(segment, None)
+        self._dead_bytes.pop(segment, None)
+
+    def discard(self, segment: int, length: int) -> bool:
+        """A key of this length is not used any more; whether the text should be gathered anew."""
+        dead = self._dead_bytes.get(segment, 0) + length
+        self._dead_bytes[segment] = dead
+        return dead > _WORTH_CUTTING_BYTES and 2 * dead > len(self._texts[segment])
+
+    def gather(
+        self, segment: int, offsets: npt.NDArray[np.uint32], lengths: npt.NDArray[np.uint16]
+    ) -> tuple[bytes, npt.NDArray[np.uint32]]:
+        """The text of these keys alone, one after the other, and their offsets in it."""
+        text = np.frombuffer(bytes(self._texts.get(segment, b"")), np.uint8)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        starts = ends - lengths
+        places = np.repeat(offsets.astype(np.int64) - starts, lengths)
+        places += np.arange(len(places))
+        return text[places].tobytes(), starts.astype(np.uint32)
+
+
+class Namespaces:
+    """Namespaces by a small number, as long as records use them."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._uses: list[int] = []
+        self._numbers: dict[str, int] = {}
+        self._digests: dict[bytes, int] = {}
+        self._free: list[int] = []
+
+    def use(self, name: str, times: int = 1) -> int:
+        """The number of a namespace, used by `times` more records."""
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._take(name)
+        self._uses[number] += times
+        return number
+
+    def leave(self, number: int, times: int = 1) -> None:
+        """The namespace has `times` fewer records; after the last one its number is free."""
+        self._uses[number] -= times
+        if not self._uses[number]:
+            name = self._names[number]
+            del self._numbers[name], self._digests[namespace_digest(name)]
+            self._free.append(number)
+
+    def is_used(self, number: int) -> bool:
+        """Whether any record is in the namespace of this number."""
+        return self._uses[number] > 0
+
+    def name(self, number: int) -> str:
+        """The name of a namespace that records are in."""
+        return self._names[number]
+
+    def number(self, name: str) -> int | None:
+        """The number of a namespace, None when no record is in it."""
+        return self._numbers.get(name)
+
+    def number_of_digest(self, digest: bytes) -> int | None:
+        """The same, by the namespace's digest."""
+        return self._digests.get(digest)
+
+    def _take(self, name: str) -> int:
+        if self._free:
+            number = self._free.pop()
+            self._names[number] = name
+        else:
+            number = len(self._names)
+            self._names.append(name)
+            self._uses.append(0)
+        self._numbers[name] = self._digests[namespace_digest(name)] = number
+        return number
+
 
 _REPLICAS_AT: Final = ROW.fields["replicas"][1] if ROW.fields is not None else 0
 _EXPIRES_AT: Final = ROW.fields["expires_unix_ms"][1] if ROW.fields is not None else 0
@@ -37,26 +150,6 @@ _FLAGS_AT: Final = ROW.fields["flags"][1] if ROW.fields is not None else 0
 
 END: Final = -1
 """There is no next row."""
-
-(
-    DIGEST,
-    CLOCK,
-    ROOT,
-    LENGTH,
-    SEQUENCE,
-    EXPIRES,
-    PAGE,
-    STORED_BYTES,
-    KEY_OFFSET,
-    WRITER,
-    NUMBER,
-    KEY_BYTES,
-    REPLICAS,
-    _,
-    PART,
-    FLAGS,
-) = range(16)
-"""Places of the fields in what `RecordRows.fields` returns."""
 
 
 class RecordRows:
@@ -82,7 +175,8 @@ class RecordRows:
         self._segments = self._segment_of.data
         self._namespaces = self._namespace_of.data
         self._nexts = self._next.data
-        self._used = 0  # rows below were in use at some time
+        self.end = 0
+        """No row from here on was ever in use."""
         self._free = array("I")
         self._texts = KeyTexts()
         self._generations = np.zeros(segments, np.uint64)
@@ -106,7 +200,7 @@ class RecordRows:
         if self._free:
             row = self._free.pop()
         else:
-            row, self._used = self._used, self._used + 1
+            row, self.end = self.end, self.end + 1
         self._about_to_change(row)
         segment, key, version = place.segment, facts.key.encode(), facts.version
         ROW_STRUCT.pack_into(
@@ -187,18 +281,9 @@ class RecordRows:
         fields = ROW_STRUCT.unpack_from(self.memory, row * ROW_BYTES)
         return Version(fields[CLOCK], fields[WRITER], fields[ROOT])
 
-    def is_used(self, row: int) -> bool:
-        """Whether the row has a record."""
-        return self._segments[row] > 0
-
-    def sequence(self, row: int) -> int:
-        """The sequence of the record in the row."""
-        sequence: int = self.fields(row)[SEQUENCE]
-        return sequence
-
     def is_at(self, row: int, sequence: int) -> bool:
         """Whether the row still has the record of this sequence."""
-        return self._segments[row] > 0 and self.sequence(row) == sequence
+        return self._segments[row] > 0 and bool(self.fields(row)[SEQUENCE] == sequence)
 
     def place(self, row: int) -> RecordPlace:
         """Where the record is."""
@@ -233,13 +318,9 @@ class RecordRows:
 
     # --- many rows -----------------------------------------------------------------------------
 
-    def of_segment(self, segment: int) -> list[int]:
+    def of_segment(self, segment: int) -> npt.NDArray[np.intp]:
         """The rows of a segment's records, in the order of their numbers."""
-        rows: list[int] = self._of_segment(segment).tolist()
-        return rows
-
-    def _of_segment(self, segment: int) -> npt.NDArray[np.intp]:
-        rows = np.flatnonzero(self._segment_of[: self._used] == segment + 1)
+        rows = np.flatnonzero(self._segment_of[: self.end] == segment + 1)
         return rows[np.argsort(self._rows["number"][rows])]
 
     def walk(self, namespace: int | None) -> DigestWalk:
@@ -259,9 +340,9 @@ class RecordRows:
         return first_parts
 
     def oldest(self, namespace: int, count_bytes: int, limit: int) -> list[bytes]:
-        """The digests of the records of a namespace that were written first, of so many bytes and at most `limit`."""
+        """The digests of a namespace's first written records, together about `count_bytes`; at most `limit`."""
         rows = np.flatnonzero(
-            (self._segment_of[: self._used] > 0) & (self._namespace_of[: self._used] == namespace)
+            (self._segment_of[: self.end] > 0) & (self._namespace_of[: self.end] == namespace)
         )
         if len(rows) > limit:
             rows = rows[np.argpartition(self._rows["sequence"][rows], limit)[:limit]]
@@ -272,14 +353,9 @@ class RecordRows:
         digests = (packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES))
         return list(dict.fromkeys(digests))
 
-    @property
-    def end(self) -> int:
-        """All rows in use are below."""
-        return self._used
-
     def footer(self, segment: int) -> Footer:
         """The footer that the segment's records make."""
-        numbers = self._of_segment(segment)
+        numbers = self.of_segment(segment)
         rows = self._rows[numbers]
         text, rows["key_offset"] = self._texts.gather(
             segment, rows["key_offset"], rows["key_bytes"]
@@ -288,7 +364,7 @@ class RecordRows:
         return Footer(rows, [self.names.name(number) for number in used.tolist()], text)
 
     def _gather_text(self, segment: int) -> None:
-        rows = np.flatnonzero(self._segment_of[: self._used] == segment + 1)
+        rows = np.flatnonzero(self._segment_of[: self.end] == segment + 1)
         offsets, lengths = self._rows["key_offset"][rows], self._rows["key_bytes"][rows]
         text, self._rows["key_offset"][rows] = self._texts.gather(segment, offsets, lengths)
         self._texts.set(segment, text, dead_bytes=0)
@@ -304,7 +380,7 @@ class RecordRows:
     ) -> None:
         """Put many records into rows that were never used: for each its row, its segment and which of `names` it is
         in; for segments their text and generation. Rows with `part` above 0 follow the row before."""
-        if self._used:
+        if self.end:
             raise ValueError("only an index that was never used is loaded")
         if len(rows) > self.max_records:
             raise CapacityExceeded(
@@ -330,6 +406,6 @@ class RecordRows:
             self._texts.set(segment, text, dead_bytes=len(text) - int(key_bytes[segment]))
         for segment, generation in generations.items():
             self._generations[segment] = generation
-        self._used = self.records = count
+        self.end = self.records = count
         self.newest_clock = int(rows["clock"].max(initial=0))
         self.live_bytes = int(sizes.sum())

@@ -12,7 +12,6 @@ import trio
 from p2pstore.errors import CapacityExceeded
 from p2pstore.objects import MIB
 from p2pstore.ssd_tier.cold_log import ColdLog, UnderWay
-from p2pstore.ssd_tier.compression import WORTH_RATIO, compress_part, sample_ratio
 from p2pstore.ssd_tier.log_layout import (
     PAGE_BYTES,
     Codec,
@@ -24,11 +23,16 @@ from p2pstore.ssd_tier.log_layout import (
     round_up_to_page,
 )
 from p2pstore.ssd_tier.log_segments import Stream
-from p2pstore.ssd_tier.record_header import encode_record_header
+from p2pstore.ssd_tier.record_format import (
+    WORTH_RATIO,
+    compress_part,
+    encode_record_header,
+    sample_ratio,
+)
 from p2pstore.ssd_tier.write_admission import Refusal
 
 ROOM_SECONDS: Final = 5.0
-"""A store waits so long for a segment to become free."""
+"""Time that a store waits for a segment to become free."""
 
 SPARE_SHARE: Final = 64
 MOST_SPARE_BYTES: Final = 16 * MIB
@@ -160,7 +164,7 @@ class Writer:
         value = payload[:length]
         if log.admission.policy.compress and sample_ratio(value) <= WORTH_RATIO:
             async with log.scratch.buffer(length) as memory:
-                sizes = await log.run(length, _pack, value, memory)
+                sizes = await log.workers.run(length, _pack, value, memory)
                 if sizes is not None:
                     stored = sum(sizes)
                     packed = [memory[: round_up_to_page(stored)]]
@@ -272,8 +276,8 @@ def text_bytes(facts: ColdFacts) -> int:
 
 
 def whole_pages(payload: memoryview, length: int) -> Buffers:
-    """The first `length` bytes as whole pages. What lies behind them in memory is written too, where the view reaches
-    so far; else the last page is a copy."""
+    """The first `length` bytes as whole pages. A view that reaches beyond is written
+    to the end of the page; else the last page is a copy."""
     rounded = round_up_to_page(length)
     if len(payload) >= rounded:
         return [payload[:rounded]] if rounded else []

@@ -12,22 +12,23 @@ import trio
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import format_bytes
-from p2pstore.ssd_tier.dead_marks import MAX_RECORDS_PER_SEGMENT
-from p2pstore.ssd_tier.disk import aligned_buffer
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import Disk
 from p2pstore.ssd_tier.footer import footer_pages
 from p2pstore.ssd_tier.index import ColdIndex
-from p2pstore.ssd_tier.log_layout import PAGE_BYTES, STORE_ID_BYTES, DamagedRecord
-from p2pstore.ssd_tier.log_segments import SegmentState, SegmentTable
-from p2pstore.ssd_tier.recovery import FoundSegment, FoundState, read_segment
-from p2pstore.ssd_tier.refill import refill
-from p2pstore.ssd_tier.superblock import (
+from p2pstore.ssd_tier.log_layout import (
+    MAX_RECORDS_PER_SEGMENT,
+    PAGE_BYTES,
+    STORE_ID_BYTES,
+    DamagedRecord,
     Superblock,
     cluster_mark,
     decode_superblock,
     first_writes,
     segments_that_fit,
 )
+from p2pstore.ssd_tier.log_segments import SegmentState, SegmentTable
+from p2pstore.ssd_tier.recovery import FoundSegment, FoundState, read_segment, refill
 
 MIN_SEGMENTS: Final = 4
 """Two that are open, and two free."""

@@ -1,44 +1,37 @@
 """The SSD tier: cold objects on one disk, kept in a log of segments.
 
-What holds at any time:
+Invariants:
 
 1. An object is read as it was stored, or not at all: every byte is checked against sums that are bound to key, version
    and place.
 2. Every record on the disk is in the index, or marked dead, or under way (`cold_log`). So what is discarded cannot
    come back once its marks are durable, whatever is reclaimed, fails or crashes afterwards.
-3. A segment is written anew only when nothing in it is in the index, the marks that say so are durable, nobody reads
+3. A segment is written anew only when nothing in it is in the index, the marks that say so are durable, no read uses
    it, and its new generation is durable (`upkeep`). So an old record can never be taken for a new one.
 4. After a failed sync nothing that was written before it is relied on: its segments are retired (`group_commit`).
-5. Every queue is bounded: who finds it full is refused, and keeps the object in memory.
+5. Every queue is bounded: a refused object stays in memory.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 import trio
 
 from p2pstore.objects import KIB, Version
-from p2pstore.runtime.nursery import open_background_nursery
-from p2pstore.ssd_tier.cold_log import ColdLog, StateChanged, Withdraw
-from p2pstore.ssd_tier.dead_mark_writer import DeadMarkWriter
+from p2pstore.runtime.trio_tasks import open_background_nursery
+from p2pstore.ssd_tier.cold_log import ColdLog, TierHooks
 from p2pstore.ssd_tier.disk_protocol import Disk, Waits
-from p2pstore.ssd_tier.disk_watch import DiskWatch
-from p2pstore.ssd_tier.health import TierOff, TierState
+from p2pstore.ssd_tier.health import PATIENCE_SECONDS, ColdMiss, Overdue, TierOff, TierState
 from p2pstore.ssd_tier.index import ColdEntry
-from p2pstore.ssd_tier.loading import Prepare, Reader
-from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES, ColdFacts
+from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES, ColdFacts, Superblock
 from p2pstore.ssd_tier.log_segments import SegmentState
-from p2pstore.ssd_tier.misses import ColdMiss
-from p2pstore.ssd_tier.patience import PATIENCE_SECONDS, Overdue
+from p2pstore.ssd_tier.record_reading import Prepare, Reader
 from p2pstore.ssd_tier.record_writing import Writer
-from p2pstore.ssd_tier.shares import Shares, no_shares
 from p2pstore.ssd_tier.starting import open_superblock, read_log, restore, unsafe_segments
-from p2pstore.ssd_tier.superblock import Superblock
-from p2pstore.ssd_tier.upkeep import Upkeep
+from p2pstore.ssd_tier.upkeep import DeadMarkWriter, DiskWatch, Upkeep
 from p2pstore.ssd_tier.write_admission import Admission, AdmissionPolicy, Refusal
 
 CLOSE_SECONDS: Final = 5.0
@@ -55,16 +48,14 @@ class SsdTier:
         self,
         log: ColdLog,
         marks: DeadMarkWriter,
-        is_last_copy: Callable[[bytes], bool],
         nursery: trio.Nursery,
-    ):
+    ) -> None:
         self._log = log
         self._nursery = nursery
         self._stopped = False
         self._marks = marks
         self._reader = Reader(log)
         self._writer = Writer(log)
-        self._is_last_copy = is_last_copy
 
     @property
     def state(self) -> TierState:
@@ -102,7 +93,7 @@ class SsdTier:
     # Looking.
 
     def find(self, digest: bytes) -> ColdEntry | None:
-        """What is known of an object; None when it is not there, its time to live is over, or the tier is off."""
+        """The entry of an object; None when it is absent or expired, or the tier is off."""
         try:
             return self._reader.find(digest)
         except ColdMiss:
@@ -127,13 +118,13 @@ class SsdTier:
     # Reading and writing.
 
     def admit(self, digest: bytes, length: int, hits: int, namespace: str = "") -> Refusal | None:
-        """Whether an object that leaves memory should be stored: None, or why not. What is admitted has been taken from
-        the write budget; `store` is to follow."""
+        """Whether an object that leaves memory should be stored: None, or why not. An admitted object is charged to the
+        write budget; `store` is to follow."""
         log = self._log
         return log.admission.decide(
             length,
             hits=hits,
-            last_copy=self._is_last_copy(digest),
+            last_copy=log.is_last_copy(digest),
             queued_bytes=self._writer.queued_bytes,
             fits_share=self._writer.fits_share(namespace, length),
             read_only=not log.is_writable,
@@ -271,32 +262,27 @@ def default_max_records(superblock: Superblock) -> int:
 async def open_tier(
     disk: Disk,
     policy: AdmissionPolicy,
+    hooks: TierHooks,
     *,
-    withdraw: Withdraw,
-    is_last_copy: Callable[[bytes], bool],
-    state_changed: StateChanged = lambda health: None,
-    now: Callable[[], float] = time.time,
     segment_bytes: int = SEGMENT_BYTES,
     max_records: int | None = None,
     cluster: str = "",
-    shares: Shares = no_shares,
 ) -> AsyncIterator[SsdTier]:
-    """The tier on this disk, for as long as the block runs. What the disk holds is there at once.
+    """The tier on this disk, for as long as the block runs. Objects on the disk are found at once.
 
-    `withdraw` is told of objects that the tier gives up (not of those that it is told to discard), before their bytes
-    go. `is_last_copy` says of a digest whether no other peer is known to hold the object. `state_changed` is told when
-    the tier only reads from now on, or is off, and why. `now` gives Unix seconds.
-    `segment_bytes` counts for a disk that holds nothing yet. The log belongs to the first `cluster` that opens it. The
-    disk is not closed. `shares` are those of the namespaces that have any from the start to the end.
+    `segment_bytes` counts for a disk without a log. The log belongs to the first `cluster` that opens it. The disk is
+    not closed.
 
     Raises `ConfigError` when the disk is too small, or holds something else or another cluster's log, and `OSError`
     when it fails at once.
     """
     superblock = await open_superblock(disk, segment_bytes, cluster)
     found = await read_log(disk, superblock)
-    await disk.sync()  # what was read may not have been durable
+    await disk.sync()  # records that were read may not be durable yet
     wanted = default_max_records(superblock) if max_records is None else max_records
-    table, index = await trio.to_thread.run_sync(restore, superblock, found, wanted, [*shares()])
+    table, index = await trio.to_thread.run_sync(
+        restore, superblock, found, wanted, [*hooks.shares()]
+    )
     async with open_background_nursery() as nursery:
         log = ColdLog(
             disk,
@@ -304,21 +290,18 @@ async def open_tier(
             table,
             index,
             [each.marks for each in found],
-            Admission(policy, now()),
+            Admission(policy, hooks.unix()),
             nursery,
-            withdraw,
-            state_changed,
-            now,
-            shares,
+            hooks,
         )
         marks = DeadMarkWriter(log)
-        upkeep = Upkeep(log, marks, is_last_copy)
+        upkeep = Upkeep(log, marks)
         for number in unsafe_segments(found):
             await upkeep.start(table[number])
         nursery.start_soon(marks.run)
         nursery.start_soon(upkeep.run)
-        tier = SsdTier(log, marks, is_last_copy, nursery)
-        if shares():
+        tier = SsdTier(log, marks, nursery)
+        if hooks.shares():
             nursery.start_soon(tier.keep_shares)
         watch = DiskWatch(log, nursery)
         nursery.start_soon(watch.watch_place)

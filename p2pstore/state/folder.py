@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import BinaryIO, Final
 
 from p2pstore.errors import ConfigError
-from p2pstore.runtime.place_owners import user_name
+from p2pstore.runtime.linux import user_name
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 

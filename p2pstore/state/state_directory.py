@@ -47,10 +47,11 @@ from p2pstore.config import split_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.floors.floor_stamps import Stamps, stamps_as_text, stamps_from_text
 from p2pstore.gossip.links.identity import SEED_BYTES, Identity
-from p2pstore.gossip.members.membership import MAX_AHEAD_MS, MAX_INCARNATION
+from p2pstore.gossip.members.member_table import MAX_INCARNATION
+from p2pstore.gossip.members.membership import MAX_AHEAD_MS
 from p2pstore.gossip.records import PeerId, SignedRecord, format_peer_id
 from p2pstore.objects import newest_accepted_clock
-from p2pstore.runtime.shortage import is_shortage, shortage
+from p2pstore.runtime.linux import is_shortage, shortage
 from p2pstore.state.floors_file import NewerFormat, floor_frames, floors_file, read_floors
 from p2pstore.state.folder import (
     SAFELY,

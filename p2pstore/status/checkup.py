@@ -12,17 +12,11 @@ from typing import Any, Final, NamedTuple, Protocol
 import trio
 
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.gossip.members.membership import MemberState
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.status.doctor.finding import Finding, shown
 from p2pstore.status.doctor.network_rules import ssd_reading
 from p2pstore.status.operation_watch import PeerWatch
-from p2pstore.status.problems import (
-    MAX_PROBLEMS,
-    Facts,
-    TakenPlaces,
-    problem_document,
-    problems,
-)
+from p2pstore.status.problems import MAX_PROBLEMS, Facts, TakenPlaces, problem_document, problems
 from p2pstore.status.survey import (
     Progress,
     Survey,

@@ -15,10 +15,12 @@ from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject, Reply
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.records import Member, PeerId, member_of
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import MAX_BATCH, LocalKind, PutStatus
+from p2pstore.local.local_messages import MAX_BATCH
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.server import LocalClient
 from p2pstore.memory.segment_layout import digests_in_slots
 from p2pstore.objects import DIGEST_BYTES, key_digest
+from p2pstore.put_facts import PutStatus
 from p2pstore.status.measures import IN_PLACE, ON_SSD, Fallbacks, Measures, Traffic
 from p2pstore.status.slow_operations import (
     MAX_DIGESTS,
@@ -28,10 +30,9 @@ from p2pstore.status.slow_operations import (
     Watched,
     describe,
 )
-from p2pstore.transfer.data_messages import (
+from p2pstore.transfer.data_messages import DataKind, Get
+from p2pstore.transfer.peer_messages import (
     CheckCopy,
-    DataKind,
-    Get,
     Lookup,
     Replicate,
     ReplicateMany,
@@ -59,7 +60,6 @@ TAKE_THEIR_TIME: Final = frozenset(
     }
 )
 """By their nature: these are never slow."""
-
 
 _REQUEST_NAMES: Final = {kind: kind.name.lower() for kind in LocalKind}
 

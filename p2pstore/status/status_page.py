@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, Final
 
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.turns import in_turns
+from p2pstore.runtime.trio_tasks import in_turns
 from p2pstore.status.checkup import ObservedPeer
 from p2pstore.status.doctor.finding import MAX_KEY_LETTERS, shown
 from p2pstore.status.http_server import Answer, Pages, text_answer

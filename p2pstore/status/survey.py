@@ -15,7 +15,7 @@ from p2pstore.checkpoint.content.manifest import format_version
 from p2pstore.core.checkpoints import HAS_ALL
 from p2pstore.gossip.checkpoint_records import Head, short_version
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.members.membership import MemberState
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import Participation, PeerId, TakesPart, format_peer_id
 from p2pstore.objects import unix_seconds_from_clock
 from p2pstore.status.doctor.finding import shown

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
-from p2pstore.ssd_tier.reinsertion import KEPT_SHARE, Candidate, choose_kept
+from p2pstore.ssd_tier.log_segments import KEPT_SHARE, Candidate, choose_kept
 
 SEGMENTS: Final = 64
 OPEN_SEGMENTS: Final = 2

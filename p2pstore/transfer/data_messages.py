@@ -33,7 +33,8 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES
-from p2pstore.wire import Message
+from p2pstore.transfer import peer_messages as peer
+from p2pstore.wire import Code, Message, encode_failure
 
 MIN_DATA_VERSION: Final = 1
 MAX_DATA_VERSION: Final = 4
@@ -75,6 +76,14 @@ class DataKind(IntEnum):
     REMOVE = 39
     FLUSH = 40
     REPLICATE_MANY = 41
+
+
+class Refused(Exception):
+    """The connection ends: `frame`, with the code and the text, is sent, and one line is logged."""
+
+    def __init__(self, kind: int, request_id: int, code: Code, text: str) -> None:
+        super().__init__(text)
+        self.frame = encode_failure(kind, request_id, code, text)
 
 
 class Ticket(Message, frozen=True):
@@ -211,321 +220,6 @@ class Objects(Message, frozen=True):
     items: list[ObjectReply]
 
 
-class Lookup(Message, frozen=True):
-    """Who holds these keys? `digests` are packed, 16 bytes each."""
-
-    digests: bytes
-
-
-class Holding(Message, frozen=True):
-    """One holder: its short name, its log's (incarnation, sequence) at that time, a location record."""
-
-    member: int
-    incarnation: int
-    sequence: int
-    record: bytes
-
-
-MAX_LOOKUP_DIGESTS: Final = 4_096
-
-
-class Locations(Message, frozen=True):
-    """The holders of each key. Of the keys in `unsure` (their places in the question) there may be others that
-    the answering peer has not heard of."""
-
-    items: list[list[Holding]]
-    unsure: Annotated[list[int], Meta(max_length=MAX_LOOKUP_DIGESTS)] = []
-
-
-MAX_PUSHED_OPERATIONS: Final = 32_768
-MAX_PUSHED_RECORDS: Final = 256
-"""Each costs the receiver a signature check."""
-
-
-MAX_PUSHED_SETS: Final = 1_024
-MAX_RIVALS: Final = 64
-
-
-class PartitionSet(Message, frozen=True):
-    """All that the sender holds of a partition after its operation `number`: packed location records."""
-
-    partition: int
-    number: int
-    set_hash: int
-    records: bytes
-
-
-class Push(Message, frozen=True):
-    """What the receiver should know, as a home of some partitions, of the sender's log.
-
-    Fresh operations: sequences in the log and records. For peers in partitioned mode also `numbers`, packed
-    u32, one an operation, in the log of its partition (0: the receiver is no home of it); whole partitions;
-    and now and then an `audit`: `u16 partition | u32 number | u64 set hash` of each that the receiver should
-    have, the next of which comes within `audit_seconds`. `sequence` is where the log is, when there are sets
-    or an audit.
-    """
-
-    incarnation: int
-    sequences: Annotated[list[int], Meta(max_length=MAX_PUSHED_OPERATIONS)]
-    operations: bytes
-    numbers: bytes = b""
-    sequence: int = 0
-    sets: Annotated[list[PartitionSet], Meta(max_length=MAX_PUSHED_SETS)] = []
-    audit: bytes = b""
-    audit_seconds: int = 0
-
-
-class Pushed(Message, frozen=True):
-    """Partitions that the receiver has not, and wants whole; and other versions, at others, of keys that were
-    pushed."""
-
-    behind: Annotated[list[int], Meta(max_length=MAX_PUSHED_SETS)] = []
-    rivals: Annotated[list[Holding], Meta(max_length=MAX_RIVALS)] = []
-
-
-class Replicate(Message, frozen=True):
-    """Fetch this object from me and keep a copy of at least this version.
-
-    The sender's signed peer record comes along: a fresh peer may ask before gossip has told of it. `replicas`: how
-    many copies are wanted in all, for who holds it already and has heard of fewer; 0 says nothing. `proof`: that the
-    version's writer wrote it with this root (`gossip.version_proofs`), which the copy keeps.
-    """
-
-    digest: bytes
-    clock: int
-    writer: int
-    length: int
-    soft: bool = False
-    record_body: bytes = b""
-    record_signature: bytes = b""
-    replicas: int = 0
-    root: int = 0
-    proof: bytes = b""
-
-
-MAX_REPLICATED: Final = 64
-"""Objects of one REPLICATE_MANY: as many as one signature proves."""
-
-
-class ReplicateMany(Message, frozen=True):
-    """Fetch these objects from me, who wrote them, and keep a copy of each: 1 to 64, all of one namespace.
-
-    `slots` (64 bytes each) and `trailers` exactly as in the sender's memory. `signature`: the sender's, of the tree of
-    all these versions (`gossip.version_proofs`), of which the receiver makes the proofs that the copies keep. The
-    sender's signed peer record comes along as with REPLICATE.
-    """
-
-    slots: bytes
-    trailers: Annotated[list[bytes], Meta(max_length=MAX_REPLICATED)]
-    signature: bytes
-    record_body: bytes = b""
-    record_signature: bytes = b""
-
-
-class ReplicatedMany(Message, frozen=True):
-    """A byte per object: 0 where the receiver now holds that version or a higher one, else a `wire.Code`."""
-
-    codes: bytes
-
-
-MAX_PROVED: Final = 64
-
-
-class Prove(Message, frozen=True):
-    """Prove who wrote the versions that you hold of these keys: packed digests, at most 64."""
-
-    digests: bytes
-
-
-class Proofs(Message, frozen=True):
-    """A proof for each key, empty where there is none: see `gossip.version_proofs`."""
-
-    items: Annotated[list[bytes], Meta(max_length=MAX_PROVED)]
-
-
-class Replicated(Message, frozen=True):
-    """The receiver now holds `clock`, `writer` (the version asked for or a higher one)."""
-
-    clock: int
-    writer: int
-
-
-class PinItem(Message, frozen=True):
-    """An object in one version."""
-
-    digest: bytes
-    clock: int
-    writer: int
-
-
-class SetPins(Message, frozen=True):
-    """Pin your copies of these objects, or unpin them. `soft_ms`: how long a soft pin lasts; 0 for as long as usual."""
-
-    items: list[PinItem]
-    pin: int
-    soft_ms: int = 0
-
-
-class PinsSet(Message, frozen=True):
-    """A byte per item: 1 where the receiver has it and did so."""
-
-    done: bytes
-
-
-class ExpiryItem(Message, frozen=True):
-    """An object in one version, and when it is to end: Unix milliseconds, 0 for never."""
-
-    digest: bytes
-    clock: int
-    writer: int
-    expires_unix_ms: int
-
-
-class SetExpiry(Message, frozen=True):
-    """Have your copies of these objects end at other times."""
-
-    items: list[ExpiryItem]
-
-
-class ExpirySet(Message, frozen=True):
-    """A byte per item: 1 where the receiver has that version, and did so."""
-
-    done: bytes
-
-
-class CheckCopy(Message, frozen=True):
-    """Compare the bytes of your copy with its checksums, and drop it if they differ: a reader, or a put of another
-    value, doubts it. `again`: even if it was found good before."""
-
-    digest: bytes
-    again: bool = False
-
-
-class CopyChecked(Message, frozen=True):
-    """Whether the receiver has a copy whose bytes are good. If not, how far its log was: (`incarnation`,
-    `sequence`)."""
-
-    good: bool
-    incarnation: int = 0
-    sequence: int = 0
-
-
-class Snapshot(Message, frozen=True):
-    """The whole current set of location records of the receiver, which `member` names."""
-
-    member: int
-
-
-class SnapshotReply(Message, frozen=True):
-    """The bulk is packed location records; they are the set at (incarnation, sequence)."""
-
-    member: int
-    incarnation: int
-    sequence: int
-    set_hash: int
-
-
-class ClusterRecords(Message, frozen=True):
-    """Packed signed cluster records, pushed to those whom they concern at once."""
-
-    bodies: Annotated[list[bytes], Meta(max_length=MAX_PUSHED_RECORDS)]
-    signatures: Annotated[list[bytes], Meta(max_length=MAX_PUSHED_RECORDS)]
-
-
-class RecordsTaken(Message, frozen=True):
-    """The answer to CLUSTER_RECORDS, once what they forbid is gone. `newest_clock` is the highest stamp that
-    the peer had seen before it heard of them."""
-
-    newest_clock: int = 0
-
-
-class ListKeys(Message, frozen=True):
-    """Keys held here that begin with `prefix`, in order, after `after`."""
-
-    namespace: str
-    prefix: str
-    after: str
-    limit: int
-    pinned: bool = False
-
-
-class KeyInfo(Message, frozen=True):
-    key: str
-    length: int
-    clock: int
-    writer: int
-    tier: int
-    pin: int
-    soft: bool
-    expires_unix_ms: int
-    leased: bool = False
-
-
-class Keys(Message, frozen=True):
-    items: list[KeyInfo]
-    more: bool
-
-
-class Statistics(Message, frozen=True):
-    pass
-
-
-class StatisticsReply(Message, frozen=True):
-    """A JSON document (see `p2pstore.peer.statistics`): for people and dashboards, it only grows."""
-
-    document: bytes
-
-
-MAX_READ_COUNTS: Final = 1024
-
-
-class ReadCount(Message, frozen=True):
-    """How often an object was read."""
-
-    digest: bytes
-    count: int = 1
-
-
-class Reads(Message, frozen=True):
-    """Objects that were read here through a mapping or by RDMA, which this peer did not see."""
-
-    items: Annotated[list[ReadCount], Meta(max_length=MAX_READ_COUNTS)]
-
-
-class ReadsTaken(Message, frozen=True):
-    """The answer to READS."""
-
-
-MAX_REMOVED_KEYS: Final = 512
-
-
-class Remove(Message, frozen=True):
-    """Remove these keys everywhere, for a writer, whose own word does not count."""
-
-    namespace: str
-    keys: Annotated[list[str], Meta(max_length=MAX_REMOVED_KEYS)]
-
-
-class Removed(Message, frozen=True):
-    """Per key whether any copy was known."""
-
-    existed: list[bool]
-
-
-class Flush(Message, frozen=True):
-    """Remove all of the namespace everywhere, likewise."""
-
-    namespace: str
-    deadline_ms: int = 10_000
-
-
-class Flushed(Message, frozen=True):
-    """`told` other peers have dropped what they held; those in `not_told` (names) will when they hear of it."""
-
-    told: int = 0
-    not_told: list[str] = []
-
-
 class Ping(Message, frozen=True):
     pass
 
@@ -571,7 +265,7 @@ class Store(Message, frozen=True):
 
 
 class Stored(Message, frozen=True):
-    """How a put ended. `status` is a `p2pstore.local.local_messages.PutStatus`; the location `record` in the
+    """How a put ended. `status` is a `p2pstore.put_facts.PutStatus`; the location `record` in the
     owner's log at (`incarnation`, `sequence`), empty when the object is elsewhere."""
 
     status: int
@@ -676,64 +370,39 @@ class SwarmLinked(Message, frozen=True):
     """It is one now."""
 
 
-REQUESTS: Final[dict[int, type[Message]]] = {
-    DataKind.HELLO: Hello,
-    DataKind.PROOF: Proof,
-    DataKind.GET: Get,
-    DataKind.GET_SMALL: GetSmall,
-    DataKind.LOOKUP: Lookup,
-    DataKind.PUSH: Push,
-    DataKind.REPLICATE: Replicate,
-    DataKind.REPLICATE_MANY: ReplicateMany,
-    DataKind.SNAPSHOT: Snapshot,
-    DataKind.CLUSTER_RECORDS: ClusterRecords,
-    DataKind.LIST: ListKeys,
-    DataKind.STATISTICS: Statistics,
-    DataKind.PING: Ping,
-    DataKind.READS: Reads,
-    DataKind.STORE: Store,
-    DataKind.STORE_PART: StorePart,
-    DataKind.SET_PINS: SetPins,
-    DataKind.SET_EXPIRY: SetExpiry,
-    DataKind.CHECK_COPY: CheckCopy,
-    DataKind.MEASURE: Measure,
-    DataKind.RDMA_CONNECT: RdmaConnect,
-    DataKind.GET_MANIFEST: GetManifest,
-    DataKind.GET_PIECE: GetPiece,
-    DataKind.SWARM_LINK: SwarmLink,
-    DataKind.PIECE_TAKEN: PieceTaken,
-    DataKind.PROVE: Prove,
-    DataKind.REMOVE: Remove,
-    DataKind.FLUSH: Flush,
+MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
+    DataKind.HELLO: (Hello, HelloReply),
+    DataKind.PROOF: (Proof, None),
+    DataKind.GET: (Get, Objects),
+    DataKind.GET_SMALL: (GetSmall, SmallObjects),
+    DataKind.LOOKUP: (peer.Lookup, peer.Locations),
+    DataKind.PUSH: (peer.Push, peer.Pushed),
+    DataKind.REPLICATE: (peer.Replicate, peer.Replicated),
+    DataKind.REPLICATE_MANY: (peer.ReplicateMany, peer.ReplicatedMany),
+    DataKind.SNAPSHOT: (peer.Snapshot, peer.SnapshotReply),
+    DataKind.CLUSTER_RECORDS: (peer.ClusterRecords, peer.RecordsTaken),
+    DataKind.LIST: (peer.ListKeys, peer.Keys),
+    DataKind.STATISTICS: (peer.Statistics, peer.StatisticsReply),
+    DataKind.PING: (Ping, Pong),
+    DataKind.READS: (peer.Reads, peer.ReadsTaken),
+    DataKind.STORE: (Store, StoreReply),
+    DataKind.STORE_PART: (StorePart, Stored),
+    DataKind.SET_PINS: (peer.SetPins, peer.PinsSet),
+    DataKind.SET_EXPIRY: (peer.SetExpiry, peer.ExpirySet),
+    DataKind.CHECK_COPY: (peer.CheckCopy, peer.CopyChecked),
+    DataKind.MEASURE: (Measure, Measured),
+    DataKind.RDMA_CONNECT: (RdmaConnect, RdmaConnected),
+    DataKind.GET_MANIFEST: (GetManifest, ManifestReply),
+    DataKind.GET_PIECE: (GetPiece, PieceReply),
+    DataKind.SWARM_LINK: (SwarmLink, SwarmLinked),
+    DataKind.PIECE_TAKEN: (PieceTaken, None),
+    DataKind.PROVE: (peer.Prove, peer.Proofs),
+    DataKind.REMOVE: (peer.Remove, peer.Removed),
+    DataKind.FLUSH: (peer.Flush, peer.Flushed),
 }
-REPLIES: Final[dict[int, type[Message]]] = {
-    DataKind.HELLO: HelloReply,
-    DataKind.GET: Objects,
-    DataKind.GET_SMALL: SmallObjects,
-    DataKind.LOOKUP: Locations,
-    DataKind.PUSH: Pushed,
-    DataKind.REPLICATE: Replicated,
-    DataKind.REPLICATE_MANY: ReplicatedMany,
-    DataKind.SNAPSHOT: SnapshotReply,
-    DataKind.CLUSTER_RECORDS: RecordsTaken,
-    DataKind.LIST: Keys,
-    DataKind.STATISTICS: StatisticsReply,
-    DataKind.PING: Pong,
-    DataKind.READS: ReadsTaken,
-    DataKind.STORE: StoreReply,
-    DataKind.STORE_PART: Stored,
-    DataKind.SET_PINS: PinsSet,
-    DataKind.SET_EXPIRY: ExpirySet,
-    DataKind.CHECK_COPY: CopyChecked,
-    DataKind.MEASURE: Measured,
-    DataKind.RDMA_CONNECT: RdmaConnected,
-    DataKind.GET_MANIFEST: ManifestReply,
-    DataKind.GET_PIECE: PieceReply,
-    DataKind.SWARM_LINK: SwarmLinked,
-    DataKind.PROVE: Proofs,
-    DataKind.REMOVE: Removed,
-    DataKind.FLUSH: Flushed,
-}
+"""Request and reply of each kind; None where there is no reply."""
+REQUESTS: Final = {kind: request for kind, (request, _) in MESSAGES.items()}
+REPLIES: Final = {kind: reply for kind, (_, reply) in MESSAGES.items() if reply is not None}
 READ_KINDS: Final = frozenset(
     {
         DataKind.GET,

@@ -35,8 +35,8 @@ class TransportLike(Protocol):
 class PullFailed(P2PStoreError):
     """One holder did not deliver. `code` is a `wire.Code`; (`incarnation`, `sequence`) is how far its log
     was when it said that it does not have the object. `retriable`: the way to the holder failed rather
-    than the holder, so that another transport may still reach it. `keep`: the object is hot, and whoever brings it is
-    to keep it; `others` (short names) have it, or will have it in a moment."""
+    than the holder, so that another transport may still reach it. `keep`: the object is hot, and the peer that brings
+    it is to keep it; `others` (short names) have it, or will have it in a moment."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Unannounced(PullFailed):
 
 @dataclass(frozen=True, slots=True)
 class HolderReport:
-    """What one holder did instead of delivering, for the peer that believed in its copy."""
+    """The failure of one holder, for the peer that believed in its copy."""
 
     member: int
     code: Code
@@ -115,7 +115,7 @@ H = TypeVar("H", bound=_Held)
 
 
 class SilentHolders:
-    """Holders that did not answer in time, for reads that follow one another: each is waited for once."""
+    """Holders that did not answer in time, over the reads of a batch: each is waited for once."""
 
     def __init__(self) -> None:
         self._hurried: dict[int, bool] = {}
@@ -172,10 +172,9 @@ class Attempt:
     copy: RemoteCopy
     transport: int
     hurried: bool = False
-    """Whether another holder is better than waiting long for this one, and better than this one when it has much to
-    send already."""
+    """Whether another holder is better than a long wait for this one, or than this one while it is busy."""
     others: tuple[RemoteCopy, ...] = ()
-    """What to read instead when this holder is slower than those are expected to be."""
+    """Copies to read instead when this holder is slower than those are expected to be."""
 
 
 class PullAttempts:
@@ -201,7 +200,7 @@ class PullAttempts:
         """Ways that failed where the next transport to the same holder took over."""
 
     def next(self) -> Attempt | None:
-        """What to try now; None when nothing is left."""
+        """The attempt to make now; None when nothing is left."""
         while not self._ways:
             if not self._copies and not self._second_round:
                 self._copies, self._again, self._second_round = self._again, [], True
@@ -223,7 +222,7 @@ class PullAttempts:
         return self._current
 
     def _others(self) -> tuple[RemoteCopy, ...]:
-        """What is left to try. Of a second round, the busy ones promise nothing."""
+        """The copies left to try. In a second round, busy holders promise nothing."""
         if self._second_round:
             return tuple(copy for copy in self._copies if copy.member in self._slow)
         return (*self._copies, *self._again)
@@ -311,7 +310,7 @@ class PullAttempts:
         self._report(copy, report, failure)
 
     def error(self) -> NoSuchKey | Unavailable:
-        """What to tell the caller after `next` returned None."""
+        """The error for the caller after `next` returned None."""
         if all(report.code is Code.NO_SUCH_KEY for report in self.reports):
             return NoSuchKey(
                 "no live peer holds the key: every peer that was known to hold it has dropped it"

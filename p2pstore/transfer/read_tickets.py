@@ -26,11 +26,10 @@ from p2pstore.transfer.data_messages import (
     READER_KINDS,
     WRITE_KINDS,
     DataKind,
-    Flush,
-    Remove,
     Store,
     Ticket,
 )
+from p2pstore.transfer.peer_messages import Flush, Remove
 from p2pstore.wire import Message, decode_body, encode_body
 
 TICKET_FORMAT: Final = 1

@@ -1,6 +1,6 @@
-"""What happened during one read, for people who ask where it came from and what took so long. Pure.
+"""The course of one read, for people who ask where it came from and where the time went. Pure.
 
-A `Destination` may carry a `ReadWatch` in an attribute `watch`; whoever moves its bytes tells the watch.
+A `Destination` may carry a `ReadWatch` in an attribute `watch`; the code that moves its bytes tells the watch.
 Without one nothing is measured.
 """
 
@@ -30,7 +30,7 @@ class TransportTry:
     outcome: str
     seconds: float = 0.0
     length_bytes: int = 0
-    """What it brought, verified."""
+    """Verified bytes that it brought."""
 
 
 @dataclass(slots=True)
@@ -142,8 +142,8 @@ class ReadWatch:
         brought_bytes: int | None = None,
         sources: Sequence[int] = (),
     ) -> None:
-        """The pull that began last delivered, so much of it itself; `sources` are those who brought it when several
-        did at once."""
+        """The latest pull delivered, `brought_bytes` of it itself; `sources` are the holders when several brought
+        it."""
         trace, latest = self.trace, self._latest
         assert latest is not None
         seconds = self.clock() - self._begun
@@ -175,10 +175,10 @@ class ReadWatch:
         self._queued = self.clock() - self._begun
 
     def advanced(self, done_bytes: int, total_bytes: int) -> None:
-        """So many bytes are there and verified."""
+        """Verified bytes so far."""
         if self._progress is not None:
             self._progress(done_bytes, total_bytes)
 
     def verified(self, seconds: float) -> None:
-        """Checking a chunk took so long, apart from moving it."""
+        """Time of checking a chunk, apart from moving it."""
         self._verified = (self._verified or 0.0) + seconds

@@ -1,5 +1,5 @@
-"""What all transports have in common: a remote copy, and the loop over holders. Where bytes go is in
-`p2pstore.transfer.reading.arriving`."""
+"""The common part of all transports: a remote copy, the `Transport` interface, and the loop over holders. See
+`p2pstore.transfer.reading.arriving` for destinations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
-from p2pstore.errors import P2PStoreError
+from p2pstore.errors import BufferTooSmall, P2PStoreError
 from p2pstore.memory.segment_layout import (
     Slot,
     SlotState,
@@ -18,7 +18,12 @@ from p2pstore.memory.segment_layout import (
     decode_trailer,
     trailer_matches,
 )
-from p2pstore.objects import MIB, ZERO_VERSION, Version
+from p2pstore.objects import (
+    MIB,
+    ZERO_VERSION,
+    Version,
+    format_bytes,
+)
 from p2pstore.transfer.data_messages import Keeps
 from p2pstore.transfer.failover import Attempt, HolderReport, PullAttempts, PullFailed
 from p2pstore.transfer.read_tickets import GrantedTicket
@@ -26,7 +31,6 @@ from p2pstore.transfer.reading.arriving import (
     ONLY_READER,
     Announced,
     Arriving,
-    BufferDestination,
     Destination,
     ResumableDestination,
     checked_view,
@@ -64,10 +68,10 @@ __all__ = [
 
 
 SLICED_BYTES: Final = 64 * MIB
-"""From here on an object is read from several holders at once. Below, calling others takes too large a part of it."""
+"""Least length of an object that is read from several holders at once. Below, joining costs too much."""
 HURRIED_ANSWER_SECONDS: Final = 1.5
-"""For each wait for a holder while others could be asked: one lost packet of a connection's first two is made up for
-within 1 s."""
+"""Longest wait for a holder while others could be asked. One lost packet of a connection's first two is repeated within
+1 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +90,14 @@ class RemotePeer:
     others: tuple[bytes, ...] = field(default=(), kw_only=True)
     """Peer ids of those: this one is left when it brings less than half of what the best of them is expected to."""
     keeps: Keeps = field(default=Keeps.NO, kw_only=True)
-    """What becomes of an object that it sends."""
+    """Whether the object is kept by the peer that reads it."""
     announced: Announced | None = field(default=None, kw_only=True)
-    """What it may send of an object; None leaves that open, for those who look at whatever a peer has."""
+    """The versions that it may send; None for any version, to look at whatever a peer has."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteCopy(RemotePeer):
-    """One copy of an object and how to get there. `member` is the holder's short name, `socket` the path
+    """One copy of an object and the ways to it. `member` is the holder's short name, `socket` the path
     of its local socket (of use when `same_host`), `slot` a hint that is not trusted, `rdma` whether the holder says
     that others may read it by RDMA."""
 
@@ -159,8 +163,8 @@ class Helpers(Protocol):
         ...
 
     def ended(self, copy: RemoteCopy, failure: PullFailed | None, brought_bytes: int) -> None:
-        """It brought so much, verified, and failed, or did not. Also for the holder that was to be helped, unless
-        the read failed with it."""
+        """A holder brought this many verified bytes, and failed, or did not. Also for the holder that was to be helped,
+        unless the read failed with it."""
         ...
 
 
@@ -195,7 +199,7 @@ def check_object(
 
 
 class Share(NamedTuple):
-    """What one holder brought of an object."""
+    """The part of an object that one holder brought."""
 
     member: int
     transport: str
@@ -203,8 +207,8 @@ class Share(NamedTuple):
 
 
 class PullReport(NamedTuple):
-    """How a read over several holders ended: `pulled` from `copy` (or most of it, where `shares` says who brought
-    what), or `error`. `failures` on the way are worth telling the peer that named the holders."""
+    """The end of a read over several holders: `pulled` from `copy` (or most of it, where there are `shares`), or
+    `error`. `failures` on the way are worth telling the peer that named the holders."""
 
     pulled: Pulled | None
     copy: RemoteCopy | None
@@ -213,16 +217,16 @@ class PullReport(NamedTuple):
     fallbacks: tuple[HolderReport, ...] = ()
     """Transports that gave way to another one to the same holder."""
     shares: tuple[Share, ...] = ()
-    """Who brought how much, where several holders were read at once; the first is that of `copy`."""
+    """The shares, where several holders were read at once; the first is that of `copy`."""
 
     def brought(self) -> Sequence[Share]:
-        """Who brought how much, of any read that delivered."""
+        """The shares of any read that delivered."""
         if self.shares or self.pulled is None or self.copy is None:
             return self.shares
         return [Share(self.copy.member, self.pulled.transport, self.pulled.length)]
 
     def unwrap(self) -> Pulled:
-        """What was pulled. Raises the error."""
+        """The pulled object. Raises the error."""
         if self.pulled is None:
             assert self.error is not None
             raise self.error
@@ -319,7 +323,7 @@ async def _pull(
 
 
 def _brought_first(destination: ResumableDestination) -> int | None:
-    """What the holder of the attempt itself brought, where that was counted."""
+    """Bytes of the attempt's own holder, where they were counted."""
     arriving = destination.arriving
     return None if arriving is None else arriving.brought_bytes[ONLY_READER]
 
@@ -364,7 +368,7 @@ class _HelpingHolders:
             self._watch.failed(reason)
 
     def shares(self) -> tuple[Share, ...]:
-        """What each holder brought, the most first; nothing when it was one alone."""
+        """The share of each holder, the largest first; empty for one holder alone."""
         shares = [
             Share(each, self._name, size) for each, size in self._brought.most_common() if size
         ]
@@ -376,3 +380,51 @@ class _HelpingHolders:
     def copy_of(self, share: Share) -> RemoteCopy:
         """The copy that it comes from."""
         return self._copies[share.member]
+
+
+class BufferDestination:
+    """A caller's writable buffer: the value goes to its beginning.
+
+    `watch` is told how the read goes. Raises `ValueError` for a buffer that is read-only or not
+    contiguous.
+    """
+
+    def __init__(self, buffer: bytearray | memoryview, watch: ReadWatch | None = None) -> None:
+        self.watch = watch
+        self.announced: Announced | None = None
+        view = memoryview(buffer)
+        if view.readonly or not view.c_contiguous:
+            raise ValueError("the buffer must be writable and contiguous")
+        if view.ndim != 1 or view.format != "B":
+            view = view.cast("B") if view.nbytes else memoryview(bytearray())
+        self._view = view
+
+    def take_in(self, value: memoryview) -> bool:
+        """Copy a whole verified value to the beginning. False when it does not fit, or the read is watched."""
+        length = len(value)
+        if self.watch is not None or length > len(self._view):
+            return False
+        self._view[:length] = value
+        return True
+
+    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+        if slot.length > len(self._view):
+            raise too_small(slot.length, self._view)
+        return self._view[: slot.length]
+
+
+def too_small(length: int, room: memoryview) -> BufferTooSmall:
+    """The error of a read into a buffer that has less room than the object needs."""
+    return BufferTooSmall(
+        f"the object has {length:,} bytes ({format_bytes(length)}); the buffer has room for "
+        f"{len(room):,}: give one of that length, or use get()",
+        length,
+    )
+
+
+def announcing(destination: Destination, announced: Announced | None) -> Destination:
+    """The destination, for one read from a holder that may send this. One that can be given nothing is wrapped."""
+    if not isinstance(destination, BufferDestination):
+        destination = resumable(destination)
+    destination.announced = announced
+    return destination

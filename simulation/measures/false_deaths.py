@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.members.membership import MemberChange
+from p2pstore.gossip.members.member_table import MemberChange
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_peer import GossipPeer
 from simulation.measures.figures import (

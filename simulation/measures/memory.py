@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.members.membership import MembershipConfig
+from p2pstore.gossip.members.member_table import MembershipConfig
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_peer import GossipPeer
 from simulation.measures.figures import Case, Figure, Measured, no_problems, record_of

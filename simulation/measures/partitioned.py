@@ -18,8 +18,12 @@ from typing import Final
 
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_effects import PartitionSet, Push
-from p2pstore.gossip.homes.partition_homes import table_of
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, PartitionConfig, partition_of
+from p2pstore.gossip.homes.partition_homes import (
+    PARTITION_COUNT,
+    PartitionConfig,
+    partition_of,
+    table_of,
+)
 from p2pstore.gossip.records import LocationRecord, Member
 from p2pstore.objects import Version
 from simulation.gossip_cluster import GossipCluster
@@ -162,7 +166,7 @@ class _Work:
         pause = self._sample.round_seconds / len(self._sample.by_home)
         for peer in self._cluster.peers:
             gossip, rng, now = peer.gossip, self._rng, peer.now
-            gossip._housekeeping_at = now + rng.random() * HOUSEKEEPING_SECONDS
+            gossip._housekeeping.due = now + rng.random() * HOUSEKEEPING_SECONDS
             gossip.partitions._mode_at = now - rng.random()
             gossip.partitions.pushes._audit_at = now + rng.random() * pause
             self._cluster.kernel.after(rng.random() * HOUSEKEEPING_SECONDS, peer.turn)

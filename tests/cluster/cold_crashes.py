@@ -14,7 +14,7 @@ import trio
 
 from p2pstore.objects import MIB
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
-from p2pstore.ssd_tier.misses import ColdMiss
+from p2pstore.ssd_tier.health import ColdMiss
 from tests.cluster.cold_writer import CAPACITY_BYTES, KEYS
 from tests.unit.cold_harness import Harness, running, value_of
 

@@ -21,6 +21,7 @@ from random import Random
 import trio
 
 from p2pstore.objects import MIB, Version, key_digest
+from p2pstore.ssd_tier.cold_log import TierHooks
 from p2pstore.ssd_tier.disk import open_disk
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.log_layout import LOG_START_BYTES
@@ -86,8 +87,7 @@ async def main(directory: str, clock: int, seed: int) -> None:
     async with open_tier(
         disk,
         AdmissionPolicy(),
-        withdraw=withdraw,
-        is_last_copy=lambda digest: digest[0] < 40,
+        TierHooks(withdraw=withdraw, is_last_copy=lambda digest: digest[0] < 40),
         segment_bytes=MIB,
     ) as tier:
         say("ready")

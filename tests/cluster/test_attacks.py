@@ -26,23 +26,20 @@ from p2pstore.client.trio_client import Client
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import LocationRecord, SignedRecord, member_of
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.state.state_directory import StateDirectory
-from p2pstore.transfer.data_messages import (
+from p2pstore.transfer.data_messages import DataKind, ObjectReply, Objects, Ping
+from p2pstore.transfer.peer_messages import (
     ClusterRecords,
-    DataKind,
     Holding,
     ListKeys,
     Locations,
     Lookup,
-    ObjectReply,
-    Objects,
-    Ping,
     PinItem,
     Push,
     Replicate,
@@ -54,6 +51,7 @@ from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Empty, Message
+from simulation.segment_checks import check_segment
 from tests.cluster.test_cli import Peer as Process
 from tests.cluster.test_cli import eventually, new_machine
 from tests.cluster.test_open_peer import cluster, config, until
@@ -74,7 +72,7 @@ async def still_well(*peers: Peer) -> None:
             await peer.statistics()
         core = peer.node.core
         await until(lambda core=core: core.operations_under_way == 0)  # type: ignore[misc]  # bound now
-        core.segment.check()
+        check_segment(core.segment)
 
 
 def request(
@@ -526,7 +524,6 @@ async def test_an_answer_that_no_frame_holds_is_refused(tmp_path: Path) -> None:
 
 
 # --- processes that die or stop --------------------------------------------------------------
-
 
 PUT_AND_HOLD = """
 import random, sys

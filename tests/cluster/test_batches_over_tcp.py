@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from p2pstore import NoSuchKey
-from p2pstore.client.batches import COPIED_BYTES, MOST_COPIED
-from p2pstore.client.destinations import BytesDestination
+from p2pstore.client.destinations import COPIED_BYTES, MOST_COPIED, BytesDestination
 from p2pstore.objects import KIB, MIB
 from tests.cluster.test_hung_ssd import peer, until
 

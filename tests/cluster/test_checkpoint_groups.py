@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from p2pstore import errors
-from p2pstore.checkpoint.peer import updating
+from p2pstore.checkpoint.peer import following as updating
 from p2pstore.peer import Peer
 from p2pstore.results import FollowedCheckpoint
 from tests.cluster.test_open_peer import cluster, until
@@ -229,7 +229,7 @@ async def test_an_update_that_nobody_follows_ends_soon(
     make_files(tmp_path / "v1", {"weights": 1000})
     async with cluster(tmp_path, 1) as (a,):
         await a.checkpoints.publish("model", tmp_path / "v1")
-        with pytest.raises(errors.FollowersLag, match="nobody follows it, so nobody switches: run"):
+        with pytest.raises(errors.FollowersLag, match="has no followers, so none switches: run"):
             await a.checkpoints.update("model")  # not after ten minutes
         assert (await a.checkpoints.update("model", quorum=0)).using == 0
 

@@ -15,8 +15,8 @@ import trio
 import p2pstore
 from p2pstore import errors
 from p2pstore.checkpoint.content.hashing import PieceHashes
-from p2pstore.checkpoint.peer import checkpoint_service as service
-from p2pstore.checkpoint.peer.memory_target import MemoryTarget
+from p2pstore.checkpoint.peer import bringing, manifest_search
+from p2pstore.checkpoint.peer.stores import MemoryTarget
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.gossip.records import TakesPart
 from p2pstore.peer import Peer, open_peer
@@ -196,8 +196,8 @@ async def test_what_was_published_is_published_again_by_the_next_life_of_its_pee
 async def test_a_version_that_its_publisher_gave_up_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MANIFEST_SECONDS", 1.0)
-    monkeypatch.setattr(service, "HOPE_SECONDS", 1.0)
+    monkeypatch.setattr(manifest_search, "MANIFEST_SECONDS", 1.0)
+    monkeypatch.setattr(bringing, "HOPE_SECONDS", 1.0)
     source = tmp_path / "from"
     make_files(source, FILES)
     async with cluster(tmp_path, 2) as (a, b):
@@ -427,7 +427,7 @@ async def test_of_some_tensors_and_rows_only_the_pieces_they_are_in_are_fetched(
             await b.checkpoints.fetch_tensors("model", wait=20)
 
         def brought() -> int:
-            return sum(run.fetched_bytes for run in runs)
+            return sum(run.progress.fetched_bytes for run in runs)
 
         def half(rank: int, name: str, shape: tuple[int, ...]) -> slice:
             rows = shape[0] // 2

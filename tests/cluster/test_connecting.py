@@ -11,12 +11,12 @@ import pytest
 import trio
 import trio.testing
 
-from p2pstore.gossip.links import attempts as attempts_module
+from p2pstore.gossip.links import connection_keeper as attempts_module
 from p2pstore.gossip.links import host as host_module
-from p2pstore.gossip.links.attempts import Attempts
+from p2pstore.gossip.links.connection_keeper import Attempts
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.host import ControlHost
-from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from tests.cluster.test_control_host import opened, peer_id, ping, until
 
 

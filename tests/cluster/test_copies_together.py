@@ -17,6 +17,7 @@ from p2pstore.errors import ProtocolMismatch
 from p2pstore.objects import KIB, MIB
 from p2pstore.peer import Peer
 from p2pstore.transfer.data_messages import DataKind
+from simulation.segment_checks import check_segment
 from tests.cluster.test_cli import eventually, new_machine
 from tests.cluster.test_hung_ssd import peer, until
 
@@ -55,7 +56,7 @@ def check_idle(peers: Sequence[Peer]) -> None:
         live = sum(entry.extent_bytes for entry in core.segment.entries())
         assert core.segment.used_bytes == live, "a reservation was left behind"
         assert not any(entry.references for entry in core.segment.entries())
-        core.segment.check()
+        check_segment(core.segment)
 
 
 def signatures(peer: Peer) -> int:

@@ -33,11 +33,12 @@ from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.data_messages import DataKind, Get, GetItem, ListKeys, Ping
+from p2pstore.transfer.data_messages import DataKind, Get, GetItem, Ping
+from p2pstore.transfer.peer_messages import ListKeys
 from p2pstore.transfer.read_tickets import Scope, issue_ticket
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server
-from p2pstore.transfer.serving.data_session import ServerLimits
+from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.wire import HEADER, ONE_WAY, Message, encode_frame
 from tests.cluster.test_cli import Machine, eventually, new_machine
 from tests.cluster.test_cli import Peer as Process

@@ -82,7 +82,7 @@ def in_memory(owner: Peer, key: str) -> bool:
 
 def fetches_reserved(owner: Peer) -> int:
     """Rooms in memory that are kept for what is being read."""
-    reservations = owner.node.core.segment._reservations
+    reservations = owner.node.core.segment.reservations
     return sum(
         isinstance(each.holder, tuple) and each.holder[0] == "fetch" for each in reservations
     )

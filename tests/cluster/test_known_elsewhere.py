@@ -18,7 +18,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from p2pstore import aio, blocking, connect, open_peer
 from p2pstore.blocking import BlockingClient
-from p2pstore.client import reading_together
+from p2pstore.client import holder_reads
 from p2pstore.client.known_holders import KnownHolders
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.session import ClientSession
@@ -31,7 +31,7 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import key_digest
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.small_reads import Part, Parts
@@ -270,7 +270,7 @@ def test_a_batch_asks_the_first_ones_holder_before_it_looks_up_the_others(
         reader.get(keys[0])  # from here on it knows how to get there
 
         def as_meant() -> bool:
-            """Not at once, perhaps: what was removed or replaced here may still be in the table."""
+            """Perhaps not at once: objects that were removed or replaced here may still be in the table."""
             steps.clear()
             read(reader, keys)
             # Of the first 32 not what is asked for wrongly, or longer than one chunk; of the others not what is here
@@ -304,7 +304,7 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
         return copy
 
     # The first one lets the others ask before it reads, however lately it did so.
-    monkeypatch.setattr(reading_together, "GATHER_SECONDS", 0.0)
+    monkeypatch.setattr(holder_reads, "GATHER_SECONDS", 0.0)
     monkeypatch.setattr(KnownHolders, "only", noted_only)
     monkeypatch.setattr(DataPool, "pull_small", counted_small)
 
@@ -322,7 +322,7 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
             assert buffer[:length] == values[key]
 
         await get(keys[start])  # from here on it knows how to get there
-        expected = client._live.fetcher.expected_bytes
+        expected = client._live.fetcher.holders.known.expected_bytes
         until(lambda: all(expected(key_digest(key)) for key in keys[start:][:20]), SECONDS)
         some, others = keys[start : start + 10], keys[start + 10 : start + 20]
         reads = [*(partial(get, key) for key in some), *(partial(get_into, key) for key in others)]
@@ -331,7 +331,9 @@ async def test_small_objects_on_another_host_are_read_together_by_many_tasks(
             unsettled.clear()
             with holder.stopped():
                 await gather(reads, lambda: holder.signal(signal.SIGCONT))
-            if not unsettled:  # who looks while the peer changes its table reads in another way
+            if (
+                not unsettled
+            ):  # a look while the peer changes its table leads to another way of reading
                 break
         assert asked == [20]
 

@@ -17,7 +17,7 @@ VALUE = np.random.default_rng(5).integers(0, 256, 66 * MIB + 5, np.uint8).tobyte
 
 def hits(*holders: Peer) -> int:
     """How often the value was read there, as eviction sees it."""
-    entries = [each.node.core.find(key_digest("k"), each.node.now) for each in holders]
+    entries = [each.node.core.objects.find(key_digest("k"), each.node.now) for each in holders]
     return sum(entry.hits for entry in entries if entry is not None)
 
 
@@ -73,7 +73,7 @@ async def test_clients_and_peers_read_a_large_object_from_all_its_holders(tmp_pa
 
         async with lacks.lease("k", here=True) as view:  # the peer itself brings it here
             assert view == VALUE
-        assert lacks.node.core.find(key_digest("k"), lacks.node.now) is not None
+        assert lacks.node.core.objects.find(key_digest("k"), lacks.node.now) is not None
         for holder in (first, has):  # the clients' reads count as well
             use = lacks.node.watch.traffic.used(holder.node.core.member)["tcp"]
             assert use.bytes > 0

@@ -29,7 +29,9 @@ from p2pstore.peer import Peer, open_peer
 from p2pstore.peer.lifetime import saving
 from p2pstore.routing import Costs, Router
 from p2pstore.state.state_directory import StateDirectory
-from p2pstore.transfer.data_messages import DataKind, Locations, Lookup, Replicate
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Locations, Lookup, Replicate
+from simulation.segment_checks import check_segment
 
 MIB = 1024 * 1024
 
@@ -160,7 +162,7 @@ async def test_a_spoilt_copy_is_dropped_and_read_from_another_holder(tmp_path: P
         assert await a.get("k") == value
         await until(lambda: not a.node.core.segment.object_count)
         assert a.node.core.counters["objects_spoilt"] == 1
-        a.node.core.segment.check()
+        check_segment(a.node.core.segment)
         await until(lambda: {place.peer for place in b.locate_nowait("k")} == {"p1"})
 
 
@@ -171,12 +173,12 @@ async def test_readers_spread_over_the_holders(tmp_path: Path) -> None:
         (reader,) = (peer for peer in peers if not peer.node.core.segment.object_count)
         core = reader.node.core
         digest = key_digest("k")
-        await until(lambda: len(core.known_copies(digest, reader.node.now)) == 2)
-        copies = core.known_copies(digest, reader.node.now)
+        await until(lambda: len(core.copies.known(digest, reader.node.now)) == 2)
+        copies = core.copies.known(digest, reader.node.now)
         firsts = {reader.node.routes.reading_order(copies)[0].member for _ in range(100)}
         assert firsts == {copy.member for copy in copies}
-        core.peer_failed(copies[0].peer_id, reader.node.now)
-        copies = core.known_copies(digest, reader.node.now)
+        core.holders.peer_failed(copies[0].peer_id, reader.node.now)
+        copies = core.copies.known(digest, reader.node.now)
         firsts = {reader.node.routes.reading_order(copies)[0].member for _ in range(100)}
         assert firsts == {copies[0].member}
 
@@ -511,8 +513,9 @@ async def test_garbage_costs_a_connection_and_nothing_else(
 CLIENT = """
 import sys, numpy as np
 from p2pstore import blocking
-from p2pstore.local.local_messages import LocalKind, Reserve, Reserved, ReserveItem
-from p2pstore.runtime.streams import run_blocking
+from p2pstore.local.local_messages import Reserve, Reserved, ReserveItem
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.runtime.blocking_streams import run_blocking
 client = blocking.connect(sys.argv[1])
 lease = client.lease("k")
 view = lease.__enter__()
@@ -544,7 +547,7 @@ async def test_a_client_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
             await trio.to_thread.run_sync(process.communicate)
         await until(lambda: (segment.used_bytes, segment.leased_bytes) == (used, leased))
-        segment.check()
+        check_segment(segment)
 
 
 async def test_a_listing_longer_than_a_page(
@@ -720,7 +723,7 @@ async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies
 ) -> None:
     async with cluster(tmp_path, 2) as (first, second):
         await first.put("k", b"value")
-        entry = first.node.core.find(key_digest("k", "default"), first.node.now)
+        entry = first.node.core.objects.find(key_digest("k", "default"), first.node.now)
         assert entry is not None
         second.node.core.closing = True
         leaving = first.node.routes.remote_peer(second.node.core.peer_id)

@@ -45,13 +45,13 @@ def announce(liar: Peer, key: str, value: bytes, version: Version) -> None:
     named = Version(version.clock, version.writer, root_checksum(len(value), sums))
     digest = key_digest(key)
     written = Written(room.number, digest, named, trailer, len(value))
-    core.publish(written, holder="liar", soft=False, now=now)
+    core.objects.publish(written, holder="liar", soft=False, now=now)
     liar.node.process()
 
 
 def version_at(peer: Peer, key: str) -> Version:
     """Of what a peer holds."""
-    entry = peer.node.core.find(key_digest(key), peer.node.now)
+    entry = peer.node.core.objects.find(key_digest(key), peer.node.now)
     assert entry is not None
     return entry.version
 
@@ -75,8 +75,8 @@ def lose(holder: Peer) -> None:
     """Have a holder drop what it has, as if it had been evicted."""
     core, now = holder.node.core, holder.node.now
     for key in KEYS:
-        if (entry := core.find(key_digest(key), now)) is not None:
-            core.withdraw(entry, now)
+        if (entry := core.objects.find(key_digest(key), now)) is not None:
+            core.objects.withdraw(entry, now)
     holder.node.process()
 
 
@@ -193,7 +193,7 @@ async def test_a_copy_is_read_when_its_writer_has_gone(tmp_path: Path) -> None:
 
 
 def version_at_or_none(peer: Peer, key: str) -> Version | None:
-    entry = peer.node.core.find(key_digest(key), peer.node.now)
+    entry = peer.node.core.objects.find(key_digest(key), peer.node.now)
     return None if entry is None else entry.version
 
 
@@ -228,5 +228,5 @@ def writer_is_unknown(reader: Peer) -> bool:
     return all(
         copy.local or core.proofs.knows(key_digest(key), copy.record.version)
         for key in KEYS
-        for copy in core.known_copies(key_digest(key), now)
+        for copy in core.copies.known(key_digest(key), now)
     )

@@ -31,7 +31,7 @@ def home_of_nobody() -> Iterator[Path]:
 
 HOSTILE_CLIENT = """
 import mmap, os, socket, sys
-from p2pstore.local.local_messages import Hello, LocalKind
+from p2pstore.local.local_protocol import Hello, LocalKind
 from p2pstore.wire import PREFACE_LOCAL, encode_frame
 sock = socket.socket(socket.AF_UNIX)
 sock.connect(sys.argv[1])

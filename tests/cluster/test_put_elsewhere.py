@@ -20,27 +20,23 @@ import p2pstore
 from p2pstore import blocking, errors
 from p2pstore.access.keyring import KeyRing
 from p2pstore.client import elsewhere
-from p2pstore.client.known_holders import remote_copy
+from p2pstore.client.read_plan import remote_copy
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import Access, LocalKind
-from p2pstore.objects import (
-    MIB,
-    chunk_sums,
-    clock_from_unix_seconds,
-    key_digest,
-    root_checksum,
-)
+from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.objects import MIB, chunk_sums, clock_from_unix_seconds, key_digest, root_checksum
 from p2pstore.peer import Peer, open_peer
 from p2pstore.peer import api as peer_api
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.data_messages import DataKind, Statistics, Store, Stored, Ticket
+from p2pstore.transfer.data_messages import DataKind, Store, Stored, Ticket
+from p2pstore.transfer.peer_messages import Statistics
 from p2pstore.transfer.read_tickets import GrantedTicket, Scope
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
+from simulation.segment_checks import check_segment
 from tests.cluster.test_cli import eventually, new_machine
 from tests.cluster.test_open_peer import config, until
 
@@ -123,7 +119,7 @@ async def test_a_peer_without_memory_puts_on_another(tmp_path: Path, kind: str) 
         assert (await client.put("k", b"again")).status == "created"
         assert await b.get("k") == b"again"
         assert used(a) == 0
-        b.node.core.segment.check()
+        check_segment(b.node.core.segment)
 
 
 async def test_what_is_larger_than_the_own_memory(tmp_path: Path, kind: str) -> None:
@@ -391,7 +387,7 @@ async def test_nonsense_with_a_valid_ticket(tmp_path: Path) -> None:
         assert (await store(store_request(b"value"), b"value")).status == 0
         assert await a.get("k") == b"value"
         await a.put("other", b"still well")
-        a.node.core.segment.check()
+        check_segment(a.node.core.segment)
         assert a.node.core.operations_under_way == 0
 
 

@@ -3,7 +3,6 @@ cannot be spoken to any more."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
+from tests.cluster.older_version import sources_of
 from tests.cluster.processes import PeerProcess, Started, new_cluster, start_command, until
 
 pytestmark = pytest.mark.slow
@@ -35,19 +35,7 @@ PACE_SECONDS = 0.01
 
 @pytest.fixture(scope="module")
 def old_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The older version, out of this repository's history; it runs with the libraries of the newer one."""
-    archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", OLD_VERSION, "p2pstore", "cli"],
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    if archive.returncode and not os.environ.get("P2PSTORE_REQUIRE_HISTORY"):
-        pytest.skip(f"commit {OLD_VERSION} is not here: {archive.stderr.decode().strip()}")
-    assert not archive.returncode, archive.stderr.decode()
-    folder = tmp_path_factory.mktemp("old")
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, timeout=60, check=True)
-    return folder
+    return sources_of(OLD_VERSION, tmp_path_factory.mktemp("old"))
 
 
 def value_of(key: str) -> bytes:

@@ -16,7 +16,7 @@ import pytest
 from p2pstore import blocking, errors
 from p2pstore.blocking import BlockingClient
 from p2pstore.local.socket_paths import answers
-from p2pstore.runtime.readiness import is_ready, read_line
+from p2pstore.runtime.linux import is_ready, read_line
 from tests.cluster.lone_peer import peer_process
 
 

@@ -14,11 +14,10 @@ from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
 from p2pstore.objects import Version
 from p2pstore.peer import Peer, node
 from p2pstore.peer.for_peers.data_backend import PeerDataBackend
-from p2pstore.transfer.data_messages import DataKind, Snapshot
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Snapshot
 from tests.cluster.test_open_peer import cluster, until
-from tests.unit.gossip_network import (
-    digest_of,
-)
+from tests.unit.gossip_network import digest_of
 
 COUNT = 3 * STEP_RECORDS
 

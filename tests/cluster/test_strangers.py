@@ -60,18 +60,20 @@ from p2pstore.gossip.records import (
     sign_peer_record,
 )
 from p2pstore.local import local_messages as local
+from p2pstore.local import local_protocol
 from p2pstore.local import server as local_server
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
 from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import data_messages as data
+from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.read_tickets import GrantedTicket, Scope, issue_ticket
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server
-from p2pstore.transfer.serving.data_session import ServerLimits
+from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.transfer.transport import PullFailed
 from p2pstore.wire import (
     CONTROL_LIMITS,
@@ -218,7 +220,9 @@ async def test_byte_by_byte_on_every_port(tmp_path: Path) -> None:
             "control": b"\x13/multistream/1.0.0\n" + b"\x07/noise\n" + bytes(200),
             "data": PREFACE_DATA + encode_frame(DataKind.HELLO, 1, hello),
             "local": PREFACE_LOCAL
-            + encode_frame(LocalKind.HELLO, 1, local.Hello(1, 1, "default", 0, 1, "x" * 60)),
+            + encode_frame(
+                LocalKind.HELLO, 1, local_protocol.Hello(1, 1, "default", 0, 1, "x" * 60)
+            ),
         }
         sent: dict[str, int] = {}
 
@@ -447,10 +451,10 @@ async def test_tickets_that_open_nothing(tmp_path: Path) -> None:
                 raise AssertionError(f"a ticket {name} was taken")
         reader = await open_data(victim, good)
         for kind, message in (
-            (DataKind.PUSH, data.Push(1, [1], bytes(42))),
-            (DataKind.REPLICATE, data.Replicate(key_digest("k"), 1, 1, 5)),
-            (DataKind.CLUSTER_RECORDS, data.ClusterRecords([], [])),
-            (DataKind.SNAPSHOT, data.Snapshot(victim.node.core.member)),
+            (DataKind.PUSH, peer_messages.Push(1, [1], bytes(42))),
+            (DataKind.REPLICATE, peer_messages.Replicate(key_digest("k"), 1, 1, 5)),
+            (DataKind.CLUSTER_RECORDS, peer_messages.ClusterRecords([], [])),
+            (DataKind.SNAPSHOT, peer_messages.Snapshot(victim.node.core.member)),
         ):
             with pytest.raises(errors.AuthenticationFailed, match="does not allow"):
                 await reader.request(kind, message)
@@ -468,7 +472,7 @@ async def test_an_overheard_ticket_answers_nothing_without_its_secret(tmp_path: 
             PREFACE_DATA,
             encode_frame(DataKind.HELLO, 1, hello),
             encode_frame(DataKind.PROOF, 2, data.Proof(bytes(32))),
-            encode_frame(DataKind.STATISTICS, 3, data.Statistics()),
+            encode_frame(DataKind.STATISTICS, 3, peer_messages.Statistics()),
         )
         answer, room = bytearray(), bytearray(65536)
         with trio.fail_after(SECONDS), suppress(OSError):
@@ -682,11 +686,11 @@ def too_long() -> Iterator[tuple[str, str, int, Message]]:
     yield "control", "logs", ControlKind.DELTA, Delta([], chunks, [], [])
     items = [data.GetItem(digest)] * (data.MAX_GET_ITEMS + 1)
     yield "data", "items", DataKind.GET, data.Get(items)
-    count = data.MAX_PUSHED_OPERATIONS + 1
-    yield "data", "operations", DataKind.PUSH, data.Push(1, [1] * count, b"")
-    yield "data", "digests", DataKind.LOOKUP, data.Lookup(digest * 4097)
-    many = [b""] * (data.MAX_PUSHED_RECORDS + 1)
-    yield "data", "records", DataKind.CLUSTER_RECORDS, data.ClusterRecords(many, many)
+    count = peer_messages.MAX_PUSHED_OPERATIONS + 1
+    yield "data", "operations", DataKind.PUSH, peer_messages.Push(1, [1] * count, b"")
+    yield "data", "digests", DataKind.LOOKUP, peer_messages.Lookup(digest * 4097)
+    many = [b""] * (peer_messages.MAX_PUSHED_RECORDS + 1)
+    yield "data", "records", DataKind.CLUSTER_RECORDS, peer_messages.ClusterRecords(many, many)
     yield (
         "local",
         "reservations",
@@ -750,7 +754,7 @@ async def test_frames_that_announce_too_much_end_their_connection_at_once(
                 stream = await TrioDriver().connect_unix(victim.socket, SECONDS)
                 await stream.send(PREFACE_LOCAL)
                 if admitted:
-                    hello = local.Hello(1, 1, "default", 0, 1)
+                    hello = local_protocol.Hello(1, 1, "default", 0, 1)
                     await stream.send(encode_frame(LocalKind.HELLO, 1, hello))
                     room = memoryview(bytearray(65536))
                     _, passed = await stream.receive_descriptors(room)

@@ -74,7 +74,7 @@ async def test_by_rdma_alone_the_copy_is_offered(tmp_path: Path) -> None:
     async with peer_with_ssd(tmp_path) as owner, peer(tmp_path, "reader", owner) as reader:
         await cool(owner, "k")
         await until(lambda: tiers(reader) == ["ssd"])
-        [copy] = reader.node.core.known_copies(key_digest("k"), reader.node.now)
+        [copy] = reader.node.core.copies.known(key_digest("k"), reader.node.now)
         assert copy.record.tier is Tier.SSD
         record = reader.node.routes.record_of(copy.peer_id)
         assert record is not None

@@ -134,7 +134,7 @@ def test_a_neighbour_that_is_killed(cluster: ProcessCluster, reader: BlockingCli
         put_on([second, third], reader, f"killed/{number}", bytes([number]) * 5000)
         views.append(reader.take_lease(f"killed/{number}"))
     second.signal(signal.SIGKILL)
-    for number in range(8):  # whoever it was that held the first view
+    for number in range(8):  # whichever peer held the first view
         assert reader.take_lease(f"killed/{number}") == bytes([number]) * 5000
     second.kill()
     until(lambda: is_held(reader, "killed/0", third.name), SECONDS)

@@ -13,7 +13,8 @@ import pytest
 import trio
 
 from p2pstore.errors import ConfigError
-from p2pstore.ssd_tier.disk import Disk, FileDisk, open_disk
+from p2pstore.ssd_tier.disk import FileDisk, open_disk
+from p2pstore.ssd_tier.disk_protocol import Disk
 from simulation.faulty_disk import FaultyDisk
 
 KIB, MIB = 1024, 1024 * 1024

@@ -42,7 +42,9 @@ class SimulatedOwner:
         if entry is None:
             return ObjectReply(ObjectStatus.NOT_FOUND, incarnation=7, sequence=42)
         return ObjectReply(
-            ObjectStatus.OK, self.segment.slot_bytes(entry), self.segment.trailer_bytes(entry)
+            ObjectStatus.OK,
+            self.segment.table.slot_bytes(entry),
+            self.segment.table.trailer_bytes(entry),
         )
 
     def end(self) -> None:

@@ -23,17 +23,20 @@ import trio
 
 from p2pstore.errors import CapacityExceeded, LeaseLimitExceeded, NoSuchKey, P2PStoreError
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import LocalKind
-from p2pstore.local.server import LocalClient, serve_local
+from p2pstore.local import local_protocol
+from p2pstore.local.listener import serve_local
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.server import LocalClient
 from p2pstore.memory.entries import Written
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_memory, create_page
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import Pin, TrailerBody, plan_geometry
 from p2pstore.objects import DIGEST_BYTES, MIB, Version, key_digest
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import KeyEntry, PutFacts, PutStatus
 from p2pstore.runtime import memory_barrier
 from p2pstore.wire import Code, Empty, Message, code_of
+from simulation.segment_checks import check_segment
 
 T = TypeVar("T")
 PEER_ID = bytes.fromhex("002408011220") + bytes(32)
@@ -46,6 +49,8 @@ class SmallBackend:
     set to an event, holds up LOCATE, which so stands for requests that take long. Without `gives_pages`, clients have
     to ask for their leases, as of a peer that cannot give any.
     """
+
+    request_types = local_protocol.REQUESTS
 
     def __init__(self, memory_bytes: int, max_leased_bytes: int, *, gives_pages: bool) -> None:
         geometry = plan_geometry(memory_bytes)
@@ -77,17 +82,21 @@ class SmallBackend:
         os.close(self.read_only)
         self.memory.close()
 
-    def welcome(self, client: LocalClient, version: int) -> tuple[local.HelloReply, list[int]]:
+    def welcome(
+        self, client: LocalClient, version: int
+    ) -> tuple[local_protocol.HelloReply, list[int]]:
         self.clients.append(client)
-        writable = client.access == local.Access.WRITE
-        segment = local.SegmentInfo(self.segment.segment_id, self.segment.geometry.total_bytes)
-        reply = local.HelloReply(
+        writable = client.access == local_protocol.Access.WRITE
+        segment = local_protocol.SegmentInfo(
+            self.segment.segment_id, self.segment.geometry.total_bytes
+        )
+        reply = local_protocol.HelloReply(
             version, PEER_ID, "small", 1, [segment], self.max_leased_bytes, "test"
         )
         descriptors = [self.memory.descriptor if writable else self.read_only]
         if self.gives_pages and client.hazards:
             page = self.pages[client.holder] = create_page(HAZARD_PAGE_BYTES, "small-peer-hazards")
-            self.segment.watch_hazards(client.holder, page.view)
+            self.segment.views.watch_hazards(client.holder, page.view)
             reply = msgspec.structs.replace(reply, hazards=True)
             descriptors.append(page.descriptor)
         return reply, descriptors
@@ -144,7 +153,7 @@ class SmallBackend:
         if existing is not None and not item.overwrite:
             self.segment.abort(item.reservation, holder=client.holder)
             same = existing.version.root == item.root and existing.length == item.length
-            status = local.PutStatus.UNCHANGED if same else local.PutStatus.KEPT_EXISTING
+            status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
             version = existing.version
             return local.PutOutcome(status, 1, item.replicas, version.clock, version.writer)
         self._clock += 1
@@ -166,7 +175,7 @@ class SmallBackend:
             soft=False,
             now=time.time(),
         )
-        return local.PutOutcome(local.PutStatus.CREATED, 1, item.replicas, self._clock, 7)
+        return local.PutOutcome(PutStatus.CREATED, 1, item.replicas, self._clock, 7)
 
     def _place(self, client: LocalClient, message: local.Place) -> Message:
         return local.Placed([], error=_item_error(CapacityExceeded("there is no other peer")))
@@ -185,10 +194,10 @@ class SmallBackend:
         if entry is None:
             error = NoSuchKey("no live peer holds this key")
             return local.LeaseGrant(0, 0, 0, 0, 0, error=_item_error(error))
-        if self.segment.leased_bytes_of(client.holder) + entry.length > self.max_leased_bytes:
+        if self.segment.views.leased_bytes_of(client.holder) + entry.length > self.max_leased_bytes:
             error = LeaseLimitExceeded("let go of views before you take more")
             return local.LeaseGrant(0, 0, 0, 0, 0, error=_item_error(error))
-        number = self.segment.lease(entry, holder=client.holder, now=time.time())
+        number = self.segment.views.lease(entry, holder=client.holder, now=time.time())
         version = entry.version
         return local.LeaseGrant(
             *(number, 0, entry.offset, entry.length, entry.trailer_length),
@@ -197,7 +206,7 @@ class SmallBackend:
 
     def _release(self, client: LocalClient, message: local.Release) -> None:
         for lease in message.leases:
-            self.segment.release(lease, holder=client.holder)
+            self.segment.views.release(lease, holder=client.holder)
 
     def _plan(self, client: LocalClient, message: local.Plan) -> Message | Awaitable[Message]:
         self.excluded.append(message.exclude)
@@ -251,12 +260,12 @@ class SmallBackend:
         return local.Removed([each is not None for each in removed])
 
     def _list(self, client: LocalClient, message: local.ListKeys) -> Message:
-        entries, more = self.segment.keys(
+        entries, more = self.segment.listing.page(
             message.namespace, message.prefix, message.after, message.limit
         )
         return local.Keys(
             [
-                local.KeyEntry(
+                KeyEntry(
                     each.key, each.length, 1, ["small"], each.pin, each.soft, each.expires_unix_ms
                 )
                 for each in entries
@@ -281,12 +290,12 @@ class SmallBackend:
             if entry is None:
                 items.append(_item_error(NoSuchKey("no live peer holds this key")))
             else:
-                self.segment.set_pin(entry, Pin(message.pin), 0)
+                self.segment.objects.set_pin(entry, Pin(message.pin), 0)
                 items.append(local.OK)
         return local.Pinned(items)
 
     def _flush(self, client: LocalClient, message: local.Flush) -> Message:
-        for entry in self.segment.keys(message.namespace, "", "", 1000)[0]:
+        for entry in self.segment.listing.page(message.namespace, "", "", 1000)[0]:
             self.segment.remove(entry.digest)
         return Empty()
 
@@ -365,7 +374,7 @@ class SmallPeer:
         return outcome.result(10)
 
     def stall(self, seconds: float) -> None:
-        """Have the whole peer stand still for so long, from now on."""
+        """Stall the whole peer for this time, from now on."""
         assert self.token is not None
         begun = threading.Event()
 
@@ -404,7 +413,7 @@ class SmallPeer:
         """Bytes taken in the segment, which is checked for leaks and contradictions."""
 
         def look() -> int:
-            self.backend.segment.check()
+            check_segment(self.backend.segment)
             return self.backend.segment.used_bytes
 
         return self.call(look)

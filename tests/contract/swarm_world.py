@@ -23,12 +23,12 @@ from p2pstore.checkpoint.content.manifest import (
     sign_manifest,
     version_of,
 )
-from p2pstore.checkpoint.content.source_directory import SourceDirectory
+from p2pstore.checkpoint.content.sources import SourceDirectory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
 from p2pstore.checkpoint.peer.running import RunningSwarms
 from p2pstore.checkpoint.peer.stores import PieceStore, PublishedPieces
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
-from p2pstore.checkpoint.swarm.swarm import SwarmConfig
+from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import member_of
 from p2pstore.memory.entries import SmallObjectsLent

@@ -23,7 +23,7 @@ import trio
 import p2pstore
 from p2pstore import aio
 from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB
 from p2pstore.runtime.asyncio_streams import AsyncioDriver, AsyncioStream
 from tests.contract.small_peer import SmallPeer, small_peer
@@ -119,7 +119,7 @@ async def _send_within(stream: AsyncioStream, frame: bytes, seconds: float) -> N
 
 
 def test_a_cancelled_receive_loses_no_bytes() -> None:
-    """On a connection that many share, they may be the answer to somebody else."""
+    """On a shared connection they may be the answer to another request."""
 
     async def main() -> None:
         async with stream_pair() as (stream, theirs):

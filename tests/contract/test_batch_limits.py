@@ -12,17 +12,18 @@ import pytest
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import AnswerTooLarge
-from p2pstore.integrations.mooncake import removing
+from p2pstore.integrations.mooncake import replicas as removing
 from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
 from p2pstore.local import local_messages as local
-from p2pstore.local.batching import (
+from p2pstore.local.local_messages import MAX_BATCH
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.local_requests import (
     MAX_REPORTED_FAILURES,
     MOST_ITEMS,
     REQUEST_BYTES,
     Cuts,
     text_bytes,
 )
-from p2pstore.local.local_messages import MAX_BATCH, LocalKind
 from p2pstore.put_facts import PutFacts
 from p2pstore.wire import LOCAL_LIMITS, encode_body
 from tests.contract.worlds import peer_process, until
@@ -30,7 +31,7 @@ from tests.contract.worlds import peer_process, until
 COUNT = 10_100
 KEYS = [f"{number:06}/".ljust(1024, "k") for number in range(COUNT)]
 MANY = 4200
-"""What takes more than a frame."""
+"""More items than a frame takes."""
 VALUE = b"v"
 
 

@@ -118,7 +118,9 @@ async def test_damage_is_refused(tcp: TcpHarness, length: int, in_thread: bool) 
             await pool.pull(tcp.copy(), digest, BufferDestination(bytearray(length)))
         assert caught.value.code is Code.STALE
         memory[place] ^= 1
-        assert pool.open_connections == 0  # who sends that is not to be trusted with the next
+        assert (
+            pool.open_connections == 0
+        )  # a peer that sends that is not trusted with the next request
     assert await read_one(pool, tcp, digest, view) == length
 
 
@@ -129,7 +131,7 @@ async def tcp() -> AsyncIterator[TcpHarness]:
 
 
 async def brisk(tcp: TcpHarness, pool: DataPool) -> bytes:
-    """A connection of this pool is served by a thread now; what was read for that."""
+    """A connection of this pool is served by a thread now; the values that were read for that."""
     digest = put(tcp.segment, "key", pattern(5000))
     view = memoryview(bytearray(5000))
     await connect(pool, tcp)

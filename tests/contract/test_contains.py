@@ -16,13 +16,13 @@ import p2pstore
 from p2pstore import blocking
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.local import local_messages as local
-from p2pstore.local.batching import MOST_ITEMS
+from p2pstore.local import local_protocol
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import Access, LocalKind
-from p2pstore.local.local_requests import Waiter
+from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.local.local_requests import MOST_ITEMS, Waiter
 from p2pstore.local.server import MAX_IN_FLIGHT, TURN_SECONDS
 from p2pstore.objects import DIGEST_BYTES
-from p2pstore.runtime.streams import BlockingDriver, run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.wire import PREFACE_LOCAL, Message, encode_frame
 from tests.contract.small_peer import SmallPeer, small_peer
 
@@ -261,7 +261,7 @@ def test_who_asks_without_a_pause_leaves_others_their_turn(
     elsewhere(peer, monkeypatch, answered)
     peer.call(lambda: trio.lowlevel.spawn_system_task(count_turns))
     question = encode_frame(LocalKind.CONTAINS, 1, local.Contains(bytes(60 * 1024)))
-    hello = encode_frame(LocalKind.HELLO, 0, local.Hello(1, 1, "n", Access.READ, 1))
+    hello = encode_frame(LocalKind.HELLO, 0, local_protocol.Hello(1, 1, "n", Access.READ, 1))
     with socket.socket(socket.AF_UNIX) as asking:
         asking.settimeout(10)
         asking.connect(str(peer.path))

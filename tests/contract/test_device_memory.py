@@ -15,10 +15,11 @@ import trio
 
 import p2pstore
 from p2pstore import blocking
-from p2pstore.client import device_memory, gpu_mapping
+from p2pstore.client import device_memory
 from p2pstore.errors import BufferTooSmall, NoSuchKey, P2PStoreError, StoreClosed
 from p2pstore.objects import MIB
 from p2pstore.results import TransferOperation, TransferRequest
+from p2pstore.values import GpuCopyFailed
 from tests.contract.small_peer import SmallPeer, small_peer
 from tests.contract.test_local import connected
 from tests.interrupts import interrupted_after_each_call, interrupted_at_each_line
@@ -74,7 +75,7 @@ def driver(device: str, monkeypatch: pytest.MonkeyPatch) -> Driver:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(gpu_mapping, "_forget_error", lambda _: None)
+        monkeypatch.setattr(device_memory, "_forget_error", lambda _: None)
         monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     return made
 
@@ -175,12 +176,12 @@ async def test_a_batch_whose_copies_fail_says_so_of_each(
     """An error of a GPU is no error of one tensor: it may tell of what was asked before."""
 
     def broken(copies: Any, meanwhile: Any = None) -> None:
-        raise device_memory.GpuCopyFailed("CUDA error: an illegal memory access was encountered")
+        raise GpuCopyFailed("CUDA error: an illegal memory access was encountered")
 
     values = [filled(device, length, seed) for seed in range(3)]
     await store.put_many([(f"k{number}", value) for number, value in enumerate(values[:2])])
     monkeypatch.setattr(device_memory, "copy_all", broken)
-    monkeypatch.setattr(gpu_mapping, "copy_all", broken)
+    monkeypatch.setattr(device_memory, "copy_all", broken)
     results = await store.put_many([("n0", values[0]), ("host", b"host"), ("n1", values[1])])
     assert [each.ok for each in results] == [False, True, False]
     assert all("illegal memory access" in str(results[number].error) for number in (0, 2))
@@ -336,7 +337,7 @@ async def test_what_is_in_the_local_peer_is_copied_in_place(
     for size in sizes:
         tensor = filled(device, size)
         assert (await in_place.put(f"k{size}", tensor)).status == "created"
-        into = torch.zeros(size + gpu_mapping.LEAST_BYTES, dtype=torch.uint8, device=device)
+        into = torch.zeros(size + device_memory.LEAST_BYTES, dtype=torch.uint8, device=device)
         assert await in_place.get_into(f"k{size}", into) == size
         assert torch.equal(into[:size], tensor)
         assert int(into[size:].sum()) == 0
@@ -346,7 +347,7 @@ async def test_what_is_in_the_local_peer_is_copied_in_place(
     await in_place.put_many([(f"m{number}", value) for number, value in enumerate(values)])
     rooms = [torch.zeros_like(value) for value in values]
     with_threads(monkeypatch, 3)
-    monkeypatch.setattr(gpu_mapping, "ALONE_BYTES", MIB)
+    monkeypatch.setattr(device_memory, "ALONE_BYTES", MIB)
     results = await in_place.get_many_into([(f"m{at}", room) for at, room in enumerate(rooms)])
     assert [each.value for each in results] == [3 * MIB] * 4
     assert all(map(torch.equal, rooms, values))
@@ -431,7 +432,7 @@ async def test_a_read_counts_only_if_the_session_lasted(
         session = getattr(in_place, "client", in_place)
         (session if isinstance(session, p2pstore.Client) else session._session)._link.close()
 
-    monkeypatch.setattr(gpu_mapping, "copy_all", ended_meanwhile)
+    monkeypatch.setattr(device_memory, "copy_all", ended_meanwhile)
     with pytest.raises(StoreClosed):
         await in_place.get_into("k", torch.zeros(MIB, dtype=torch.uint8, device=device))
 
@@ -476,7 +477,7 @@ async def test_what_goes_elsewhere_is_copied_to_this_host(
     session = client if isinstance(client, p2pstore.Client) else client._session
     tensor = filled(device, 9 * MIB)
     source = await session._source("k", tensor)
-    assert isinstance(source, gpu_mapping.GpuSource)
+    assert isinstance(source, device_memory.GpuSource)
     assert source.joined() == tensor.cpu().numpy().tobytes()
 
 
@@ -488,7 +489,7 @@ def test_an_interrupt_leaves_no_memory_page_locked(
         pytest.skip("a GPU's driver does not tell what is page-locked")
     with blocking.connect(str(peer.path)) as client:
         places = []
-        for place in strike(client.register_gpu, gpu_mapping):
+        for place in strike(client.register_gpu, device_memory):
             places.append(place)
             gc.collect()
             assert driver.locked == {}, f"left when it was interrupted at {place}"
@@ -562,7 +563,7 @@ async def test_a_refusal_does_not_show_in_what_the_program_does_next(
         pytest.skip("only a GPU has kernels")
     async with connected("trio", peer) as client:
         segment = client._link.connection.segment(0)
-        locked = gpu_mapping.GpuMapping(segment, 0)
+        locked = device_memory.GpuMapping(segment, 0)
         with pytest.raises(P2PStoreError, match="does not page-lock"):
             await client.register_gpu()  # the same pages again
         assert int(torch.ones(4, device="cuda").add_(1).sum()) == 8

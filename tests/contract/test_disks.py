@@ -10,8 +10,9 @@ import pytest
 import trio
 
 from p2pstore.errors import StoreClosed
-from p2pstore.ssd_tier.disk import Disk, aligned_buffer
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES as PAGE
+from p2pstore.ssd_tier.disk_protocol import Disk
 from tests.contract.disks import KIB, MIB, SIZE, OpenedDisk, disk_of_kind
 
 

@@ -1,4 +1,4 @@
-"""Data connections when the keys change under them: what is under way is finished, and then they end."""
+"""Data connections when the keys change under them: requests under way are finished, and then they end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from p2pstore.access.keyring import KeyRing
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.data_messages import DataKind, Ping, Replicate, Replicated
+from p2pstore.transfer.data_messages import DataKind, Ping
+from p2pstore.transfer.peer_messages import Replicate, Replicated
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server
@@ -89,7 +90,7 @@ async def test_what_is_under_way_is_answered_first(tcp: TcpHarness) -> None:
 async def test_nothing_is_under_way_for_ever(
     tcp: TcpHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who goes on asking, or waits for an answer that takes long, is cut off."""
+    """A connection that goes on asking, or waits for a slow answer, is cut off."""
     monkeypatch.setattr(data_server, "RETIRE_SECONDS", 0.6)
     busy, waiting = await connected(tcp), await connected(tcp)
 
@@ -128,7 +129,7 @@ async def test_new_tickets_and_connections_are_made_with_the_new_key(tcp: TcpHar
     pool = tcp.pool(TrioDriver())
     remote = RemotePeer(OWNER.peer_id, (tcp.address,), grant())
     await pool.request(remote, DataKind.PING, Ping(), DEFAULT_PROGRESS_SECONDS)
-    [[place]] = pool._peers.values()
+    [[place]] = pool._places._peers.values()
     kept = place.connection
     await pool.request(remote, DataKind.PING, Ping())
     assert place.connection is kept
@@ -137,5 +138,5 @@ async def test_new_tickets_and_connections_are_made_with_the_new_key(tcp: TcpHar
         await trio.lowlevel.checkpoint()
     pool.renew()
     await pool.request(remote, DataKind.PING, Ping())
-    [[place]] = pool._peers.values()
+    [[place]] = pool._places._peers.values()
     assert place.connection is not kept

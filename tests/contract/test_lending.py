@@ -61,8 +61,8 @@ def lender() -> Iterator[Lender]:
         yield lender
 
         def nothing_is_lent() -> bool:
-            lender.segment.expire(0)  # takes in which loans are over
-            return not lender.segment.has_loans
+            lender.segment.objects.expire(0)  # takes in which loans are over
+            return not lender.segment.views.has_loans
 
         assert cluster.on_near(nothing_is_lent)
 

@@ -29,7 +29,7 @@ from p2pstore.gossip.links.host import open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.memory_link import MemoryNetwork, open_memory_link
 from p2pstore.gossip.records import PeerId, SignedRecord
-from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.wire import Code, Empty, Message
 
 SECONDS = 10.0

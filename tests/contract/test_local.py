@@ -45,17 +45,17 @@ from p2pstore.errors import (
     StoreClosed,
     Unavailable,
 )
-from p2pstore.local import listener
+from p2pstore.local import listener, local_protocol
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_requests as requests
 from p2pstore.local import socket_paths as paths
 from p2pstore.local.listener import MAX_CONNECTIONS, listen_at
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import Access, LocalKind
+from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.local.server import MAX_IN_FLIGHT
 from p2pstore.memory import hazards
 from p2pstore.objects import MIB, Version, key_digest
-from p2pstore.runtime.streams import BlockingDriver, run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.wire import HEADER, PREFACE_LOCAL, Code, Empty, Message, encode_frame
 from tests.contract.small_peer import PEER_ID, SmallPeer, small_peer
@@ -217,7 +217,7 @@ async def test_what_does_not_fit(store: Any, peer: SmallPeer) -> None:
 async def test_a_peer_of_the_version_before_says_itself_that_it_is_full(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(local.REQUESTS, local.LocalKind.PLACE)
+    monkeypatch.delitem(local_protocol.REQUESTS, local_protocol.LocalKind.PLACE)
     with pytest.raises(ObjectTooLarge, match="give it more --memory"):
         await store.put("k", np.zeros(17 * MIB, np.uint8))
 
@@ -568,7 +568,7 @@ async def test_when_all_holders_fail(store: Any, peer: SmallPeer, tmp_path: Path
         await store.get("k")
     assert peer.backend.excluded[-2:] == [[], [1 << 16 | 7, 2 << 16 | 7]]
     peer.backend.planned[digest] = [local.PlanItem([holder(1, nobody)]), nothing]
-    with pytest.raises(Unavailable):  # not NoSuchKey: a copy may be there, where nobody gets to
+    with pytest.raises(Unavailable):  # not NoSuchKey: an unreachable peer may have a copy
         await store.get("k")
 
 
@@ -625,7 +625,7 @@ async def test_a_deadline_leaves_the_client_usable(kind: str, peer: SmallPeer) -
 
 
 async def test_a_cancelled_receive_loses_no_bytes() -> None:
-    """On a connection that many share, they may be the answer to somebody else."""
+    """On a shared connection they may be the answer to another request."""
     ours, theirs = socket.socketpair()
     stream = TrioStream(ours)
     received = bytearray(8)
@@ -789,7 +789,7 @@ CLIENT_THAT_DIES = """
 import os, sys, time
 from p2pstore import aio, blocking
 from p2pstore.local.local_messages import ReserveItem
-from p2pstore.runtime.streams import run_blocking
+from p2pstore.runtime.blocking_streams import run_blocking
 client = blocking.connect(sys.argv[1])
 client.put("k", b"x" * 5000)
 view = client.take_lease("k")
@@ -905,7 +905,7 @@ async def test_a_wait_that_is_nearly_over_does_not_cut_off_who_sends(peer: Small
 
 
 def test_threads_come_and_go_while_others_wait(peer: SmallPeer) -> None:
-    """Whoever ends goes through those who wait, while others are added and taken away."""
+    """An ending transfer wakes its waiters while others are added and removed."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     errors: list[BaseException] = []
@@ -1003,16 +1003,16 @@ def test_a_thousand_clients(peer: SmallPeer) -> None:
     connect().close()
 
 
-HELLO = PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, local.Hello(1, 1, "n", 1, 1))
+HELLO = PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, local_protocol.Hello(1, 1, "n", 1, 1))
 GARBAGE = {
     "noise": random.Random(1).randbytes(3000),
     "http": b"GET / HTTP/1.1\r\n\r\n",
     "no hello": PREFACE_LOCAL + encode_frame(LocalKind.PEERS, 0, local.Peers()),
     "hello that is none": PREFACE_LOCAL + HEADER.pack(1, 0, 0, 3, 0) + b"abc",
     "long hello": PREFACE_LOCAL + HEADER.pack(1, 0, 0, 5000, 0) + bytes(5000),
-    "version": PREFACE_LOCAL + encode_frame(1, 0, local.Hello(99, 99, "n", 1, 1)),
-    "namespace": PREFACE_LOCAL + encode_frame(1, 0, local.Hello(1, 1, "", 1, 1)),
-    "access": PREFACE_LOCAL + encode_frame(1, 0, local.Hello(1, 1, "n", 9, 1)),
+    "version": PREFACE_LOCAL + encode_frame(1, 0, local_protocol.Hello(99, 99, "n", 1, 1)),
+    "namespace": PREFACE_LOCAL + encode_frame(1, 0, local_protocol.Hello(1, 1, "", 1, 1)),
+    "access": PREFACE_LOCAL + encode_frame(1, 0, local_protocol.Hello(1, 1, "n", 9, 1)),
     "second hello": HELLO + HELLO[8:],
     "reply": HELLO + encode_frame(LocalKind.PEERS, 0, local.Peers(), flags=1),
     "huge body": HELLO + HEADER.pack(25, 0, 0, 1 << 30, 0),
@@ -1262,7 +1262,7 @@ def test_an_interrupted_caller_leaves_no_lock_taken(moment: str, peer: SmallPeer
 def test_a_lease_that_is_interrupted_anywhere_is_given_back(
     peer: SmallPeer, strike: Callable[..., Iterator[str]]
 ) -> None:
-    """From the moment in which its reply is there: what is half received ends the session, and so the lease."""
+    """From the moment in which its reply is there: a half-received reply ends the session, and so the lease."""
     places: list[str] = []
     with blocking.connect(str(peer.path)) as client:
         client.put("k", bytes(10_000))
@@ -1304,7 +1304,7 @@ def test_leases_that_another_thread_gave_back_meanwhile() -> None:
 
 
 def test_leases_without_a_view_are_given_back_at_once() -> None:
-    """Who copies one object after another keeps none of them in the peer's memory."""
+    """A loop of copies keeps no object in the peer's memory."""
     book = LeaseBook()
     view = book.view(1, b"1" * 16, memoryview(b"value"), (0, 5, Version(1, 1, 1)))
     book.give_back(2)

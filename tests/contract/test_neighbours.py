@@ -1,5 +1,5 @@
 """Views of what another peer of the same host holds, in place, in every world; and neighbours that hang, lie, or belong
-to somebody else."""
+to another process."""
 
 from __future__ import annotations
 
@@ -30,18 +30,11 @@ from p2pstore.client.host_neighbours import Neighbours
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import Access, LocalKind
+from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import MIB, key_digest
-from p2pstore.runtime.streams import BlockingDriver, BlockingStream, run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, BlockingStream, run_blocking
 from tests.contract.small_peer import PEER_ID, small_peer
-from tests.contract.worlds import (
-    ASYNC_WORLDS,
-    WORLDS,
-    Cluster,
-    Store,
-    open_cluster,
-    until,
-)
+from tests.contract.worlds import ASYNC_WORLDS, WORLDS, Cluster, Store, open_cluster, until
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +114,7 @@ def neighbours_of(store: Store) -> Neighbours:
 
 def until_known(store: Store, key: str) -> None:
     """The far peer is known to have it, and how to get there: the near one has nothing to say."""
-    until(lambda: live(store).fetcher._known.only(key_digest(key)) is not None)
+    until(lambda: live(store).fetcher.holders.known.only(key_digest(key)) is not None)
 
 
 # --- in every world -----------------------------------------------------------------------------
@@ -155,7 +148,7 @@ def test_copies_out_of_a_neighbours_memory_after_the_first_need_no_plan(
     into = np.zeros(length + 10, np.uint8)
     assert store.get_into(key, into) == length
     until_known(store, key)
-    monkeypatch.setattr("p2pstore.client.fetcher.pull_with_failover", refuse)
+    monkeypatch.setattr("p2pstore.client.holder_reads.pull_with_failover", refuse)
     into[:] = 0
     assert store.get_into(key, into) == length
     assert np.array_equal(into[:length], value)
@@ -300,7 +293,7 @@ def test_a_batch_of_copies(
         assert [each.value for each in store.get_many(names)] == values
         for name in names:
             until_known(store, name)
-        monkeypatch.setattr("p2pstore.client.fetcher.pull_with_failover", refuse)
+        monkeypatch.setattr("p2pstore.client.holder_reads.pull_with_failover", refuse)
     monkeypatch.undo()
     assert not any(is_near(cluster, name) for name in names)
     spoil(cluster, names[1])
@@ -372,9 +365,11 @@ def test_batches_cancelled_at_any_point_leak_nothing(
     until(lambda: all(store.contains_many(names)))
     cut = rounds = 0
     until_seconds = time.monotonic() + 30
-    while rounds < 40 or not cut:  # on a busy machine all answers may be there before anybody waits
+    while (
+        rounds < 40 or not cut
+    ):  # on a busy machine all answers may be there before a reader waits
         assert time.monotonic() < until_seconds
-        new = f"{key}new {rounds}"  # what was leased once, and is still there, needs no request
+        new = f"{key}new {rounds}"  # an object that was leased once, and is still there, needs no request
         cluster.distant.put(new, b"new" * 1000)
         until(partial(store.contains, new))
         for call in ("take_leases", "get_many"):
@@ -502,7 +497,7 @@ def test_a_neighbour_that_hangs_is_given_up_and_left_alone(
             scene.view(0, 2)
         assert held == scene.value(0)
     scene.houses[0].wait_until(lambda: len(scene.houses[0].backend.requests) > before)
-    until(lambda: 0 < scene.leased() < 200_000)  # what nobody waited for was given back
+    until(lambda: 0 < scene.leased() < 200_000)  # unawaited leases were given back
     monkeypatch.setattr(neighbours, "RETRY_SECONDS", 0.0)
     scene.links._retry_at.clear()
     assert scene.view(0, 2) == scene.value(2)
@@ -590,7 +585,7 @@ def test_an_older_copy_nearby_is_passed_over(street: Callable[..., Street]) -> N
 def test_a_link_is_not_closed_while_a_first_view_is_taken_by_it(
     street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No lease says yet that somebody needs it, and another thread wants a place for another neighbour."""
+    """No lease says yet that it is needed, and another thread wants a place for another neighbour."""
     monkeypatch.setattr(neighbours, "MAX_NEIGHBOURS", 1)
     scene = street(2, gives_pages=True)
     view = scene.view(0)
@@ -632,7 +627,7 @@ def test_links_are_limited(
     first = scene.view(0)
     assert scene.view(1) == scene.value(0)
     until(lambda: scene.leased(1) == 0)
-    assert scene.view(2) == scene.value(0)  # instead of the second, which nobody needs
+    assert scene.view(2) == scene.value(0)  # instead of the second, which is idle
     assert connected() == [paths[0], paths[2]]
     third = scene.view(2, 1)
     with pytest.raises(errors.NoSuchKey):  # both are needed: there is no room for another one
@@ -649,7 +644,7 @@ def test_links_are_limited(
 def test_an_interrupt_costs_a_link_but_no_view(
     street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C when the answer has come, and nobody has looked at it: what follows would be taken for its rest."""
+    """Ctrl-C when the answer has come, before it was read: the next bytes would be taken for its rest."""
     scene = street()
     view = scene.view(0)
     receive = BlockingStream.receive_into
@@ -664,7 +659,7 @@ def test_an_interrupt_costs_a_link_but_no_view(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(BlockingStream, "receive_into", interrupted)
         scene.view(0, 1)
-    assert scene.leased() > 2 * view.nbytes  # nobody knows of the second lease
+    assert scene.leased() > 2 * view.nbytes  # the second lease is unknown to the client
     assert scene.view(0, 2) == scene.value(2)
     assert view == scene.value(0)
     assert len(scene.links._retired) == len(scene.links._open) == 1
@@ -702,7 +697,7 @@ def test_threads_share_links(street: Callable[..., Street]) -> None:
 
 
 def test_leases_end_as_the_program_does(street: Callable[..., Street]) -> None:
-    """Though nobody closed the client: the peers need not find out."""
+    """Though the client was not closed: the peers need not find out."""
     scene = street()
     scene.name(0)
     program = """
@@ -723,7 +718,7 @@ NOBODY = 65_534
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_a_socket_of_another_user_is_not_used() -> None:
-    """Who listens there could show anything."""
+    """The process that listens there could show anything."""
     with tempfile.TemporaryDirectory() as folder:  # which others can get to
         Path(folder).chmod(0o777)
         refuse_another_user(Path(folder) / "other.sock")
@@ -775,7 +770,7 @@ def connect(path: Path, users: set[int]) -> None:
 def test_whom_a_client_trusts(
     street: Callable[..., Street], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Itself, and whoever runs its own peer."""
+    """Its own user, and the user of its own peer."""
     scene = street()
     me = os.geteuid()
     users: dict[str, int] = {}

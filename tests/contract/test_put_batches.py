@@ -16,7 +16,8 @@ import p2pstore
 from p2pstore import blocking
 from p2pstore.client.puts import WINDOW_BYTES, WINDOW_ITEMS
 from p2pstore.errors import CapacityExceeded, StoreClosed
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local.local_protocol import LocalKind
+from simulation.segment_checks import check_segment
 from tests.contract.small_peer import SmallPeer, small_peer
 
 SIZES = [0, 1, 4096, 70_000]
@@ -128,7 +129,7 @@ def test_a_client_killed_in_a_batch_leaves_whole_values_alone(peer: SmallPeer, a
 
     def look() -> None:
         segment = peer.backend.segment
-        segment.check()
+        check_segment(segment)
         for entry in segment.entries():
             assert bytes(segment.payload(entry)) == b"v" * 5000
 

@@ -21,7 +21,8 @@ from p2pstore.objects import KIB, MIB
 from p2pstore.transfer import transport
 from p2pstore.transfer.data_messages import DataKind, Ping
 from p2pstore.transfer.failover import TooSlow
-from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.transport import (
     BufferDestination,
     PullFailed,
@@ -62,7 +63,7 @@ def haste(monkeypatch: pytest.MonkeyPatch) -> None:
 @dataclass
 class Trickle:
     """A way to a server: of each connection's answers it passes on `first_bytes` at once, after those that shake hands
-    unless `all_slow`, then `piece` bytes every so many seconds. `taken` says so of what is sent there."""
+    unless `all_slow`, then `piece` bytes every `seconds`. `taken`: the same for bytes that are sent there."""
 
     first_bytes: int = 0
     piece: int = 1
@@ -232,7 +233,7 @@ async def test_what_came_is_kept(side: Side) -> None:
 
 
 async def test_batches(side: Side) -> None:
-    """Of small and of large objects: what is left is told to be silent in a moment."""
+    """Of small and of large objects: the rest fails as silent at once."""
     values = [pattern(300, seed) for seed in range(40)]
     async with holders(b"", Trickle(2000), None) as there:
         segment = there.harness.segment
@@ -319,7 +320,7 @@ async def test_a_queue_for_the_connections_to_a_slow_holder(name: str) -> None:
             assert await seconds_of(read_elsewhere) < HASTE_SECONDS + 1.0
 
 
-# --- where nobody else has it ----------------------------------------------------------------
+# --- where no other holder has it -------------------------------------------------------------
 
 
 async def test_a_slow_link_delivers_where_there_is_no_other_way(side: Side) -> None:

@@ -1,4 +1,4 @@
-"""Many small objects at once, by GET_SMALL: who asks, who answers, and what either may have to suffer."""
+"""Many small objects at once, by GET_SMALL: both sides, and the errors that each may meet."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from p2pstore.errors import CapacityExceeded
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SlotRows
 from p2pstore.objects import KIB, MIB, key_digest
-from p2pstore.runtime.streams import BlockingDriver, run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, GetSmall, SmallObjects
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.inbox import Inbox
+from p2pstore.transfer.reading.data_requests import Inbox
 from p2pstore.transfer.serving import data_server, data_session
 from p2pstore.transfer.serving.data_server import ServerLimits
-from p2pstore.transfer.serving.data_session import TAKE_IN_OBJECTS
+from p2pstore.transfer.serving.read_answers import TAKE_IN_OBJECTS
 from p2pstore.transfer.serving.read_thread import BRISK_READS
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import ERROR, REPLY, Code, Failure, decode_body, encode_frame
+from simulation.segment_checks import check_segment
 from tests.contract.test_transport import (
     DRIVERS,
     SEGMENT_BYTES,
@@ -63,8 +64,8 @@ async def tcp() -> AsyncIterator[TcpHarness]:
 
 
 def nothing_is_lent(segment: Segment) -> bool:
-    segment.expire(0)  # takes in which loans are over
-    return not segment.has_loans and not segment.leased_bytes
+    segment.objects.expire(0)  # takes in which loans are over
+    return not segment.views.has_loans and not segment.leased_bytes
 
 
 async def test_many_small_objects_in_columns(tcp: TcpHarness, side: Side) -> None:
@@ -90,7 +91,7 @@ async def test_many_small_objects_in_columns(tcp: TcpHarness, side: Side) -> Non
             assert length == len(value)
             assert view[:length] == value
         if number in {9, 11}:
-            assert not any(view)  # what is too long for a buffer leaves it alone
+            assert not any(view)  # an object that is too long for a buffer leaves it alone
     assert pool.open_connections == 1  # none of that ends a connection
     await until(lambda: nothing_is_lent(tcp.segment))
     again = await side.run(lambda: pool.pull_small(tcp.copy(), digests[:1], views[:1]))
@@ -371,7 +372,7 @@ async def test_what_came_in_columns_before_the_connection_broke_stands(side: Sid
 
 @pytest.mark.parametrize("in_thread", [False, True])
 async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_thread: bool) -> None:
-    """Whatever becomes of the objects meanwhile: their memory is nobody else's until the answer has left."""
+    """Memory of lent objects is not reused before the answer has left, even when they are removed."""
     segment = segment_of(SEGMENT_BYTES)
     values = [pattern(64 * KIB, seed) for seed in range(64)]
     packed = b"".join(put(segment, f"key {seed}", value) for seed, value in enumerate(values))
@@ -387,10 +388,10 @@ async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_th
             await stream.send(encode_frame(DataKind.GET_SMALL, 1, GetSmall(packed[:16])))
             await read_frame(stream)
         await until(lambda: bool(harness.server.traffic.read_threads) == in_thread)
-        await until(lambda: not segment.has_loans)
+        await until(lambda: not segment.views.has_loans)
         with caught_log() as lines:
             await stream.send(ask)
-            await until(lambda: segment.has_loans)
+            await until(lambda: segment.views.has_loans)
             for seed in range(64):
                 segment.remove(key_digest(f"key {seed}"))
             new = [pattern(64 * KIB, seed) for seed in range(64, 384)]
@@ -407,7 +408,7 @@ async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_th
         assert any("no progress" in line for line in lines)
         stream.close()
         assert nothing_is_lent(segment)
-        segment.check()
+        check_segment(segment)
 
 
 async def test_a_reader_cancelled_anywhere_leaves_the_next_one_a_good_connection(
@@ -477,7 +478,7 @@ async def test_values_that_change_all_the_time_are_read_right_or_not_at_all(tls:
             if len(value := value_of(key, number)) <= 300_000:
                 with contextlib.suppress(CapacityExceeded):
                     put(segment, key, value)
-            segment.expire(time.time())
+            segment.objects.expire(time.time())
             await trio.lowlevel.checkpoint()
 
     async with TcpHarness.open(segment, tls=tls) as harness, trio.open_nursery() as changing:
@@ -492,4 +493,4 @@ async def test_values_that_change_all_the_time_are_read_right_or_not_at_all(tls:
         assert min(read.values()) >= 500
         # An answer is with its reader before the thread that sent it ends the loan.
         await until(lambda: nothing_is_lent(segment))
-        segment.check()
+        check_segment(segment)

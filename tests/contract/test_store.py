@@ -31,11 +31,11 @@ from p2pstore.client import writing
 from p2pstore.client.aio_client import AioClient
 from p2pstore.client.blocking_client import BlockingCheckpoints, BlockingClient
 from p2pstore.client.fetcher import Fetcher
+from p2pstore.client.object_store import ObjectStore
 from p2pstore.client.trio_client import Client
 from p2pstore.local import server
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.objects import KIB, MIB, chunk_sums
-from p2pstore.results import ObjectStore
 from p2pstore.wire import Limits
 from tests.contract.worlds import (
     ASYNC_WORLDS,
@@ -1094,12 +1094,12 @@ def fetcher_of(store: Store) -> Fetcher:
 
 
 def read_by(fetcher: Fetcher, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is elsewhere, by this transport alone."""
-    only = [each for each in fetcher._transports if each.name == transport]
+    """Read from other peers by this transport alone."""
+    only = [each for each in fetcher.holders._transports if each.name == transport]
     assert len(only) == 1
-    monkeypatch.setattr(fetcher, "_transports", only)
-    if transport != "shm":  # what is mapped already is read without a look at these
-        monkeypatch.setattr(fetcher._shm, "mapped", lambda _: ())
+    monkeypatch.setattr(fetcher.holders, "_transports", only)
+    if transport != "shm":  # mapped memory is read without a look at these
+        monkeypatch.setattr(fetcher.holders._shm, "mapped", lambda _: ())
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -1239,7 +1239,7 @@ def test_a_forked_child_can_do_nothing_and_does_no_harm(
     cluster.distant.put(key + "far", b"far")
     store.put(key, b"value")
     assert store.get(key + "far") == b"far"  # so that there are connections to other peers
-    ((place,),) = fetcher._pool._peers.values()
+    ((place,),) = fetcher.holders._pool._places._peers.values()
     connection = place.connection
     view = store.take_lease(key)
     child = os.fork()

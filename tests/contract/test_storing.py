@@ -39,9 +39,10 @@ from p2pstore.transfer.read_tickets import Scope, TicketClaims
 from p2pstore.transfer.reading import data_requests
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.serving.data_server import ServerLimits
-from p2pstore.transfer.serving.store_intake import OpenedStore
+from p2pstore.transfer.serving.serving_backends import OpenedStore
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import HEADER, ONE_WAY, REPLY, Code, Failure, decode_body, encode_frame
+from simulation.segment_checks import check_segment
 from tests.contract.test_transport import (
     DRIVERS,
     SEGMENT_BYTES,
@@ -126,7 +127,7 @@ async def storing(
     assert stores.open == []
     used = sum(entry.extent_bytes for entry in segment.entries())
     assert segment.used_bytes == used, "a reservation was left behind"
-    segment.check()
+    check_segment(segment)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Large objects from several holders at once: who brings what, who fails, and that nothing stays behind.
+"""Large objects from several holders at once: shares, failures, and that nothing stays behind.
 
 The holders are real servers; those that are slow, hang or die are behind a relay.
 """
@@ -19,11 +19,12 @@ import trio
 
 from p2pstore.errors import BufferTooSmall
 from p2pstore.objects import MIB, key_digest
-from p2pstore.runtime.streams import run_blocking
+from p2pstore.runtime.blocking_streams import run_blocking
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer import transport
-from p2pstore.transfer.reading import data_pool, team_read
-from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.reading import tcp_transport
+from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.data_server import ServerLimits
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import (
@@ -60,10 +61,10 @@ def side(request: pytest.FixtureRequest) -> Side:
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (transport, team_read):
+    for module in (transport, tcp_transport):
         monkeypatch.setattr(module, "SLICED_BYTES", 4 * MIB)
-    monkeypatch.setattr(team_read, "SLICE_CHUNKS", SLICE // MIB)
-    monkeypatch.setattr(team_read, "AHEAD_CHUNKS", 1)
+    monkeypatch.setattr(tcp_transport, "SLICE_CHUNKS", SLICE // MIB)
+    monkeypatch.setattr(tcp_transport, "AHEAD_CHUNKS", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -208,7 +209,6 @@ SLOW = {"seconds": 0.4}
 HANGS = {**STEADY, "limit_bytes": 3.5 * MIB}
 ENDS = {**HANGS, "ends": True}
 
-
 KINDS: dict[str, dict[str, float]] = {
     "steady": STEADY,
     "slow": SLOW,
@@ -261,7 +261,7 @@ async def test_one_that_dies_leaves_its_slices_to_the_others(side: Side, dying: 
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("way", [SLOW, HANGS], ids=["slow", "hangs"])
 async def test_a_slow_one_is_overtaken(side: Side, slow: int, way: dict[str, float]) -> None:
-    """Nobody waits for its last slice, nor is it to blame."""
+    """The others do not wait for its last slice, nor is it to blame."""
     ways: list[dict[str, float]] = [STEADY, STEADY]
     ways[slow] = way
     buffer = bytearray(len(VALUE))
@@ -305,7 +305,7 @@ async def test_damage_everywhere_but_in_different_places(side: Side) -> None:
 async def test_the_next_holder_joins_for_one_that_fails(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(team_read, "MAX_READERS", 2)
+    monkeypatch.setattr(tcp_transport, "MAX_READERS", 2)
     buffer = bytearray(len(VALUE))
     async with cluster(STEADY, STEADY, STEADY) as holders:
         copies = holders.copies()
@@ -352,7 +352,7 @@ async def test_a_busy_holder_does_not_help(side: Side) -> None:
     buffer = bytearray(len(VALUE))
     async with cluster(STEADY, STEADY, uploads=1) as holders:
         uploads = holders.harnesses[1].server.traffic.uploads
-        uploads.begin(0.0)  # somebody else's
+        uploads.begin(0.0)  # of another reader
         report = await holders.read(side, BufferDestination(buffer))
         uploads.end(0.0, 0.0)
         assert buffer == VALUE
@@ -402,8 +402,7 @@ async def test_a_lone_holder_of_another_host_is_read_over_two_connections(
     buffer = bytearray(len(VALUE))
     for two in (False, True):
         if two:
-            monkeypatch.setattr(data_pool, "may_use_two", lambda copy: True)
-            monkeypatch.setattr(team_read, "may_use_two", lambda copy: True)
+            monkeypatch.setattr(tcp_transport, "may_use_two", lambda copy: True)
         async with cluster(STEADY) as holders:
             report = await holders.read(side, BufferDestination(buffer))
             assert buffer == VALUE
@@ -415,12 +414,12 @@ async def test_a_lone_holder_of_another_host_is_read_over_two_connections(
 
 def test_which_holders_may_be_read_over_two_connections() -> None:
     copy = RemoteCopy(b"x", ("10.0.0.1:1",))
-    assert team_read.may_use_two(copy)
-    assert team_read.may_use_two(replace(copy, data=("tls://[2001:db8::1]:5",)))
-    assert team_read.may_use_two(replace(copy, data=("node7:5",)))
-    assert not team_read.may_use_two(replace(copy, same_host=True))
-    assert not team_read.may_use_two(replace(copy, data=("127.0.0.1:1", "tls://[::1]:2")))
-    assert not team_read.may_use_two(replace(copy, data=("localhost:1",)))
+    assert tcp_transport.may_use_two(copy)
+    assert tcp_transport.may_use_two(replace(copy, data=("tls://[2001:db8::1]:5",)))
+    assert tcp_transport.may_use_two(replace(copy, data=("node7:5",)))
+    assert not tcp_transport.may_use_two(replace(copy, same_host=True))
+    assert not tcp_transport.may_use_two(replace(copy, data=("127.0.0.1:1", "tls://[::1]:2")))
+    assert not tcp_transport.may_use_two(replace(copy, data=("localhost:1",)))
 
 
 async def test_who_looks_on_sees_who_brought_what(side: Side) -> None:
@@ -578,7 +577,7 @@ async def test_one_good_holder_is_enough_whatever_the_others_do(
 ) -> None:
     """They are slow, hang or end somewhere, have damage or another version, or nothing at all."""
     rng = random.Random(seed)
-    monkeypatch.setattr(team_read, "MAX_READERS", rng.choice([2, 3, 4]))
+    monkeypatch.setattr(tcp_transport, "MAX_READERS", rng.choice([2, 3, 4]))
     good, newer = rng.randrange(4), pattern(len(VALUE), seed=1)
     ways, values, damage = [], [], []
     for number in range(4):

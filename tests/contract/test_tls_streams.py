@@ -25,14 +25,16 @@ from p2pstore.transfer.tls.tls_certificates import (
     check_certificate,
     make_certificate,
 )
-from p2pstore.transfer.tls.tls_serving import RENEW_SECONDS, TlsServing, serving_context
 from p2pstore.transfer.tls.tls_streams import (
     MAX_HANDSHAKE_BYTES,
     MOST_RECEIVE_BYTES,
+    RENEW_SECONDS,
     AcceptedTlsStream,
+    TlsServing,
     TlsStream,
     dial_tls,
     dialling_context,
+    serving_context,
 )
 from tests.contract.test_transport import DRIVERS, OWNER, Side, grant, read_exactly
 

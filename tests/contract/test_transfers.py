@@ -19,7 +19,8 @@ from p2pstore.client.transfers import MAX_TRANSFERS, TransferBatch
 from p2pstore.errors import NoSuchKey, TransferCancelled
 from p2pstore.objects import MIB
 from p2pstore.results import ItemResult, OnConflict, PutResult, TransferRequest, TransferStatus
-from p2pstore.runtime.streams import Event, run_blocking
+from p2pstore.runtime.blocking_streams import run_blocking
+from p2pstore.runtime.streams import Event
 from p2pstore.transfer.transfer_trace import Progress
 from tests.contract.test_transport import DRIVERS, Side
 from tests.contract.worlds import WORLDS, Cluster, Store, open_cluster, until

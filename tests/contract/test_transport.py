@@ -56,26 +56,30 @@ from p2pstore.memory.segment_layout import (
 )
 from p2pstore.objects import CHUNK_BYTES, KIB, MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.runtime.asyncio_streams import AsyncioDriver
-from p2pstore.runtime.streams import BlockingDriver, BytesLike, ByteStream, Driver, run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
+from p2pstore.runtime.streams import BytesLike, ByteStream, Driver
 from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import transport as transport_module
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_messages import (
     MAX_SMALL_BULK_BYTES,
-    ClusterRecords,
     DataKind,
     Get,
     GetItem,
     GetSmall,
     Hello,
     HelloReply,
-    Lookup,
     ObjectReply,
     Objects,
     ObjectStatus,
     Ping,
     Pong,
     Proof,
+)
+from p2pstore.transfer.failover import Unannounced
+from p2pstore.transfer.peer_messages import (
+    ClusterRecords,
+    Lookup,
     Push,
     Pushed,
     Replicate,
@@ -83,7 +87,6 @@ from p2pstore.transfer.data_messages import (
     Snapshot,
     SnapshotReply,
 )
-from p2pstore.transfer.failover import Unannounced
 from p2pstore.transfer.read_tickets import (
     GrantedTicket,
     Scope,
@@ -92,9 +95,10 @@ from p2pstore.transfer.read_tickets import (
     open_ticket,
     prove,
 )
-from p2pstore.transfer.reading.arriving import Announced, announcing
-from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.span_reads import ItemOutcome
+from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.data_server import (
     DataServer,
     ServerLimits,
@@ -102,7 +106,7 @@ from p2pstore.transfer.serving.data_server import (
     open_data_listeners,
 )
 from p2pstore.transfer.serving.read_answers import LentObject
-from p2pstore.transfer.serving.store_intake import StoreBackend
+from p2pstore.transfer.serving.serving_backends import StoreBackend
 from p2pstore.transfer.transport import (
     BufferDestination,
     Destination,
@@ -111,6 +115,7 @@ from p2pstore.transfer.transport import (
     RemoteCopy,
     RemotePeer,
     Transport,
+    announcing,
     hurried,
     pull_with_failover,
 )
@@ -131,7 +136,6 @@ ROOT = Path(__file__).parents[2]
 RING = KeyRing([b"k" * 32])
 SEGMENT_BYTES = 24 * MIB
 _buffers: dict[int, memoryview] = {}
-
 
 Verifier = Ed25519Verifier
 OWNER, READER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
@@ -239,21 +243,21 @@ class Backend:
         self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
     ) -> LentObject | ObjectReply | None:
         segment = self._segment
-        lent = segment.lend(item.digest, time.time())
+        lent = segment.views.lend(item.digest, time.time())
         if lent is None:
             absent = ObjectReply(ObjectStatus.NOT_FOUND, incarnation=7, sequence=42)
             return absent if decides else None
         loan, entry = lent
-        slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
+        slot, trailer = segment.table.slot_bytes(entry), segment.table.trailer_bytes(entry)
         return LentObject(slot, trailer, segment.payload(entry), loan)
 
     def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
-        return self._segment.lend_small(
+        return self._segment.views.lend_small(
             asked.digests, min(asked.most_bytes, CHUNK_BYTES), MAX_SMALL_BULK_BYTES, time.time()
         )
 
     def end_loan(self, handle: Loan) -> None:
-        self._segment.end_loan(handle)
+        self._segment.views.end_loan(handle)
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         self.noted += Counter(counts).elements()
@@ -730,7 +734,7 @@ async def test_many_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
 
 
 async def test_larger_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
-    """Received in place; what arrives damaged costs no other its result."""
+    """Received in place; a damaged item costs no other its result."""
     sizes = [64 * KIB + 1, 300_000, MIB, MIB + 1, 3 * MIB] * 2
     values = [pattern(size, seed) for seed, size in enumerate(sizes)]
     digests = [put(tcp.segment, f"key {i}", value) for i, value in enumerate(values)]
@@ -1031,7 +1035,7 @@ async def test_a_stolen_ticket_is_of_no_use_without_its_secret(tcp: TcpHarness, 
     pool = tcp.pool(side.driver)
     with pytest.raises(
         AuthenticationFailed, match="did not prove"
-    ):  # the thief trusts nobody either
+    ):  # the thief trusts no ticket either
         await side.run(
             lambda: pool.request(replace(tcp.copy(), ticket=stolen), DataKind.PING, Ping())
         )
@@ -1380,7 +1384,7 @@ async def test_a_hurried_read_hurries_no_other_one(tcp: TcpHarness, side: Side) 
             )
         )
         assert buffer == VALUE
-        (places,) = pool._peers.values()
+        (places,) = pool._places._peers.values()
         assert places[0].connection is not None
         assert places[0].connection.stream.receive_seconds == seconds
 
@@ -1471,7 +1475,7 @@ async def test_connections_of_a_burst_close_when_fewer_are_enough(
         tcp.backend.release.set()
     await pool.request(peer, DataKind.PING, Ping())
     assert tcp.server.connections == pool.open_connections == 4
-    monkeypatch.setattr("p2pstore.transfer.reading.data_pool.SPARE_SECONDS", 0.0)
+    monkeypatch.setattr("p2pstore.transfer.reading.connection_places.SPARE_SECONDS", 0.0)
     for left in (3, 2, 1, 1):
         await pool.request(peer, DataKind.PING, Ping())
         assert pool.open_connections == left

@@ -189,7 +189,7 @@ async def test_when_all_places_are_taken_small_reads_bring_small_objects_only() 
         await until(lambda: harness.server.traffic.uploads.taken == 0)
         assert await ask() == SMALL + LARGE[:MIB]
         stream.close()
-    assert not harness.segment.has_loans
+    assert not harness.segment.views.has_loans
 
 
 # --- small reads beside a large one --------------------------------------------------------------
@@ -247,8 +247,8 @@ async def in_the_second_part(harness: TcpHarness) -> AsyncIterator[tuple[ByteStr
     slow.close()
     await until(lambda: harness.server.traffic.read_threads == 0)
     assert harness.server.traffic.uploads.taken == 0
-    harness.segment.expire(0)  # takes in which loans are over
-    assert not harness.segment.has_loans
+    harness.segment.objects.expire(0)  # takes in which loans are over
+    assert not harness.segment.views.has_loans
 
 
 async def test_the_thread_that_sent_a_part_sends_those_after_it() -> None:
@@ -277,7 +277,7 @@ async def test_the_thread_begins_with_the_next_object() -> None:
         for number in (2, 0):
             await slow.send(ask_for(number))
             header = decode_header(await read_exactly(slow, HEADER_BYTES), DATA_REPLY_LIMITS)
-            assert harness.segment.has_loans, "a thread sends"
+            assert harness.segment.views.has_loans, "a thread sends"
             assert (traffic.read_threads, traffic.uploads.taken) == (1, 1)
             answer = await read_exactly(slow, header.body_length + header.bulk_length)
             assert answer.endswith(LARGE[6 * number * MIB : (6 * number + 6) * MIB])

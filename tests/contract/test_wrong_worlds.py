@@ -34,7 +34,7 @@ def plainly(client: Any) -> None:
 
 
 def by_hand(coroutine: Coroutine[Any, Any, Any]) -> None:
-    """As somebody does who has no event loop."""
+    """As a program without an event loop."""
     try:
         coroutine.send(None)
     finally:

@@ -40,7 +40,7 @@ READY_SECONDS = 30.0
 
 
 class TrioThread:
-    """A trio loop in a thread. What its main task entered, it leaves when it stops."""
+    """A trio loop in a thread. Its main task leaves its contexts when it stops."""
 
     def __init__(self) -> None:
         self._entrances, self._arrivals = trio.open_memory_channel[tuple[Any, Future[Any]]](16)

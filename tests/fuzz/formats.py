@@ -142,7 +142,10 @@ def _memory() -> tuple[bytes, dict[str, bytes]]:
             soft=False,
             now=UNIX,
         )
-        parts = {"slot": segment.slot_bytes(entry), "trailer": segment.trailer_bytes(entry)}
+        parts = {
+            "slot": segment.table.slot_bytes(entry),
+            "trailer": segment.table.trailer_bytes(entry),
+        }
     segment.detach()
     return bytes(memory), parts
 

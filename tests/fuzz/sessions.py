@@ -15,6 +15,7 @@ from typing import Any, Final
 import trio
 
 from p2pstore.access.keyring import KeyRing
+from p2pstore.checkpoint import checkpoint_messages
 from p2pstore.config import split_address
 from p2pstore.errors import P2PStoreError, ProtocolError
 from p2pstore.gossip.gossip_messages import REPLIES as CONTROL_REPLIES
@@ -25,10 +26,12 @@ from p2pstore.gossip.gossip_messages import Proof as ControlProof
 from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.control_link import LinkError, admit_stream, open_asking_stream
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local import local_protocol
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import chunk_sums, key_digest, root_checksum
 from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import data_messages as data
+from p2pstore.transfer import peer_messages
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.read_tickets import Scope, issue_ticket, open_ticket, prove
 from p2pstore.transfer.reading.data_connection import DataConnection
@@ -153,7 +156,7 @@ async def data_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
         DataKind.HELLO, 1, data.Hello(1, data.MAX_DATA_VERSION, granted.ticket, nonce)
     )
     proof = encode_frame(DataKind.PROOF, 2, data.Proof(rng.randbytes(32)))
-    request = encode_frame(DataKind.STATISTICS, 3, data.Statistics())
+    request = encode_frame(DataKind.STATISTICS, 3, peer_messages.Statistics())
     preface = PREFACE_DATA if rng.random() < 0.9 else Mutator(rng).flip(PREFACE_DATA)
     frames = [preface, *Mutator(rng).sequence([hello, proof, request], [hello, proof])]
     stream = await TrioDriver().connect_tcp(*split_address(victim.peer.data[0], "data"), 5.0)
@@ -232,7 +235,7 @@ def _slot_of(victim: Victim, key: str) -> tuple[bytes, bytes]:
         segment = peer.node.core.segment
         entry = segment.find(key_digest(key), 0.0)
         if entry is not None:
-            return segment.slot_bytes(entry), segment.trailer_bytes(entry)
+            return segment.table.slot_bytes(entry), segment.table.trailer_bytes(entry)
     return bytes(64), b""
 
 
@@ -521,16 +524,18 @@ async def control_strangers(victim: Victim, rng: Random, sent: Sent) -> None:
 
 async def local_requests(victim: Victim, rng: Random, sent: Sent) -> None:
     """Mutated requests of a client, which has reserved room and leased objects before."""
-    access = rng.choice((local.Access.READ, local.Access.WRITE, local.Access.WRITE))
+    access = rng.choice(
+        (local_protocol.Access.READ, local_protocol.Access.WRITE, local_protocol.Access.WRITE)
+    )
     stream = await TrioDriver().connect_unix(victim.peer.socket, 5.0)
     try:
-        hello = local.Hello(1, 1, "fuzz", access, 1, "fuzz")
+        hello = local_protocol.Hello(1, 1, "fuzz", access, 1, "fuzz")
         await stream.send(PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 1, hello))
         buffer = bytearray()
         await _receive_and_close_descriptors(stream, buffer)
         await _next(stream, buffer)
         hints = _local_hints(victim, rng)
-        if access == local.Access.WRITE:
+        if access == local_protocol.Access.WRITE:
             items = [local.ReserveItem(rng.choice((0, 5, 5000)), 4096) for _ in range(3)]
             reserved = await _ask(stream, buffer, LocalKind.RESERVE, local.Reserve(items))
             numbers = [each.reservation for each in decode_body(local.Reserved, reserved).items]
@@ -540,7 +545,8 @@ async def local_requests(victim: Victim, rng: Random, sent: Sent) -> None:
         leased = await _ask(stream, buffer, LocalKind.LEASE, local.Lease(digests))
         grants = decode_body(local.Leased, leased).items
         hints["leases"] = [each.lease for each in grants][:1]
-        frames = corpus(local.REQUESTS, rng, hints, skip=16)
+        kinds = {**local_protocol.REQUESTS, **checkpoint_messages.REQUESTS}
+        frames = corpus(kinds, rng, hints, skip=16)
         await _pour(stream, Mutator(rng).sequence(frames, frames), sent)
     finally:
         stream.close()
@@ -570,7 +576,9 @@ def _local_hints(victim: Victim, rng: Random) -> dict[str, Any]:
 
 async def local_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
     """Mutated beginnings."""
-    hello = encode_frame(LocalKind.HELLO, 1, local.Hello(1, 1, "fuzz", rng.randrange(2), 1, "fuzz"))
+    hello = encode_frame(
+        LocalKind.HELLO, 1, local_protocol.Hello(1, 1, "fuzz", rng.randrange(2), 1, "fuzz")
+    )
     request = encode_frame(LocalKind.STATISTICS, 2, local.Statistics())
     preface = PREFACE_LOCAL if rng.random() < 0.9 else Mutator(rng).flip(PREFACE_LOCAL)
     frames = [preface, *Mutator(rng).sequence([hello, request], [hello, request])]

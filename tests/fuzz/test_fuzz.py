@@ -10,7 +10,8 @@ import pytest
 import trio
 
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local import local_protocol
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.peer import open_peer
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.wire import PREFACE_LOCAL, FrameBuffer, Limits, encode_frame
@@ -120,7 +121,7 @@ async def test_a_lease_that_waits_ends_with_its_client(tmp_path: Path) -> None:
     wait."""
     async with open_peer(config(tmp_path, "a")) as peer:
         stream = await TrioDriver().connect_unix(peer.socket, 5.0)
-        hello = local.Hello(1, 1, "default", local.Access.READ, 1)
+        hello = local_protocol.Hello(1, 1, "default", local_protocol.Access.READ, 1)
         lease = local.Lease(os.urandom(16), wait_ms=60_000)
         await stream.send(
             PREFACE_LOCAL,
@@ -138,7 +139,7 @@ async def test_requests_beyond_what_a_client_may_have_under_way_leave_nothing(
     """They were refused, but the lookups that they had begun went on."""
     async with open_peer(config(tmp_path, "a")) as peer:
         stream = await TrioDriver().connect_unix(peer.socket, 5.0)
-        hello = local.Hello(1, 1, "default", local.Access.READ, 1)
+        hello = local_protocol.Hello(1, 1, "default", local_protocol.Access.READ, 1)
         plans = [
             encode_frame(LocalKind.PLAN, number, local.Plan(os.urandom(16), 60_000))
             for number in range(2, 102)

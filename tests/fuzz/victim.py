@@ -21,13 +21,13 @@ from p2pstore.gossip.records import PeerId
 from p2pstore.peer import Peer, open_peer
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Message, encode_frame
+from simulation.segment_checks import check_segment
 
 OBJECTS: Final = 8
 MAX_ASKED: Final = 4096
 """Requests of gossip that may be under way at once; far above what an honest cluster has."""
 SECONDS: Final = 20.0
 """Within which everything that an honest peer asks must be answered, on a machine that is busy."""
-
 
 SPOILT_BY_CLIENT: Final = "the bytes of %r are spoilt"
 """A client that may put writes the segment itself. What it commits without having written is found out."""
@@ -120,7 +120,7 @@ class Victim:
             with trio.fail_after(SECONDS):
                 await self._serves()
                 while core.operations_under_way or core.segment.leased_bytes:
-                    under_way = [vars(each) for each in core._operations.values()]
+                    under_way = [vars(each) for each in core.operations._running.values()]
                     self._step = f"leased {core.segment.leased_bytes}, under way {under_way}"
                     await trio.sleep(0.01)
         except trio.TooSlowError:
@@ -151,7 +151,7 @@ class Victim:
     def _invariants(self) -> None:
         core = self.peer.node.core
         gossip = core.gossip
-        core.segment.check()
+        check_segment(core.segment)
         membership = gossip.membership
         if not membership.own.alive or gossip.leaving:
             raise Problem("somebody made the peer believe that it left")

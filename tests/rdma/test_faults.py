@@ -30,20 +30,17 @@ from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, RdmaConnect, RdmaConnected
 from p2pstore.transfer.rdma import rdma_lines, rdma_reads, rdma_serving
-from p2pstore.transfer.rdma.rdma_extent import WHOLE_BYTES
+from p2pstore.transfer.rdma.rdma_payload import WHOLE_BYTES
 from p2pstore.transfer.rdma.rdma_reads import Piece
 from p2pstore.transfer.rdma.rdma_rules import Endpoint, RemoteMemory, agree
 from p2pstore.transfer.rdma.rdma_staging import Staging
 from p2pstore.transfer.rdma.rdma_transport import RdmaTransport, open_rdma_reading
 from p2pstore.transfer.rdma.rdma_verbs import Device, ReadWork, Region, device_names, load_verbs
 from p2pstore.transfer.read_tickets import Scope
-from p2pstore.transfer.reading.data_pool import DataPool, TcpTransport
+from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.serving.data_server import ServerLimits
-from p2pstore.transfer.transport import (
-    BufferDestination,
-    PullFailed,
-    pull_with_failover,
-)
+from p2pstore.transfer.transport import BufferDestination, PullFailed, pull_with_failover
 from p2pstore.wire import Code
 from tests.contract.test_transport import (
     OWNER,
@@ -115,7 +112,7 @@ async def test_a_slot_that_leads_out_of_the_segment(
     digest = put(rdma.segment, "key", pattern(3000))
     entry = rdma.segment.find(digest, 0.0)
     assert entry is not None
-    slot = decode_slot(rdma.segment.slot_bytes(entry))
+    slot = decode_slot(rdma.segment.table.slot_bytes(entry))
     assert slot is not None
     beyond = msgspec.structs.replace(slot, offset=rdma.segment.geometry.total_bytes - 4096)
     monkeypatch.setattr(rdma.segment, "slot_bytes", lambda _: encode_slot(beyond))

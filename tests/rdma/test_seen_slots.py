@@ -11,7 +11,7 @@ import pytest
 from p2pstore.memory.segment_layout import SLOT_BYTES
 from p2pstore.objects import KIB, MIB, key_digest
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.rdma.rdma_slots import SLOTS_TOGETHER
+from p2pstore.transfer.rdma.rdma_reads import SLOTS_TOGETHER
 from p2pstore.transfer.rdma.rdma_transport import RdmaTransport
 from p2pstore.transfer.rdma.rdma_verbs import QueuePair, ReadWork, Region
 from p2pstore.transfer.transport import BufferDestination, PullFailed, RemoteCopy
@@ -96,12 +96,12 @@ async def test_what_was_removed_is_not_delivered(rdma: RdmaHarness) -> None:
     assert await read(transport, copy, digest) == pattern(700_000)
     entry = rdma.segment.find(digest, 0.0)
     assert entry is not None
-    rdma.segment.acquire(entry)
+    rdma.segment.references.acquire(entry)
     try:
         rdma.segment.remove(digest)
         assert await read(transport, copy, digest) is None
     finally:
-        rdma.segment.let_go(entry)
+        rdma.segment.references.let_go(entry)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -40,7 +40,7 @@ from p2pstore.transfer.reading.segment_reader import SegmentReader, Spots
 from tests.readers.values import KEYS_PER_PEER, LONGEST_BYTES, is_right, key_name, value_of
 
 OWNERS: Final = 2
-"""The first so many sockets are of peers with memory, the last one is of a peer without any."""
+"""The first sockets are of peers with memory, the last one is of a peer without any."""
 ROUND: Final = 50
 """Attempts with one client, before it goes on with the next peer."""
 CLIENT_SECONDS: Final = 20.0
@@ -66,7 +66,7 @@ _TO_BE_EXPECTED = (
     *(NoSuchKey, Unavailable, StoreClosed, NoLocalPeer),
     *(CapacityExceeded, LeaseLimitExceeded, DeadlineExceeded),
 )
-"""What evictions, removals and killed peers lead to. Anything else ends the actor."""
+"""Errors that evictions, removals and killed peers explain. Any other ends the actor."""
 
 
 class Actor:
@@ -119,7 +119,7 @@ class Actor:
         return key_name(peer, self.rng.randrange(KEYS_PER_PEER))
 
     def key_here(self, client: BlockingClient, peer: int) -> str:
-        """One that the peer of this client lists: a key that nobody has costs round trips."""
+        """One that the peer of this client lists: an unknown key costs round trips."""
         reader = client._session._live.link.readers[0]
         for _ in range(KEYS_PER_PEER):
             key = self.key(peer)
@@ -212,7 +212,7 @@ class Actor:
                 value = client.take_lease(key)
             except _TO_BE_EXPECTED as error:
                 if isinstance(error, StoreClosed):
-                    break  # what is held stays what it is
+                    break  # held views keep their bytes
                 self.counts[FAILED] += 1
                 continue
             self.compare(key, value, "view")

@@ -51,7 +51,7 @@ class Outcome:
     reads: dict[str, int] = field(default_factory=dict)
     wrong: int = 0
     failed: int = 0
-    """Reads and puts that had no result: nobody had the value, or its holder was killed."""
+    """Reads and puts without a result: no peer had the value, or its holder was killed."""
     changes: int = 0
     torn: int = 0
     """Wrong values that a reader saw which trusts the memory: how well the attack works."""
@@ -76,7 +76,7 @@ class Outcome:
 
 @dataclass
 class _Part:
-    """An actor's place in the cast; who plays it changes with every kill."""
+    """An actor's place in the cast; its process changes with every kill."""
 
     role: str
     row: int
@@ -84,7 +84,7 @@ class _Part:
 
 
 class Attack:
-    """Peers with their actors, until so many reads were compared."""
+    """Peers with their actors, until all reads were compared."""
 
     def __init__(self, cluster: ProcessCluster, seed: int) -> None:
         self._cluster = cluster
@@ -107,7 +107,7 @@ class Attack:
     def run(
         self, reads: int, actor_kills: int, peer_kills: int, tell: Callable[[str], None]
     ) -> Outcome:
-        """Attack until `reads` values were compared, with so many kills on the way; then look for what is left of
+        """Attack until `reads` values were compared, with this number of kills on the way; then look for remains of
         the dead."""
         began = time.monotonic()
         *owners, without = self._cluster.peers
@@ -145,7 +145,7 @@ class Attack:
     # --- steps -------------------------------------------------------------------------------
 
     def _wait_for(self, reads: float) -> None:
-        """Let every reader go on until its share of so many reads is compared."""
+        """Let every reader go on until its share of these reads is compared."""
         for part in self._parts:
             share = CAST[part.role]
             self._counts[part.row, LIMIT] = math.ceil(share * reads) if share else NO_LIMIT
@@ -228,7 +228,7 @@ class Attack:
             self._end(part)
 
     def _look_for_leaks(self, owners: list[PeerProcess]) -> None:
-        """Nobody is left who could hold anything: all memory can be had again."""
+        """No holder is left: all memory can be had again."""
         for peer in owners:
             try:
                 until(partial(_is_idle, peer), TIDY_SECONDS, partial(_held, peer))

@@ -1,4 +1,4 @@
-"""Readers of real peers get exact bytes or none, whoever changes the memory and whoever is killed meanwhile."""
+"""Readers of real peers get exact bytes or none, under changes of the memory and kills of any process."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class World:
         return [
             peer
             for peer in self.cluster.running
-            if peer.core is not None and peer.core.find(digest, self.kernel.now) is not None
+            if peer.core is not None and peer.core.objects.find(digest, self.kernel.now) is not None
         ]
 
 
@@ -106,7 +106,7 @@ def test_a_soft_copy_elsewhere_becomes_a_firm_one() -> None:
     world.get(world.cluster.peers[1], "k")
     core = world.cluster.peers[1].core
     assert core is not None
-    entry = core.find(key_digest("k", NAMESPACE), world.kernel.now)
+    entry = core.objects.find(key_digest("k", NAMESPACE), world.kernel.now)
     assert entry is not None
     assert entry.soft
     operation, _ = world.hand_over()

@@ -82,7 +82,7 @@ class World:
         holder, life, _ = self.keys[key]
         digest = key_digest(key, NAMESPACE)
         operation = LookupOperation(core, [digest])
-        core.start(operation, self.kernel.now)
+        core.operations.start(operation, self.kernel.now)
 
         def done() -> None:
             if holder.life != life or asker.core is not core:

@@ -86,7 +86,7 @@ class World:
         found = []
         for peer in self.cluster.running:
             assert peer.core is not None
-            entry = peer.core.find(digest, self.kernel.now)
+            entry = peer.core.objects.find(digest, self.kernel.now)
             if entry is not None and not entry.soft:
                 found.append(peer)
         return found
@@ -325,11 +325,11 @@ def test_holders_that_heard_of_another_number_act_by_the_highest() -> None:
     world.put(0, "k", 2)
     holder = next(peer for peer in world.holders("k") if peer.number != 0)
     assert holder.core is not None
-    entry = holder.core.find(key_digest("k", NAMESPACE), world.kernel.now)
+    entry = holder.core.objects.find(key_digest("k", NAMESPACE), world.kernel.now)
     assert entry is not None
     assert entry.replicas == 2
     world.wanted["k"] = 3
-    holder.core.strengthen(entry, entry.pin, 3, world.kernel.now)
+    holder.core.objects.strengthen(entry, entry.pin, 3, world.kernel.now)
     holder.settle()
     unrelated = next(peer for peer in world.cluster.peers if peer not in world.holders("k"))
     unrelated.crash()

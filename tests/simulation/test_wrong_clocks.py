@@ -9,8 +9,8 @@ import pytest
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import P2PStoreError, Unavailable
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import clock_from_unix_seconds, key_digest
+from p2pstore.put_facts import PutStatus
 from simulation.cluster import NAMESPACE, SimulatedCluster
 from simulation.kernel import Faults, FaultyNetwork, Kernel
 from simulation.peer import UNIX_START, SimulatedPeer

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mooncake_p2p.measuring import machine
+from mooncake_p2p.commands.bench import machine
 from p2pstore.objects import format_bytes
 from tests.soak.flatness import SETTLED_SECONDS
 from tests.soak.ledger import SPREAD_SECONDS

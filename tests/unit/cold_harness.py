@@ -23,7 +23,8 @@ from p2pstore.objects import (
     key_digest,
     root_checksum,
 )
-from p2pstore.ssd_tier.disk import aligned_buffer
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer
+from p2pstore.ssd_tier.cold_log import TierHooks
 from p2pstore.ssd_tier.disk_protocol import Check, Disk, Waits
 from p2pstore.ssd_tier.health import TierState
 from p2pstore.ssd_tier.index import ColdEntry
@@ -156,12 +157,20 @@ async def running(
     harness: list[Harness] = []
     settings.setdefault("segment_bytes", SEGMENT_BYTES)
     settings.setdefault("max_records", 4096)
+    told = {"unix": settings.pop("now")} if "now" in settings else {}
+    if "shares" in settings:
+        told["shares"] = settings.pop("shares")
     async with open_tier(
         disk,
         policy or AdmissionPolicy(),
-        withdraw=lambda entries: harness[0].withdrawn.extend(entries) if harness else None,
-        state_changed=lambda health: harness[0].states.append(health.state) if harness else None,
-        is_last_copy=lambda digest: bool(harness) and digest in harness[0].last_copies,
+        TierHooks(
+            withdraw=lambda entries: harness[0].withdrawn.extend(entries) if harness else None,
+            state_changed=lambda health: (
+                harness[0].states.append(health.state) if harness else None
+            ),
+            is_last_copy=lambda digest: bool(harness) and digest in harness[0].last_copies,
+            **told,
+        ),
         **settings,
     ) as tier:
         harness.append(Harness(tier))

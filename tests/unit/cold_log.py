@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from p2pstore.objects import MIB
-from p2pstore.ssd_tier.dead_marks import DeadMarks
 from p2pstore.ssd_tier.footer import encode_footer, footer_from_headers
 from p2pstore.ssd_tier.index import ColdIndex
 from p2pstore.ssd_tier.log_layout import (
@@ -14,17 +13,25 @@ from p2pstore.ssd_tier.log_layout import (
     PAGE_BYTES,
     Codec,
     ColdFacts,
+    DeadMarks,
     RecordPlace,
+    Superblock,
+    encode_segment_start,
+    first_writes,
     part_bytes,
     record_bytes,
     record_position,
     segment_position,
 )
-from p2pstore.ssd_tier.record_header import decode_record_header, encode_record_header
-from p2pstore.ssd_tier.recovery import FoundSegment, SegmentReading, read_segment
-from p2pstore.ssd_tier.refill import Refilled, refill
-from p2pstore.ssd_tier.segment_search import Read
-from p2pstore.ssd_tier.superblock import Superblock, encode_segment_start, first_writes
+from p2pstore.ssd_tier.record_format import decode_record_header, encode_record_header
+from p2pstore.ssd_tier.recovery import (
+    FoundSegment,
+    Read,
+    Refilled,
+    SegmentReading,
+    read_segment,
+    refill,
+)
 from tests.unit.cold_objects import STORE_ID
 
 

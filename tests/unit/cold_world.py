@@ -128,7 +128,7 @@ class ColdWorld(Harness):
 
     def _keep(self, effect: WriteObject) -> None:
         held = effect.entry
-        trailer = decode_trailer(self.segment.trailer_bytes(held))
+        trailer = decode_trailer(self.segment.table.trailer_bytes(held))
         assert trailer is not None
         entry = ColdEntry(
             digest=held.digest,
@@ -162,9 +162,9 @@ class ColdWorld(Harness):
             keys.append(stored.entry.key)
             if outcome:
                 failed = PullOutcome(False, (), outcome.get("error"), 0, "ssd")
-                self.core.pulled(effect.operation, failed, self.now)
+                self.core.operations.pulled(effect.operation, failed, self.now)
                 continue
-            destination = self.core.copy_destination(effect.operation, self.now)
+            destination = self.core.operations.copy_destination(effect.operation, self.now)
             slot = Slot(
                 SlotState.LIVE,
                 effect.digest,
@@ -176,7 +176,7 @@ class ColdWorld(Harness):
             destination.prepare(slot, stored.trailer)
             destination.pages[: len(stored.value)] = stored.value
             destination.commit(self.now)
-            self.core.pulled(
+            self.core.operations.pulled(
                 effect.operation, PullOutcome(True, (), None, self.core.member, "ssd"), self.now
             )
         return keys

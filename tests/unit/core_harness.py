@@ -21,8 +21,8 @@ from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.operation import Operation
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.put_operation import PutOperation
+from p2pstore.gossip.floors.floor_comparison import FloorAnswer
 from p2pstore.gossip.floors.floor_stamps import hash_stamps
-from p2pstore.gossip.floors.floor_sync import FloorAnswer
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, Ping
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.gossip.machine import Gossip, GossipConfig
@@ -63,18 +63,10 @@ from p2pstore.objects import (
     root_checksum,
 )
 from p2pstore.put_facts import PutFacts
-from p2pstore.transfer.data_messages import (
-    REQUESTS,
-    ClusterRecords,
-    DataKind,
-    Lookup,
-    ObjectReply,
-    Objects,
-    ObjectStatus,
-    Proofs,
-    Push,
-)
+from p2pstore.transfer.data_messages import REQUESTS, DataKind, ObjectReply, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import ClusterRecords, Lookup, Proofs, Push
 from p2pstore.wire import Code, Message, decode_body, encode_body
+from simulation.segment_checks import check_segment
 from simulation.signer import SimulatedSigner, SimulatedVerifier
 from tests.unit.gossip_network import inform_of_death
 
@@ -306,7 +298,7 @@ class Harness:
         reservation = self.segment.reserve(
             len(value), trailer, holder=HOLDER, now=self.core.unix(self.now)
         )
-        self.core.announce_withdrawn(self.now)
+        self.core.objects.announce_withdrawn(self.now)
         self.segment.reservation_view(reservation.number, holder=HOLDER)[:] = value
         return reservation.number
 
@@ -362,7 +354,7 @@ class Harness:
     # --- driving -----------------------------------------------------------------------------
 
     def start(self, operation: Operation) -> Operation:
-        return self.core.start(operation, self.now)
+        return self.core.operations.start(operation, self.now)
 
     def pass_time(self, seconds: float) -> None:
         """Advance in the steps that the core asks for."""
@@ -422,10 +414,12 @@ class Harness:
         self, pull: PullObject, thing: RemoteObject, *failures: PullFailure
     ) -> ObjectEntry | None:
         """Carry out a pull: the object arrives, after these failures of others."""
-        destination = self.core.copy_destination(pull.operation, self.now)
+        destination = self.core.operations.copy_destination(pull.operation, self.now)
         destination.prepare(thing.slot, thing.trailer)[:] = thing.value
         entry = destination.commit(self.now)
-        self.core.pulled(pull.operation, PullOutcome(entry is not None, tuple(failures)), self.now)
+        self.core.operations.pulled(
+            pull.operation, PullOutcome(entry is not None, tuple(failures)), self.now
+        )
         return entry
 
     def fail(self, pull: PullObject, *codes: Code, error: Exception | None = None) -> None:
@@ -434,7 +428,7 @@ class Harness:
             PullFailure(copy.member, int(code), "", OTHER_INCARNATION, 1000)
             for copy, code in zip(pull.copies, codes, strict=True)
         )
-        self.core.pulled(pull.operation, PullOutcome(False, failures, error), self.now)
+        self.core.operations.pulled(pull.operation, PullOutcome(False, failures, error), self.now)
 
     def finished(self) -> set[int]:
         """Numbers of the operations that were reported as finished since the last call."""
@@ -447,7 +441,7 @@ class Harness:
         assert self.segment.leased_bytes == 0
         live = sum(entry.extent_bytes for entry in self.segment.entries())
         assert self.segment.used_bytes == live, "a reservation was left behind"
-        self.segment.check()
+        check_segment(self.segment)
 
 
 def digests_asked(ask: AskPeer) -> list[bytes]:

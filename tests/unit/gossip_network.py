@@ -11,9 +11,9 @@ from random import Random
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_effects import Push
 from p2pstore.gossip.gossip_messages import REPLIES, REQUESTS, Claim, ControlKind, Status
-from p2pstore.gossip.locations.directory import Location
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.signed_runs import SIGNATURE_BYTES, SignedRun
+from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.machine import (
     Answer,
     Ask,
@@ -111,7 +111,7 @@ def inform_of_death(
         return
     membership.observe_claims([Claim(peer_id, claimed, int(Status.DEAD), 7)], now)
     membership.suspect(peer_id, now)
-    membership._judge(state, membership._suspects[peer_id], now)
+    membership._judge(state, membership.suspects._suspicions[peer_id], now)
     assert state.status is Status.DEAD
 
 
@@ -208,7 +208,7 @@ class Network:
         self._incarnation += 1000
         node = Node(self, number, self._incarnation)
         if bootstrap is not None and bootstrap != number:
-            node.gossip.add_bootstrap([address_of(bootstrap)])
+            node.gossip.addresses.add_bootstrap([address_of(bootstrap)])
         self.nodes[number] = node
         return node
 

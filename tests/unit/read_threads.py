@@ -22,7 +22,7 @@ from p2pstore.transfer.data_messages import (
 )
 from p2pstore.transfer.serving.read_answers import LentObject, ReadAnswers, Traffic
 from p2pstore.transfer.serving.read_thread import ReadThread
-from p2pstore.transfer.serving.uploads import Uploads
+from p2pstore.transfer.serving.serving_limits import Uploads
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
     HEADER_BYTES,

@@ -81,11 +81,11 @@ def churn(
         length = sizes(rng)
         namespace = namespaces[number % len(namespaces)]
         recent.append(_put(segment, namespace, f"key {number}", length, number, now))
-        withdrawn = segment.take_withdrawn()
+        withdrawn = segment.objects.take_withdrawn()
         payload_bytes += length - sum(entry.length for entry in withdrawn)
         if rng.random() < READ_SHARE:
             for _ in range(3):
-                segment.touch(rng.choice(recent), 1, now)
+                segment.objects.touch(rng.choice(recent), 1, now)
         full_for += bool(full_for or withdrawn)
         if full_for > puts // 2:
             done.evicted += len(withdrawn)

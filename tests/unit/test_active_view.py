@@ -14,7 +14,8 @@ from p2pstore.gossip.gossip_effects import Ask
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Status
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.active_view import ActiveView
-from p2pstore.gossip.members.membership import Membership, MembershipConfig, MemberState
+from p2pstore.gossip.members.member_table import MembershipConfig, MemberState
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import PeerId, SignedRecord, member_of
 from tests.unit.gossip_network import Network, bury, peer_id_of, peer_record
 
@@ -316,10 +317,10 @@ def test_a_machine_exchanges_and_relays_with_neighbours_only() -> None:
         do(node, effects)  # type: ignore[arg-type]
 
     network.do = record  # type: ignore[method-assign,assignment]
-    neighbours = {node.number: set(node.gossip.neighbours()) for node in nodes}
+    neighbours = {node.number: set(node.gossip.view.neighbours()) for node in nodes}
     network.run(5.0)
     gossips: list[Gossip] = [node.gossip for node in nodes]
-    assert all(len(gossip.neighbours()) == 3 for gossip in gossips)
+    assert all(len(gossip.view.neighbours()) == 3 for gossip in gossips)
     for number, peers in asked.items():
         assert peers <= neighbours[number]
     assert len(asked) == 12

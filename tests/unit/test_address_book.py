@@ -14,7 +14,7 @@ def test_the_living_come_before_those_that_are_gone() -> None:
     network.stop(1)
     network.start(2)
     assert network.run(20, network.converged)
-    book = first.gossip.address_book()
+    book = first.gossip.addresses.entries()
     assert book == [(peer_id_of(number), (address_of(number),)) for number in (2, 1)]
 
 
@@ -23,12 +23,12 @@ def test_an_address_is_kept_once_the_peer_there_has_admitted_this_one() -> None:
     network = Network(seed=1)
     node = network.start(0)
     addresses = ("10.0.0.9:17946",)
-    node.gossip.add_bootstrap(addresses)
+    node.gossip.addresses.add_bootstrap(addresses)
     node.gossip.contacted(peer_id_of(9), addresses, network.now)
-    assert node.gossip.addresses_to_keep() == []
-    assert node.gossip.addresses_of(peer_id_of(9)) == list(addresses)
+    assert node.gossip.addresses.addresses() == []
+    assert node.gossip.addresses.of(peer_id_of(9)) == list(addresses)
     node.gossip.contacts.admitted(peer_id_of(9))
-    assert node.gossip.address_book() == [(peer_id_of(9), addresses)]
+    assert node.gossip.addresses.entries() == [(peer_id_of(9), addresses)]
 
 
 def test_what_an_earlier_run_left_stays_until_this_peer_was_admitted_somewhere() -> None:
@@ -36,10 +36,10 @@ def test_what_an_earlier_run_left_stays_until_this_peer_was_admitted_somewhere()
     network = Network(seed=1)
     first, second = network.start_all(2)
     node = network.start(2)
-    node.gossip.load_address_book([(None, ("10.0.0.9:17946",))])
-    assert node.gossip.addresses_to_keep() == ["10.0.0.9:17946"]
-    node.gossip.add_bootstrap([address_of(0)])
+    node.gossip.addresses.load([(None, ("10.0.0.9:17946",))])
+    assert node.gossip.addresses.addresses() == ["10.0.0.9:17946"]
+    node.gossip.addresses.add_bootstrap([address_of(0)])
     assert network.run(20, network.converged)
-    assert set(node.gossip.addresses_to_keep()) == {address_of(0), address_of(1)}
-    assert first.gossip.joined
-    assert second.gossip.joined
+    assert set(node.gossip.addresses.addresses()) == {address_of(0), address_of(1)}
+    assert first.gossip.contacts.admitted_once
+    assert second.gossip.contacts.admitted_once

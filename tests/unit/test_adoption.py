@@ -10,14 +10,9 @@ from p2pstore.core.core_effects import AskPeer
 from p2pstore.gossip.records import LocationRecord, writer_of
 from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.objects import Version
-from p2pstore.transfer.data_messages import DataKind, Proofs, Push
-from tests.unit.core_harness import (
-    OTHER_INCARNATION,
-    Harness,
-    clock_at,
-    digest_of,
-    remote_object,
-)
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Proofs, Push
+from tests.unit.core_harness import OTHER_INCARNATION, Harness, clock_at, digest_of, remote_object
 
 LONG_SECONDS: Final = 3_600
 
@@ -28,7 +23,7 @@ def with_unproved_copy() -> Harness:
     entry = world.stored("k", b"value")
     world.gossip.release(entry.digest, entry.version, world.now)
     foreign = Version(entry.version.clock, world.writer ^ 1, entry.version.root)
-    world.segment.renew_version(entry, foreign)
+    world.segment.objects.renew_version(entry, foreign)
     world.core.proofs.lacks(entry.digest, world.now)
     return world
 
@@ -61,7 +56,7 @@ def test_what_is_gone_meanwhile_is_not_adopted() -> None:
     world = with_unproved_copy()
     entry = world.find("k")
     assert entry is not None
-    world.core.withdraw(entry, world.now)
+    world.core.objects.withdraw(entry, world.now)
     tick_for(world, LONG_SECONDS)
     assert world.core.counters["copies_adopted"] == 0
     assert world.gossip.holders(digest_of("k"), world.now) == []

@@ -1,4 +1,4 @@
-"""What is kept of a value when the next holder is asked, and what is not."""
+"""The chunks of a value that are kept when the next holder is asked."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from p2pstore.errors import CapacityExceeded
 from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import MIB
 from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.reading.arriving import BufferDestination, ResumableDestination
+from p2pstore.transfer.reading.arriving import ResumableDestination
 from p2pstore.transfer.reading.segment_reader import SegmentReader
+from p2pstore.transfer.transport import BufferDestination
 from tests.contract.test_transport import _buffers, pattern, put, segment_of
 
 VALUE, OTHER = pattern(3 * MIB + 5), pattern(3 * MIB + 5, seed=1)
@@ -109,7 +110,7 @@ def test_a_damaged_chunk_is_free_again() -> None:
         arriving.verify(1)
     with pytest.raises(PullFailed, match="chunk 0"):
         arriving.verify(0, chunk=memoryview(OTHER)[:MIB])
-    assert not any(arriving.view)  # what is not verified is not copied
+    assert not any(arriving.view)  # unverified bytes are not copied
     arriving.leave()
     assert arriving.take() == range(4)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.runtime.cgroups import memory_limits, processor_limit
+from p2pstore.runtime.linux import memory_limits, processor_limit
 
 FILES = {
     "cgroup/pod/box/memory.max": "4096\n",

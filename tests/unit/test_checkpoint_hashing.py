@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import trio
 
-from p2pstore.checkpoint.content import bulk_reading, hashing
+from p2pstore.checkpoint.client.tensor_file import plan_image, write_image
+from p2pstore.checkpoint.content import hashing
+from p2pstore.checkpoint.content import hashing as bulk_reading
 from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import FileHashes, Manifest, hash_of
 from p2pstore.checkpoint.content.pieces import MIN_PIECE_BYTES, SMALLEST_USUAL
-from p2pstore.checkpoint.content.source_directory import SourceDirectory
-from p2pstore.checkpoint.content.source_memory import SourceMemory
-from p2pstore.client.tensor_file import plan_image, write_image
+from p2pstore.checkpoint.content.sources import SourceDirectory, SourceMemory
 from p2pstore.errors import CheckpointChanged, CheckpointRefused
 
 PIECE = MIN_PIECE_BYTES

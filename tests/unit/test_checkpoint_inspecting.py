@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.checkpoint.content.inspecting import inspect
-from p2pstore.checkpoint.content.source_directory import SourceDirectory
-from p2pstore.checkpoint.swarm.choosing import bookkeeping_in, nearest, unmatched
+from p2pstore.checkpoint.content.content_paths import bookkeeping_in, nearest, unmatched
+from p2pstore.checkpoint.content.sources import SourceDirectory, inspect
 from p2pstore.errors import CheckpointRefused
 from tests.unit.test_checkpoint_hashing import write
 from tests.unit.test_safetensors import PAGE, POINTER, entry, file_with

@@ -6,10 +6,8 @@ import pytest
 import trio
 import trio.testing
 
-from p2pstore.checkpoint.content.memory_layout import ALIGNMENT, plan_memory
-from p2pstore.checkpoint.content.piece_map import full_map
-from p2pstore.checkpoint.peer.memories import Memories
-from p2pstore.checkpoint.peer.memory_target import MemoryTarget
+from p2pstore.checkpoint.content.pieces import ALIGNMENT, full_map, plan_memory
+from p2pstore.checkpoint.peer.stores import Memories, MemoryTarget
 from p2pstore.errors import CapacityExceeded, StoreClosed
 from p2pstore.memory.mapped.mapped_memory import map_read_only
 from p2pstore.objects import MIB

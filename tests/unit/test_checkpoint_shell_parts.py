@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
-from p2pstore.checkpoint.peer.introductions import BELIEVED_SECONDS, MAX_BELIEVED, Introductions
-from p2pstore.checkpoint.peer.piece_buffers import MOST_KEPT_BYTES, PieceBuffers
+from p2pstore.checkpoint.peer.piece_flow import (
+    BELIEVED_SECONDS,
+    BURST_SECONDS,
+    MAX_BELIEVED,
+    MOST_KEPT_BYTES,
+    Introductions,
+    PieceBuffers,
+    TokenBucket,
+)
+from p2pstore.checkpoint.peer.surroundings import Surroundings
 from p2pstore.checkpoint.peer.swarm_links import SwarmLinks, _Link
-from p2pstore.checkpoint.peer.token_bucket import BURST_SECONDS, TokenBucket
 from p2pstore.checkpoint.swarm.swarm_messages import (
     MAX_INTRODUCED,
     Grant,
@@ -15,9 +24,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     NewPieces,
     kind_of,
 )
-from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.frame_link import FrameLink
-from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.data_frames import FrameLink
 from p2pstore.wire import ONE_WAY, encode_frame
 
 
@@ -114,10 +121,8 @@ class _Frames(FrameLink):
 
 
 async def test_what_a_member_is_told_in_one_step_is_sent_together() -> None:
-    pool = DataPool(TrioDriver())
-    links = SwarmLinks(
-        bytes(16), 9, pool, lambda _: None, lambda _: False, lambda _: None, lambda _: None
-    )
+    around = cast(Surroundings, None)  # only dialing needs it
+    links = SwarmLinks(bytes(16), around, lambda _: None, lambda _: None)
     frames = {member: _Frames() for member in (1, 2, 3)}
     links._links = {member: _Link(each, True, 0.0) for member, each in frames.items()}
     news, grant = (

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
 from mooncake_p2p import output
+from mooncake_p2p.commands.join import SETTINGS
 from mooncake_p2p.exit_errors import (
     EXIT_CODES,
     AlreadyTold,
@@ -86,6 +88,21 @@ def test_join_has_an_option_for_every_setting() -> None:
     options = set(inspect.signature(function_of("join")).parameters)
     options -= {"config", "detach", "invite"}
     assert options == set(PeerConfig.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", PeerConfig.__struct_fields__)
+def test_option_of_join_is_as_its_setting(name: str) -> None:
+    setting, hint = SETTINGS[name], get_type_hints(PeerConfig)[name]
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    assert (setting.form.split("|") if setting.form.islower() else []) == [*choices]
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = {get_origin(each) or each for each in members}
+    assert (setting.kind is list) == (list in kinds)
+    assert (setting.kind is bool) == (hint is bool)
+    assert (setting.kind is int) == (int in kinds and str not in kinds)
+    default = getattr(PeerConfig(), name)
+    if isinstance(default, str | float) and default and not isinstance(default, bool):
+        assert setting.default == (default if isinstance(default, str) else f"{default:g}")
 
 
 def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:

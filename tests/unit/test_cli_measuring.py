@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from mooncake_p2p.measuring import LEAST_SAMPLES, Figure, document, medians_in_turns
+from mooncake_p2p.commands.bench import LEAST_SAMPLES, Figure, document, medians_in_turns
 
 
 def test_a_figure_becomes_a_median_and_a_rate() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.new_file import NewFile
+from mooncake_p2p.files_and_pipes import NewFile
 
 REAL_OPEN = os.open
 
@@ -134,7 +134,7 @@ def test_a_directory_that_takes_the_name_meanwhile(kind: str, tmp_path: Path) ->
 def killed_writer(path: Path, *, unnamed: bool) -> None:
     """A process that makes a new file and is killed before it is complete."""
     script = (
-        "import os, sys; from mooncake_p2p.new_file import NewFile;"
+        "import os, sys; from mooncake_p2p.files_and_pipes import NewFile;"
         "from tests.unit.test_cli_new_file import without_unnamed_files;"
         f"os.open = os.open if {unnamed} else without_unnamed_files;"
         f"file = NewFile({str(path)!r}); os.write(file.descriptor, b'half');"

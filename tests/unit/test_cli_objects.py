@@ -168,7 +168,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
         store.namespace = namespace
         yield store
 
-    for module in ("objects", "listing", "removing", "keeping"):
+    for module in ("objects", "listing", "changing"):
         monkeypatch.setattr(f"mooncake_p2p.commands.{module}.connected", connected)
     return store
 

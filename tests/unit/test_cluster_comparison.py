@@ -7,7 +7,8 @@ from random import Random
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.floors.cluster_comparison import (
+from p2pstore.gossip.floors.cluster_records import (
+    ClusterRecords,
     TheirRecords,
     differing_buckets,
     pack_buckets,
@@ -16,7 +17,6 @@ from p2pstore.gossip.floors.cluster_comparison import (
     read_cells,
     records_for,
 )
-from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,

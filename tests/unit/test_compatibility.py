@@ -24,15 +24,16 @@ import xxhash
 
 from p2pstore import wire
 from p2pstore.access.keyring import KeyRing
+from p2pstore.checkpoint import checkpoint_messages
 from p2pstore.errors import ConfigError, P2PStoreError, ProtocolError, ProtocolMismatch
 from p2pstore.gossip import gossip_messages as control
-from p2pstore.gossip.floors.cluster_comparison import TheirRecords
-from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.floors.cluster_records import ClusterRecords, TheirRecords
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
-from p2pstore.gossip.members.membership import Membership, MembershipConfig
+from p2pstore.gossip.members.member_table import MembershipConfig
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     MAX_RECORD_BYTES,
@@ -48,6 +49,7 @@ from p2pstore.gossip.records import (
     read_peer_record,
 )
 from p2pstore.local import local_messages as local
+from p2pstore.local import local_protocol
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.memory.entries import Written
 from p2pstore.memory.segment import Segment
@@ -59,9 +61,10 @@ from p2pstore.memory.segment_layout import (
     plan_geometry,
 )
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
-from p2pstore.runtime.streams import BlockingDriver, run_blocking
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.transfer import data_messages as data
+from p2pstore.transfer import peer_messages
 from p2pstore.transfer.read_tickets import (
     Scope,
     TicketClaims,
@@ -162,7 +165,7 @@ def without_optional(value: Any) -> Any:
 
 
 def test_no_message_is_forgotten() -> None:
-    for module in (control, data, local):
+    for module in (control, data, local_protocol, checkpoint_messages):
         assert set(module.REQUESTS.values()) | set(module.REPLIES.values()) <= set(MESSAGES)
     assert {SignedRecord, ClusterRecord, TicketClaims, TrailerBody, Failure} <= set(MESSAGES)
 
@@ -235,13 +238,13 @@ def test_a_copy_from_an_older_holder_fits_though_its_trailer_grows() -> None:
         slot = msgspec.structs.replace(
             remote.slot, trailer_length=remote.slot.trailer_length - grows_by
         )
-        operation = world.core.fetch(slot.digest, world.now)
-        destination = world.core.copy_destination(operation.number, world.now)
+        operation = world.core.operations.fetch(slot.digest, world.now)
+        destination = world.core.operations.copy_destination(operation.number, world.now)
         destination.prepare(slot, remote.trailer)[:] = bytes(length)
         entry = destination.commit(world.now)
         assert entry is not None
         world.segment.remove(entry.digest)
-        world.core.cancel(operation, world.now)
+        world.core.operations.cancel(operation, world.now)
 
 
 # --- caps ----------------------------------------------------------------------------------------
@@ -260,9 +263,9 @@ SIGNED = SignedRecord(b"", b"")
         msgspec.structs.replace(NOTHING, cluster_records=[SIGNED] * 1025),
         msgspec.structs.replace(NOTHING, logs=[control.LogChunk(1, 1, 1, b"")] * 16_385),
         data.Get([data.GetItem(b"")] * 1025),
-        data.Push(1, [1] * 32_769, b""),
-        data.ClusterRecords([b""] * 257, []),
-        data.ClusterRecords([], [b""] * 257),
+        peer_messages.Push(1, [1] * 32_769, b""),
+        peer_messages.ClusterRecords([b""] * 257, []),
+        peer_messages.ClusterRecords([], [b""] * 257),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -446,8 +449,10 @@ def receive_local(sock: socket.socket) -> tuple[int, int, int, bytes]:
 
 
 def local_hello(minimum: int = 1, maximum: int = 1) -> bytes:
-    hello = local.Hello(minimum, maximum, "default", local.Access.READ, os.getpid())
-    return PREFACE_LOCAL + encode_frame(local.LocalKind.HELLO, 0, hello)
+    hello = local_protocol.Hello(
+        minimum, maximum, "default", local_protocol.Access.READ, os.getpid()
+    )
+    return PREFACE_LOCAL + encode_frame(local_protocol.LocalKind.HELLO, 0, hello)
 
 
 def test_the_local_socket_answers_unknown_kinds(tmp_path: Path) -> None:
@@ -458,13 +463,13 @@ def test_the_local_socket_answers_unknown_kinds(tmp_path: Path) -> None:
         sock.sendall(
             encode_frame(UNKNOWN_KIND, 1, Empty(), flags=ONE_WAY)
             + encode_frame(UNKNOWN_KIND, 2, Failure(1, "any body"))
-            + encode_frame(local.LocalKind.CONTAINS, 3, contains, flags=UNKNOWN_FLAGS)
+            + encode_frame(local_protocol.LocalKind.CONTAINS, 3, contains, flags=UNKNOWN_FLAGS)
         )
         kind, flags, number, body = receive_local(sock)
         assert (kind, flags, number) == (UNKNOWN_KIND, REPLY | ERROR, 2)
         assert decode_body(Failure, body).code == Code.UNSUPPORTED
         kind, flags, number, body = receive_local(sock)
-        assert (kind, number) == (local.LocalKind.CONTAINS, 3)
+        assert (kind, number) == (local_protocol.LocalKind.CONTAINS, 3)
 
 
 # --- versions ------------------------------------------------------------------------------------
@@ -513,7 +518,7 @@ def test_versions_meet_on_the_local_socket(
     with local_stream(tmp_path / "s") as sock:
         sock.sendall(local_hello(*theirs))
         _, flags, _, body = receive_local(sock)
-        assert_met(flags, body, local.HelloReply, spoken, own, theirs)
+        assert_met(flags, body, local_protocol.HelloReply, spoken, own, theirs)
 
 
 @meetings
@@ -569,7 +574,10 @@ def test_a_version_that_was_not_offered_is_refused(tmp_path: Path) -> None:
         welcome = peer.backend.welcome
         peer.backend.welcome = lambda client, version: welcome(client, 2)  # type: ignore[method-assign]
         opening = LocalConnection.open(
-            BlockingDriver(), str(tmp_path / "s"), namespace="default", access=local.Access.READ
+            BlockingDriver(),
+            str(tmp_path / "s"),
+            namespace="default",
+            access=local_protocol.Access.READ,
         )
         with pytest.raises(ProtocolMismatch, match="the other side 2 to 2"):
             run_blocking(opening)

@@ -10,24 +10,18 @@ from msgspec.structs import replace
 
 from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copies.write_back import LOOKED_AT
-from p2pstore.core.core_effects import (
-    LoadObject,
-    PullFailure,
-    PullObject,
-    PullOutcome,
-    WriteObject,
-)
+from p2pstore.core.core_effects import LoadObject, PullFailure, PullObject, PullOutcome, WriteObject
 from p2pstore.core.gets.key_pages import ListOperation
 from p2pstore.core.gets.prefetching import AT_ONCE, BEGUN_PER_STEP, MAX_QUEUED
 from p2pstore.core.gets.presence_answers import is_known, known_keys
 from p2pstore.core.gets.serving import ListHereOperation, reply_of
 from p2pstore.errors import CapacityExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier, decode_location
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import KIB, Version, namespace_digest
-from p2pstore.transfer.data_messages import (
-    DataKind,
+from p2pstore.put_facts import PutStatus
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import (
     ExpiryItem,
     ExpirySet,
     Keys,
@@ -38,11 +32,11 @@ from p2pstore.transfer.data_messages import (
     SetExpiry,
 )
 from p2pstore.wire import Code
+from simulation.segment_checks import check_segment
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import NAMESPACE, Harness, digest_of
 
 VALUE = b"v" * 9_000
-
 
 # --- to the SSD ------------------------------------------------------------------------------
 
@@ -60,7 +54,7 @@ def test_the_coldest_is_written_first_and_used_objects_last() -> None:
         world.stored(f"k{number}", VALUE + bytes([number]))
     used = world.find("k0")
     assert used is not None
-    world.segment.used(used, 1, world.core.unix(world.now))
+    world.segment.objects.used(used, 1, world.core.unix(world.now))
     for number in range(12, 20):
         world.stored(f"k{number}", VALUE + bytes([number]))
     world.pass_time(0.1)
@@ -80,7 +74,7 @@ def test_the_coldest_quarter_is_written_however_many_objects_that_are() -> None:
         world.pass_time(0.05)
         world.write()
     assert len(world.store.objects) == pytest.approx(count / 4, rel=0.1)
-    world.segment.check()
+    check_segment(world.segment)
 
 
 def test_what_is_being_written_is_not_evicted_and_little_is_at_a_time() -> None:
@@ -102,7 +96,7 @@ def test_an_evicted_object_is_announced_as_on_the_ssd() -> None:
     world = ColdWorld()
     record = world.cool("k", VALUE, replicas=2)
     assert (record.tier, record.replicas) == (Tier.SSD, 2)
-    (copy,) = world.core.known_copies(digest_of("k"), world.now)
+    (copy,) = world.core.copies.known(digest_of("k"), world.now)
     assert copy.local
     assert copy.record == record
     assert is_known(world.core, digest_of("k"), world.now)
@@ -155,7 +149,7 @@ def test_a_refused_object_is_offered_again_later() -> None:
 def test_soft_copies_are_not_written() -> None:
     world = ColdWorld(others=1)
     thing = world.hold(world.others[0], "soft", VALUE)
-    world.core.fetch(digest_of("soft"), world.now)
+    world.core.operations.fetch(digest_of("soft"), world.now)
     world.deliver(world.pull_wanted(), thing)
     for number in range(30):
         world.stored(f"k{number}", VALUE)
@@ -184,8 +178,8 @@ def test_what_is_removed_while_it_is_written_does_not_stay_on_the_ssd() -> None:
 def test_a_fetch_loads_from_the_ssd_and_asks_nobody() -> None:
     world = ColdWorld(others=2)
     world.cool("k", VALUE)
-    operation = world.core.fetch(digest_of("k"), world.now)
-    again = world.core.fetch(digest_of("k"), world.now)
+    operation = world.core.operations.fetch(digest_of("k"), world.now)
+    again = world.core.operations.fetch(digest_of("k"), world.now)
     assert again is operation
     assert world.load() == ["k"]
     entry = world.find("k")
@@ -206,7 +200,7 @@ def test_a_load_that_fails_goes_on_at_another_holder() -> None:
     thing = world.hold(
         world.others[0], "k", VALUE, cold.entry.version.clock, cold.entry.version.writer
     )
-    operation = world.core.fetch(digest_of("k"), world.now)
+    operation = world.core.operations.fetch(digest_of("k"), world.now)
     world.load(fail=True)
     entry = world.deliver(world.pull_wanted(), thing)
     assert operation.result is entry is world.find("k")
@@ -215,7 +209,7 @@ def test_a_load_that_fails_goes_on_at_another_holder() -> None:
 def test_a_load_without_room_says_so() -> None:
     world = ColdWorld()
     world.cool("k", VALUE)
-    operation = world.core.fetch(digest_of("k"), world.now)
+    operation = world.core.operations.fetch(digest_of("k"), world.now)
     error = CapacityExceeded("no room")
     world.load(error=error)
     assert operation.result is error
@@ -226,7 +220,7 @@ def test_a_load_for_another_peer_asks_nobody_when_it_fails() -> None:
     world.cool("k", VALUE)
     cold = world.store.objects[digest_of("k")].entry.version
     world.hold(world.others[0], "k", VALUE, cold.clock, cold.writer)
-    operation = world.core.fetch(digest_of("k"), world.now, only_here=True)
+    operation = world.core.operations.fetch(digest_of("k"), world.now, only_here=True)
     world.load(fail=True)
     assert isinstance(operation.result, NoSuchKey)
     assert not world.effects(PullObject)
@@ -235,10 +229,10 @@ def test_a_load_for_another_peer_asks_nobody_when_it_fails() -> None:
 def test_an_ssd_that_hangs_is_said_and_its_peer_is_not_doubted() -> None:
     world = ColdWorld()
     world.cool("k", VALUE)
-    operation = world.core.fetch(digest_of("k"), world.now)
+    operation = world.core.operations.fetch(digest_of("k"), world.now)
     (effect,) = world.effects(LoadObject)
     own = PullFailure(world.core.member, int(Code.DEADLINE_EXCEEDED), "the SSD did not answer")
-    world.core.pulled(effect.operation, PullOutcome(False, (own,)), world.now)
+    world.core.operations.pulled(effect.operation, PullOutcome(False, (own,)), world.now)
     assert isinstance(operation.result, Unavailable)
     assert "the SSD did not answer" in str(operation.result)
     assert world.core.counters["holder_failures"] == 0
@@ -250,8 +244,8 @@ def test_who_wants_it_from_anywhere_may_join_a_load_for_another_peer() -> None:
     world.cool("k", VALUE)
     cold = world.store.objects[digest_of("k")].entry.version
     thing = world.hold(world.others[0], "k", VALUE, cold.clock, cold.writer)
-    operation = world.core.fetch(digest_of("k"), world.now, only_here=True)
-    assert world.core.fetch(digest_of("k"), world.now) is operation
+    operation = world.core.operations.fetch(digest_of("k"), world.now, only_here=True)
+    assert world.core.operations.fetch(digest_of("k"), world.now) is operation
     world.load(fail=True)
     assert world.deliver(world.pull_wanted(), thing) is operation.result
 
@@ -263,13 +257,13 @@ def test_a_pass_over_cold_objects_does_not_push_out_what_is_used() -> None:
         world.cool(name, VALUE + name.encode())
     for number in range(10):
         entry = world.stored(f"hot{number}", VALUE)
-        world.segment.used(entry, 3, world.core.unix(world.now))
+        world.segment.objects.used(entry, 3, world.core.unix(world.now))
     for name in names:
-        world.core.fetch(digest_of(name), world.now)
+        world.core.operations.fetch(digest_of(name), world.now)
         assert world.load() == [name]
         entry_of_it = world.find(name)
         assert entry_of_it is not None
-        world.segment.used(entry_of_it, 1, world.core.unix(world.now))
+        world.segment.objects.used(entry_of_it, 1, world.core.unix(world.now))
         world.pass_time(0.01)
         world.write()
     assert all(world.find(f"hot{number}") for number in range(10))
@@ -343,7 +337,7 @@ def test_an_object_that_comes_and_goes_is_timed_once() -> None:
     world = ColdWorld()
     world.cool("k", VALUE, ttl_seconds=1000.0)
     for number in range(3):
-        world.core.fetch(digest_of("k"), world.now)
+        world.core.operations.fetch(digest_of("k"), world.now)
         world.load()
         for filler in range(100):
             world.fill(5_000 + 100 * number + filler, 1, len(VALUE))
@@ -358,7 +352,7 @@ def test_what_the_tier_loses_is_withdrawn_unless_memory_has_it() -> None:
     world = ColdWorld()
     world.cool("gone", VALUE)
     world.cool("here", VALUE + b"x")
-    world.core.fetch(digest_of("here"), world.now)
+    world.core.operations.fetch(digest_of("here"), world.now)
     world.load()
     lost = [world.store.objects.pop(digest_of(name)).entry for name in ("gone", "here")]
     world.core.cold.lost(lost, world.now)
@@ -372,11 +366,11 @@ def test_what_the_tier_loses_is_withdrawn_unless_memory_has_it() -> None:
 def test_spoilt_memory_leaves_the_copy_on_the_ssd() -> None:
     world = ColdWorld()
     world.cool("k", VALUE)
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     world.load()
     entry = world.find("k")
     assert entry is not None
-    world.core.drop_spoilt(entry, world.now)
+    world.core.objects.drop_spoilt(entry, world.now)
     record = world.announced("k")
     assert record is not None
     assert record.tier is Tier.SSD
@@ -396,19 +390,19 @@ def test_what_leaves_memory_is_kept_on_the_ssd_as_firmly_as_it_was_last() -> Non
         replicas=1,
         soft=False,
     )
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     world.load()
     entry = world.find("k")
     assert entry is not None
     assert (entry.on_ssd, entry.pin, entry.replicas) == (True, Pin.SOFT, 1)
-    world.core.set_pin(entry, Pin.NONE, 0.0, world.now)
-    world.core.strengthen(entry, 0, 3, world.now)
+    world.core.objects.set_pin(entry, Pin.NONE, 0.0, world.now)
+    world.core.objects.strengthen(entry, 0, 3, world.now)
     world.cool_again("k")
     held = world.gossip.log.held(digest_of("k"))
     assert held is not None
     record = decode_location(held)
     assert (record.tier, record.pin, record.replicas) == (Tier.SSD, 0, 3)
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     world.load()
     back = world.find("k")
     assert back is not None
@@ -606,7 +600,7 @@ def test_many_keys_are_put_in_order_step_by_step_before_they_are_listed() -> Non
     cancelled = ListOperation(world.core, request, local=True)
     world.store.steps_to_prepare = 5
     world.start(cancelled)
-    world.core.cancel(cancelled, world.now)
+    world.core.operations.cancel(cancelled, world.now)
     world.check_idle()
 
 
@@ -641,7 +635,7 @@ def test_objects_of_an_earlier_life_are_hidden_until_they_are_known_to_be_good()
     cold = ColdObject(entry.digest, namespace_digest(NAMESPACE), entry.version)
     world.core.floors.return_with([cold], entry.version.clock, world.now)
     assert world.core.cold.find(digest_of("k"), world.now) is None
-    assert not world.core.known_copies(digest_of("k"), world.now)
+    assert not world.core.copies.known(digest_of("k"), world.now)
 
 
 def test_alone_they_are_back_at_once() -> None:
@@ -695,7 +689,7 @@ def test_prefetching_passes_over_what_is_here_nowhere_or_on_its_way() -> None:
     world = ColdWorld()
     world.stored("here", b"x")
     world.cool("cold", VALUE)
-    wanted = world.core.fetch(digest_of("cold"), world.now)
+    wanted = world.core.operations.fetch(digest_of("cold"), world.now)
     world.core.prefetching.add([digest_of(name) for name in ("here", "nowhere", "cold")], world.now)
     assert not len(world.core.prefetching)
     assert wanted.shared_by == 1
@@ -725,7 +719,7 @@ def test_without_its_ssd_a_peer_withdraws_what_was_there_and_goes_on() -> None:
     world = ColdWorld()
     for number in range(100):
         world.cool(f"cold{number}", VALUE + bytes([number]))
-    world.core.fetch(digest_of("cold5"), world.now)
+    world.core.operations.fetch(digest_of("cold5"), world.now)
     world.load()
     world.core.cold.lose_store()
     assert world.core.cold.find(digest_of("cold1"), world.now) is None
@@ -753,7 +747,7 @@ def test_what_a_fast_clock_left_on_the_ssd_alone_is_given_up_and_counted() -> No
     world.core.unix_offset_seconds -= 3600.0
     world.unix_offset -= 3600.0
     unix_ms = round(1000 * world.core.unix(world.now))
-    world.gossip.clocks.answered(world.others[0].peer_id, unix_ms, world.now, world.now)
+    world.gossip.time.clocks.answered(world.others[0].peer_id, unix_ms, world.now, world.now)
     world.pass_time(1.0)
     for _ in range(40):
         world.pass_time(0.05)

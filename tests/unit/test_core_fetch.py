@@ -10,10 +10,10 @@ from p2pstore.core.operation import Operation
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import decode_location
-from p2pstore.local.local_messages import HolderFailure
 from p2pstore.memory.mapped.mapping import address_of
 from p2pstore.memory.segment import ObjectEntry
-from p2pstore.transfer.data_messages import DataKind, Locations
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
 from tests.unit.core_harness import (
     NAMESPACE,
@@ -27,7 +27,7 @@ from tests.unit.core_harness import (
 
 
 def fetch(world: Harness, key: str = "k", **options: object) -> Operation:
-    return world.core.fetch(digest_of(key), world.now, **options)
+    return world.core.operations.fetch(digest_of(key), world.now, **options)
 
 
 def answer_lookups(world: Harness) -> None:
@@ -76,7 +76,7 @@ def test_a_copy_ends_when_the_object_does() -> None:
     assert (entry.expires_unix_ms, world.find("k")) == (ends, entry)
     world.now += 5.0
     assert world.find("k") is None
-    assert world.core.own_location(digest_of("k"), world.now) is None
+    assert world.core.copies.own_location(digest_of("k"), world.now) is None
 
 
 def test_a_copy_that_is_fetched_is_within_its_namespaces_quota() -> None:
@@ -129,8 +129,8 @@ def test_a_shared_fetch_goes_on_while_anybody_wants_it() -> None:
     operation = fetch(world)
     assert fetch(world) is fetch(world) is operation
     pull = world.pull_wanted()
-    world.core.cancel(operation, world.now)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     assert not operation.done
     world.deliver(pull, thing)
     assert isinstance(operation.result, ObjectEntry)
@@ -143,10 +143,10 @@ def test_a_fetch_that_nobody_wants_any_more_ends() -> None:
     assert fetch(world) is fetch(world) is operation
     pull = world.pull_wanted()
     for _ in range(3):
-        world.core.cancel(operation, world.now)
+        world.core.operations.cancel(operation, world.now)
     assert isinstance(operation.result, DeadlineExceeded)
     with pytest.raises(NoSuchKey):
-        world.core.copy_destination(pull.operation, world.now)
+        world.core.operations.copy_destination(pull.operation, world.now)
     world.fail(pull, Code.UNAVAILABLE)  # its outcome comes too late
     again = fetch(world)
     assert again is not operation
@@ -156,7 +156,7 @@ def test_a_fetch_that_nobody_wants_any_more_ends() -> None:
 def test_a_fetch_that_is_cancelled_while_it_looks_up_pulls_nothing() -> None:
     world = Harness(others=1)
     operation = fetch(world)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     (ask,) = world.asks(DataKind.LOOKUP)
     world.hold(world.others[0], "k", b"value")
     world.answer(ask, Locations([[]]))
@@ -198,7 +198,7 @@ def test_a_failed_holder_is_avoided_and_the_next_one_delivers() -> None:
     failed = pull.copies[0]
     world.deliver(pull, thing, PullFailure(failed.member, int(Code.UNAVAILABLE)))
     assert isinstance(operation.result, ObjectEntry)
-    assert world.core.known_copies(digest_of("k"), world.now)[-1].member == failed.member
+    assert world.core.copies.known(digest_of("k"), world.now)[-1].member == failed.member
     assert [ask.peer_id for ask in world.effects(Ask)] == [failed.peer_id]
 
 
@@ -208,15 +208,15 @@ def test_who_is_too_slow_again_and_again_is_avoided_for_longer() -> None:
     world.push(other, world.hold(slow, "k", b"value"))
 
     def first() -> int:
-        return world.core.known_copies(digest_of("k"), world.now)[0].member
+        return world.core.copies.known(digest_of("k"), world.now)[0].member
 
     avoided: list[float] = []
     for _ in range(7):
         for _ in range(8):  # reads side by side
-            failure = HolderFailure(digest_of("k"), slow.member, int(Code.DEADLINE_EXCEEDED))
-            world.core.client_reported(failure, world.now)
+            failure = PullFailure(slow.member, int(Code.DEADLINE_EXCEEDED))
+            world.core.holders.failed(digest_of("k"), failure, world.now)
         began = world.now
-        while world.core.is_avoided(slow.member, world.now):
+        while world.core.holders.is_avoided(slow.member, world.now):
             assert first() == other.member
             world.now += 0.5
         avoided.append(world.now - began)
@@ -224,7 +224,7 @@ def test_who_is_too_slow_again_and_again_is_avoided_for_longer() -> None:
     assert world.core.counters["holders_too_slow"] == 56
     world.now += 61.0
     world.core.tick(world.now)
-    assert not world.core._slow
+    assert not world.core.holders._slow
 
 
 def test_a_holder_that_sent_wrong_bytes_is_not_taken_for_dead() -> None:
@@ -272,7 +272,7 @@ def test_a_key_that_all_holders_have_lost_does_not_exist() -> None:
     world.fail(world.pull_wanted(), Code.NO_SUCH_KEY, Code.NO_SUCH_KEY)
     answer_lookups(world)
     assert isinstance(operation.result, NoSuchKey)
-    assert world.core.known_copies(digest_of("k"), world.now) == [], "and they are believed"
+    assert world.core.copies.known(digest_of("k"), world.now) == [], "and they are believed"
 
 
 def test_a_location_that_was_denied_counts_again_when_its_owner_has_moved_on() -> None:
@@ -282,20 +282,18 @@ def test_a_location_that_was_denied_counts_again_when_its_owner_has_moved_on() -
     world.fail(world.pull_wanted(), Code.NO_SUCH_KEY)
     world.others[0].sequence = 1000
     world.push(world.others[0], thing)
-    assert len(world.core.known_copies(digest_of("k"), world.now)) == 1
+    assert len(world.core.copies.known(digest_of("k"), world.now)) == 1
 
 
 def test_a_client_s_report_counts_like_a_failure_of_one_s_own() -> None:
 
     world = Harness(others=2)
     world.hold(world.others[0], "k", b"value")
-    world.core.client_reported(
-        HolderFailure(
-            digest_of("k"), world.others[0].member, int(Code.NO_SUCH_KEY), OTHER_INCARNATION, 1000
-        ),
-        world.now,
+    failure = PullFailure(
+        world.others[0].member, int(Code.NO_SUCH_KEY), "", OTHER_INCARNATION, 1000
     )
-    assert world.core.known_copies(digest_of("k"), world.now) == []
+    world.core.holders.failed(digest_of("k"), failure, world.now)
+    assert world.core.copies.known(digest_of("k"), world.now) == []
 
 
 def test_one_holder_lost_it_and_one_is_silent() -> None:
@@ -324,7 +322,7 @@ def test_no_room_here_is_no_holder_s_fault() -> None:
     thing = world.hold(world.others[0], "k", bytes(30_000))
     operation = fetch(world)
     pull = world.pull_wanted()
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     with pytest.raises(CapacityExceeded) as caught:
         destination.prepare(thing.slot, thing.trailer)
     world.fail(pull, Code.STALE, error=caught.value)
@@ -355,7 +353,7 @@ def test_a_version_that_is_too_old_is_refused_on_arrival() -> None:
     )
     world.start(operation)
     pull = world.pull_wanted()
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     with pytest.raises(NoSuchKey, match="older version"):
         destination.prepare(old.slot, old.trailer)
     world.fail(pull, Code.STALE)
@@ -369,7 +367,7 @@ def test_a_trailer_of_another_key_is_refused() -> None:
     world = Harness(others=1)
     pull = begin(world)
     thing, other = remote_object("k", b"value"), remote_object("other", b"value")
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     with pytest.raises(NoSuchKey, match="another key"):
         destination.prepare(thing.slot, other.trailer)
 
@@ -379,7 +377,7 @@ def test_what_was_removed_before_it_arrives_is_refused() -> None:
     pull = begin(world)
     thing = remote_object("k", b"value")
     world.learn_floor(world.others[0], digest_of("k"), thing.version)
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     with pytest.raises(NoSuchKey, match="removed"):
         destination.prepare(thing.slot, thing.trailer)
 
@@ -388,12 +386,12 @@ def test_what_is_removed_while_it_arrives_is_not_published() -> None:
     world = Harness(others=1)
     pull = begin(world)
     thing = remote_object("k", b"value")
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     destination.prepare(thing.slot, thing.trailer)[:] = thing.value
     world.learn_floor(world.others[0], digest_of("k"), thing.version)
     assert destination.commit(world.now) is None
     assert world.find("k") is None
-    world.core.pulled(pull.operation, PullOutcome(True), world.now)
+    world.core.operations.pulled(pull.operation, PullOutcome(True), world.now)
     world.check_idle()
 
 
@@ -402,11 +400,11 @@ def test_delivered_and_gone_again_is_no_such_key() -> None:
     thing = world.hold(world.others[0], "k", b"value")
     operation = fetch(world)
     pull = world.pull_wanted()
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     destination.prepare(thing.slot, thing.trailer)[:] = thing.value
     destination.commit(world.now)
     world.learn_floor(world.others[0], digest_of("k"), thing.version)
-    world.core.pulled(pull.operation, PullOutcome(True), world.now)
+    world.core.operations.pulled(pull.operation, PullOutcome(True), world.now)
     assert isinstance(operation.result, NoSuchKey)
     assert "removed" in str(operation.result)
 
@@ -415,7 +413,7 @@ def test_a_second_holder_of_the_version_goes_on_in_the_same_room() -> None:
     world = Harness(others=1)
     pull = begin(world)
     thing = remote_object("k", b"value")
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     first = destination.prepare(thing.slot, thing.trailer)
     first[:2] = b"va"
     used = world.segment.used_bytes
@@ -432,7 +430,7 @@ def test_room_of_a_version_that_is_refused_meanwhile_is_given_back() -> None:
     world = Harness(others=1)
     pull = begin(world)
     thing = remote_object("k", b"value")
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     destination.prepare(thing.slot, thing.trailer)
     world.learn_floor(world.others[0], digest_of("k"), thing.version)
     with pytest.raises(NoSuchKey, match="removed"):
@@ -445,7 +443,7 @@ def test_a_second_holder_of_another_version_starts_over_with_fresh_room() -> Non
     pull = begin(world)
     old = remote_object("k", b"older", clock=clock_at(-1.0))
     thing = remote_object("k", b"value")
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     destination.prepare(old.slot, old.trailer)[:2] = b"xx"
     used = world.segment.used_bytes
     destination.prepare(thing.slot, thing.trailer)[:] = thing.value
@@ -459,7 +457,7 @@ def test_an_aborted_arrival_gives_its_room_back() -> None:
     world = Harness(others=1)
     pull = begin(world)
     thing = remote_object("k", b"value")
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     destination.prepare(thing.slot, thing.trailer)
     destination.abort()
     destination.abort()
@@ -472,12 +470,12 @@ def test_a_newer_version_that_was_put_meanwhile_stays() -> None:
     world = Harness(others=1)
     pull = begin(world)
     thing = remote_object("k", b"value")
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     destination.prepare(thing.slot, thing.trailer)[:] = thing.value
     mine = world.stored("k", b"newer", overwrite=True)
     assert destination.commit(world.now) is mine
     assert world.value("k") == b"newer"
-    world.core.pulled(pull.operation, PullOutcome(True), world.now)
+    world.core.operations.pulled(pull.operation, PullOutcome(True), world.now)
     world.check_idle()
 
 
@@ -511,7 +509,7 @@ def test_a_version_from_the_future_is_refused() -> None:
     world = Harness(others=1)
     pull = begin(world)
     thing = remote_object("k", b"value", clock=clock_at(30.0))
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     with pytest.raises(NoSuchKey, match="future"):
         destination.prepare(thing.slot, thing.trailer)
     assert world.core.clock.latest < clock_at(1.0)
@@ -524,7 +522,7 @@ def test_bringing_something_here_evicts_and_says_so_first() -> None:
     thing = world.hold(world.others[0], "k", bytes(30_000))
     fetch(world)
     pull = world.pull_wanted()
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     view = destination.prepare(thing.slot, thing.trailer)
     assert world.announced("old") is None, "withdrawn before a byte of it is overwritten"
     view[:] = thing.value

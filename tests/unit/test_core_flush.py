@@ -12,9 +12,10 @@ from p2pstore.core.operation import Operation
 from p2pstore.core.removals.flush import PUSHES_AT_ONCE, FlushEnd, FlushOperation
 from p2pstore.errors import CapacityExceeded
 from p2pstore.gossip.records import SCOPE_NAMESPACE
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
-from p2pstore.transfer.data_messages import ClusterRecords, DataKind, RecordsTaken
+from p2pstore.put_facts import PutStatus
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ClusterRecords, RecordsTaken
 from p2pstore.wire import Code, Empty, Failure
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of
 
@@ -164,7 +165,7 @@ def test_cancelling_leaves_the_floor_and_nothing_else() -> None:
     world = Harness(others=2)
     world.stored("k", b"value")
     operation = flush(world)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     for ask in world.asks(DataKind.CLUSTER_RECORDS):
         world.answer(ask, Empty())
     assert world.find("k") is None
@@ -205,10 +206,10 @@ def test_a_sweep_takes_steps_and_nobody_is_served_meanwhile(
     assert world.segment.object_count == 5
     assert not operation.done, "it waits for what is held here"
     left = world.segment.entries()[0]
-    assert world.core.find(left.digest, world.now) is None
+    assert world.core.objects.find(left.digest, world.now) is None
     later = world.put("later", b"value")
     assert later.result.status == PutStatus.CREATED
-    assert world.core.find(later.digest, world.now) is not None
+    assert world.core.objects.find(later.digest, world.now) is not None
     assert world.core.next_tick(world.now) <= world.now
     world.pass_time(0.1)
     assert operation.result == FlushEnd(0, ())
@@ -223,9 +224,9 @@ def test_threads_are_lent_nothing_that_a_flush_may_end(monkeypatch: pytest.Monke
     (entry,) = [each for each in world.segment.entries() if each.digest == kept.digest]
 
     def lent(*, decides: bool = False) -> bool:
-        found = world.core.lend(entry.digest, world.now, decides=decides)
+        found = world.core.objects.lend(entry.digest, world.now, decides=decides)
         if found is not None:
-            world.segment.end_loan(found[0])
+            world.segment.views.end_loan(found[0])
         return found is not None
 
     assert lent()
@@ -241,10 +242,10 @@ def test_threads_are_lent_nothing_that_a_flush_may_end(monkeypatch: pytest.Monke
 def test_what_expired_is_lent_no_longer() -> None:
     world = Harness()
     entry = world.stored("k", b"value", ttl_seconds=5.0)
-    found = world.core.lend(entry.digest, world.now + 4.0, decides=False)
+    found = world.core.objects.lend(entry.digest, world.now + 4.0, decides=False)
     assert found is not None
-    world.segment.end_loan(found[0])
-    assert world.core.lend(entry.digest, world.now + 5.0, decides=False) is None
+    world.segment.views.end_loan(found[0])
+    assert world.core.objects.lend(entry.digest, world.now + 5.0, decides=False) is None
 
 
 def test_who_is_told_answers_when_it_has_swept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +285,7 @@ def test_a_floor_that_comes_during_a_sweep_has_the_sweep_go_round_again(
 def test_cancelling_a_flush_that_waits_for_its_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     world = filled(monkeypatch, others=0)
     operation = flush(world)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     assert world.core.operations_under_way == 0
     world.pass_time(0.1)
     assert world.segment.object_count == 0
@@ -306,7 +307,10 @@ def test_copies_that_may_have_been_removed_are_withdrawn() -> None:
     assert world.core.counters["horizons_missed"] == 1
     (note,) = world.core.floors.take_notes(world.now)
     assert "it discarded 1 copies of objects" in note
-    assert f"by the signed records of {world.gossip.name_of(world.others[0].peer_id)}" in note
+    assert (
+        f"by the signed records of {world.gossip.membership.name_of(world.others[0].peer_id)}"
+        in note
+    )
     assert world.core.floors.take_notes(world.now) == []
     world.check_idle()
 
@@ -330,9 +334,9 @@ def test_a_fetch_that_was_under_way_is_not_believed() -> None:
     """Its holder may have missed the same floor."""
     world = Harness(others=1)
     thing = world.hold(world.others[0], "k", b"value")
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     pull = world.pull_wanted()
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     destination.prepare(thing.slot, thing.trailer)[:] = thing.value
     world.miss_a_horizon(thing.version.clock)
     assert destination.commit(world.now) is None
@@ -344,11 +348,11 @@ def test_doubtful_locations_are_neither_used_nor_told() -> None:
     world = Harness(others=2)
     thing = world.hold(world.others[0], "k", b"value")
     world.pass_time(0.5)
-    assert world.core.known_copies(digest_of("k"), world.now)
+    assert world.core.copies.known(digest_of("k"), world.now)
     world.miss_a_horizon(thing.version.clock)
     late = world.join(7)
     world.push(late, thing)
-    members = {copy.member for copy in world.core.known_copies(digest_of("k"), world.now)}
+    members = {copy.member for copy in world.core.copies.known(digest_of("k"), world.now)}
     assert members == {world.others[0].member}, "who was here before may take its time"
 
 

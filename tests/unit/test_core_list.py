@@ -14,7 +14,8 @@ from p2pstore.core.gets.key_pages import (
 )
 from p2pstore.gossip.records import PeerId
 from p2pstore.runtime.stepping import run_through
-from p2pstore.transfer.data_messages import DataKind, KeyInfo, Keys, ListKeys
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import KeyInfo, Keys, ListKeys
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import NAMESPACE, Harness
 
@@ -150,7 +151,7 @@ def test_cancelling_ends_a_listing() -> None:
     world = Harness(others=1)
     operation = list_keys(world)
     (ask,) = world.asks(DataKind.LIST)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     world.answer(ask, Keys([], False))
     world.check_idle()
 

@@ -14,7 +14,8 @@ from p2pstore.core.gets.lookup import LOOKUP_TIMEOUT_SECONDS, LookupOperation
 from p2pstore.gossip.gossip_messages import Ack, ControlKind
 from p2pstore.gossip.machine import Ask
 from p2pstore.objects import Version
-from p2pstore.transfer.data_messages import CopyChecked, DataKind, Holding, Locations
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import CopyChecked, Holding, Locations
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import (
     OTHER_INCARNATION,
@@ -141,7 +142,7 @@ def test_a_home_that_does_not_answer_is_avoided_and_probed() -> None:
     assert operation.result == [[]]
     thing = world.hold(world.other(asks[0].peer_id), "k", b"1")
     world.push(world.other(asks[1].peer_id), thing)
-    copies = world.core.known_copies(digest_of("k"), world.now)
+    copies = world.core.copies.known(digest_of("k"), world.now)
     assert [copy.peer_id for copy in copies] == [asks[1].peer_id, asks[0].peer_id]
 
 
@@ -201,7 +202,7 @@ def test_the_newest_version_comes_first_then_the_reachable_then_the_local() -> N
     (doubt,) = world.asks(DataKind.CHECK_COPY)
     world.answer(doubt, CopyChecked(True))
     assert mine.done
-    operation = world.core.fetch(digest_of("k"), world.now)
+    operation = world.core.operations.fetch(digest_of("k"), world.now)
     world.deliver(world.pull_wanted(), new)
     assert operation.done
     assert look(world, "k").result[0][0].local
@@ -228,8 +229,8 @@ def test_versions_below_a_floor_are_not_found() -> None:
 def test_versions_from_the_future_are_not_found(ahead_seconds: float, found: int) -> None:
     world = Harness(others=1)
     world.hold(world.others[0], "k", b"1", clock=clock_at(ahead_seconds))
-    assert len(world.core.known_copies(digest_of("k"), world.now)) == found
-    assert len(world.core.known_copies(digest_of("k"), world.now + 1.0)) == 1, "until their time"
+    assert len(world.core.copies.known(digest_of("k"), world.now)) == found
+    assert len(world.core.copies.known(digest_of("k"), world.now + 1.0)) == 1, "until their time"
 
 
 # --- what answers may not do -----------------------------------------------------------------
@@ -265,7 +266,7 @@ def test_an_answer_cannot_take_back_what_a_holder_itself_said() -> None:
     ]
     world.answer(ask, Locations(reply))
     assert not operation.done
-    assert len(world.core.known_copies(digest_of("k"), world.now)) == 1
+    assert len(world.core.copies.known(digest_of("k"), world.now)) == 1
 
 
 def test_a_thousand_holders_in_one_answer_are_cut() -> None:
@@ -358,7 +359,7 @@ def test_waiting_wakes_the_shell_in_time() -> None:
 def test_cancelling_ends_it() -> None:
     world = Harness(others=1)
     operation = look(world, "k", wait_seconds=3.0)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     assert operation.done
     assert world.finished() == {operation.number}
     answer_all(world, world.asks(DataKind.LOOKUP))
@@ -371,9 +372,9 @@ def test_a_location_of_a_stranger_is_not_a_copy() -> None:
     stranger = Other(world.signer)
     stranger.signer = type(world.signer)(77)
     world.hold(stranger, "k", b"1")
-    assert world.core.known_copies(digest_of("k"), world.now) == []
+    assert world.core.copies.known(digest_of("k"), world.now) == []
     world.others.append(world.join(77))
-    assert len(world.core.known_copies(digest_of("k"), world.now)) == 1
+    assert len(world.core.copies.known(digest_of("k"), world.now)) == 1
 
 
 def test_versions_compare_without_roots() -> None:
@@ -390,7 +391,7 @@ def test_many_keys_are_gone_through_in_steps(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(peer_core, "WORK_PER_STEP", 2 * (8 + 5))
     assert world.core.keys_per_step == 2
     looked = Counter[float]()
-    sorted_copies = world.core.sorted_copies
+    sorted_copies = world.core.copies.sorted
 
     def counted(*arguments: Any, **named: Any) -> Any:
         looked[world.now] += 1
@@ -457,5 +458,5 @@ def test_a_long_wait_keeps_nothing_of_what_was_answered() -> None:
         world.pass_time(2.5)
     assert sizes == [0] * 10
     assert operation.homes_asked == len(world.core.homes(digest_of("k"))) > 0
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     world.check_idle()

@@ -12,6 +12,7 @@ from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.kept_memory import Kept, KeptObject
 from p2pstore.memory.segment_layout import SlotState, decode_slot, decode_trailer
 from p2pstore.objects import KIB, namespace_digest
+from simulation.segment_checks import check_segment
 from tests.unit.core_harness import NAMESPACE, Harness, digest_of
 
 VALUE = b"v" * 3_000
@@ -21,8 +22,8 @@ def next_life(before: Harness, others: int = 0) -> Harness:
     """The peer is killed; its memory is there, and nothing else."""
     objects = []
     for entry in before.segment.entries():
-        slot = decode_slot(before.segment.slot_bytes(entry))
-        trailer = decode_trailer(before.segment.trailer_bytes(entry))
+        slot = decode_slot(before.segment.table.slot_bytes(entry))
+        trailer = decode_trailer(before.segment.table.trailer_bytes(entry))
         assert slot is not None
         assert trailer is not None
         objects.append(KeptObject(entry.slot, slot, trailer, is_viewed=False))
@@ -68,8 +69,8 @@ def test_objects_are_shown_and_announced_when_they_were_checked() -> None:
     assert world.core.counters["kept_objects_damaged"] == 1
     assert world.core.counters["kept_bytes_returned"] == 2 * len(VALUE)
     assert world.core.counters["kept_bytes_damaged"] == len(VALUE)
-    assert world.segment.returned_count == 0
-    world.segment.check()
+    assert len(world.segment.returned) == 0
+    check_segment(world.segment)
     world.check_idle()
 
 
@@ -77,7 +78,7 @@ def test_they_come_back_some_at_a_time() -> None:
     keys = [f"k{number:03}" for number in range(3 * OBJECTS_PER_BATCH + 1)]
     world = next_life(first_life(*keys, memory_bytes=2048 * KIB))
     seen: list[str] = []
-    while world.segment.returned_count:
+    while len(world.segment.returned):
         world.pass_time(0.0)
         effects = world.effects(CheckReturned)
         assert 1 <= len(effects) <= BATCHES_UNDER_WAY
@@ -120,7 +121,7 @@ def test_a_floor_that_comes_while_an_object_is_checked_counts() -> None:
     world.core.floors.returned_checked(effect.entries, [True], world.now)
     assert world.value("flushed") is None
     assert world.core.counters["kept_objects_discarded"] == 1
-    world.segment.check()
+    check_segment(world.segment)
 
 
 def test_what_is_removed_before_it_is_shown_does_not_come_back() -> None:
@@ -131,7 +132,7 @@ def test_what_is_removed_before_it_is_shown_does_not_come_back() -> None:
     assert operation.result == [True, False]
     checked(world)
     assert world.value("k") is None
-    assert world.segment.returned_count == 0
+    assert len(world.segment.returned) == 0
 
 
 def test_what_gave_way_to_others_meanwhile_is_passed_over() -> None:
@@ -139,10 +140,10 @@ def test_what_gave_way_to_others_meanwhile_is_passed_over() -> None:
     world.pass_time(0.0)
     (effect,) = world.effects(CheckReturned)
     gone: ObjectEntry = effect.entries[0]
-    world.segment.drop_returned(gone)
+    world.segment.returned.drop(gone)
     world.core.floors.returned_checked(effect.entries, [True, True], world.now)
     assert [world.value(key) for key in "ab"] == [None, VALUE]
-    world.segment.check()
+    check_segment(world.segment)
 
 
 def test_floors_are_not_taken_for_seen_while_anything_is_held_back() -> None:

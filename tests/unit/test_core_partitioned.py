@@ -17,13 +17,13 @@ from p2pstore.core.gets.lookup import (
 )
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.gossip.homes.directory_mode import KeptDirectory
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, partition_of
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version
-from p2pstore.transfer.data_messages import (
+from p2pstore.put_facts import PutStatus
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import (
     CopyChecked,
-    DataKind,
     Holding,
     Locations,
     Lookup,
@@ -427,13 +427,13 @@ def test_what_others_say_of_a_holder_gives_up_no_copy_and_hides_no_word_of_it(wa
     newer = world.location(remote_object(key, b"2", clock=clock_at(5.0)))
     if way == "lookup":
         forged = Locations([[Holding(owner.member, OTHER_INCARNATION, FAR, newer)]])
-        world.core.learn_locations(liar.peer_id, [digest_of(key)], forged, world.now)
+        world.core.copies.learn_locations(liar.peer_id, [digest_of(key)], forged, world.now)
     else:
         place = OTHER_INCARNATION, FAR
         world.gossip.partitions.learn_hot([(owner.member, place, newer)], world.now)
     world.pass_time(0.1)
     assert world.find(key) is copy
-    (known,) = (c for c in world.core.known_copies(digest_of(key), world.now) if not c.local)
+    (known,) = (c for c in world.core.copies.known(digest_of(key), world.now) if not c.local)
     assert (known.member, known.hearsay) == (owner.member, False)
     assert known.record.version[:2] == thing.version[:2]
     reply = world.serve(liar, DataKind.LOOKUP, Lookup(digest_of(key)))
@@ -446,11 +446,13 @@ def test_a_lie_about_a_holder_does_not_hide_what_a_home_says_of_it() -> None:
     for clock in (clock_at(-200.0), clock_at(3600.0)):
         made_up = world.location(remote_object(key, b"2", clock=clock))
         forged = Locations([[Holding(holder.member, OTHER_INCARNATION, FAR, made_up)]])
-        world.core.learn_locations(world.others[1].peer_id, [digest_of(key)], forged, world.now)
+        world.core.copies.learn_locations(
+            world.others[1].peer_id, [digest_of(key)], forged, world.now
+        )
     thing = remote_object(key, b"1", clock=clock_at(-50.0))
     truth = Locations([[told(holder, thing, world)]])
-    world.core.learn_locations(world.others[2].peer_id, [digest_of(key)], truth, world.now)
-    (known,) = world.core.known_copies(digest_of(key), world.now)
+    world.core.copies.learn_locations(world.others[2].peer_id, [digest_of(key)], truth, world.now)
+    (known,) = world.core.copies.known(digest_of(key), world.now)
     assert known.record.version[:2] == thing.version[:2]
 
 
@@ -459,10 +461,10 @@ def test_the_denial_of_a_member_ends_what_others_say_of_it_whatever_place_that_c
     key, owner = foreign_key(world), world.others[0]
     record = world.location(remote_object(key, b"2"))
     forged = Locations([[Holding(owner.member, OTHER_INCARNATION, FAR, record)]])
-    world.core.learn_locations(world.others[1].peer_id, [digest_of(key)], forged, world.now)
+    world.core.copies.learn_locations(world.others[1].peer_id, [digest_of(key)], forged, world.now)
     assert look(world, key).done
     world.gossip.locations.mark_stale(owner.member, digest_of(key), OTHER_INCARNATION, 5)
-    assert world.core.known_copies(digest_of(key), world.now) == []
+    assert world.core.copies.known(digest_of(key), world.now) == []
 
 
 def test_who_has_the_newer_version_tells_the_other_holder() -> None:
@@ -509,9 +511,9 @@ def test_the_next_home_is_asked_as_well_when_one_is_silent() -> None:
     (third,) = world.asks(DataKind.LOOKUP)
     world.answer(third, absent(third))
     assert operation.result == [[]], "two vouch: nobody waits for the silent one"
-    assert not world.core.is_avoided(member_of(silent.peer_id), world.now)
+    assert not world.core.holders.is_avoided(member_of(silent.peer_id), world.now)
     world.answer(silent, None)
-    assert world.core.is_avoided(member_of(silent.peer_id), world.now), (
+    assert world.core.holders.is_avoided(member_of(silent.peer_id), world.now), (
         "the next lookup asks others"
     )
     world.check_idle()

@@ -12,7 +12,8 @@ from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.records import Tier, decode_location
 from p2pstore.memory.segment import SOFT_PIN_SECONDS, ObjectEntry
 from p2pstore.memory.segment_layout import Pin
-from p2pstore.transfer.data_messages import DataKind, Locations, PinItem, PinsSet, SetPins
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Locations, PinItem, PinsSet, SetPins
 from p2pstore.wire import Code, Failure
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import Harness, RemoteObject, clock_at, digest_of, remote_object
@@ -147,7 +148,7 @@ def test_a_pin_that_is_cancelled_is_in_force_here() -> None:
     world.push(world.others[0], same_as(entry, "k", b"value"))
     operation = pin(world, "k")
     asks(world)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     assert isinstance(operation.result, DeadlineExceeded)
     assert entry.pin is Pin.HARD
     world.check_idle()
@@ -156,7 +157,7 @@ def test_a_pin_that_is_cancelled_is_in_force_here() -> None:
 def test_a_soft_copy_that_is_pinned_here_is_a_firm_one_and_one_elsewhere_is_not() -> None:
     world = Harness(others=1)
     thing = world.hold(world.others[0], "k", b"value")
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     entry = world.deliver(world.pull_wanted(), thing)
     assert entry is not None
     world.forget_effects()
@@ -196,7 +197,7 @@ def test_what_is_on_the_ssd_alone_is_pinned_for_when_it_comes_back() -> None:
     assert serve(world, SetPins([PinItem(cold.digest, 1, 1)], 2)) == PinsSet(b"\0")
     assert serve(world, SetPins([item], 2)) == PinsSet(b"\1")
     assert announced(world, "k") == (Tier.SSD, 2, 1)
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     world.load()
     entry = world.find("k")
     assert entry is not None

@@ -15,25 +15,22 @@ from p2pstore.core.puts.put_operation import PutEnd, PutOperation
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import SCOPE_NAMESPACE, writer_of
-from p2pstore.local.local_messages import HolderFailure, PutStatus
 from p2pstore.memory.segment_layout import Pin, decode_trailer
 from p2pstore.objects import Version, chunk_sums, namespace_digest
-from p2pstore.transfer.data_messages import (
+from p2pstore.put_facts import PutStatus
+from p2pstore.transfer.data_messages import DataKind, Get, ObjectReply, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import (
     CheckCopy,
     CopyChecked,
-    DataKind,
     ExpiryItem,
     ExpirySet,
-    Get,
     Holding,
     Locations,
-    ObjectReply,
-    Objects,
-    ObjectStatus,
     Replicated,
     SetExpiry,
 )
 from p2pstore.wire import Code, Failure
+from simulation.segment_checks import check_segment
 from tests.unit.core_harness import (
     HOLDER,
     NAMESPACE,
@@ -213,7 +210,7 @@ def test_overwriting_what_its_holder_does_not_tell_of_makes_a_new_version() -> N
     world.answer(ask, None)
     end = end_of(operation)
     assert (end.status, end.version > remote.version) == (PutStatus.CREATED, True)
-    assert [copy.local for copy in world.core.known_copies(digest_of("k"), world.now)] == [True]
+    assert [copy.local for copy in world.core.copies.known(digest_of("k"), world.now)] == [True]
 
 
 def test_overwriting_goes_above_a_version_whose_clock_is_ahead() -> None:
@@ -238,7 +235,7 @@ def test_overwriting_what_is_not_known_asks_the_homes_first() -> None:
     world.answer(ask, remote.reply)
     assert end_of(operation).version > remote.version
     cancelled = world.put("l", b"other", overwrite=True)
-    world.core.cancel(cancelled, world.now)
+    world.core.operations.cancel(cancelled, world.now)
     world.check_idle()
 
 
@@ -267,7 +264,7 @@ def test_a_looser_pin_and_fewer_replicas_are_not() -> None:
 def test_putting_what_is_here_as_a_soft_copy_makes_it_firm() -> None:
     world = Harness(others=1)
     remote = world.hold(world.others[0], "k", b"value")
-    operation = world.core.fetch(digest_of("k"), world.now)
+    operation = world.core.operations.fetch(digest_of("k"), world.now)
     world.deliver(world.pull_wanted(), remote)
     assert operation.result.soft
     assert end_of(world.put("k", b"value")).status == PutStatus.UNCHANGED
@@ -364,10 +361,10 @@ def test_the_ttl_of_a_second_put_replaces_that_of_the_object(before: float) -> N
     assert not put.done
     world.answer(ask, ExpirySet(b"\1"))
     assert end_of(put).status == PutStatus.UNCHANGED
-    trailer = decode_trailer(world.segment.trailer_bytes(entry))
+    trailer = decode_trailer(world.segment.table.trailer_bytes(entry))
     assert trailer is not None
     assert trailer.expires_unix_ms == entry.expires_unix_ms, "readers of the mapping see it, too"
-    world.segment.check()
+    check_segment(world.segment)
     world.now += 6.9
     world.core.tick(world.now)
     assert world.find("k") is entry
@@ -380,7 +377,7 @@ def test_a_holder_sets_the_end_of_that_version_only() -> None:
     world = Harness(others=2)
     author, stranger = world.others
     written = world.hold(author, "k", b"value", writer=writer_of(author.peer_id))
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     world.deliver(world.pull_wanted(), written)
     entry = world.find("k")
     assert entry is not None
@@ -414,7 +411,7 @@ def test_who_shares_a_writers_short_name_ends_nothing() -> None:
     world = Harness(others=2)
     author, twin = world.others
     written = world.hold(author, "k", b"value", writer=writer_of(author.peer_id))
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     world.deliver(world.pull_wanted(), written)
     entry = world.find("k")
     assert entry is not None
@@ -456,10 +453,10 @@ def test_a_value_that_fills_its_extent_is_given_an_end() -> None:
         world = Harness()
         entry = world.stored("k", bytes(length))
         world.put("k", bytes(length), ttl_seconds=5.0)
-        trailer = decode_trailer(world.segment.trailer_bytes(entry))
+        trailer = decode_trailer(world.segment.table.trailer_bytes(entry))
         assert trailer is not None
         assert trailer.expires_unix_ms == entry.expires_unix_ms > 0
-        world.segment.check()
+        check_segment(world.segment)
 
 
 # --- tensors -----------------------------------------------------------------------------------
@@ -504,7 +501,9 @@ def test_what_its_holder_does_not_give_is_created_anew() -> None:
     world.answer(ask, remote.reply)
     pull = world.pull_wanted()
     failure = PullFailure(world.others[0].member, int(Code.UNAVAILABLE), "")
-    world.core.pulled(pull.operation, PullOutcome(False, (failure,), None, 0, ""), world.now)
+    world.core.operations.pulled(
+        pull.operation, PullOutcome(False, (failure,), None, 0, ""), world.now
+    )
     assert end_of(operation).status == PutStatus.CREATED
     world.check_idle()
 
@@ -515,8 +514,8 @@ def test_a_put_that_is_cancelled_while_its_object_is_brought_leaves_nothing() ->
     world.push(world.others[0], remote)
     operation, ask = compare(world, "k", b"12345678")
     world.answer(ask, remote.reply)
-    world.core.cancel(operation, world.now)
-    assert not world.core.fetching
+    world.core.operations.cancel(operation, world.now)
+    assert not world.core.operations.fetching
     world.check_idle()
 
 
@@ -547,7 +546,7 @@ def test_an_object_is_compared_once_however_many_wait() -> None:
     entry = world.stored("k", bytes(100_000))
     puts = [world.put("k", bytes(99_000 + number)) for number in range(3)]
     gone = world.put("k", bytes(100_000))
-    world.core.cancel(gone, world.now)
+    world.core.operations.cancel(gone, world.now)
     assert len(world.effects(CheckObject)) == 1
     world.core.checks.ended(entry, chunk_sums(bytes(100_000)), world.now)
     assert [end_of(put).status for put in puts] == [PutStatus.KEPT_EXISTING] * 3
@@ -590,9 +589,8 @@ def test_a_holder_whose_bytes_a_reader_found_spoilt_is_told_once_in_a_while() ->
     world = Harness(others=1)
     other = world.others[0]
     for _ in range(3):
-        world.core.client_reported(
-            HolderFailure(digest_of("k"), other.member, int(Code.STALE)), world.now
-        )
+        failure = PullFailure(other.member, int(Code.STALE))
+        world.core.holders.failed(digest_of("k"), failure, world.now)
     (ask,) = world.asks(DataKind.CHECK_COPY)
     assert (ask.peer_id, ask.request) == (other.peer_id, CheckCopy(digest_of("k"), again=True))
 
@@ -707,9 +705,9 @@ def test_a_silent_holder_is_avoided_and_probed() -> None:
     _, ask = compare(world, "k", b"value")
     world.effects(Ask)
     world.answer(ask, None)
-    copies = world.core.known_copies(digest_of("k"), world.now)
+    copies = world.core.copies.known(digest_of("k"), world.now)
     assert copies[-1].peer_id == ask.peer_id, "its copy comes last now"
-    assert world.core.known_copies(digest_of("k"), world.now + 3.1)[0].peer_id == ask.peer_id
+    assert world.core.copies.known(digest_of("k"), world.now + 3.1)[0].peer_id == ask.peer_id
     assert [probe.peer_id for probe in world.effects(Ask)] == [ask.peer_id]
 
 
@@ -719,10 +717,10 @@ def test_a_holder_without_the_key_is_believed_until_its_log_moves_on() -> None:
     operation, ask = compare(world, "k", b"other")
     world.answer(ask, NOT_FOUND)
     assert end_of(operation).status == PutStatus.CREATED
-    assert all(copy.local for copy in world.core.known_copies(digest_of("k"), world.now))
+    assert all(copy.local for copy in world.core.copies.known(digest_of("k"), world.now))
     world.others[0].sequence = 99
     world.push(world.others[0], remote)
-    assert len(world.core.known_copies(digest_of("k"), world.now)) == 2
+    assert len(world.core.copies.known(digest_of("k"), world.now)) == 2
 
 
 def test_only_unreachable_holders_make_the_key_new() -> None:
@@ -773,7 +771,7 @@ def test_a_put_that_is_cancelled_while_it_compares_leaves_nothing() -> None:
     world = Harness(others=1)
     remote = world.hold(world.others[0], "k", b"value")
     operation, ask = compare(world, "k", b"value")
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     assert isinstance(operation.result, DeadlineExceeded)
     world.answer(ask, remote.reply)  # too late
     assert world.find("k") is None
@@ -784,9 +782,9 @@ def test_a_put_whose_question_the_shell_could_not_carry_out_ends() -> None:
     world = Harness(others=1)
     world.hold(world.others[0], "k", b"value")
     operation, ask = compare(world, "k", b"value")
-    world.core.abandon(ask.operation, world.now)
+    world.core.operations.abandon(ask.operation, world.now)
     assert end_of(operation).status is PutStatus.CREATED, "as if the holder were silent"
-    world.core.abandon(ask.operation, world.now)
+    world.core.operations.abandon(ask.operation, world.now)
     world.check_idle()
 
 
@@ -794,7 +792,7 @@ def test_a_put_that_is_cancelled_while_it_replicates_stays() -> None:
     world = Harness(others=2)
     operation = world.put("k", b"value", replicas=2)
     (ask,) = world.asks(DataKind.REPLICATE)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     assert world.value("k") == b"value"
     world.answer(ask, Replicated(operation.facts.root, 0))
     world.check_idle()
@@ -819,7 +817,7 @@ def test_cancelling_after_the_client_went_harms_nobody() -> None:
     world.hold(world.others[0], "k", b"value")
     operation, ask = compare(world, "k", b"value")
     world.segment.drop_holder(HOLDER)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     assert isinstance(operation.result, DeadlineExceeded)
     world.answer(ask, None)
     world.check_idle()
@@ -884,7 +882,7 @@ def test_of_two_concurrent_first_puts_the_higher_version_stays(later: bool) -> N
     assert concurrent_puts(world, world.others[0], later) is not later
     (record,) = [world.announced("k")]
     assert (record is None) is later, "what was dropped is withdrawn"
-    newest = world.core.known_copies(digest_of("k"), world.now)[0]
+    newest = world.core.copies.known(digest_of("k"), world.now)[0]
     assert newest.local is not later
     world.check_idle()
 

@@ -9,7 +9,8 @@ from p2pstore.core.gets import read_reports
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.read_reports import ANSWER_SECONDS, REPORT_SECONDS
 from p2pstore.errors import ProtocolError
-from p2pstore.transfer.data_messages import MAX_READ_COUNTS, DataKind, ReadCount, Reads, ReadsTaken
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, ReadCount, Reads, ReadsTaken
 from tests.unit.core_harness import Harness, digest_of
 
 
@@ -65,11 +66,11 @@ def test_a_pull_that_its_holder_did_not_see_is_told_and_others_are_not() -> None
         thing = world.hold(holder, key, b"value")
         world.start(FetchOperation(world.core, digest_of(key)))
         pull = world.pull_wanted()
-        destination = world.core.copy_destination(pull.operation, world.now)
+        destination = world.core.operations.copy_destination(pull.operation, world.now)
         destination.prepare(thing.slot, thing.trailer)[:] = thing.value
         destination.commit(world.now)
         outcome = PullOutcome(True, source=holder.member, transport=transport)
-        world.core.pulled(pull.operation, outcome, world.now)
+        world.core.operations.pulled(pull.operation, outcome, world.now)
     world.pass_time(2 * REPORT_SECONDS)
     assert told(world) == {holder.peer_id: {digest_of("shm"): 1, digest_of("rdma"): 1}}
 
@@ -81,7 +82,7 @@ def test_reports_are_bounded_and_those_who_do_not_answer_get_none() -> None:
     for number in range(read_reports.MAX_NOTED + 10):
         reports.note(first.member, number.to_bytes(16, "little"), 1, world.now)
     reports.note(second.member, digest_of("a"), 1, world.now)
-    world.core.peer_failed(second.peer_id, world.now)
+    world.core.holders.peer_failed(second.peer_id, world.now)
     world.pass_time(REPORT_SECONDS)
     asks = world.asks(DataKind.READS)
     assert {ask.peer_id for ask in asks} == {first.peer_id}

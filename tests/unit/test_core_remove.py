@@ -15,9 +15,10 @@ from p2pstore.gossip.records import (
     keys_of_floor,
     open_cluster_record,
 )
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version, namespace_digest
-from p2pstore.transfer.data_messages import ClusterRecords, DataKind, Holding, Locations, Replicate
+from p2pstore.put_facts import PutStatus
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ClusterRecords, Holding, Locations, Replicate
 from p2pstore.wire import Empty
 from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import (
@@ -88,7 +89,7 @@ def test_the_floor_is_above_the_newest_of_all_known_copies(ahead_seconds: float)
     remove(world, "k")
     floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
     assert floor.clock > newest.version.clock
-    assert world.core.known_copies(digest_of("k"), world.now) == []
+    assert world.core.copies.known(digest_of("k"), world.now) == []
 
 
 def test_what_is_doubted_now_is_forbidden_as_well() -> None:
@@ -98,7 +99,7 @@ def test_what_is_doubted_now_is_forbidden_as_well() -> None:
     gossip, member = world.gossip, world.others[0].member
     gossip.cluster_records.floors.raise_horizon({member: clock_at(-60.0)})
     gossip.floors.came(member, world.now)
-    assert not world.core.known_copies(digest_of("k"), world.now)
+    assert not world.core.copies.known(digest_of("k"), world.now)
     operation = remove(world, "k")
     answer_lookups(world)
     finish_pushes(world)
@@ -185,7 +186,7 @@ def test_cancelling_leaves_what_was_written() -> None:
     world = Harness(others=3)
     world.stored("k", b"value")
     operation = remove(world, "k")
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     assert operation.done
     assert world.find("k") is None
     finish_pushes(world)
@@ -195,7 +196,7 @@ def test_cancelling_leaves_what_was_written() -> None:
 def test_cancelling_while_it_looks_up_writes_nothing() -> None:
     world = Harness(others=3)
     operation = remove(world, "k")
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     world.hold(world.others[0], "k", b"value")
     answer_lookups(world)
     assert not len(world.gossip.cluster_records)
@@ -313,12 +314,12 @@ def test_a_removed_version_is_refused_by_a_pull_a_replica_and_a_push() -> None:
         Replicate(digest_of("k"), version.clock, version.writer, 5, root=version.root),
     )
     pull = world.pull_wanted()
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     with pytest.raises(NoSuchKey):
         destination.prepare(thing.slot, thing.trailer)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     world.push(world.others[0], thing)
-    assert world.core.known_copies(digest_of("k"), world.now) == []
+    assert world.core.copies.known(digest_of("k"), world.now) == []
     world.check_idle()
 
 
@@ -345,9 +346,9 @@ def test_a_namespace_s_floor_refuses_older_arrivals() -> None:
     world = Harness(others=1)
     thing = world.hold(world.others[0], "k", b"value")
     world.learn_floor(world.others[0], namespace_digest(NAMESPACE), thing.version, SCOPE_NAMESPACE)
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     pull = world.pull_wanted()
-    destination = world.core.copy_destination(pull.operation, world.now)
+    destination = world.core.operations.copy_destination(pull.operation, world.now)
     with pytest.raises(NoSuchKey):
         destination.prepare(thing.slot, thing.trailer)
 
@@ -384,12 +385,12 @@ def test_an_evicted_object_is_withdrawn_before_its_memory_is_written() -> None:
     world = Harness(memory_bytes=64 * 1024)
     world.stored("k", bytes(50_000))
     reservation = world.segment.reserve(50_000, 100, holder="x", now=world.core.unix(world.now))
-    world.core.announce_withdrawn(world.now)
+    world.core.objects.announce_withdrawn(world.now)
     assert world.announced("k") is None
     assert world.core.counters["objects_withdrawn"] == 1
     assert world.core.counters["gone_last_copy"] == 1
     world.segment.abort(reservation.number, holder="x")
-    world.core.announce_withdrawn(world.now)
+    world.core.objects.announce_withdrawn(world.now)
     assert world.core.counters["objects_withdrawn"] == 1
     world.check_idle()
 
@@ -398,12 +399,12 @@ def test_an_evicted_object_is_withdrawn_before_its_memory_is_written() -> None:
 def test_a_soft_copy_that_was_the_last_one_counts_as_such(holder_leaves: bool, why: str) -> None:
     world = Harness(others=2, memory_bytes=64 * 1024)
     thing = world.hold(world.others[0], "k", bytes(50_000))
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     world.deliver(world.pull_wanted(), thing)
     if holder_leaves:
         world.push(world.others[0], thing, removed=True)
     world.segment.reserve(50_000, 100, holder="x", now=world.core.unix(world.now))
-    world.core.announce_withdrawn(world.now)
+    world.core.objects.announce_withdrawn(world.now)
     assert world.core.counters[f"gone_{why}"] == 1
     assert world.core.counters["last_copies_dropped"] == holder_leaves
 
@@ -415,7 +416,7 @@ def test_a_withdrawal_of_an_old_version_leaves_the_new_one_announced() -> None:
     record = world.announced("k")
     assert record is not None
     assert record.version == new
-    assert not world.segment.take_withdrawn(), "announced with the put, not some time later"
+    assert not world.segment.objects.take_withdrawn(), "announced with the put, not some time later"
 
 
 def known_keys(world: Harness, count: int) -> list[str]:
@@ -483,7 +484,7 @@ def test_cancelling_a_removal_of_many_keys_leaves_the_rest() -> None:
     operation = remove(world, *known_keys(world, 200))
     removed = world.gossip.cluster_records.floors.count
     assert 0 < removed < 200, "the first steps"
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     world.pass_time(0.1)
     assert world.gossip.cluster_records.floors.count == removed
     world.check_idle()

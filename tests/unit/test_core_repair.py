@@ -15,10 +15,11 @@ from p2pstore.core.copies.own_copies import LOOKED_AT, OwnCopies
 from p2pstore.core.copies.repair import MOST_FAILURES, RepairTiming
 from p2pstore.core.core_effects import AskPeer, LoadObject
 from p2pstore.gossip.gossip_messages import Ack, ControlKind
-from p2pstore.gossip.homes.placement import weight
+from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.machine import Ask
 from p2pstore.memory.segment_layout import Pin
-from p2pstore.transfer.data_messages import DataKind, Push, Replicate, Replicated
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Push, Replicate, Replicated
 from p2pstore.wire import Code, Failure
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import OTHER_INCARNATION, Harness, Other, digest_of, remote_object
@@ -230,11 +231,11 @@ def test_evicted_soft_and_removed_copies_are_not_looked_for() -> None:
     world.stored("gone", b"value", replicas=2)
     entry = world.find("gone")
     assert entry is not None
-    world.core.withdraw(entry, world.now)
+    world.core.objects.withdraw(entry, world.now)
     world.stored("one", b"value", replicas=1)
     with_others(world, 1)
     thing = world.hold(world.others[0], "soft", b"value", replicas=3)
-    world.core.fetch(digest_of("soft"), world.now)
+    world.core.operations.fetch(digest_of("soft"), world.now)
     world.deliver(world.pull_wanted(), thing)
     live(world, DELAY_SECONDS)
     assert not replications(world)
@@ -251,7 +252,7 @@ def test_a_walk_misses_nothing_that_stays() -> None:
         met += walk.step(3)
         entry = world.find(f"k{number}")
         assert entry is not None
-        world.core.withdraw(entry, world.now)
+        world.core.objects.withdraw(entry, world.now)
     while not walk.done:
         met += walk.step(7)
     stayed = {digest_of(f"k{number}") for number in range(1, 60, 2) if number % 3}
@@ -283,7 +284,7 @@ def test_whom_to_give_objects_to_is_looked_for_some_at_a_time(
 
     monkeypatch.setattr(hand_over_module._Rooms, "choose", choose)
     operation = HandOverOperation(world.core)
-    world.core.start(operation, world.now)
+    world.core.operations.start(operation, world.now)
     while not operation.done:
         before = len(chosen)
         world.now += 0.001
@@ -318,7 +319,7 @@ def test_pinned_objects_go_first_then_those_that_are_asked_for_most() -> None:
     for key, hits, ago in (("seldom", 1, 50.0), ("often", 30, 20.0), ("now", 1, 0.5)):
         entry = world.find(key)
         assert entry is not None
-        world.segment.used(entry, hits, unix - ago)
+        world.segment.objects.used(entry, hits, unix - ago)
     operation = hand_over(world)
     order = answer_all(world)
     assert order == [digest_of(key) for key in ("hard", "soft", "often", "now", "seldom")]
@@ -335,7 +336,7 @@ def test_of_very_many_objects_the_first_in_order_are_kept(monkeypatch: pytest.Mo
     offering(world, 1 << 20)
     for number in range(40):
         entry = world.stored(f"k{number}", b"value")
-        world.segment.used(entry, number * 7 % 40, world.core.unix(world.now))
+        world.segment.objects.used(entry, number * 7 % 40, world.core.unix(world.now))
     operation = hand_over(world)
     order = answer_all(world)
     by_hits = sorted(range(40), key=lambda number: -(number * 7 % 40))
@@ -370,7 +371,7 @@ def test_what_is_on_the_ssd_alone_goes_last_and_pushes_out_nothing() -> None:
     world = ColdWorld()
     world.cool("cold", VALUE)
     for entry in world.segment.entries():
-        world.core.withdraw(entry, world.now)
+        world.core.objects.withdraw(entry, world.now)
     world.stored("warm", VALUE)
     with_others(world, 2)
     offering(world, 100, 20_000)
@@ -400,7 +401,7 @@ def test_cancelling_leaves_nothing_under_way() -> None:
     operation = hand_over(world)
     asked = replications(world)
     world.answer(asked[0], DONE)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     assert operation.result == HandedOver(1, 5, 11, 55)
     world.check_idle()
     for ask in asked[1:]:

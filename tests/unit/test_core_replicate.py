@@ -12,9 +12,10 @@ from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import CapacityExceeded, DeadlineExceeded
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import SignedRecord, open_peer_record
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.objects import Version
-from p2pstore.transfer.data_messages import DataKind, Replicate, Replicated
+from p2pstore.put_facts import PutStatus
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Replicate, Replicated
 from p2pstore.wire import Code, Failure
 from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import Harness, digest_of, remote_object
@@ -186,7 +187,7 @@ def test_holders_that_heard_of_fewer_copies_are_told() -> None:
     held = remote_object("k", b"value", clock=entry.version.clock, writer=entry.version.writer)
     for other in world.others[:2]:
         world.push(other, held)
-    world.core.strengthen(entry, entry.pin, 3, world.now)
+    world.core.objects.strengthen(entry, entry.pin, 3, world.now)
     operation = replicate(world, "k", 3)
     asks = asks_of(world)
     assert {ask.peer_id for ask in asks} == {other.peer_id for other in world.others[:2]}
@@ -242,11 +243,11 @@ def test_cancelling_lets_the_source_go() -> None:
     operation = replicate(world, "k", 3)
     first, second = asks_of(world)
     world.answer(first, DONE)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     assert isinstance(operation.result, DeadlineExceeded)
     world.check_idle()
     world.answer(second, DONE)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     world.check_idle()
 
 

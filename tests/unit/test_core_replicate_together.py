@@ -18,17 +18,11 @@ from p2pstore.errors import DeadlineExceeded
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import PeerId, SignedRecord, open_peer_record
 from p2pstore.gossip.version_proofs import signed_proofs
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.segment_layout import Pin, SlotState, decode_slot, digests_in_slots
 from p2pstore.objects import KIB
-from p2pstore.transfer.data_messages import (
-    REPLICATE_MANY_VERSION,
-    DataKind,
-    Replicate,
-    Replicated,
-    ReplicatedMany,
-    ReplicateMany,
-)
+from p2pstore.put_facts import PutStatus
+from p2pstore.transfer.data_messages import REPLICATE_MANY_VERSION, DataKind
+from p2pstore.transfer.peer_messages import Replicate, Replicated, ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
 from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, digest_of
@@ -266,7 +260,7 @@ def test_cancelled_it_holds_nothing_and_the_objects_stay(when: str) -> None:
     if when == "alone":
         for ask in asks:
             world.answer(ask, held(ask, *[FULL] * len(digests_asked(ask))))
-    world.core.cancel(ends[0].operation, world.now)
+    world.core.operations.cancel(ends[0].operation, world.now)
     assert all(isinstance(end.result, DeadlineExceeded) for end in ends)
     for ask in asks:
         world.answer(ask, held(ask))

@@ -13,17 +13,15 @@ from p2pstore.gossip.records import decode_location, writer_of
 from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import Version
-from p2pstore.transfer.data_messages import (
+from p2pstore.transfer.data_messages import DataKind, Ping, Pong
+from p2pstore.transfer.peer_messages import (
     MAX_LOOKUP_DIGESTS,
     ClusterRecords,
-    DataKind,
     Holding,
     Keys,
     ListKeys,
     Locations,
     Lookup,
-    Ping,
-    Pong,
     Push,
     Pushed,
     Replicate,
@@ -108,9 +106,9 @@ def test_a_push_is_known_at_once_and_a_withdrawal_forgets_it() -> None:
     world = Harness(others=1)
     thing = remote_object("k", b"1")
     world.push(world.others[0], thing)
-    assert len(world.core.known_copies(digest_of("k"), world.now)) == 1
+    assert len(world.core.copies.known(digest_of("k"), world.now)) == 1
     world.push(world.others[0], thing, removed=True)
-    assert world.core.known_copies(digest_of("k"), world.now) == []
+    assert world.core.copies.known(digest_of("k"), world.now) == []
 
 
 def test_a_push_from_before_a_restart_is_not_taken_over_a_newer_one() -> None:
@@ -121,7 +119,7 @@ def test_a_push_from_before_a_restart_is_not_taken_over_a_newer_one() -> None:
     assert world.serve(sender, DataKind.PUSH, Push(OTHER_INCARNATION, [9], gone)) == Pushed()
     world.serve(sender, DataKind.PUSH, Push(OTHER_INCARNATION, [8], world.location(thing)))
     world.serve(sender, DataKind.PUSH, Push(OTHER_INCARNATION - 1, [99], world.location(thing)))
-    assert world.core.known_copies(digest_of("k"), world.now) == []
+    assert world.core.copies.known(digest_of("k"), world.now) == []
 
 
 @pytest.mark.parametrize(("sequences", "cut"), [([], 0), ([1, 2], 0), ([1], 1)])
@@ -134,7 +132,7 @@ def test_nonsense_pushes_are_protocol_errors(sequences: list[int], cut: int) -> 
             DataKind.PUSH,
             Push(OTHER_INCARNATION, sequences, operations[: len(operations) - cut]),
         )
-    assert world.core.known_copies(digest_of("k"), world.now) == []
+    assert world.core.copies.known(digest_of("k"), world.now) == []
 
 
 # --- replicas for others ---------------------------------------------------------------------
@@ -194,7 +192,7 @@ def test_a_proof_stays_beside_the_version_that_it_is_of(replaced: bool) -> None:
 def test_a_replica_that_is_here_needs_no_pull_and_becomes_firm() -> None:
     world = Harness(others=1)
     thing = world.hold(world.others[0], "k", b"value")
-    world.core.fetch(digest_of("k"), world.now)
+    world.core.operations.fetch(digest_of("k"), world.now)
     entry = world.deliver(world.pull_wanted(), thing)
     assert entry is not None
     assert asked(world, thing, soft=True) == Replicated(thing.version.clock, thing.version.writer)
@@ -367,12 +365,12 @@ def test_a_limit_below_one_still_gets_somewhere(limit: int) -> None:
 def test_an_item_says_what_the_object_is() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"12345", pin=2, ttl_seconds=50.0)
-    lease = world.segment.lease(entry, holder="reader", now=world.core.unix(world.now))
+    lease = world.segment.views.lease(entry, holder="reader", now=world.core.unix(world.now))
     (item,) = list_here(world).items
     assert (item.length, item.pin, item.soft, item.leased) == (5, Pin.HARD, False, True)
     assert (item.clock, item.writer) == (entry.version.clock, entry.version.writer)
     assert item.expires_unix_ms == entry.expires_unix_ms
-    world.segment.release(lease, holder="reader")
+    world.segment.views.release(lease, holder="reader")
 
 
 # --- the rest --------------------------------------------------------------------------------
@@ -411,7 +409,7 @@ def test_nonsense_cluster_records_are_protocol_errors(
 def test_answers_and_outcomes_for_operations_that_are_over_do_nothing() -> None:
     world = Harness(others=1)
     world.core.answered(999, 0, Empty(), world.now)
-    world.core.pulled(999, None, world.now)  # type: ignore[arg-type]  # it is not looked at
+    world.core.operations.pulled(999, None, world.now)  # type: ignore[arg-type]  # it is not looked at
     assert not world.core.take_effects()
 
 
@@ -458,7 +456,7 @@ def test_what_expired_is_collected_by_a_tick() -> None:
 
 def test_nobody_is_asked_about_a_lone_peer_s_keys() -> None:
     world = Harness()
-    operation = world.core.fetch(digest_of("k"), world.now)
+    operation = world.core.operations.fetch(digest_of("k"), world.now)
     assert isinstance(operation.result, NoSuchKey)
     assert not world.effects(AskPeer)
 

@@ -22,11 +22,12 @@ from p2pstore.errors import (
     Unavailable,
 )
 from p2pstore.gossip.records import decode_location
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import chunk_sums, root_checksum
+from p2pstore.put_facts import PutStatus
 from p2pstore.runtime.stepping import run_through
-from p2pstore.transfer.data_messages import CopyChecked, DataKind, Store, Stored
+from p2pstore.transfer.data_messages import DataKind, Store, Stored
+from p2pstore.transfer.peer_messages import CopyChecked
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, remote_object
 
 MEMBER = b"a member"
@@ -198,7 +199,7 @@ def test_a_cancelled_put_is_told_as_such() -> None:
     world.push(world.others[0], remote_object("k", b"theirs"))
     wanted = request("k", b"mine")
     incoming, operation = arrive(world, stores, wanted, b"mine")
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     with pytest.raises(DeadlineExceeded):
         reply_to(world, wanted, operation)
     stores.close(incoming)

@@ -19,7 +19,8 @@ from p2pstore.gossip.version_proofs import sign_versions, signature_of
 from p2pstore.memory.segment_layout import TrailerBody, decode_trailer, encode_slot, encode_trailer
 from p2pstore.objects import KIB, Version, root_checksum
 from p2pstore.runtime.stepping import run_through
-from p2pstore.transfer.data_messages import DataKind, ReplicatedMany, ReplicateMany
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
 from simulation.signer import SimulatedSigner
 from tests.unit.cold_world import ColdWorld
@@ -83,7 +84,7 @@ def bring(
 def end(world: Harness, pull: PullTogether, brought: Collection[int]) -> None:
     pull.copies.publish(brought, world.now)
     pull.copies.abort()
-    world.core.pulled(pull.operation, PullOutcome(delivered=True), world.now)
+    world.core.operations.pulled(pull.operation, PullOutcome(delivered=True), world.now)
 
 
 def take(world: Harness, things: Sequence[RemoteObject], lost: Collection[int] = ()) -> list[int]:
@@ -112,7 +113,7 @@ def test_copies_come_together_are_firm_and_keep_their_proofs() -> None:
         record = world.announced(f"k{number}")
         assert record is not None
         assert (record.version, record.replicas) == (thing.version, 2)
-        trailer = decode_trailer(world.segment.trailer_bytes(entry))
+        trailer = decode_trailer(world.segment.table.trailer_bytes(entry))
         assert trailer is not None
         assert world.core.proofs.accept(entry.digest, entry.version, trailer.proof)
         assert msgspec.structs.replace(trailer, proof=b"") == thing.trailer
@@ -286,7 +287,7 @@ def test_nobody_waiting_any_more_the_copies_are_kept() -> None:
     things = [written(world.others[0], "k", b"1")]
     operation = ask(world, things)
     pull, brought = bring(world, things)
-    world.core.cancel(operation, world.now)
+    world.core.operations.cancel(operation, world.now)
     end(world, pull, brought)
     assert world.value("k") == b"1"
     world.check_idle()
@@ -297,7 +298,7 @@ def test_a_pull_that_ends_early_leaves_nothing() -> None:
     ask(world, [written(world.others[0], "k", b"1")])
     pull, copies = rooms_for(world)
     copies.abort()
-    world.core.pulled(pull.operation, PullOutcome(delivered=False), world.now)
+    world.core.operations.pulled(pull.operation, PullOutcome(delivered=False), world.now)
     assert world.value("k") is None
     world.check_idle()
 

@@ -16,11 +16,10 @@ from p2pstore.transfer.data_messages import (
     REQUESTS,
     DataKind,
     GetItem,
-    Holding,
-    KeyInfo,
     ObjectReply,
     Ticket,
 )
+from p2pstore.transfer.peer_messages import Holding, KeyInfo
 from p2pstore.wire import (
     DATA_REQUEST_LIMITS,
     ERROR,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from p2pstore.gossip.exchange.digest_table import REMEMBERED_SETS
-from p2pstore.gossip.exchange.digests import pack_digest
+from p2pstore.gossip.exchange.digests import REMEMBERED_SETS, pack_digest
 from p2pstore.gossip.machine import GossipConfig
 from tests.unit.digest_rows import digest_from
 from tests.unit.gossip_network import Network, Node, location

@@ -15,7 +15,7 @@ from p2pstore.gossip.homes.directory_mode import (
     Phase,
     kept_name,
 )
-from p2pstore.gossip.members.membership import MemberState
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import LogHead, SignedRecord, member_of
 from tests.unit.gossip_network import peer_id_of, peer_record
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pstore.gossip.locations.early_operations import EarlyOperations
+from p2pstore.gossip.locations.location_lookups import EarlyOperations
 from tests.unit.gossip_network import digest_of, location
 
 A, B = 111, 222

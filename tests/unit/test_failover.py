@@ -161,7 +161,7 @@ def test_busy_holders_are_asked_once_more_when_no_other_delivered() -> None:
 
 
 def test_those_that_were_too_slow_are_asked_once_more_when_no_other_delivered() -> None:
-    """Then each of them is held against the others of them, the last one against nobody."""
+    """Then each of them is held against the others of them, the last one against none."""
     slow, gone = TooSlow("too slow"), PullFailed(Code.NO_SUCH_KEY, "gone")
     attempts = PullAttempts([copy(1), copy(2), copy(3)], [TCP])
     course = []
@@ -296,7 +296,7 @@ def test_helpers_are_of_the_same_version_and_reached_the_same_way() -> None:
         replace(copy(5), version=newer),
     ]
     attempts = PullAttempts(copies, [TCP, SHM])
-    assert attempts.next_helper() is None  # nobody is helped yet
+    assert attempts.next_helper() is None  # no attempt is under way yet
     first = attempts.next()
     assert first is not None
     assert attempts.has_helper

@@ -8,7 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from p2pstore.ssd_tier.disk import aligned_buffer
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import SECTOR_BYTES
 from simulation.faulty_disk import DiskFaults, FaultyDisk, at_once
 

@@ -23,11 +23,12 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from p2pstore.errors import ConfigError
-from p2pstore.runtime.place_owners import file_system
-from p2pstore.ssd_tier.disk import FileDisk, aligned_buffer, open_disk
+from p2pstore.runtime.linux import file_system
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer
+from p2pstore.ssd_tier.disk import FileDisk, open_disk
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES as PAGE
 from p2pstore.ssd_tier.disk_protocol import memory_address
-from p2pstore.ssd_tier.superblock import SUPERBLOCK_MAGIC
+from p2pstore.ssd_tier.log_layout import SUPERBLOCK_MAGIC
 from tests.contract.disks import MIB, loop_device, opened
 
 SIZE = 4 * MIB

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from p2pstore.gossip.floors.floor_sync import FloorAnswer
+from p2pstore.gossip.floors.floor_comparison import FloorAnswer
 from tests.unit.test_floor_sync import Cluster, Shown, Side, clock
 
 Lie = Callable[[Shown], Shown]

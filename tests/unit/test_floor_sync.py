@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.floors.floor_comparison import FloorAnswer, ShownFloors
 from p2pstore.gossip.floors.floor_stamps import (
     MAX_WRITERS,
     Stamps,
@@ -23,7 +24,7 @@ from p2pstore.gossip.floors.floor_stamps import (
     unpack_stamps,
     without_older,
 )
-from p2pstore.gossip.floors.floor_sync import FloorAnswer, FloorSync, ShownFloors
+from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_messages import Claim, Status
 from p2pstore.gossip.records import (
     ClusterRecord,
@@ -664,14 +665,14 @@ def test_a_member_that_came_is_doubted_until_it_shows_the_same_horizon() -> None
     side.records.floors.raise_horizon({WRITER: clock(50.0)})
     side.tick(100.0)
     without, same = peer_record(2), peer_record(2, floors_horizon=side.records.floors.horizon_hash)
-    assert side.sync.doubted_up_to(5, without.floors_horizon, 100.0) == -1, (
+    assert side.sync.doubts.up_to(5, without.floors_horizon, 100.0) == -1, (
         "it may take its time: it was here before"
     )
     side.sync.came(5, 100.0)
-    assert side.sync.doubted_up_to(5, without.floors_horizon, 100.0) == clock(50.0)
-    assert side.sync.doubted_up_to(5, same.floors_horizon, 100.0) == -1
+    assert side.sync.doubts.up_to(5, without.floors_horizon, 100.0) == clock(50.0)
+    assert side.sync.doubts.up_to(5, same.floors_horizon, 100.0) == -1
     side.tick(101.0, members=[Shown(5, side.records.floors.horizon_hash)])
-    assert side.sync.doubted_up_to(5, without.floors_horizon, 101.0) == -1, "it has shown it once"
+    assert side.sync.doubts.up_to(5, without.floors_horizon, 101.0) == -1, "it has shown it once"
 
 
 def test_nor_is_one_doubted_that_has_seen_all_that_the_horizon_forbids() -> None:
@@ -687,7 +688,7 @@ def test_nor_is_one_doubted_that_has_seen_all_that_the_horizon_forbids() -> None
         other.sync.load(seen)
         one.ask(other, now)
         meet(one, other, now=now)
-        return one.sync.doubted_up_to(other.member, shown, now) >= 0
+        return one.sync.doubts.up_to(other.member, shown, now) >= 0
 
     assert doubted({WRITER: clock(50.0)}, 100.0)
     assert doubted({WRITER: clock(49.0), 5: clock(90.0)}, 101.0)
@@ -709,20 +710,20 @@ def test_a_member_that_never_follows_is_doubted_in_the_end_and_one_that_is_ahead
     side.tick(100.0, members=[Shown(5, mine), Shown(6, 111)])
     for now in range(101, 161):
         side.tick(now, members=[Shown(5, mine), Shown(6, 111)])
-        assert side.sync.doubted_up_to(6, 111, now) == -1
+        assert side.sync.doubts.up_to(6, 111, now) == -1
     side.tick(161.0, members=[Shown(5, 222), Shown(6, 111)])
-    assert side.sync.doubted_up_to(6, 111, 161.0) == clock(50.0)
-    assert side.sync.doubted_up_to(5, 222, 161.0) == -1, "it shows another one only now"
-    assert side.sync.doubted_up_to(5, 333, 161.0) == -1, "or in a record that came just now"
+    assert side.sync.doubts.up_to(6, 111, 161.0) == clock(50.0)
+    assert side.sync.doubts.up_to(5, 222, 161.0) == -1, "it shows another one only now"
+    assert side.sync.doubts.up_to(5, 333, 161.0) == -1, "or in a record that came just now"
     side.records.floors.raise_horizon({WRITER: clock(60.0)})
     side.tick(162.0, members=[Shown(5, side.records.floors.horizon_hash), Shown(6, 444)])
-    assert side.sync.doubted_up_to(6, 444, 162.0) == -1, "it has moved"
+    assert side.sync.doubts.up_to(6, 444, 162.0) == -1, "it has moved"
 
 
 def test_without_a_horizon_nobody_is_doubted() -> None:
     side = Side(1)
     side.sync.came(5, 100.0)
-    assert side.sync.doubted_up_to(5, peer_record(2).floors_horizon, 1000.0) == -1
+    assert side.sync.doubts.up_to(5, peer_record(2).floors_horizon, 1000.0) == -1
 
 
 def test_versions_that_were_heard_of_count_unless_their_clock_is_wrong() -> None:

@@ -18,8 +18,7 @@ from p2pstore.gossip.exchange.digests import (
     unpack_digest,
     unpack_positions,
 )
-from p2pstore.gossip.floors.cluster_comparison import pack_cells, read_cells
-from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.floors.cluster_records import ClusterRecords, pack_cells, read_cells
 from p2pstore.gossip.floors.floor_stamps import hash_stamps, pack_stamps
 from p2pstore.gossip.gossip_messages import (
     Ack,
@@ -30,7 +29,7 @@ from p2pstore.gossip.gossip_messages import (
     LogChunk,
     Status,
 )
-from p2pstore.gossip.homes.placement import weight
+from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.locations.signed_runs import SignedRun
 from p2pstore.gossip.records import (
     ClusterRecord,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from p2pstore.local import checkpoint_messages as checkpoints
-from p2pstore.local import group_messages as groups
+from p2pstore.checkpoint import checkpoint_messages as checkpoints
+from p2pstore.checkpoint import checkpoint_messages as groups
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local import local_protocol
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.put_facts import PutFacts
 from p2pstore.wire import ONE_WAY, PREFACE_LOCAL, REPLY, Message, decode_body, encode_frame
 
@@ -29,14 +30,15 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "hello": (
         LocalKind.HELLO,
         0,
-        local.Hello(1, 1, "default", 1, 4242, "test", True, hazards=True),
+        local_protocol.Hello(1, 1, "default", 1, 4242, "test", True, hazards=True),
         "010000000403020119000000000000009a0101a764656661756c7401cd1092a474657374c3c2c400c3",
     ),
     "hello reply": (
         LocalKind.HELLO,
         REPLY,
-        local.HelloReply(
-            *(1, b"\x01", "n", 5, [local.SegmentInfo(DIGEST, 4096)], 6, "v", 4096), hazards=True
+        local_protocol.HelloReply(
+            *(1, b"\x01", "n", 5, [local_protocol.SegmentInfo(DIGEST, 4096)], 6, "v", 4096),
+            hazards=True,
         ),
         (
             "01000100040302012a000000000000009c01c40101a16e059193c410000102030405060708090a0b"
@@ -367,19 +369,19 @@ def test_bytes(name: str) -> None:
 
 
 def test_older_hellos_are_understood() -> None:
-    hello = decode_body(local.Hello, bytes.fromhex(HELLO_BEFORE_TABLES))
-    assert hello == local.Hello(1, 1, "default", 1, 4242, "test")
+    hello = decode_body(local_protocol.Hello, bytes.fromhex(HELLO_BEFORE_TABLES))
+    assert hello == local_protocol.Hello(1, 1, "default", 1, 4242, "test")
     assert not hello.location_table
-    hello = decode_body(local.Hello, bytes.fromhex(HELLO_BEFORE_DIRECTORIES))
+    hello = decode_body(local_protocol.Hello, bytes.fromhex(HELLO_BEFORE_DIRECTORIES))
     assert hello.location_table
     assert not hello.directory
     assert not hello.checkpoint
-    reply = decode_body(local.HelloReply, bytes.fromhex(REPLY_BEFORE_TABLES))
+    reply = decode_body(local_protocol.HelloReply, bytes.fromhex(REPLY_BEFORE_TABLES))
     assert (reply.software, reply.location_table_bytes) == ("v", 0)
-    hello = decode_body(local.Hello, bytes.fromhex(HELLO_BEFORE_HAZARDS))
-    assert hello == local.Hello(1, 1, "default", 1, 4242, "test", True)
+    hello = decode_body(local_protocol.Hello, bytes.fromhex(HELLO_BEFORE_HAZARDS))
+    assert hello == local_protocol.Hello(1, 1, "default", 1, 4242, "test", True)
     assert not hello.hazards
-    reply = decode_body(local.HelloReply, bytes.fromhex(REPLY_BEFORE_HAZARDS))
+    reply = decode_body(local_protocol.HelloReply, bytes.fromhex(REPLY_BEFORE_HAZARDS))
     assert (reply.location_table_bytes, reply.hazards) == (4096, False)
 
 

@@ -8,20 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
-from p2pstore.ssd_tier.dead_marks import DeadMarks
 from p2pstore.ssd_tier.footer import (
     decode_footer,
     decode_footer_tail,
     encode_footer,
     footer_from_headers,
 )
-from p2pstore.ssd_tier.log_layout import Codec, ColdFacts, RecordPlace
-from p2pstore.ssd_tier.record_header import (
-    RecordHeader,
-    decode_record_header,
-    encode_record_header,
-)
-from p2pstore.ssd_tier.superblock import (
+from p2pstore.ssd_tier.log_layout import (
+    Codec,
+    ColdFacts,
+    DeadMarks,
+    RecordPlace,
     SegmentHeader,
     Superblock,
     cluster_mark,
@@ -29,6 +26,11 @@ from p2pstore.ssd_tier.superblock import (
     decode_superblock,
     encode_segment_start,
     encode_superblock,
+)
+from p2pstore.ssd_tier.record_format import (
+    RecordHeader,
+    decode_record_header,
+    encode_record_header,
 )
 
 STORE_ID = bytes(range(16))

@@ -28,9 +28,9 @@ from p2pstore.gossip.gossip_messages import (
     PingRequest,
     Status,
 )
-from p2pstore.gossip.locations.directory import DirectoryConfig
+from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.machine import Ask, Contact, Duplicate, FetchSnapshot, GossipConfig, Later
-from p2pstore.gossip.members.membership import MembershipConfig
+from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.members.probing import MAX_RELAYED
 from p2pstore.gossip.records import (
     ClusterRecord,
@@ -89,12 +89,12 @@ def test_peers_join_in_any_order() -> None:
     net = network()
     second = net.start(1)
     net.run(3)
-    assert not second.gossip.joined
+    assert not second.gossip.contacts.admitted_once
     net.start(0)
     assert net.run(5, net.converged)
-    assert second.gossip.joined
-    assert second.gossip.addresses_of(peer_id_of(0)) == [address_of(0)]
-    assert second.gossip.name_of(peer_id_of(0)) == "peer-0"
+    assert second.gossip.contacts.admitted_once
+    assert second.gossip.addresses.of(peer_id_of(0)) == [address_of(0)]
+    assert second.gossip.membership.name_of(peer_id_of(0)) == "peer-0"
 
 
 def test_an_operation_is_known_to_all_within_half_a_second() -> None:
@@ -300,7 +300,7 @@ def test_a_peer_that_comes_back_by_an_earlier_clock_is_heard(behind: int, leaves
 def test_bootstrap_addresses_are_tried_ever_less_often_and_the_book_only_when_alone() -> None:
     net = network()
     node = net.start(1)
-    node.gossip.load_address_book([(peer_id_of(5), (address_of(5),))])
+    node.gossip.addresses.load([(peer_id_of(5), (address_of(5),))])
     tried: list[tuple[float, tuple[str, ...]]] = []
 
     def watch(effects: list[object]) -> None:
@@ -318,17 +318,17 @@ def test_bootstrap_addresses_are_tried_ever_less_often_and_the_book_only_when_al
         assert 10 < len(times) < 25
         assert 0.3 < gaps[0] < 0.9
         assert 20 < gaps[-1] < 40
-    assert node.gossip.address_book() == [(peer_id_of(5), (address_of(5),))]
+    assert node.gossip.addresses.entries() == [(peer_id_of(5), (address_of(5),))]
 
 
 def test_the_address_book_finds_the_cluster_again() -> None:
     net, nodes = joined(3)
-    book = nodes[2].gossip.address_book()
+    book = nodes[2].gossip.addresses.entries()
     assert dict(book) == {peer_id_of(n): (address_of(n),) for n in (0, 1)}
     net.stop(2)
     net.run(20)
     again = net.start(2, bootstrap=None)
-    again.gossip.load_address_book(book)
+    again.gossip.addresses.load(book)
     assert net.run(3, net.converged)
 
 
@@ -449,13 +449,13 @@ def test_floors_reach_everybody_even_those_that_were_away() -> None:
     net.partition({0, 1, 2, 3, 4}, {5})
     for key in range(150):
         record, signed = floor(nodes[0].signer, key, key + 1)
-        assert nodes[0].gossip.offer_cluster_record(record, signed, net.now)
+        assert nodes[0].gossip.cluster_records.offer(record, signed)
     net.rest(nodes[0])
     wanted = nodes[0].gossip.cluster_records.hash
     assert net.run(5, lambda: all(n.gossip.cluster_records.hash == wanted for n in nodes[:5]))
     assert len(nodes[4].gossip.take_cluster_records()) == 150
     assert nodes[4].gossip.take_cluster_records() == []
-    nodes[5].gossip.offer_cluster_record(*floor(nodes[5].signer, 999, 5), net.now)
+    nodes[5].gossip.cluster_records.offer(*floor(nodes[5].signer, 999, 5))
     net.run(15)
     net.heal()
     assert net.run(
@@ -636,7 +636,7 @@ def apply_action(net: Network, action: tuple[str, int, int], clock: int) -> None
     elif what == "release" and digest_of(key) in node.held:
         node.release(digest_of(key), net.now)
     elif what == "floor":
-        node.gossip.offer_cluster_record(*floor(node.signer, key, clock), net.now)
+        node.gossip.cluster_records.offer(*floor(node.signer, key, clock))
     elif what == "restart":
         net.stop(which)
         net.start(which, bootstrap=(which + 1) % len(net.nodes or [0, 0]))

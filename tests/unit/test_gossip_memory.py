@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from p2pstore.gossip.locations.directory import DirectoryConfig
+from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.gossip.members.membership import MembershipConfig
+from p2pstore.gossip.members.member_table import MembershipConfig
 from tests.unit.gossip_network import Network, digest_of, location
 
 KEYS = 50

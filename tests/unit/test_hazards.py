@@ -25,6 +25,7 @@ from p2pstore.memory.segment_layout import GRANULE_BYTES, SlotState, decode_slot
 from p2pstore.objects import key_digest
 from p2pstore.runtime import memory_barrier
 from p2pstore.transfer.reading.segment_reader import SegmentReader, Sighting
+from simulation.segment_checks import check_segment
 from tests.unit.test_segment import HARD, NAMESPACE, new_segment, one_granule, put
 
 KEYS = ["a", "b", "c"]
@@ -63,19 +64,19 @@ class OwnerAndClients(RuleBasedStateMachine):
         """What each client stored, and how much of it shows."""
         for client in CLIENTS:
             self.connect(client)
-        looks = self.segment._hazards.settle
+        looks = self.segment.references.hazards.settle
 
         def look_and_then(held: Mapping[int, object], holder: object = None) -> object:
             found = looks(held, holder)
             self.meanwhile("after it looked")
             return found
 
-        self.segment._hazards.settle = look_and_then  # type: ignore[assignment, method-assign]  # clients in between
+        self.segment.references.hazards.settle = look_and_then  # type: ignore[assignment, method-assign]  # clients in between
 
     def connect(self, client: str) -> None:
         stored, shown = bytearray(HAZARD_PAGE_BYTES), bytearray(HAZARD_PAGE_BYTES)
         self.pages[client] = stored, shown
-        self.segment.watch_hazards(client, memoryview(shown).toreadonly())
+        self.segment.views.watch_hazards(client, memoryview(shown).toreadonly())
         self.books[client] = LeaseBook(HazardPage(memoryview(stored)), NO_LIMIT)
 
     def barrier(self) -> None:
@@ -146,7 +147,7 @@ class OwnerAndClients(RuleBasedStateMachine):
 
     @invariant()
     def what_is_viewed_stays(self) -> None:
-        self.segment.check()
+        check_segment(self.segment)
         for seen in self.views:
             assert seen.view == seen.value
             assert seen.entry.state is not SlotState.FREE
@@ -157,7 +158,7 @@ class OwnerAndClients(RuleBasedStateMachine):
             for client in CLIENTS:
                 self.segment.drop_holder(client)
             assert self.segment.leased_bytes == 0
-            self.segment.check()
+            check_segment(self.segment)
 
     @property
     def segment_is_made(self) -> bool:
@@ -170,7 +171,7 @@ TestOwnerAndClients.settings = settings(max_examples=150, stateful_step_count=40
 
 def client_of(segment: Segment, name: str = "client", max_bytes: int = NO_LIMIT) -> LeaseBook:
     page = memoryview(bytearray(HAZARD_PAGE_BYTES))
-    segment.watch_hazards(name, page)
+    segment.views.watch_hazards(name, page)
     return LeaseBook(HazardPage(page), max_bytes)
 
 
@@ -180,7 +181,7 @@ def view_of(book: LeaseBook, buffer: bytearray, key: str) -> memoryview | None:
 
 
 def slot_state(segment: Segment, entry: ObjectEntry) -> SlotState | None:
-    slot = decode_slot(segment.slot_bytes(entry))
+    slot = decode_slot(segment.table.slot_bytes(entry))
     return None if slot is None else SlotState(slot.state)
 
 
@@ -193,17 +194,17 @@ def test_what_is_viewed_stays_until_its_end(how: str) -> None:
     view = view_of(book, buffer, "k")
     assert view is not None
     assert segment.leased_bytes == entry.extent_bytes
-    assert segment.leased_bytes_of("client") == len(value)
+    assert segment.views.leased_bytes_of("client") == len(value)
     if how == "removed":
         segment.remove(entry.digest)
     elif how == "replaced":
         put(segment, "k", one_granule(2), clock=2, now=102.0)
     elif how == "expired":
-        assert segment.expire(1e12) == [entry]
+        assert segment.objects.expire(1e12) == [entry]
     for number in range(8):
         put(segment, f"other {number}", one_granule(10 + number), now=200.0 + number)
         assert view == value
-        segment.check()
+        check_segment(segment)
     del view
     assert book.take_ended(everything=True) == []
     for number in range(4):  # and now its room is used again
@@ -245,11 +246,11 @@ def test_room_that_a_view_kept_is_used_before_anything_is_evicted(slots: int | N
     segment.remove(entry.digest)
     del view
     book.take_ended(everything=True)
-    assert segment.can_spare(len(one_granule(0)), 100)
-    segment.make_room_ahead(len(one_granule(0)), 100, now=200.0)
+    assert segment.room.can_spare(len(one_granule(0)), 100)
+    segment.room.make_ahead(len(one_granule(0)), 100, now=200.0)
     put(segment, "new", one_granule(4))
-    assert segment.take_withdrawn() == []
-    segment.check()
+    assert segment.objects.take_withdrawn() == []
+    check_segment(segment)
 
 
 def test_all_that_is_left_was_viewed_a_moment_ago() -> None:
@@ -304,17 +305,17 @@ def test_whatever_a_client_writes_to_its_page_it_only_keeps_objects_in_place(
 ) -> None:
     segment, _ = new_segment(6)
     page = bytearray(HAZARD_PAGE_BYTES)
-    segment.watch_hazards("stranger", memoryview(page))
+    segment.views.watch_hazards("stranger", memoryview(page))
     for number in range(4):
         put(segment, f"k{number}", one_granule(number), now=1.0 + number)
     struct.pack_into(f"{len(words)}I", page, 0, *words)
     with contextlib.suppress(CapacityExceeded):
         for number in range(9):
             put(segment, f"more {number}", one_granule(9 + number), now=10.0 + number)
-    segment.check()
+    check_segment(segment)
     segment.drop_holder("stranger")
     assert segment.leased_bytes == 0
-    segment.check()
+    check_segment(segment)
 
 
 def test_a_lease_ended_twice_does_not_end_who_has_its_cell_by_then() -> None:

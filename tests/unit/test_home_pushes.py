@@ -20,8 +20,7 @@ from p2pstore.gossip.homes import home_pushes
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY, check_update
 from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partition_homes import table_of
-from p2pstore.gossip.homes.partitions import PartitionConfig, partition_of
+from p2pstore.gossip.homes.partition_homes import PartitionConfig, partition_of, table_of
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.records import (
     LOCATION_BYTES,

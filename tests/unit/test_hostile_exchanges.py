@@ -97,7 +97,7 @@ def test_nothing_is_kept_of_askers_that_are_no_members() -> None:
     question = Exchange(b"", 0, b"", [], members_hash=5)
     for number in range(100, 200):
         gossip.serve(peer_id_of(number), ControlKind.EXCHANGE, question, net.now)
-    exchanges = gossip._exchanges
+    exchanges = gossip.exchanges
     kept = exchanges._readers | exchanges._invited.keys() | exchanges._unreliable
     assert kept <= {peer_id_of(1)}
 
@@ -119,7 +119,7 @@ def test_claims_wait_for_a_message_that_goes() -> None:
         [Run(of.members.tolist().index(other.gossip.member), SignedRun(1, operation, signature))]
     )
     node.gossip.serve(other.peer_id, ControlKind.DELTA, Delta([], [], [], [], of.hash, *runs), now)
-    assert node.gossip._fresh
-    assert node.gossip._fresh.spread(now) == []
+    assert node.gossip.fresh
+    assert node.gossip.fresh.spread(now) == []
     claims = node.gossip.membership.claims(to=other.peer_id)
     assert [claim.peer_id for claim in claims] == [peer_id_of(9)]

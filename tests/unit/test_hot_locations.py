@@ -15,7 +15,7 @@ from p2pstore.gossip.homes.hot_locations import (
     pack_hot,
     unpack_hot,
 )
-from p2pstore.gossip.locations.directory import Location
+from p2pstore.gossip.locations.views import Location
 from tests.unit.gossip_network import Network, Node, digest_of, location
 
 

@@ -24,7 +24,8 @@ from p2pstore.core.gets.hot_objects import (
 )
 from p2pstore.errors import Unavailable
 from p2pstore.objects import MIB
-from p2pstore.transfer.data_messages import DataKind, Keeps, Locations
+from p2pstore.transfer.data_messages import DataKind, Keeps
+from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
 from tests.unit.core_harness import Harness, Other, RemoteObject, digest_of
 
@@ -218,7 +219,7 @@ def test_a_holder_serves_a_few_whoever_comes_first(seed: int, readers: int) -> N
 def fetching(world: Harness) -> tuple[FetchOperation, RemoteObject]:
     """A fetch of what the first of the others holds."""
     thing = world.hold(world.others[0], "k", b"value")
-    return world.core.fetch(digest_of("k"), world.now), thing
+    return world.core.operations.fetch(digest_of("k"), world.now), thing
 
 
 def sent_on(world: Harness, pull: PullObject, *keepers: Other) -> None:
@@ -229,7 +230,7 @@ def sent_on(world: Harness, pull: PullObject, *keepers: Other) -> None:
         keep=True,
         others=tuple(each.member for each in keepers),
     )
-    world.core.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
+    world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
 
 
 def asked(pull: PullObject) -> list[bytes]:
@@ -280,7 +281,7 @@ def test_strangers_and_this_peer_itself_are_no_keepers() -> None:
     failure = PullFailure(
         pull.copies[0].member, int(Code.BUSY), keep=True, others=(world.core.member, 12345)
     )
-    world.core.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
+    world.core.operations.pulled(pull.operation, PullOutcome(False, (failure,)), world.now)
     assert world.pull_wanted().insist
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from p2pstore.objects import chunk_sum
-from p2pstore.runtime.streams import run_blocking
-from p2pstore.transfer.reading.inbox import HEAD_BYTES, INBOX_BYTES, SUMMED_BYTES, Inbox
+from p2pstore.runtime.blocking_streams import run_blocking
+from p2pstore.transfer.reading.data_requests import HEAD_BYTES, INBOX_BYTES, SUMMED_BYTES, Inbox
 
 
 class Scripted:

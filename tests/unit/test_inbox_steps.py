@@ -6,12 +6,13 @@ from typing import cast
 
 import pytest
 
-from p2pstore.runtime.streams import ByteStream, run_blocking
-from p2pstore.transfer.reading.inbox import Inbox
+from p2pstore.runtime.blocking_streams import run_blocking
+from p2pstore.runtime.streams import ByteStream
+from p2pstore.transfer.reading.data_requests import Inbox
 
 
 class Link:
-    """Brings so many bytes at a time, but never fewer than what is waited for: with less, it would wait forever."""
+    """Brings this number of bytes at a time, but never fewer than are waited for: with less, it would wait forever."""
 
     def __init__(self, data: bytes, most: int) -> None:
         self.data = data

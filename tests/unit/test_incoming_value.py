@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
 from p2pstore.objects import CHUNK_BYTES, chunk_sums
-from p2pstore.transfer.serving.incoming_value import IncomingValue
+from p2pstore.transfer.serving.other_requests import IncomingValue
 
 LONG = Random(1).randbytes(5 * CHUNK_BYTES + 77)
 

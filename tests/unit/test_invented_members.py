@@ -10,19 +10,16 @@ from typing import Any
 
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.gossip.members.membership import (
-    UNMET_FOR_EACH_MET,
-    Membership,
-    MembershipConfig,
-)
-from p2pstore.gossip.members.newcomers import (
-    MAX_IN_FLIGHT,
+from p2pstore.gossip.members.contacts import (
     MAX_IN_FLIGHT_A_MEMBER,
+    MAX_PINGED,
     MAX_REMEMBERED,
     PINGS_A_SECOND,
     PINGS_AT_ONCE,
     Newcomers,
 )
+from p2pstore.gossip.members.member_table import UNMET_FOR_EACH_MET, MembershipConfig
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import PeerId, SignedRecord, sign_peer_record
 from tests.unit.gossip_network import (
     FakeSigner,
@@ -211,6 +208,6 @@ def test_pings_a_second_and_all_tables_are_bounded() -> None:
         newcomers.told_of(peer_id_of(number), ["h:1"], peer_id_of(number), 100.0)
         newcomers.answered(peer_id_of(number))
     assert len(newcomers._budgets) == len(newcomers._pinged_at) == MAX_REMEMBERED
-    for number in range(MAX_IN_FLIGHT + 10):
+    for number in range(MAX_PINGED + 10):
         newcomers.told_of(peer_id_of(10_000 + number), ["h:1"], peer_id_of(number), 200.0)
-    assert len(newcomers._in_flight) == MAX_IN_FLIGHT
+    assert len(newcomers._in_flight) == MAX_PINGED

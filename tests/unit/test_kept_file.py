@@ -23,6 +23,7 @@ from p2pstore.memory.mapped.memory_file import create_file_memory
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import plan_geometry
 from p2pstore.objects import MIB
+from simulation.segment_checks import check_segment
 from tests.unit.test_segment import NAMESPACE, put
 
 FIRST, SECOND, THIRD = (bytes([number]) * 16 for number in (1, 2, 3))
@@ -62,10 +63,10 @@ def one_life(path: Path, last: bytes, own: bytes, *keys: str) -> list[str]:
     assert memory.is_kept == bool(memory.kept.lives), "of a peer that never ran, nothing stays"
     memory.is_kept = True
     segment = segment_in(memory, own)
-    found = sorted(entry.key for entry in segment.returned())
-    for entry in segment.returned():
+    found = sorted(entry.key for entry in segment.returned.entries())
+    for entry in segment.returned.entries():
         assert segment.payload(entry) == VALUE
-        segment.publish_returned(entry, 100.0)
+        segment.returned.publish(entry, 100.0)
     for number, key in enumerate(keys):
         put(segment, key, VALUE, clock=number + 1)
     segment.close()
@@ -165,14 +166,14 @@ def test_it_is_known_who_still_has_the_memory_of_earlier_lives(path: Path) -> No
     descriptor = first.read_only_descriptor()
     view = map_read_only(descriptor, first.length)
     os.close(descriptor)
-    segment.lease(put(segment, "k", VALUE), holder="client", now=100.0)
+    segment.views.lease(put(segment, "k", VALUE), holder="client", now=100.0)
     segment.detach()
     first.close()
 
     second = open_kept_memory(path, expected(FIRST))
     segment = segment_in(second, SECOND)
     assert second.is_used_by_earlier()
-    assert segment.is_used_by_earlier
+    assert segment.returned.has_earlier_clients
     # A client that is another process, and is killed. What it was given to write is shared in the same way.
     client = subprocess.Popen(
         [
@@ -196,10 +197,10 @@ def test_it_is_known_who_still_has_the_memory_of_earlier_lives(path: Path) -> No
     client.kill()
     client.communicate()
     assert not third.is_used_by_earlier()
-    assert segment.is_used_by_earlier
-    segment.release_earlier()
-    assert [entry.key for entry in segment.returned()] == ["k"]
-    segment.check()
+    assert segment.returned.has_earlier_clients
+    segment.returned.end_earlier_clients()
+    assert [entry.key for entry in segment.returned.entries()] == ["k"]
+    check_segment(segment)
     segment.detach()
     third.close()
 
@@ -208,15 +209,15 @@ def test_without_clients_nothing_is_kept_in_place(path: Path) -> None:
     memory = open_kept_memory(path, expected())
     memory.is_kept = True
     segment = segment_in(memory, FIRST)
-    segment.lease(put(segment, "k", VALUE), holder="client", now=100.0)
+    segment.views.lease(put(segment, "k", VALUE), holder="client", now=100.0)
     segment.reserve(5_000, 200, holder="client", now=100.0, namespace=NAMESPACE)
     segment.detach()
     memory.close()
     memory = open_kept_memory(path, expected(FIRST))
     segment = segment_in(memory, SECOND)
-    assert not segment.is_used_by_earlier
+    assert not segment.returned.has_earlier_clients
     assert segment.leased_bytes == 0
-    segment.check()
+    check_segment(segment)
     segment.detach()
     memory.close()
 

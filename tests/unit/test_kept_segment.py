@@ -29,7 +29,8 @@ from p2pstore.memory.kept_memory import (
     tail_bytes,
     tail_offset,
 )
-from p2pstore.memory.segment import EARLIER_CLIENTS, SOFT_PIN_SECONDS, Segment
+from p2pstore.memory.returned_objects import EARLIER_CLIENTS
+from p2pstore.memory.segment import SOFT_PIN_SECONDS, Segment
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     SLOT_BYTES,
@@ -40,6 +41,7 @@ from p2pstore.memory.segment_layout import (
 )
 from p2pstore.objects import chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.reading.segment_reader import SegmentReader
+from simulation.segment_checks import check_segment
 from tests.mapped_copies import copy_one
 from tests.unit.test_segment import KEYS, NAMESPACE, SegmentAgainstDictionary, put, value_of
 
@@ -102,13 +104,15 @@ class Lives:
         assert isinstance(kept, Kept), kept
         assert kept.lives == self.life
         self.segment = self._segment(kept, now)
-        self.segment.check()
+        check_segment(self.segment)
         return self.segment
 
 
 def publish_all(segment: Segment, now: float = 100.0) -> list[str]:
     """The keys of what came back."""
-    return [entry.key for entry in segment.returned() if segment.publish_returned(entry, now)]
+    return [
+        entry.key for entry in segment.returned.entries() if segment.returned.publish(entry, now)
+    ]
 
 
 def is_whole(segment: Segment, entry: ObjectEntry) -> bool:
@@ -134,7 +138,7 @@ class KeptSegmentAgainstDictionary(SegmentAgainstDictionary):
         self.earlier_rooms: list[tuple[int, int]] = []
 
     def referenced(self) -> list[ObjectEntry]:
-        leases = self.segment._leases
+        leases = self.segment.views.leases
         earlier = [leases._by_number[number][0] for number in leases.of(EARLIER_CLIENTS)]
         return super().referenced() + earlier
 
@@ -152,7 +156,7 @@ class KeptSegmentAgainstDictionary(SegmentAgainstDictionary):
         self.segment = self.lives.restart(has_users=clients_stay, now=self.now)
         assert self.segment.object_count == 0
         assert not any(self.reader.contains(key_digest(key, NAMESPACE)) for key in KEYS)
-        returned = {entry.key: entry for entry in self.segment.returned()}
+        returned = {entry.key: entry for entry in self.segment.returned.entries()}
         assert returned.keys() == self.model.keys()
         publish_all(self.segment, self.now)
         self.leases, self.reservations, self.sending = {}, {}, []
@@ -166,8 +170,8 @@ class KeptSegmentAgainstDictionary(SegmentAgainstDictionary):
 
     @rule()
     def earlier_clients_leave(self) -> None:
-        self.segment.release_earlier()
-        assert not self.segment.is_used_by_earlier
+        self.segment.returned.end_earlier_clients()
+        assert not self.segment.returned.has_earlier_clients
         self.earlier_views, self.earlier_rooms = [], []
 
     @invariant()
@@ -175,7 +179,7 @@ class KeptSegmentAgainstDictionary(SegmentAgainstDictionary):
         for offset, value in self.earlier_views:
             assert self.buffer[offset : offset + len(value)] == value
         for begin, size in self.earlier_rooms:
-            for held in self.segment._held.values():
+            for held in self.segment.objects.held.values():
                 if isinstance(held, ObjectEntry):
                     assert held.offset >= begin + size or held.offset + held.extent_bytes <= begin
                 elif held.holder != EARLIER_CLIENTS:
@@ -208,7 +212,7 @@ def test_damage_costs_objects_and_never_shows_other_bytes(
             segment.remove(key_digest(rng.choice(KEYS), NAMESPACE))
     viewed = [entry for entry in segment.entries() if rng.random() < 0.4]
     for entry in viewed:
-        segment.lease(entry, holder="client", now=100.0)
+        segment.views.lease(entry, holder="client", now=100.0)
     before = {entry.offset: entry.extent_bytes for entry in viewed}
     begin, end = 0, len(lives.buffer)
     if where == "slots":
@@ -225,16 +229,16 @@ def test_damage_costs_objects_and_never_shows_other_bytes(
     if isinstance(kept, str):
         return
     segment = lives._segment(kept)
-    segment.check()
+    check_segment(segment)
     if has_users and where == "slots":
-        taken = {held.offset for held in segment._held.values()}
+        taken = {held.offset for held in segment.objects.held.values()}
         assert before.keys() <= taken, "what a client looks at would be used for something else"
-    for entry in segment.returned():
+    for entry in segment.returned.entries():
         if is_whole(segment, entry):
-            segment.publish_returned(entry, 100.0)
+            segment.returned.publish(entry, 100.0)
         else:
-            segment.drop_returned(entry)
-    segment.check()
+            segment.returned.drop(entry)
+    check_segment(segment)
     reader = SegmentReader(lives.view)
     target = memoryview(bytearray(32_768))
     for key in KEYS:
@@ -245,7 +249,7 @@ def test_damage_costs_objects_and_never_shows_other_bytes(
 def test_a_slot_torn_while_a_client_looks_at_its_bytes_ends_the_memory() -> None:
     lives = Lives(8)
     entry = put(lives.segment, "k", b"value")
-    lives.segment.lease(entry, holder="client", now=100.0)
+    lives.segment.views.lease(entry, holder="client", now=100.0)
     lives.buffer[lives.geometry.slots_offset + entry.slot * SLOT_BYTES + 40] ^= 1
     assert "in use there cannot be told" in str(lives.read(has_users=True))
     assert lives.read(has_users=False) == Kept(1, [], [])
@@ -255,20 +259,20 @@ def test_of_two_versions_the_newer_comes_back_and_the_viewed_one_keeps_its_bytes
     """Killed between publishing one and withdrawing the other."""
     lives = Lives(8)
     old = put(lives.segment, "k", b"old", clock=1)
-    lives.segment.lease(old, holder="client", now=100.0)
+    lives.segment.views.lease(old, holder="client", now=100.0)
     begin = lives.geometry.slots_offset + old.slot * SLOT_BYTES
     slot = bytes(lives.buffer[begin : begin + SLOT_BYTES])
     put(lives.segment, "k", b"new", clock=2)
     lives.buffer[begin : begin + SLOT_BYTES] = slot
     segment = lives.restart(has_users=True)
-    (entry,) = segment.returned()
+    (entry,) = segment.returned.entries()
     assert bytes(segment.payload(entry)) == b"new"
     assert publish_all(segment) == ["k"]
     for number in range(8):
         put(segment, f"other {number}", value_of(number, 3900))
     assert lives.buffer[old.offset : old.offset + 3] == b"old"
-    segment.release_earlier()
-    segment.check()
+    segment.returned.end_earlier_clients()
+    check_segment(segment)
 
 
 # --- in the new life -------------------------------------------------------------------------
@@ -280,17 +284,17 @@ def test_what_has_returned_gives_way_like_everything_else() -> None:
     put(lives.segment, "new", value_of(2, 3900), clock=2)
     put(lives.segment, "pinned", value_of(3, 3900), clock=3, pin=Pin.HARD)
     segment = lives.restart()
-    assert [entry.key for entry in segment.returned()] == ["old", "new", "pinned"]
-    assert list(segment.coldest()) == [], "nobody may write these to an SSD yet"
+    assert [entry.key for entry in segment.returned.entries()] == ["old", "new", "pinned"]
+    assert list(segment.room.coldest()) == [], "nobody may write these to an SSD yet"
     put(segment, "a", value_of(4, 3900))  # where nothing was
     put(segment, "b", value_of(4, 3900), pin=Pin.HARD)
-    assert [entry.key for entry in segment.returned()] == ["new", "pinned"]
+    assert [entry.key for entry in segment.returned.entries()] == ["new", "pinned"]
     put(segment, "c", value_of(5, 3900), pin=Pin.HARD)
-    assert [entry.key for entry in segment.returned()] == ["pinned"]
-    assert segment.take_withdrawn() == [], "nobody was told of these"
+    assert [entry.key for entry in segment.returned.entries()] == ["pinned"]
+    assert segment.objects.take_withdrawn() == [], "nobody was told of these"
     with pytest.raises(CapacityExceeded):
         segment.reserve(4 * 3900, 200, holder="x", now=100.0)
-    segment.check()
+    check_segment(segment)
 
 
 def test_what_was_put_again_wins_unless_it_is_older() -> None:
@@ -300,17 +304,17 @@ def test_what_was_put_again_wins_unless_it_is_older() -> None:
     segment = lives.restart()
     mine = put(segment, "put again", b"new", clock=11)
     other = put(segment, "older here", b"of another peer", clock=9)
-    by_key = {entry.key: entry for entry in segment.returned()}
-    assert not segment.publish_returned(by_key["put again"], 100.0)
-    assert segment.publish_returned(by_key["older here"], 100.0)
-    assert not segment.publish_returned(by_key["over"], 151.0)
-    assert segment.take_withdrawn() == [other]
+    by_key = {entry.key: entry for entry in segment.returned.entries()}
+    assert not segment.returned.publish(by_key["put again"], 100.0)
+    assert segment.returned.publish(by_key["older here"], 100.0)
+    assert not segment.returned.publish(by_key["over"], 151.0)
+    assert segment.objects.take_withdrawn() == [other]
     assert segment.find(mine.digest, 100.0) is mine
     found = segment.find(other.digest, 100.0)
     assert found is by_key["older here"]
     assert bytes(segment.payload(found)) == b"of earlier"
-    assert segment.returned_count == 0
-    segment.check()
+    assert len(segment.returned) == 0
+    check_segment(segment)
 
 
 def test_readers_take_it_for_absent_until_it_is_published() -> None:
@@ -321,14 +325,14 @@ def test_readers_take_it_for_absent_until_it_is_published() -> None:
     reader = SegmentReader(lives.view)
     assert reader.header.state is SegmentState.OPEN
     assert reader.find(entry.digest) is None
-    (returned,) = segment.returned()
-    slot = segment.slot_bytes(returned)
+    (returned,) = segment.returned.entries()
+    slot = segment.table.slot_bytes(returned)
     assert slot[1] == SlotState.RETURNED, "who comes by a number of a slot must not take it either"
-    segment.publish_returned(returned, 100.0)
+    segment.returned.publish(returned, 100.0)
     assert reader.find(entry.digest) is not None
     segment.remove(entry.digest)
     segment = lives.restart()
-    assert segment.returned() == []
+    assert segment.returned.entries() == []
 
 
 def test_objects_that_lie_across_new_quotas_are_given_up() -> None:
@@ -340,10 +344,10 @@ def test_objects_that_lie_across_new_quotas_are_given_up() -> None:
     kept = lives.read(quotas=0)
     assert isinstance(kept, Kept)
     segment = lives._segment(kept)
-    segment.check()
+    check_segment(segment)
     assert publish_all(segment) == ["k0", "k1", "k3"]
     assert segment.quotas["jobs"].used_bytes == 0
-    segment.check()
+    check_segment(segment)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from p2pstore.errors import StoreClosed
 from p2pstore.ssd_tier import kernel_aio
-from p2pstore.ssd_tier.disk import FileDisk, aligned_buffer, open_disk
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer
+from p2pstore.ssd_tier.disk import FileDisk, open_disk
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES as PAGE
 from p2pstore.ssd_tier.kernel_aio import (
     MAX_BUFFERS,

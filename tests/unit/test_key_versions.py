@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pstore.gossip.floors import key_versions
-from p2pstore.gossip.floors.key_versions import KeyVersions
+from p2pstore.gossip.floors import floor_set as key_versions
+from p2pstore.gossip.floors.floor_set import KeyVersions
 from p2pstore.objects import ZERO_VERSION, Version
 
 SIMILAR = st.binary(min_size=16, max_size=16) | st.sampled_from(

@@ -11,16 +11,16 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord
 from p2pstore.client.known_holders import (
     ASKED_SECONDS,
     HOLDERS_PER_PLAN,
     MAX_HOLDERS,
     TRUSTED_SECONDS,
+    KnownElsewhere,
     KnownHolders,
-    is_far,
-    remote_copy,
+    KnownRecord,
 )
+from p2pstore.client.read_plan import remote_copy
 from p2pstore.local.local_messages import Holder, PlanItem
 from p2pstore.location_table import LOCATION
 from p2pstore.objects import Version
@@ -54,7 +54,7 @@ def record(member: int, clock: int = 5, slot: int = 3) -> KnownRecord:
 
 
 def copy(member: int) -> KnownRecord:
-    """Of one version, whoever has it."""
+    """Records of one version."""
     return KnownRecord(member, Version(5, 1, 77), member, 7, 0)
 
 
@@ -124,7 +124,7 @@ def test_the_only_holder_on_another_host_is_known_with_the_way_to_it() -> None:
     assert only is not None
     assert (only.copy.member, only.copy.data) == (1, ("127.0.0.1:1",))
     assert (only.slot_hint, only.expected_bytes) == (3, 7 * 4096)
-    assert is_far(only.copy)
+    assert only.is_far
     assert holders.only_many([DIGEST, DIGEST]) == [only.copy, only.copy]
 
 
@@ -147,7 +147,7 @@ def test_on_this_host_the_only_holder_is_known() -> None:
     holders.note([PlanItem([holder(1, same_host=True)])])
     only = holders.only(DIGEST)
     assert only is not None
-    assert not is_far(only.copy)
+    assert not only.is_far
     assert holders.only_many([DIGEST]) == [only.copy]
     assert planned(holders) == [1]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.gossip.homes.placement import weight
+from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction import KNOWN_SECONDS
 from tests.unit.core_harness import Harness, Other, digest_of
@@ -97,8 +97,8 @@ def test_who_keeps_an_object_is_not_asked_each_time() -> None:
         asked.append(weighed.key)
         return False
 
-    world.segment.ask_who_keeps(ask)
-    order = world.segment._order
+    world.segment.room.ask_who_keeps(ask)
+    order = world.segment.objects.order
     unix = world.core.unix(world.now)
     order.cost_at(entry.offset, unix)
     order.cost_at(entry.offset, unix + 1)

@@ -10,11 +10,12 @@ import pytest
 
 from p2pstore.core.operation import Operation
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import Access
+from p2pstore.local.local_protocol import Access
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import key_digest
 from p2pstore.peer.for_clients.local_gets import LocalGets
-from p2pstore.transfer.data_messages import DataKind, Locations
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
 from tests.unit.core_harness import NAMESPACE, Harness, digests_asked
 from tests.unit.test_core_partitioned import foreign_key, partitioned

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import Access
+from p2pstore.local.local_protocol import Access
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import chunk_sums, root_checksum
 from p2pstore.peer.for_clients.local_puts import LocalPuts
 from p2pstore.put_facts import PutFacts
 from p2pstore.wire import Code
+from simulation.segment_checks import check_segment
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness
 
 VALUE = b"v" * 5000
@@ -69,7 +70,7 @@ def test_what_the_next_put_needs_is_evicted_after_the_answer() -> None:
         assert world.segment.object_count == there + 1
     assert world.announced("before 0") is None
     world.segment.drop_holder(CLIENT.holder)
-    world.segment.check()
+    check_segment(world.segment)
 
 
 def test_room_is_made_ahead_for_nobody_who_asks_for_none() -> None:
@@ -89,7 +90,7 @@ def test_what_was_just_put_does_not_go_for_what_may_come() -> None:
     loop = Loop(world)
     while world.segment.free_bytes:
         entry = world.stored(f"k{world.segment.object_count}", b"x")
-        world.segment.lease(entry, holder=HOLDER, now=world.core.unix(world.now))
+        world.segment.views.lease(entry, holder=HOLDER, now=world.core.unix(world.now))
     assert loop.put("the last one that fits").again[0].error.code == Code.CAPACITY_EXCEEDED
     loop.puts.make_room_ahead()
     assert world.find("the last one that fits") is not None

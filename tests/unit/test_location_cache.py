@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pstore.gossip.homes.location_cache import HOLDERS_PER_KEY, LocationCache
+from p2pstore.gossip.homes.known_locations import HOLDERS_PER_KEY, LocationCache
 from p2pstore.gossip.records import LocationRecord
 from p2pstore.objects import Version
 from tests.unit.gossip_network import digest_of, location

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations.location_chains import RowChains
 from p2pstore.gossip.locations.location_index import LocationIndex, digests_of, hash_of
+from p2pstore.gossip.locations.location_slots import RowChains
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES
 from p2pstore.location_table import Rows, Words, block_count, format_table, table_bytes

@@ -11,25 +11,24 @@ from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.directory_mode import ClusterLoad, ModeLimits
 from p2pstore.gossip.homes.home_updates import check_update
 from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, PartitionConfig, partition_of
-from p2pstore.gossip.locations.catch_up import CatchUp
-from p2pstore.gossip.locations.directory import Directory, DirectoryConfig, Outcome
-from p2pstore.gossip.locations.followed_logs import FollowedLogs
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, PartitionConfig, partition_of
+from p2pstore.gossip.locations.catch_up import CatchUp, FollowedLogs
+from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.location_index import hash_of
-from p2pstore.gossip.locations.location_shares import LocationShares, who_makes_room
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.members.membership import Membership, MembershipConfig
+from p2pstore.gossip.locations.views import DirectoryConfig, LocationShares, Outcome, who_makes_room
+from p2pstore.gossip.members.member_table import MembershipConfig
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead
 from p2pstore.peer.node import Node
-from p2pstore.transfer.data_messages import PartitionSet, Push
+from p2pstore.transfer.peer_messages import PartitionSet, Push
 from tests.unit.core_harness import OTHER_INCARNATION, Harness
 from tests.unit.gossip_network import digest_of, location
 from tests.unit.test_directory import A, B, feed, held, install, log_of, reading
 
 C = 333
 TOO_MANY = LogHead(sequence=5_000_000, count=MAX_OWN_RECORDS + 1, set_hash=1)
-
 
 # --- the rule --------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from p2pstore.gossip.locations import log_copy
+from p2pstore.gossip.locations import log as log_copy
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES, decode_location

@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Status
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.gossip.members.accusers import (
+from p2pstore.gossip.members.member_table import (
+    MAX_HEARSAY,
+    MAX_INCARNATION,
+    MembershipConfig,
+    check_claim,
+)
+from p2pstore.gossip.members.membership import (
+    MAX_AHEAD_MS,
+    REFUTATIONS_A_SECOND,
+    REFUTATIONS_AT_ONCE,
+    Membership,
+)
+from p2pstore.gossip.members.suspicion import (
     ACCUSATIONS_A_SECOND,
     ACCUSATIONS_AT_ONCE,
     DISBELIEVED_SECONDS,
@@ -20,16 +32,6 @@ from p2pstore.gossip.members.accusers import (
     MAX_PAIRS,
     REFUTATIONS,
     Accusers,
-)
-from p2pstore.gossip.members.membership import (
-    MAX_AHEAD_MS,
-    MAX_HEARSAY,
-    MAX_INCARNATION,
-    REFUTATIONS_A_SECOND,
-    REFUTATIONS_AT_ONCE,
-    Membership,
-    MembershipConfig,
-    check_claim,
 )
 from p2pstore.gossip.records import PeerId, SignedRecord, member_of, sign_peer_record
 from tests.unit.gossip_network import FakeSigner, Network, bury, peer_id_of, peer_record
@@ -138,7 +140,7 @@ def look_in_vain(made: Membership, begin: float, end: float) -> list[float]:
         while failing and failing[0][0] <= now:
             made.suspect(failing.pop(0)[1], now)
         made.tick(now)
-        for peer_id in made.take_unproved():
+        for peer_id in made.suspects.take_unproved():
             wanted.append(now)
             failing.append((now + 1, peer_id))
     return wanted
@@ -153,7 +155,7 @@ def test_a_confirmed_suspect_that_stays_silent_dies_after_the_suspicion_time() -
     assert look_in_vain(made, 1.25, 4.75) == [4.0]  # once more, just before the end
     made.suspect(peer_id_of(1), 4.9)
     assert status_of(made, 1)[0] == Status.SUSPECT
-    assert made.next_tick() == 1.0 + made.suspicion_seconds() == 5.0
+    assert made.next_tick() == 1.0 + made.suspects.shortest_seconds(len(made.live())) == 5.0
     made.tick(5.0)
     assert status_of(made, 1)[0] == Status.DEAD
     changes = [(change.old, change.new) for change in made.take_changes()]
@@ -165,7 +167,7 @@ def test_time_alone_makes_nobody_dead() -> None:
     made.observe_claims([claim(1, Status.SUSPECT)], 0.0)
     ticks(made, 0, 200)
     assert status_of(made, 1)[0] == Status.SUSPECT
-    assert set(made.take_unproved()) == {peer_id_of(1)}
+    assert set(made.suspects.take_unproved()) == {peer_id_of(1)}
 
 
 def test_who_only_heard_of_a_suspicion_gives_its_accusers_time_to_judge() -> None:
@@ -222,7 +224,7 @@ def test_the_accuser_is_the_sender_whatever_name_the_claim_bears() -> None:
     made = membership(8)
     for by in (2, 3, 4):
         made.observe_claims([claim(1, Status.SUSPECT, by=by)], 0.0, sender=peer_id_of(5))
-    assert made._suspects[peer_id_of(1)].accusers == {member_of(peer_id_of(5))}
+    assert made.suspects._suspicions[peer_id_of(1)].accusers == {member_of(peer_id_of(5))}
 
 
 def test_a_verdict_of_others_and_an_own_probe_that_failed_make_a_death_at_once() -> None:
@@ -231,7 +233,7 @@ def test_a_verdict_of_others_and_an_own_probe_that_failed_make_a_death_at_once()
     made.observe_claims([claim(1, Status.DEAD), claim(2, Status.DEAD)], 1.0)
     assert {status_of(made, n)[0] for n in (1, 2)} == {Status.SUSPECT}
     made.tick(1.0)
-    assert set(made.take_unproved()) == {peer_id_of(1), peer_id_of(2)}
+    assert set(made.suspects.take_unproved()) == {peer_id_of(1), peer_id_of(2)}
     made.suspect(peer_id_of(1), 1.25)
     made.tick(1.25)
     assert status_of(made, 1)[0] is Status.DEAD
@@ -250,7 +252,7 @@ def test_a_verdict_is_not_proved_by_a_probe_from_before_a_stall() -> None:
     made.tick(60.0)
     assert status_of(made, 1)[0] is Status.SUSPECT
     ticks(made, 60.25, 61)
-    assert made.take_unproved() == [peer_id_of(1)]
+    assert made.suspects.take_unproved() == [peer_id_of(1)]
 
 
 def test_what_was_refuted_twice_is_not_believed_from_there_for_a_while() -> None:
@@ -281,14 +283,14 @@ def test_a_sender_has_a_bounded_number_of_accusations() -> None:
     made = membership(300)
     many = [claim(number, Status.DEAD) for number in range(1, 300)]
     made.observe_claims(many, 0.0, peer_id_of(5))
-    assert len(made._suspects) == ACCUSATIONS_AT_ONCE
+    assert len(made.suspects) == ACCUSATIONS_AT_ONCE
     made.observe_claims(many, 0.0, peer_id_of(6))
-    assert len(made._suspects) == 2 * ACCUSATIONS_AT_ONCE
+    assert len(made.suspects) == 2 * ACCUSATIONS_AT_ONCE
     strangers = [claim(number, Status.DEAD) for number in range(1000, 2000)]
     made.observe_claims(strangers, 0.0, peer_id_of(7))
     assert len(made) == 300 + ACCUSATIONS_AT_ONCE
     made.observe_claims(many, 10.0, peer_id_of(7))
-    assert len(made._suspects) == 2 * ACCUSATIONS_AT_ONCE + 10 * ACCUSATIONS_A_SECOND
+    assert len(made.suspects) == 2 * ACCUSATIONS_AT_ONCE + 10 * ACCUSATIONS_A_SECOND
 
 
 def test_tables_of_accusers_are_bounded() -> None:

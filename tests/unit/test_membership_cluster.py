@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from p2pstore.gossip.gossip_messages import Claim, Status
-from p2pstore.gossip.members.membership import MemberChange
+from p2pstore.gossip.members.member_table import MemberChange
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_peer import GossipPeer
 from simulation.kernel import Faults

@@ -9,18 +9,21 @@ import pytest
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.asking import Questions
-from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_config import GossipConfig, preset
 from p2pstore.gossip.gossip_effects import Answer, Ask, Later
 from p2pstore.gossip.gossip_messages import Ack, Claim, ControlKind, Ping, PingRequest, Status
-from p2pstore.gossip.members.local_health import LocalHealth
-from p2pstore.gossip.members.membership import MemberChange, Membership, MembershipConfig
+from p2pstore.gossip.members.member_table import MemberChange, MembershipConfig
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.members.probing import (
     LOOKED_AT_FOR_HELP,
     MAX_RELAYED,
     Probing,
 )
-from p2pstore.gossip.members.suspicion import expected_confirmations, shortest_suspicion_seconds
-from p2pstore.gossip.presets import preset
+from p2pstore.gossip.members.suspicion import (
+    LocalHealth,
+    expected_confirmations,
+    shortest_suspicion_seconds,
+)
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.wire import Code, Failure, Message
 from tests.unit.gossip_network import bury, peer_id_of, peer_record

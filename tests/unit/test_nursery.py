@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_tasks import open_background_nursery
 
 
 async def test_entered_when_cancelled_already_it_ends_at_once() -> None:

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.anti_entropy import chunk_of, plain_chunk
 from p2pstore.gossip.gossip_messages import LogChunk
-from p2pstore.gossip.locations.packed_runs import (
+from p2pstore.gossip.locations.signed_runs import (
     LEAST_PACKED,
     MASK_BYTES,
+    MAX_SIGNED_OPERATIONS,
+    SignedRun,
     pack_operations,
     unpack_operations,
 )
-from p2pstore.gossip.locations.signed_runs import MAX_SIGNED_OPERATIONS, SignedRun
 from p2pstore.gossip.records import LOCATION_BYTES
 from tests.unit.gossip_network import location
 

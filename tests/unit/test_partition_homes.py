@@ -9,15 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pstore.gossip.homes.bounded_homes import ROOM, places_of
 from p2pstore.gossip.homes.partition_homes import (
     CANDIDATES,
     HOME_COUNT,
     NO_HOMES,
+    PARTITION_COUNT,
+    ROOM,
     HomeTable,
+    partition_of,
+    places_of,
     table_of,
 )
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
 from tests.unit.gossip_network import digest_of
 
 WORD = (1 << 64) - 1

@@ -92,7 +92,7 @@ def test_a_dead_peer_is_no_place_and_a_doubtful_one_the_last() -> None:
         offer(world, other)
     dead, doubtful, good = world.others
     world.die(dead)
-    world.core.peer_failed(doubtful.peer_id, world.now)
+    world.core.holders.peer_failed(doubtful.peer_id, world.now)
     assert places(world) == [good.peer_id, doubtful.peer_id]
 
 

@@ -1,8 +1,8 @@
-"""What is likely to be read after a block."""
+"""The blocks that are likely to be read after a block."""
 
 from __future__ import annotations
 
-from p2pstore.client.prefix_chains import AHEAD, MAX_CHAINS, MAX_MISSING, PrefixChains
+from p2pstore.client.presence_calls import AHEAD, MAX_CHAINS, MAX_MISSING, PrefixChains
 from p2pstore.objects import DIGEST_BYTES
 
 

@@ -17,7 +17,7 @@ def known_one_by_one(world: Harness, digests: list[bytes]) -> set[bytes]:
     return {
         digest
         for digest in digests
-        if any(copy.reachable for copy in world.core.known_copies(digest, world.now))
+        if any(copy.reachable for copy in world.core.copies.known(digest, world.now))
     }
 
 
@@ -120,6 +120,6 @@ def test_a_flushed_namespace_counts_for_nothing() -> None:
     digests = [digest_of("old"), digest_of("new")]
     assert known_keys(world.core, digests, world.now, name) == {digest_of("new")}
     for digest in digests:
-        copies = world.core.known_copies(digest, world.now, name)
+        copies = world.core.copies.known(digest, world.now, name)
         assert bool(copies) == (digest == digest_of("new"))
         assert is_known(world.core, digest, world.now, name) == bool(copies)

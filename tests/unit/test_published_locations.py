@@ -1,4 +1,4 @@
-"""What clients read in a peer's table of locations, against what the peer itself would say."""
+"""Clients' reads of a peer's table of locations, against the peer's own answers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.client.known_elsewhere import KnownElsewhere, KnownRecord, _known_record
+from p2pstore.client.known_holders import KnownElsewhere, KnownRecord, _known_record
 from p2pstore.errors import ProtocolError, ProtocolMismatch
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
-from p2pstore.gossip.locations.directory import Directory, DirectoryConfig
+from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.published_locations import ApartKeys, PublishedLocations
 from p2pstore.gossip.locations.snapshots import check_snapshot
+from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead
 from p2pstore.location_table import (
     APART_COUNTERS,
@@ -41,12 +42,7 @@ from p2pstore.memory.mapped.mapped_memory import (
     map_table,
 )
 from p2pstore.objects import Version
-from tests.unit.gossip_network import (
-    digest_of,
-    location,
-    operations_after,
-    run_at,
-)
+from tests.unit.gossip_network import digest_of, location, operations_after, run_at
 from tests.unit.test_cluster_records import floor
 
 KEYS = [digest_of(number) for number in range(60)]
@@ -268,7 +264,7 @@ def test_links_that_lead_anywhere_end() -> None:
 
 
 def test_keys_that_very_many_hold_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pstore.client.known_elsewhere._MOST_ROWS", 5)
+    monkeypatch.setattr("p2pstore.client.known_holders._MOST_ROWS", 5)
     published, directory, client = known_table()
     assert client.contains(KEYS[0])
     for member in range(2, 12):
@@ -403,7 +399,8 @@ def test_floors_with_names_that_are_no_digests_do_no_harm(name: bytes) -> None:
 _CHANGER = """
 import sys, time
 from random import Random
-from p2pstore.gossip.locations.directory import Directory, DirectoryConfig
+from p2pstore.gossip.locations.directory import Directory
+from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.published_locations import PublishedLocations
 from p2pstore.gossip.records import LogHead

@@ -13,9 +13,9 @@ from p2pstore.core.copies.replicate_together import PutAmongMany
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.gossip.records import writer_of
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.segment_layout import Pin, decode_trailer
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import PutFacts, PutStatus
+from simulation.segment_checks import check_segment
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, clock_at, digest_of
 
 
@@ -45,11 +45,11 @@ def test_values_of_new_keys_are_published_under_one_stamp() -> None:
         location = world.announced(key)
         assert location is not None
         assert location.version == entry.version
-        trailer = decode_trailer(world.segment.trailer_bytes(entry))
+        trailer = decode_trailer(world.segment.table.trailer_bytes(entry))
         assert trailer is not None
         assert trailer.key == key
     assert world.core.counters["objects_published"] == 3
-    world.segment.check()
+    check_segment(world.segment)
 
 
 def test_who_waits_for_a_key_hears_of_it() -> None:
@@ -57,8 +57,8 @@ def test_who_waits_for_a_key_hears_of_it() -> None:
     heard: list[bytes] = []
     operation: Any = world.put("waited for", b"v", overwrite=True)  # any that has a number
     operation.heard_of = lambda digest, now: heard.append(digest)
-    world.core._operations[operation.number] = operation
-    world.core.await_keys(operation, [digest_of("b")])
+    world.core.operations._running[operation.number] = operation
+    world.core.operations.await_keys(operation, [digest_of("b")])
     publish(world, [world.facts(key, b"v") for key in "abc"])
     assert heard == [digest_of("b")]
 
@@ -104,7 +104,7 @@ def test_what_takes_more_is_left_and_the_rest_is_published(what: str) -> None:
     ends = publish(world, [world.facts("a", b"1"), odd, world.facts("c", b"3")])
     assert [end is None for end in ends] == [False, True, False]
     assert world.segment.object_count == before + 2
-    world.segment.check()
+    check_segment(world.segment)
 
 
 def test_a_key_that_comes_twice_is_new_once() -> None:
@@ -167,4 +167,4 @@ def test_a_batch_ends_as_its_values_do_one_by_one(
     ):  # else the order of those decided alone counts
         assert statuses == expected
         assert together.segment.object_count == alone.segment.object_count
-    together.segment.check()
+    check_segment(together.segment)

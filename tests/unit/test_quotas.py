@@ -24,6 +24,7 @@ from p2pstore.memory.segment_layout import (
     plan_geometry,
 )
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from simulation.segment_checks import check_segment
 
 ME = "the peer itself"
 ONE = GRANULE_BYTES - 200
@@ -102,9 +103,9 @@ def test_who_floods_evicts_nothing_that_is_kept_for_another(policy: PolicyName) 
     for number in range(200):
         put(segment, "flood", number, granules=1 + number % 3, now=100.0 + number)
     assert [segment.find(entry.digest, 400.0) for entry in mine] == mine
-    assert {entry.namespace for entry in segment.take_withdrawn()} == {"flood"}
+    assert {entry.namespace for entry in segment.objects.take_withdrawn()} == {"flood"}
     assert (kept(segment, "mine"), used(segment, "mine")) == (8, 8)
-    segment.check()
+    check_segment(segment)
 
 
 def test_a_quota_is_had_although_another_floods_all_the_time() -> None:
@@ -118,7 +119,7 @@ def test_a_quota_is_had_although_another_floods_all_the_time() -> None:
         if number % 20 == 0:
             put(segment, "mine", number, now=float(number))
     assert kept(segment, "mine") == 8
-    segment.check()
+    check_segment(segment)
 
 
 def test_what_is_above_its_quota_goes_as_everything_else() -> None:
@@ -132,7 +133,7 @@ def test_what_is_above_its_quota_goes_as_everything_else() -> None:
     for number in range(20, 40):  # at its quota it evicts what is coldest of all it may
         put(segment, "mine", number, now=200.0 + number)
     assert (used(segment, "mine"), kept(segment, "mine")) == (20, 4)
-    segment.check()
+    check_segment(segment)
 
 
 def test_large_values_have_room_beside_small_ones_that_are_kept() -> None:
@@ -161,14 +162,14 @@ def test_no_room_says_that_a_quota_is_why() -> None:
 def test_what_others_hold_in_a_part_that_is_lent_stays() -> None:
     segment = new_segment(8, {"mine": 8})
     held = put(segment, "other", 0)
-    segment.acquire(held)
+    segment.references.acquire(held)
     pinned = put(segment, "other", 1, pin=Pin.HARD)
     for number in range(8):
         put(segment, "mine", number)
     assert segment.find(held.digest, 100.0) is held
     assert segment.find(pinned.digest, 100.0) is pinned
     assert kept(segment, "mine") == 6
-    segment.let_go(held)
+    segment.references.let_go(held)
     put(segment, "mine", 8)
     assert kept(segment, "mine") == 7
 
@@ -182,7 +183,7 @@ def test_what_is_lent_is_not_looked_through_for_who_has_no_room_of_its_own(
         put(segment, "other", number)
         put(segment, "mine", number)
     looked: list[Place] = []
-    monkeypatch.setattr(segment._victims, "_search_of", looked.append)
+    monkeypatch.setattr(segment.room.victims, "_search_of", looked.append)
     for number in range(20):
         with pytest.raises(CapacityExceeded):
             put(segment, "other", 100 + number, granules=2)
@@ -240,14 +241,14 @@ def test_the_coldest_are_the_same_share_of_each_part() -> None:
         put(segment, "mine", number, granules=4, now=float(number))
     for number in range(16):
         put(segment, "other", number, now=float(number))
-    named = [(entry.namespace, entry.key) for entry in segment.coldest()]
+    named = [(entry.namespace, entry.key) for entry in segment.room.coldest()]
     for part in range(4):
         quarter = named[5 * part : 5 * part + 5]
         keys = [f"key {number}" for number in range(4 * part, 4 * part + 4)]
         wanted = [("mine", f"key {part}"), *(("other", key) for key in keys)]
         assert sorted(quarter) == sorted(wanted)
     soft = put(segment, "mine", 9, soft=True, now=50.0)
-    assert next(segment.coldest()) is soft
+    assert next(segment.room.coldest()) is soft
 
 
 NAMESPACES = ("first", "second", "none", "nobody")
@@ -312,7 +313,7 @@ class QuotasAgainstModel(RuleBasedStateMachine):
             )
         except (CapacityExceeded, ObjectTooLarge):
             entry = None
-        gone = self.segment.take_withdrawn()
+        gone = self.segment.objects.take_withdrawn()
         assert not [each for each in gone if self.is_kept(each) and each.namespace != namespace]
         if can_be_kept and granules == 1:
             assert entry is not None
@@ -322,14 +323,14 @@ class QuotasAgainstModel(RuleBasedStateMachine):
     @rule(namespace=st.sampled_from(NAMESPACES), granules=st.sampled_from([1, 2, 7]))
     def make_room_ahead(self, namespace: str, granules: int) -> None:
         length = granules * GRANULE_BYTES - 200
-        self.segment.make_room_ahead(length, 100, now=self.now, namespace=namespace)
-        gone = self.segment.take_withdrawn()
+        self.segment.room.make_ahead(length, 100, now=self.now, namespace=namespace)
+        gone = self.segment.objects.take_withdrawn()
         assert not [each for each in gone if self.is_kept(each) and each.namespace != namespace]
 
     def has_own_room(self, namespace: str, before: list[ObjectEntry]) -> bool:
         """Whether the namespace's own part has a granule that is free, or that somebody else can give up."""
         begin = self.begins.get(namespace)
-        slots_left = self.segment.geometry.slots - len(self.segment._held)
+        slots_left = self.segment.geometry.slots - len(self.segment.objects.held)
         if begin is None or not slots_left:
             return False
         end = begin + self.quotas[namespace] * GRANULE_BYTES
@@ -355,23 +356,23 @@ class QuotasAgainstModel(RuleBasedStateMachine):
         entries = sorted(self.segment.entries(), key=lambda entry: entry.slot)
         entry = data.draw(st.sampled_from(entries))
         if what == "read":
-            self.segment.used(entry, 1, self.now)
+            self.segment.objects.used(entry, 1, self.now)
         elif what == "hold":
-            self.segment.acquire(entry)
+            self.segment.references.acquire(entry)
             self.held.append(entry)
         elif what == "unpin":
-            self.segment.set_pin(entry, Pin.NONE, 0.0)
+            self.segment.objects.set_pin(entry, Pin.NONE, 0.0)
         else:
-            self.segment.set_on_ssd(entry, True)
+            self.segment.objects.set_on_ssd(entry, True)
 
     @precondition(lambda self: self.held)
     @rule()
     def let_go(self) -> None:
-        self.segment.let_go(self.held.pop(0))
+        self.segment.references.let_go(self.held.pop(0))
 
     @invariant()
     def agrees(self) -> None:
-        self.segment.check()
+        check_segment(self.segment)
         for namespace, quota in self.quotas.items():
             mine = [each for each in self.segment.entries() if each.namespace == namespace]
             use = self.segment.quotas[namespace]
@@ -442,7 +443,7 @@ def test_a_cap_above_the_quota_is_the_most_wherever_it_lies() -> None:
     for number in range(100, 116):
         put(segment, "others", number)
     assert segment.quotas["a"].kept_bytes == segment.quotas["a"].used_bytes
-    segment.check()
+    check_segment(segment)
 
 
 def test_a_value_larger_than_the_quota_makes_room_outside_of_it() -> None:
@@ -451,14 +452,14 @@ def test_a_value_larger_than_the_quota_makes_room_outside_of_it() -> None:
         put(segment, "a", number)
     put(segment, "a", 20, granules=6)
     assert segment.quotas["a"].used_bytes <= 8 * GRANULE_BYTES
-    segment.check()
+    check_segment(segment)
 
 
 def test_no_room_within_the_cap_says_so() -> None:
     segment = new_segment(16, {"a": 2}, caps={"a": 3})
     kept = [put(segment, "a", number) for number in range(3)]
     for entry in kept:
-        segment.lease(entry, holder="view", now=100.0)
+        segment.views.lease(entry, holder="view", now=100.0)
     with pytest.raises(CapacityExceeded, match=r"12\.0 KiB of the 12\.0 KiB .* \(--cap\)"):
         put(segment, "a", 4)
     with pytest.raises(CapacityExceeded, match=r"--cap"):

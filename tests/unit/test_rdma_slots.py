@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from p2pstore.memory.segment_layout import SLOT_BYTES, plan_geometry
-from p2pstore.transfer.rdma.rdma_slots import MOST_KEPT, SLOTS_TOGETHER, SeenSlots
+from p2pstore.transfer.rdma.rdma_reads import MOST_KEPT, SLOTS_TOGETHER, SeenSlots
 
 GEOMETRY = plan_geometry(1 << 20, 40)
 

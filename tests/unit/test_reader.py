@@ -29,6 +29,7 @@ from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, 
 from p2pstore.runtime.side_by_side import PIECE_BYTES
 from p2pstore.transfer.reading import segment_reader as reader_module
 from p2pstore.transfer.reading.segment_reader import SegmentReader
+from simulation.segment_checks import check_segment
 from tests.mapped_copies import copy_many, copy_one
 from tests.threads import with_threads
 
@@ -154,7 +155,7 @@ def test_colliding_digests_are_all_found_while_others_go() -> None:
         assert [reader.contains(d) for d in digests] == [d in there for d in digests]
         assert reader.contains_many(b"".join(digests)).tolist() == [d in there for d in digests]
         assert [reader.find(d) is not None for d in digests] == [d in there for d in digests]
-    segment.check()
+    check_segment(segment)
 
 
 def test_closing_is_seen() -> None:
@@ -217,7 +218,7 @@ def test_a_freed_slot_holds_nothing() -> None:
     segment, _ = new_segment(MIB)
     entry = put(segment, "k", 1, b"value")
     segment.remove(entry.digest)
-    assert segment.slot_bytes(entry) == bytes(SLOT_BYTES)
+    assert segment.table.slot_bytes(entry) == bytes(SLOT_BYTES)
 
 
 def test_index_entries_that_lead_nowhere_are_misses() -> None:
@@ -330,7 +331,7 @@ def churn(segment: Segment, rng: random.Random, clock: int) -> None:
         lengths = [0, 100, 4096, 20_000, 70_000, 200_000, CHUNK_BYTES + 4096]
         length = rng.choices(lengths, [5, 10, 30, 20, 10, 10, 2])[0]
         put(segment, key, clock, pattern(key, clock, length))
-    segment.take_withdrawn()
+    segment.objects.take_withdrawn()
 
 
 def read_many(reader: SegmentReader, attempts: int, seed: int) -> dict[str, int]:
@@ -351,7 +352,7 @@ def read_many(reader: SegmentReader, attempts: int, seed: int) -> dict[str, int]
 
 
 def count(counts: dict[str, int], key: str, length: int, room: memoryview, listed: bool) -> None:
-    """What came of one copy. Every value says by itself which version it is."""
+    """The outcome of one copy. Every value says by itself which version it is."""
     if length < 0:
         counts["refused" if listed else "missing"] += 1
     else:
@@ -397,7 +398,7 @@ def test_another_process_never_reads_a_wrong_byte() -> None:
     assert counts["wrong"] == 0
     assert counts["trusting reader saw torn bytes"] > 0, "the churn did not disturb anybody"
     assert counts["right"] > 8000
-    segment.check()
+    check_segment(segment)
     del segment
     memory.close()
 
@@ -423,7 +424,7 @@ def test_a_thread_never_reads_a_wrong_byte() -> None:
     assert not owner.is_alive()
     assert counts["wrong"] == 0
     assert counts["right"] > 300
-    segment.check()
+    check_segment(segment)
 
 
 def read_in_child(descriptor: int, length: int, attempts: int) -> None:

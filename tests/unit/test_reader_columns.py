@@ -124,7 +124,7 @@ def test_what_has_expired_is_not_there(
         assert copy_one(reader, digest, empty(length)) == there
         slot = segment.find(digest, 1.0)
         assert slot is not None
-        packed = decode_slot(segment.slot_bytes(slot))
+        packed = decode_slot(segment.table.slot_bytes(slot))
         assert packed is not None
         assert bool(packed.flags & SLOT_FLAG_LASTING) == (not expires)
         segment.remove(digest)
@@ -137,9 +137,9 @@ def test_a_time_to_live_that_is_given_later_counts(
     digest = put(segment, "k", b"value")
     entry = segment.find(digest, 1.0)
     assert entry is not None
-    segment.set_expiry(entry, 1000)
+    segment.objects.set_expiry(entry, 1000)
     assert copy_one(reader, digest, empty(5)) is None
-    segment.set_expiry(entry, 0)
+    segment.objects.set_expiry(entry, 0)
     assert copy_one(reader, digest, empty(5)) == 5
 
 
@@ -152,7 +152,7 @@ def test_an_owner_of_an_earlier_version_says_nothing_of_times_to_live(
         digest = put(segment, "k", b"value", expires_unix_ms=expires, clock=1 + expires)
         entry = segment.find(digest, 0.0)
         assert entry is not None
-        slot = decode_slot(segment.slot_bytes(entry))
+        slot = decode_slot(segment.table.slot_bytes(entry))
         assert slot is not None
         older = type(slot)(
             *(slot.state, slot.digest, slot.version, slot.offset, slot.length), slot.trailer_length

@@ -1,4 +1,4 @@
-"""Small reads of many tasks from one holder: who reads for whom, and what is left when one of them is cancelled."""
+"""Small reads of many tasks from one holder: which task reads for which, and the rest after a cancellation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from p2pstore.client.reading_together import MANY, MOST_ALONE, MOST_TOGETHER, ReadingTogether
+from p2pstore.client.holder_reads import MANY, MOST_ALONE, MOST_TOGETHER, ReadingTogether
 from p2pstore.runtime.asyncio_streams import AsyncioDriver
 from p2pstore.runtime.streams import Driver
 from p2pstore.runtime.trio_streams import TrioDriver
@@ -51,7 +51,7 @@ class Holder:
             length, failure = await self.together.read(copy, digest, view)
         finally:
             before = bytes(view)
-            view.release()  # nobody writes there any more
+            view.release()  # no more writes there
         if failure is not None:
             raise failure
         if length >= 0:
@@ -75,7 +75,7 @@ class Holder:
         return lengths, failure
 
     def check_idle(self) -> None:
-        """Nobody reads there or waits."""
+        """No task reads there or waits."""
         for each in self.together._holders.values():
             assert (each.alone, each.leads, each.queue) == (0, False, [])
 
@@ -170,7 +170,7 @@ async def test_many_reads_go_together(readers: Readers) -> None:
 
 @pytest.mark.parametrize("loop", ["trio", "asyncio"])
 def test_answers_that_are_there_at_once_are_asked_for_together(loop: str) -> None:
-    """Nobody would ever wait: the first task would read all it wants, then the next one."""
+    """Otherwise no task would ever wait: the first would read all it wants, then the next one."""
 
     async def at_once() -> Answer:
         return WELL
@@ -238,7 +238,7 @@ async def test_who_is_cancelled_leaves_the_others_alone(readers: Readers) -> Non
     others = [each for each in range(MOST_ALONE, 20) if each != 15]
     assert readers.holder.requests[-1] == others
     await readers.cancel(7)  # it is being read
-    await readers.cancel(4)  # who reads for all
+    await readers.cancel(4)  # which reads for all
     others.remove(7)
     assert readers.holder.requests[-1] == others[1:]
     await readers.begin(20)
@@ -268,7 +268,7 @@ async def test_a_holder_that_is_silent_is_waited_for_once(readers: Readers) -> N
 
 
 async def test_silence_of_one_ends_the_turn_of_another(readers: Readers) -> None:
-    """A request comes and another one fails in the same moment: whoever the first calls is told of the second."""
+    """A request comes and another one fails in the same moment: the task that the first calls hears of the second."""
     silence = PullFailed(Code.DEADLINE_EXCEEDED, "it did not answer")
     for _ in range(10):  # in any order
         readers.ends.clear()

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2pstore.checkpoint.client.checkpoint_tensors import CheckpointTensors, Problems, TensorsWanted
 from p2pstore.checkpoint.content.manifest import FileEntry, Manifest, hash_of
-from p2pstore.checkpoint.content.piece_map import full_map
+from p2pstore.checkpoint.content.pieces import full_map
 from p2pstore.checkpoint.content.safetensors import (
     BITS,
     DTYPES,
@@ -24,7 +25,6 @@ from p2pstore.checkpoint.content.safetensors import (
     read_header,
     read_weight_map,
 )
-from p2pstore.client.tensors import CheckpointTensors, Problems, TensorsWanted
 from p2pstore.errors import CheckpointRefused, NoSuchKey, P2PStoreError
 from tests.optional import require_torch
 

@@ -39,6 +39,7 @@ from p2pstore.memory.segment_layout import Pin as PinKind
 from p2pstore.memory.victims import AHEAD_SHARE
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.reading.segment_reader import SegmentReader
+from simulation.segment_checks import check_segment
 from tests.mapped_copies import copy_one
 
 NONE, SOFT, HARD = PinKind.NONE, PinKind.SOFT, PinKind.HARD
@@ -153,10 +154,10 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
 
     def connect(self, holder: str) -> None:
         """A client that may lease without asking, unless the memory outlives its owner."""
-        if self.segment._marks is not None:
+        if self.segment.references.marks is not None:
             return
         page = memoryview(bytearray(HAZARD_PAGE_BYTES))
-        self.segment.watch_hazards(holder, page.toreadonly())
+        self.segment.views.watch_hazards(holder, page.toreadonly())
         self.books[holder] = LeaseBook(HazardPage(page), 1 << 40)
 
     # --- what the model derives
@@ -170,7 +171,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
 
     def collect(self, replaced: ObjectEntry | None = None) -> None:
         """Take in what the segment withdrew by itself."""
-        for entry in self.segment.take_withdrawn():
+        for entry in self.segment.objects.take_withdrawn():
             if entry is replaced:
                 continue
             expected = self.model.pop(entry.key)
@@ -198,7 +199,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         return widest >= size
 
     def kept_reservations(self) -> list[Reservation]:
-        return list(self.segment._reservations)
+        return list(self.segment.reservations)
 
     # --- rules
 
@@ -215,12 +216,12 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
             with pytest.raises(ObjectTooLarge):
                 self.segment.reserve(length, room, holder=holder, now=self.now)
             return
-        slots_left = self.segment.geometry.slots - len(self.segment._held)
+        slots_left = self.segment.geometry.slots - len(self.segment.objects.held)
         try:
             reservation = fill(self.segment, value, key, holder, self.now)
         except CapacityExceeded:
             self.collect()
-            evictable = [e for e in self.model.values() if e.entry in self.segment._order]
+            evictable = [e for e in self.model.values() if e.entry in self.segment.objects.order]
             assert not self.could_fit(size) or (slots_left == 0 and not evictable)
             return
         self.collect()
@@ -229,12 +230,12 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
 
     @rule(length=st.one_of(st.integers(0, 20), st.integers(0, 9 * GRANULE_BYTES)))
     def make_room_ahead(self, length: int) -> None:
-        can_spare = self.segment.can_spare(length, 100)
-        self.segment.make_room_ahead(length, 100, now=self.now)
+        can_spare = self.segment.room.can_spare(length, 100)
+        self.segment.room.make_ahead(length, 100, now=self.now)
         self.collect()
         with contextlib.suppress(CapacityExceeded, ObjectTooLarge):
             made = self.segment.reserve(length, 100, holder="next", now=self.now)
-            assert not can_spare or self.segment.take_withdrawn() == []
+            assert not can_spare or self.segment.objects.take_withdrawn() == []
             self.collect()
             self.segment.abort(made.number, holder="next")
 
@@ -289,7 +290,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         if before is not None and before.entry.version >= version and not expired:
             assert entry is before.entry
             before.soft = before.soft and soft
-            assert self.segment.take_withdrawn() == []
+            assert self.segment.objects.take_withdrawn() == []
         else:
             until = self.now + SOFT_PIN_SECONDS if pin is SOFT else 0.0
             self.collect(replaced=before.entry if before else None)
@@ -300,7 +301,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.reservations)))
         holder, _, _ = self.reservations.pop(number)
-        with pytest.raises(ValueError, match="somebody else"):
+        with pytest.raises(ValueError, match="another holder"):
             self.segment.abort(number, holder="a stranger")
         self.segment.abort(number, holder=holder)
         with pytest.raises(ValueError, match="has ended"):
@@ -311,7 +312,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     def lease(self, data: st.DataObject, holder: str) -> None:
         key = data.draw(st.sampled_from(sorted(self.model)))
         expected = self.model[key]
-        number = self.segment.lease(expected.entry, holder=holder, now=self.now)
+        number = self.segment.views.lease(expected.entry, holder=holder, now=self.now)
         self.leases[number] = (holder, expected.entry, expected.value)
 
     @precondition(lambda self: self.leases)
@@ -319,27 +320,27 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.leases)))
         holder, _, _ = self.leases.pop(number)
-        self.segment.release(number, holder=holder)
+        self.segment.views.release(number, holder=holder)
         with pytest.raises(ValueError, match="has ended"):
-            self.segment.release(number, holder=holder)
+            self.segment.views.release(number, holder=holder)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def begin_sending(self, data: st.DataObject) -> None:
         expected = self.model[data.draw(st.sampled_from(sorted(self.model)))]
-        self.segment.acquire(expected.entry)
+        self.segment.references.acquire(expected.entry)
         self.sending.append((expected.entry, expected.value))
 
     @precondition(lambda self: self.sending)
     @rule()
     def end_sending(self) -> None:
         entry, _ = self.sending.pop()
-        self.segment.let_go(entry)
+        self.segment.references.let_go(entry)
 
     @rule(key=st.sampled_from(KEYS))
     def borrow(self, key: str) -> None:
         """As another thread does, in between."""
-        lent = self.segment.lend(key_digest(key, NAMESPACE), self.now)
+        lent = self.segment.views.lend(key_digest(key, NAMESPACE), self.now)
         found = self.segment.find(key_digest(key, NAMESPACE), self.now)
         assert (lent[1] if lent else None) is found
         if lent is not None:
@@ -349,7 +350,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     def borrow_small(self, keys: list[str], room: int) -> None:
         """Many at once."""
         digests = [key_digest(key, NAMESPACE) for key in keys]
-        lent = self.segment.lend_small(b"".join(digests), room, 4 * room, self.now)
+        lent = self.segment.views.lend_small(b"".join(digests), room, 4 * room, self.now)
         assert lent is not None
         expected, slots, total = [], [], 0
         for digest in digests:
@@ -359,7 +360,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
                 slots.append(bytes(64))
                 continue
             expected.append(found)
-            slots.append(self.segment.slot_bytes(found))
+            slots.append(self.segment.table.slot_bytes(found))
         assert lent.slots == b"".join(slots)
         assert lent.digests == [each.digest for each in expected]
         values = [self.model[each.key].value for each in expected]
@@ -374,13 +375,13 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
         number = data.draw(st.integers(0, len(self.small_loans) - 1))
         lent, _, values = self.small_loans.pop(number)
         assert [bytes(each) for each in lent.payloads] == values
-        self.segment.end_loan(lent.handle)
+        self.segment.views.end_loan(lent.handle)
 
     @precondition(lambda self: self.loans)
     @rule(data=st.data())
     def end_borrowing(self, data: st.DataObject) -> None:
         loan, _, _ = self.loans.pop(data.draw(st.integers(0, len(self.loans) - 1)))
-        self.segment.end_loan(loan)
+        self.segment.views.end_loan(loan)
 
     @precondition(lambda self: self.model and self.books)
     @rule(data=st.data(), holder=st.sampled_from(HOLDERS))
@@ -412,21 +413,21 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     def set_pin(self, data: st.DataObject, pin: PinKind, seconds: int | None) -> None:
         expected = self.model[data.draw(st.sampled_from(sorted(self.model)))]
         until = self.now + seconds if seconds else 0.0
-        self.segment.set_pin(expected.entry, pin, until)
+        self.segment.objects.set_pin(expected.entry, pin, until)
         expected.pin, expected.pin_until = pin, until if pin is not NONE else 0.0
 
     @rule(key=st.sampled_from(KEYS), count=st.integers(1, 5))
     def touch(self, key: str, count: int) -> None:
         expected = self.model.get(key)
         hits = expected.entry.hits if expected else 0
-        self.segment.touch(key_digest(key, NAMESPACE), count, self.now)
+        self.segment.objects.touch(key_digest(key, NAMESPACE), count, self.now)
         if expected:
             assert (expected.entry.hits, expected.entry.last_access) == (hits + count, self.now)
 
     @rule(seconds=st.floats(0, 30) | st.just(2000.0))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        gone = self.segment.expire(self.now)
+        gone = self.segment.objects.expire(self.now)
         due = {key for key, e in self.model.items() if 0 < e.expires_unix_ms / 1000 <= self.now}
         assert {entry.key for entry in gone} == due
         self.collect()
@@ -444,7 +445,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     @rule(prefix=st.sampled_from(["", "key/", "key/1", "no"]), after=st.sampled_from(["", *KEYS]))
     def list_keys(self, prefix: str, after: str) -> None:
         wanted = [key for key in sorted(self.model) if key.startswith(prefix) and key > after]
-        page, more = self.segment.keys(NAMESPACE, prefix, after, 3)
+        page, more = self.segment.listing.page(NAMESPACE, prefix, after, 3)
         assert ([entry.key for entry in page], more) == (wanted[:3], len(wanted) > 3)
 
     # --- after every step
@@ -452,8 +453,8 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         segment = self.segment
-        segment.check()
-        assert segment.take_withdrawn() == []
+        check_segment(segment)
+        assert segment.objects.take_withdrawn() == []
         assert segment.object_count == len(self.model)
         target = memoryview(bytearray(10 * GRANULE_BYTES))
         for key in KEYS:
@@ -500,9 +501,9 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
             leased = [entry.length for owner, entry, _ in self.leases.values() if owner == holder]
             viewed = {id(entry): entry for owner, entry, *_ in self.views if owner == holder}
             leased += [entry.length for entry in viewed.values()]
-            assert self.segment.leased_bytes_of(holder) == sum(leased)
+            assert self.segment.views.leased_bytes_of(holder) == sum(leased)
         held = {id(entry): entry.extent_bytes for entry in self.referenced()}
-        if not self.segment.has_loans:
+        if not self.segment.views.has_loans:
             assert self.segment.leased_bytes == sum(held.values())
 
 
@@ -521,7 +522,7 @@ def test_what_is_lent_stays_until_its_end(how: str) -> None:
     value = one_granule(1)
     expires_unix_ms = 150_000 if how == "expired" else 0
     entry = put(segment, "lent", value, expires_unix_ms=expires_unix_ms, now=100.0)
-    lent = segment.lend(entry.digest, 101.0)
+    lent = segment.views.lend(entry.digest, 101.0)
     assert lent is not None
     assert lent[1] is entry
     if how == "removed":
@@ -529,28 +530,28 @@ def test_what_is_lent_stays_until_its_end(how: str) -> None:
     elif how == "replaced":
         put(segment, "lent", one_granule(2), clock=2, now=102.0)
     elif how == "expired":
-        assert segment.expire(200.0) == [entry]
+        assert segment.objects.expire(200.0) == [entry]
     for number in range(8):
         put(segment, f"other {number}", one_granule(10 + number), now=200.0 + number)
         assert segment.payload(entry) == value
-        segment.check()
-    segment.end_loan(lent[0])
+        check_segment(segment)
+    segment.views.end_loan(lent[0])
     for number in range(3):  # and now its room is used again
         put(segment, f"kept {number}", one_granule(20 + number), pin=HARD, now=300.0)
     put(segment, "last", one_granule(30), pin=HARD, now=301.0)
     assert segment.find(entry.digest, 302.0) is None
-    assert not segment.has_loans
-    segment.check()
+    assert not segment.views.has_loans
+    check_segment(segment)
 
 
 def test_what_is_given_up_is_not_lent() -> None:
     segment, _ = new_segment(4)
     entry = put(segment, "gone", one_granule(1), expires_unix_ms=150_000, now=100.0)
-    assert segment.lend(entry.digest, 200.0) is None
+    assert segment.views.lend(entry.digest, 200.0) is None
     segment.remove(entry.digest)
-    assert segment.lend(entry.digest, 101.0) is None
-    assert segment.lend(b"?" * 16, 101.0) is None
-    assert not segment.has_loans
+    assert segment.views.lend(entry.digest, 101.0) is None
+    assert segment.views.lend(b"?" * 16, 101.0) is None
+    assert not segment.views.has_loans
 
 
 # --- what is evicted first -------------------------------------------------------------------
@@ -567,15 +568,15 @@ def test_soft_replicas_go_first_then_the_least_recently_used_and_soft_pins_last(
     put(segment, "old", one_granule(2), now=102)
     put(segment, "touched", one_granule(3), now=103)
     put(segment, "replica", one_granule(4), soft=True, now=199)
-    segment.touch(key_digest("touched", NAMESPACE), 1, 198)
+    segment.objects.touch(key_digest("touched", NAMESPACE), 1, 198)
     order = []
     for number in range(4):
         put(segment, f"new {number}", one_granule(5 + number), pin=HARD, now=200)
-        order += [entry.key for entry in segment.take_withdrawn()]
+        order += [entry.key for entry in segment.objects.take_withdrawn()]
     assert order == ["replica", "old", "touched", "soft pin"]
     with pytest.raises(CapacityExceeded, match="hard-pinned"):
         put(segment, "one more", one_granule(9), now=201)
-    segment.check()
+    check_segment(segment)
 
 
 def test_a_soft_replica_of_what_is_pinned_goes_as_others_do() -> None:
@@ -593,12 +594,12 @@ def test_a_lease_keeps_bytes_that_nobody_can_find_any_more() -> None:
     segment, _ = new_segment(4)
     value = one_granule(1)
     entry = put(segment, "k", value)
-    lease = segment.lease(entry, holder="reader", now=100)
+    lease = segment.views.lease(entry, holder="reader", now=100)
     view = segment.payload(entry)
     put(segment, "k", one_granule(2), clock=2)
-    assert segment.take_withdrawn() == [entry]
+    assert segment.objects.take_withdrawn() == [entry]
     assert entry.state is SlotState.DOOMED
-    doomed = decode_slot(segment.slot_bytes(entry))
+    doomed = decode_slot(segment.table.slot_bytes(entry))
     assert doomed is not None
     assert doomed.state is SlotState.DOOMED
     for number in range(20):
@@ -606,16 +607,16 @@ def test_a_lease_keeps_bytes_that_nobody_can_find_any_more() -> None:
     assert view == value
     assert view.readonly
     used = segment.used_bytes
-    segment.release(lease, holder="reader")
+    segment.views.release(lease, holder="reader")
     assert segment.used_bytes == used - GRANULE_BYTES
     with pytest.raises(ValueError, match="freed"):
-        segment.acquire(entry)
-    segment.check()
+        segment.references.acquire(entry)
+    check_segment(segment)
 
 
 def test_capacity_errors_say_what_keeps_the_memory() -> None:
     segment, _ = new_segment(4)
-    segment.lease(put(segment, "leased", one_granule(0)), holder="h", now=100)
+    segment.views.lease(put(segment, "leased", one_granule(0)), holder="h", now=100)
     put(segment, "pinned", one_granule(1), pin=HARD)
     segment.reserve(5000, 100, holder="h", now=100)
     with pytest.raises(CapacityExceeded) as caught:
@@ -626,7 +627,7 @@ def test_capacity_errors_say_what_keeps_the_memory() -> None:
         ObjectTooLarge, match=r"16,384 bytes, takes 20,480 with its trailer.* 16,384: .*--memory"
     ):
         segment.reserve(4 * GRANULE_BYTES, 100, holder="h", now=100)
-    segment.check()
+    check_segment(segment)
 
 
 def test_room_is_found_where_no_candidate_is() -> None:
@@ -638,12 +639,12 @@ def test_room_is_found_where_no_candidate_is() -> None:
     for number in range(8):
         put(segment, f"recent {number}", one_granule(number), now=500)
     put(segment, "wide", value_of(1, 3 * GRANULE_BYTES - 200), now=501)
-    gone = [entry.key for entry in segment.take_withdrawn()]
+    gone = [entry.key for entry in segment.objects.take_withdrawn()]
     assert len(gone) == 2  # and the free granule behind them
     assert all(key.startswith("recent") for key in gone)
     with pytest.raises(CapacityExceeded):
         put(segment, "too wide", value_of(1, 10 * GRANULE_BYTES - 200), now=502)
-    segment.check()
+    check_segment(segment)
 
 
 def test_small_values_are_evicted_some_at_a_time_the_least_used_first() -> None:
@@ -653,16 +654,16 @@ def test_small_values_are_evicted_some_at_a_time_the_least_used_first() -> None:
     for number in range(9):
         put(segment, f"{number}", one_granule(number), now=100 + number)
     put(segment, "soft pin", one_granule(9), pin=SOFT, now=100)
-    segment.take_withdrawn()
+    segment.objects.take_withdrawn()
     assert segment.used_bytes == segment.data_bytes
     for first in (0, 3, 6):
         for number in range(3):
             put(segment, f"new {first + number}", one_granule(number), pin=HARD, now=200)
-        gone = sorted(entry.key for entry in segment.take_withdrawn())
+        gone = sorted(entry.key for entry in segment.objects.take_withdrawn())
         assert gone == [f"{first + number}" for number in range(3)]
     put(segment, "last", one_granule(1), now=201)
-    assert [entry.key for entry in segment.take_withdrawn()] == ["soft pin"]
-    segment.check()
+    assert [entry.key for entry in segment.objects.take_withdrawn()] == ["soft pin"]
+    check_segment(segment)
 
 
 def test_a_chain_goes_from_its_tail_also_when_several_windows_go_at_once() -> None:
@@ -671,15 +672,15 @@ def test_a_chain_goes_from_its_tail_also_when_several_windows_go_at_once() -> No
     for number in range(12):
         put(segment, f"{number}", one_granule(number), follows=f"{number - 1}", now=100)
     assert segment.used_bytes == segment.data_bytes
-    segment.take_withdrawn()
+    segment.objects.take_withdrawn()
     for left in (9, 6, 3, 0):
         put(segment, f"new {left}", one_granule(1), pin=HARD, now=200)
-        gone = [entry.key for entry in segment.take_withdrawn()]
+        gone = [entry.key for entry in segment.objects.take_withdrawn()]
         assert gone == [f"{left + number}" for number in (2, 1, 0)]
         for number in (1, 2):
             put(segment, f"new {left + number}", one_granule(1), pin=HARD, now=200)
-        assert segment.take_withdrawn() == []
-    segment.check()
+        assert segment.objects.take_withdrawn() == []
+    check_segment(segment)
 
 
 def test_a_chain_that_fills_all_slots_goes_from_its_tail() -> None:
@@ -688,8 +689,8 @@ def test_a_chain_that_fills_all_slots_goes_from_its_tail() -> None:
         put(segment, f"{number}", b"x", follows=f"{number - 1}", now=100)
     for number in range(3):
         put(segment, f"new {number}", b"y", pin=HARD, now=110)
-        assert [entry.key for entry in segment.take_withdrawn()] == [f"{5 - number}"]
-    segment.check()
+        assert [entry.key for entry in segment.objects.take_withdrawn()] == [f"{5 - number}"]
+    check_segment(segment)
 
 
 def test_full_slots_evict_one_object() -> None:
@@ -697,11 +698,11 @@ def test_full_slots_evict_one_object() -> None:
     for number in range(3):
         put(segment, str(number), b"x", now=100 + number)
     put(segment, "new", b"y", now=110)
-    assert [entry.key for entry in segment.take_withdrawn()] == ["0"]
+    assert [entry.key for entry in segment.objects.take_withdrawn()] == ["0"]
     for key in ("1", "2", "new"):
         entry = segment.find(key_digest(key, NAMESPACE), 111)
         assert entry is not None
-        segment.acquire(entry)
+        segment.references.acquire(entry)
     with pytest.raises(CapacityExceeded, match="3 object slots"):
         put(segment, "too many", b"z", now=112)
 
@@ -712,24 +713,24 @@ def test_room_made_ahead_is_one_values_and_anybodys(slots: int) -> None:
     for number in range(20):
         put(segment, str(number), one_granule(number), now=100 + number)
     for _ in range(2):  # the second time there is room
-        segment.make_room_ahead(10, 100, now=130)
-    assert [entry.key for entry in segment.take_withdrawn()] == ["0"]
+        segment.room.make_ahead(10, 100, now=130)
+    assert [entry.key for entry in segment.objects.take_withdrawn()] == ["0"]
     put(segment, "of somebody else", one_granule(1), now=130)
-    assert segment.take_withdrawn() == []
-    segment.check()
+    assert segment.objects.take_withdrawn() == []
+    check_segment(segment)
 
 
 def test_nothing_is_evicted_ahead_where_little_may_go() -> None:
     segment, _ = new_segment(20)
     for number in range(20):
         put(segment, str(number), one_granule(number), pin=HARD if number < 5 else NONE)
-    segment.make_room_ahead(10, 100, now=130)
-    assert segment.take_withdrawn() == []
-    assert not segment.can_spare(10, 100)
+    segment.room.make_ahead(10, 100, now=130)
+    assert segment.objects.take_withdrawn() == []
+    assert not segment.room.can_spare(10, 100)
     segment.remove(key_digest("7", NAMESPACE))
-    assert segment.can_spare(10, 100)
-    assert not segment.can_spare(GRANULE_BYTES, 100)
-    segment.check()
+    assert segment.room.can_spare(10, 100)
+    assert not segment.room.can_spare(GRANULE_BYTES, 100)
+    check_segment(segment)
 
 
 def test_reservations_of_one_holder_are_limited() -> None:
@@ -740,7 +741,7 @@ def test_reservations_of_one_holder_are_limited() -> None:
         segment.reserve(1, 100, holder="greedy", now=100)
     segment.reserve(1, 100, holder="modest", now=100)
     segment.drop_holder("greedy")
-    segment.check()
+    check_segment(segment)
     assert segment.used_bytes == GRANULE_BYTES
 
 
@@ -786,12 +787,12 @@ def test_a_wrong_key_text_from_elsewhere_does_not_confuse_the_listing() -> None:
             soft=False,
             now=100,
         )
-    page, _ = segment.keys(NAMESPACE, "", "", 10)
+    page, _ = segment.listing.page(NAMESPACE, "", "", 10)
     assert [entry.digest for entry in page] == [bytes([1]) * 16]
     for number in range(2):
         assert segment.remove(bytes([number]) * 16) is not None
-    assert segment.keys(NAMESPACE, "", "", 10) == ([], False)
-    segment.check()
+    assert segment.listing.page(NAMESPACE, "", "", 10) == ([], False)
+    check_segment(segment)
 
 
 # --- versions, pins, expiry ------------------------------------------------------------------
@@ -806,7 +807,7 @@ def test_the_highest_version_wins_in_any_order() -> None:
         assert entry is not None
         assert segment.payload(entry) == one_granule(3)
         assert segment.used_bytes == GRANULE_BYTES
-        segment.check()
+        check_segment(segment)
 
 
 def test_a_newer_version_under_another_key_text_replaces_the_listing() -> None:
@@ -826,8 +827,8 @@ def test_a_newer_version_under_another_key_text_replaces_the_listing() -> None:
         soft=False,
         now=100,
     )
-    assert segment.keys(NAMESPACE, "", "", 10) == ([new], False)
-    segment.check()
+    assert segment.listing.page(NAMESPACE, "", "", 10) == ([new], False)
+    check_segment(segment)
 
 
 def test_an_expired_version_does_not_stop_a_lower_one() -> None:
@@ -836,7 +837,7 @@ def test_an_expired_version_does_not_stop_a_lower_one() -> None:
     entry = put(segment, "k", b"lower", clock=3, now=150.0)
     assert segment.find(entry.digest, 150.0) is entry
     assert entry.version.clock == 3
-    segment.check()
+    check_segment(segment)
 
 
 def test_a_soft_replica_becomes_an_ordinary_copy_when_it_is_put_again() -> None:
@@ -846,37 +847,37 @@ def test_a_soft_replica_becomes_an_ordinary_copy_when_it_is_put_again() -> None:
     assert not entry.soft
     assert put(segment, "k", b"value", soft=True) is entry
     assert not entry.soft
-    segment.check()
+    check_segment(segment)
 
 
 def test_the_pin_is_in_the_trailer_that_others_copy() -> None:
     segment, _ = new_segment(8)
     entry = put(segment, "k", b"value")
-    segment.set_pin(entry, HARD, 0.0)
-    trailer = decode_trailer(segment.trailer_bytes(entry))
+    segment.objects.set_pin(entry, HARD, 0.0)
+    trailer = decode_trailer(segment.table.trailer_bytes(entry))
     assert trailer == TrailerBody(NAMESPACE, "k", chunk_sums(b"value"), 0, 1, int(HARD))
     segment.remove(entry.digest)
     with pytest.raises(ValueError, match="withdrawn"):
-        segment.set_pin(entry, NONE, 0.0)
+        segment.objects.set_pin(entry, NONE, 0.0)
 
 
 def test_soft_pins_run_out() -> None:
     segment, _ = new_segment(8)
     entry = put(segment, "k", b"value", pin=SOFT, now=100)
-    assert segment.expire(100 + SOFT_PIN_SECONDS - 1) == []
+    assert segment.objects.expire(100 + SOFT_PIN_SECONDS - 1) == []
     assert entry.pin is SOFT
-    assert segment.expire(100 + SOFT_PIN_SECONDS) == []
+    assert segment.objects.expire(100 + SOFT_PIN_SECONDS) == []
     assert entry.pin is NONE
-    segment.check()
+    check_segment(segment)
 
 
 def test_timers_of_overwritten_objects_do_not_pile_up() -> None:
     segment, _ = new_segment(8)
     for clock in range(1, 100):
         put(segment, "k", b"value", clock=clock, expires_unix_ms=10**9)
-        segment.take_withdrawn()
-    assert len(segment._timers) == 1
-    assert [entry.key for entry in segment.expire(10**6)] == ["k"]
+        segment.objects.take_withdrawn()
+    assert len(segment.objects.timers) == 1
+    assert [entry.key for entry in segment.objects.expire(10**6)] == ["k"]
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -905,29 +906,29 @@ def test_sums_that_do_not_match_the_root_are_refused_and_nothing_is_published() 
         commit(root_checksum(5, trailer.sums), 5, long_key)
     assert segment.find(digest, 100) is None
     assert commit(root_checksum(5, trailer.sums), 5).length == 5
-    segment.check()
+    check_segment(segment)
 
 
 def test_a_closed_segment_says_so_and_lets_go() -> None:
     segment, buffer = new_segment(8)
     entry = put(segment, "k", b"value")
-    lease = segment.lease(entry, holder=ME, now=100)
+    lease = segment.views.lease(entry, holder=ME, now=100)
     segment.close()
     segment.close()
     assert decode_segment_header(bytes(buffer[:200])).state is SegmentState.CLOSED
     with pytest.raises(StoreClosed):
         segment.reserve(1, 1, holder=ME, now=100)
-    segment.release(lease, holder=ME)
-    segment.check()
+    segment.views.release(lease, holder=ME)
+    check_segment(segment)
 
 
 def test_the_checker_notices_damage() -> None:
     segment, buffer = new_segment(8)
     entry = put(segment, "k", b"value")
-    segment.check()
+    check_segment(segment)
     buffer[segment.geometry.slots_offset + entry.slot * 64 + 20] ^= 1
     with pytest.raises(AssertionError):
-        segment.check()
+        check_segment(segment)
 
 
 def test_leases_and_reads_that_others_tell_of_are_counted() -> None:
@@ -935,10 +936,10 @@ def test_leases_and_reads_that_others_tell_of_are_counted() -> None:
     leased = put(segment, "leased", b"x" * 100)
     put(segment, "told", b"y" * 100)
     put(segment, "never", b"z" * 100)
-    segment.lease(leased, holder=ME, now=101)
-    segment.touch(key_digest("told", NAMESPACE), 5, 101)
-    segment.touch(key_digest("never", NAMESPACE), 0, 101)
-    found = [digest for digest, _ in segment.most_read.most(9, 101)]
+    segment.views.lease(leased, holder=ME, now=101)
+    segment.objects.touch(key_digest("told", NAMESPACE), 5, 101)
+    segment.objects.touch(key_digest("never", NAMESPACE), 0, 101)
+    found = [digest for digest, _ in segment.objects.most_read.most(9, 101)]
     assert found == [key_digest("told", NAMESPACE), key_digest("leased", NAMESPACE)]
 
 
@@ -953,7 +954,7 @@ def test_what_clients_write_where_only_the_owner_may_is_restored(data: st.DataOb
     values = {f"k{number}": value_of(number, 3000) for number in range(8)}
     entries = [put(segment, key, value) for key, value in values.items()]
     segment.remove(entries[3].digest)
-    leased = segment.lease(entries[4], holder="h", now=0.0)
+    leased = segment.views.lease(entries[4], holder="h", now=0.0)
     segment.remove(entries[4].digest)
     owned = [range(segment.geometry.data_offset)]
     for entry in entries:
@@ -967,15 +968,15 @@ def test_what_clients_write_where_only_the_owner_may_is_restored(data: st.DataOb
         buffer[at : at + length] = (
             bytes([data.draw(st.integers(min_value=0, max_value=255))]) * length
         )
-    segment.restore_header()
+    segment.restoring.header()
     SegmentReader(memoryview(buffer))
     for _ in range(8):
-        _, damaged = segment.restore_some(16)
+        _, damaged = segment.restoring.some(16)
         for entry in damaged:
-            assert segment.restore_object(entry, chunk_sums(segment.payload(entry)))
-    assert segment.restore_some(64) == (0, [])
-    segment.release(leased, holder="h")
-    segment.check()
+            assert segment.restoring.object(entry, chunk_sums(segment.payload(entry)))
+    assert segment.restoring.some(64) == (0, [])
+    segment.views.release(leased, holder="h")
+    check_segment(segment)
     reader = SegmentReader(memoryview(buffer))
     for key, value in values.items():
         copied = bytearray(len(value))
@@ -986,6 +987,6 @@ def test_what_clients_write_where_only_the_owner_may_is_restored(data: st.DataOb
 def test_a_closed_segment_stays_closed() -> None:
     segment, buffer = new_segment(granules=8, slots=4)
     segment.close()
-    assert not segment.restore_header()
-    assert segment.restore_some(8) == (0, [])
+    assert not segment.restoring.header()
+    assert segment.restoring.some(8) == (0, [])
     assert not SegmentReader(memoryview(buffer)).is_open()

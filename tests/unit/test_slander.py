@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from p2pstore.gossip.gossip_messages import Claim, ControlKind, Delta, Ping, Status
-from p2pstore.gossip.locations.directory import Location
+from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.membership import REFUTATIONS_AT_ONCE
 from tests.unit.gossip_network import Network, Node, digest_of, location, peer_id_of
 

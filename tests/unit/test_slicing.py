@@ -1,4 +1,4 @@
-"""Which chunks are there, who brings the others, and that nobody writes where another does."""
+"""Which chunks are there, which reader brings the others, and that no two write to one place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from p2pstore.runtime.flow import PATIENCE
-from p2pstore.transfer.reading.slicing import ASSUMED_CHUNK_SECONDS, CHANGE_SECONDS, Slices
+from p2pstore.transfer.reading.arriving import ASSUMED_CHUNK_SECONDS, CHANGE_SECONDS, Slices
 
 
 def test_chunks_are_handed_out_in_runs_and_come_back() -> None:
@@ -94,7 +94,7 @@ class Speed:
 
 @dataclass
 class Race:
-    """What shells do with `Slices`, in virtual time."""
+    """The shells' use of `Slices`, in virtual time."""
 
     slices: Slices
     speeds: list[Speed]
@@ -107,11 +107,11 @@ class Race:
         self._runs: dict[int, list[int]] = {}
         self._waiting: set[int] = set()
         self._turns = [0] * len(self.speeds)
-        """What was planned for a reader counts only as long as nothing else happened to it."""
+        """The plan of a reader counts only while nothing else happened to it."""
         self._events: list[tuple[float, int, int]] = []
 
     def run(self) -> float:
-        """The time it takes; infinite when nobody brings the rest."""
+        """The time it takes; infinite when no reader brings the rest."""
         for reader in range(len(self.speeds)):
             self._act(reader)
         while self._events and not self.slices.complete:
@@ -214,7 +214,7 @@ def test_whatever_the_others_do_one_steady_reader_completes_it_soon(
 ) -> None:
     race = Race(Slices(chunks, slice_chunks), [*others, Speed(chunk_seconds)])
     alone = chunks * chunk_seconds
-    # As long as it has brought nothing, nobody knows that it is faster than is assumed of any.
+    # Before its first chunk it counts as fast as any.
     patience = PATIENCE * (min(chunks, slice_chunks) * ASSUMED_CHUNK_SECONDS + CHANGE_SECONDS)
     seconds = race.run()
     brought = sorted(chain.from_iterable(race.brought))
@@ -233,7 +233,7 @@ def test_nothing_is_brought_twice_and_nothing_is_forgotten(
     race.run()
     numbers = list(chain.from_iterable(race.brought))
     assert len(numbers) == len(set(numbers)) == race.slices.there
-    if not race.slices.complete:  # nobody is left who could
+    if not race.slices.complete:  # no reader is left that could
         for reader, speed in enumerate(speeds):
             stopped = len(race.brought[reader]) >= min(speed.hangs_after, speed.dies_after)
             assert stopped or reader in race.overtaken

@@ -9,19 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.objects import CHUNK_BYTES, KIB, MIB
-from p2pstore.ssd_tier.compression import (
+from p2pstore.ssd_tier.log_layout import Codec, DamagedRecord, RecordPlace
+from p2pstore.ssd_tier.record_format import (
+    RecordHeader,
+    check_part,
     compress_part,
+    decode_record_header,
     decompress_chunk,
     decompress_part,
+    encode_record_header,
     is_worth_it,
     sample_ratio,
-)
-from p2pstore.ssd_tier.log_layout import Codec, DamagedRecord, RecordPlace
-from p2pstore.ssd_tier.payload import check_part, unpack_part
-from p2pstore.ssd_tier.record_header import (
-    RecordHeader,
-    decode_record_header,
-    encode_record_header,
+    unpack_part,
 )
 from tests.unit.cold_objects import STORE_ID, facts_of
 

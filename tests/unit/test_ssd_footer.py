@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from p2pstore.objects import PART_BYTES, Version
 from p2pstore.ssd_tier.footer import (
+    ROW_BYTES,
     Footer,
     decode_footer,
     decode_footer_tail,
@@ -30,8 +31,7 @@ from p2pstore.ssd_tier.log_layout import (
     place_seed,
     sealed_page,
 )
-from p2pstore.ssd_tier.record_header import RecordHeader
-from p2pstore.ssd_tier.rows import ROW_BYTES
+from p2pstore.ssd_tier.record_format import RecordHeader
 from tests.unit.cold_objects import STORE_ID, facts_of
 
 

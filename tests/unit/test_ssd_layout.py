@@ -14,26 +14,11 @@ from p2pstore.errors import ConfigError
 from p2pstore.objects import MAX_OBJECT_BYTES, MIB, PART_BYTES
 from p2pstore.ssd_tier.log_layout import (
     PAGE_BYTES,
+    SEGMENT_START_BYTES,
     Codec,
     ColdFacts,
     DamagedRecord,
     RecordPlace,
-    part_bytes,
-    part_count,
-    place_seed,
-    record_bytes,
-    record_position,
-    sealed_page,
-)
-from p2pstore.ssd_tier.record_header import (
-    RecordHeader,
-    decode_record_header,
-    encode_record_header,
-    joined_facts,
-    moved_record_header,
-)
-from p2pstore.ssd_tier.superblock import (
-    SEGMENT_START_BYTES,
     SegmentHeader,
     Superblock,
     decode_segment_header,
@@ -41,7 +26,20 @@ from p2pstore.ssd_tier.superblock import (
     encode_segment_start,
     encode_superblock,
     first_writes,
+    part_bytes,
+    part_count,
+    place_seed,
+    record_bytes,
+    record_position,
+    sealed_page,
     segments_that_fit,
+)
+from p2pstore.ssd_tier.record_format import (
+    RecordHeader,
+    decode_record_header,
+    encode_record_header,
+    joined_facts,
+    moved_record_header,
 )
 from tests.unit.cold_objects import STORE_ID, facts_of
 
@@ -205,7 +203,7 @@ def test_what_does_not_fit_into_a_page_is_refused() -> None:
         facts_of("é" * 512, PART_BYTES, namespace="n" * 255), dtype="float8_e4m3fn", shape=(9,) * 32
     )
     encode_record_header(STORE_ID, PLACE, largest, 0, PART_BYTES, Codec.LZ4, range(64))
-    with pytest.raises(ValueError, match="on disk at most"):
+    with pytest.raises(ValueError, match="a header page has room for"):
         encode_record_header(STORE_ID, PLACE, replace(largest, dtype="x" * 4096), 0, PART_BYTES)
 
 
@@ -233,7 +231,7 @@ def test_segments_are_whole_mebibytes(size: int) -> None:
 
 
 def test_a_newer_format_is_kept_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pstore.ssd_tier.superblock.SUPERBLOCK_FORMAT", 2)
+    monkeypatch.setattr("p2pstore.ssd_tier.log_layout.SUPERBLOCK_FORMAT", 2)
     page = encode_superblock(SUPERBLOCK)
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="format 2, this version reads 1"):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.ssd_tier.tier_measures import Bandwidth, LatencyHistogram, Measures
+from p2pstore.ssd_tier.health import Bandwidth, LatencyHistogram, Measures
 
 
 @given(

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore.objects import KIB, MIB, PART_BYTES
-from p2pstore.ssd_tier.compression import compress_part
-from p2pstore.ssd_tier.dead_marks import MAX_RECORDS_PER_SEGMENT, SECTOR_BYTES
 from p2pstore.ssd_tier.index import ColdEntry, ColdIndex
 from p2pstore.ssd_tier.log_layout import (
+    MAX_RECORDS_PER_SEGMENT,
     PAGE_BYTES,
+    SECTOR_BYTES,
     ColdFacts,
     DamagedRecord,
     RecordPlace,
@@ -25,10 +25,13 @@ from p2pstore.ssd_tier.log_layout import (
     record_position,
     segment_position,
 )
-from p2pstore.ssd_tier.payload import check_part
-from p2pstore.ssd_tier.record_header import decode_record_header, encode_record_header
-from p2pstore.ssd_tier.recovery import FoundState
-from p2pstore.ssd_tier.segment_search import Read, SegmentSearch
+from p2pstore.ssd_tier.record_format import (
+    check_part,
+    compress_part,
+    decode_record_header,
+    encode_record_header,
+)
+from p2pstore.ssd_tier.recovery import FoundState, Read, SegmentSearch
 from tests.unit.cold_log import Log
 from tests.unit.cold_objects import STORE_ID, facts_of
 
@@ -411,8 +414,9 @@ def test_an_index_that_was_filled_goes_on_like_any_other() -> None:
     assert len(footer.rows) == 28
     assert len(footer.keys) == sum(len(facts[number].key) for number in range(30)) - 2 * 5
     assert (index.objects, index.records) == (29, 29)
-    index.drop_segment(0)
-    assert (index.objects, index.segment_records(0), index.segment_live_bytes(0)) == (1, 0, 0)
+    for record in index.records_of(0):
+        index.drop(record.digest)
+    assert (index.objects, index.segment_live_bytes(0), [*index.records_of(0)]) == (1, 0, [])
 
 
 def test_a_log_without_segments_worth_anything_gives_an_empty_index() -> None:
@@ -453,7 +457,7 @@ def test_whatever_is_damaged_what_is_read_is_right_and_what_was_discarded_stays_
     _damage(log, rng, before)
 
     index, found, _ = log.recover()
-    assert index.records == sum(index.segment_records(segment) for segment in range(3))
+    assert index.records == sum(len([*index.records_of(segment)]) for segment in range(3))
     for digest, versions in values.items():
         entry = index.find(digest)
         if entry is not None:

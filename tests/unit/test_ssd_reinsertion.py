@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.ssd_tier.reinsertion import KEPT_SHARE, Candidate, choose_kept
+from p2pstore.ssd_tier.log_segments import KEPT_SHARE, Candidate, choose_kept
 
 
 def candidate(name: str, count: int, hits: int = 0, last_copy: bool = False) -> Candidate[str]:

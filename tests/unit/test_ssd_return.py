@@ -18,7 +18,8 @@ from p2pstore.objects import Version, namespace_digest
 from p2pstore.peer.memory_guard import CopyChecks
 from p2pstore.peer.node import Node
 from p2pstore.peer.peer_ssd import PeerSsd
-from p2pstore.ssd_tier.aligned import aligned_buffer
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer
+from p2pstore.ssd_tier.cold_log import TierHooks
 from p2pstore.ssd_tier.tier import open_tier
 from p2pstore.ssd_tier.write_admission import AdmissionPolicy
 from simulation.faulty_disk import FaultyDisk
@@ -80,7 +81,7 @@ class Life:
 
     async def get(self, key: str) -> bytes | None:
         """Through memory, from the SSD if it is there."""
-        operation = self.core.fetch(digest_of(key), self.now, only_here=True)
+        operation = self.core.operations.fetch(digest_of(key), self.now, only_here=True)
         self.process()
         with trio.fail_after(SOON_SECONDS):
             while not operation.done:
@@ -108,9 +109,11 @@ async def life(disk: FaultyDisk, others: int = 0, began: float = 100.0) -> Async
         async with open_tier(
             disk,
             AdmissionPolicy(min_bytes=0),
-            withdraw=ssd.withdraw,
-            is_last_copy=ssd.is_last_copy,
-            now=lambda: node.core.unix(node.now),
+            TierHooks(
+                withdraw=ssd.withdraw,
+                is_last_copy=ssd.is_last_copy,
+                unix=lambda: node.core.unix(node.now),
+            ),
             segment_bytes=SEGMENT_BYTES,
             max_records=1024,
         ) as tier:

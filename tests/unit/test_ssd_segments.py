@@ -7,8 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from p2pstore.ssd_tier.dead_marks import MAX_RECORDS_PER_SEGMENT
-from p2pstore.ssd_tier.log_layout import FIRST_RECORD_PAGE, PAGE_BYTES, RecordPlace
+from p2pstore.ssd_tier.log_layout import (
+    FIRST_RECORD_PAGE,
+    MAX_RECORDS_PER_SEGMENT,
+    PAGE_BYTES,
+    RecordPlace,
+)
 from p2pstore.ssd_tier.log_segments import (
     KEEP_FREE,
     SegmentState,

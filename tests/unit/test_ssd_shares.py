@@ -8,10 +8,8 @@ import numpy as np
 import trio
 
 from p2pstore.objects import KIB, MIB
-from p2pstore.ssd_tier.log_segments import SegmentState, SegmentTable
-from p2pstore.ssd_tier.reinsertion import Candidate, choose_kept
-from p2pstore.ssd_tier.shares import NamespaceBytes, Share
-from p2pstore.ssd_tier.write_admission import Refusal
+from p2pstore.ssd_tier.log_segments import Candidate, SegmentState, SegmentTable, choose_kept
+from p2pstore.ssd_tier.write_admission import NamespaceBytes, Refusal, Share
 from tests.unit.cold_harness import NAMESPACE, running, simulated_disk, value_of
 
 VALUE_BYTES = 60 * KIB

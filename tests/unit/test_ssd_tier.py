@@ -14,12 +14,11 @@ import trio
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import KIB, MIB, Version, key_digest, namespace_digest
-from p2pstore.ssd_tier.cold_keeping import Keeper
-from p2pstore.ssd_tier.disk import aligned_buffer
-from p2pstore.ssd_tier.health import TierOff, TierState
+from p2pstore.ssd_tier.aligned_memory import aligned_buffer
+from p2pstore.ssd_tier.health import ColdMiss, Miss, TierOff, TierState
 from p2pstore.ssd_tier.log_layout import LOG_START_BYTES, PAGE_BYTES, ColdFacts, record_position
 from p2pstore.ssd_tier.log_segments import SegmentState
-from p2pstore.ssd_tier.misses import ColdMiss, Miss
+from p2pstore.ssd_tier.upkeep import Keeper
 from p2pstore.ssd_tier.write_admission import AdmissionPolicy, Refusal
 from simulation.faulty_disk import FaultyDisk
 from tests.unit.cold_harness import (
@@ -326,7 +325,7 @@ async def test_how_firmly_an_object_is_kept_may_change(autojump_clock: object) -
         assert (loaded.pin, loaded.replicas, loaded.soft) == (0, 3, True)
         log = tier._log
         [record] = log.index.records_of(entry.places[0].segment)
-        assert await Keeper(log, lambda digest: False)._copy(record)
+        assert await Keeper(log)._copy(record)
         again = tier.find(facts.digest)
         assert again is not None
         assert again.places != entry.places
@@ -865,7 +864,7 @@ async def test_what_reclaim_moved_while_it_could_not_be_read_is_read_where_it_is
                 raise OSError(errno.EIO, "it rots there")
             if position == old and not memory_of_copy:
                 memory_of_copy.append(buffers)
-                assert await Keeper(log, lambda digest: False)._copy(record)
+                assert await Keeper(log)._copy(record)
                 copied = True
                 raise OSError(errno.EIO, "it rots there")
             await real(position, buffers, check)

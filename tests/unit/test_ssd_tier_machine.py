@@ -20,8 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from p2pstore.errors import ConfigError
 from p2pstore.objects import key_digest
-from p2pstore.ssd_tier.health import TierOff, TierState
-from p2pstore.ssd_tier.misses import ColdMiss, Miss
+from p2pstore.ssd_tier.health import ColdMiss, Miss, TierOff, TierState
 from simulation.faulty_disk import DiskFaults
 from tests.unit.cold_harness import (
     NAMESPACE,

@@ -10,8 +10,8 @@ import trio
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB, PART_BYTES, key_digest
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
+from p2pstore.ssd_tier.health import ColdMiss, Miss
 from p2pstore.ssd_tier.log_layout import LOG_START_BYTES, PAGE_BYTES, record_position
-from p2pstore.ssd_tier.misses import ColdMiss, Miss
 from tests.unit.cold_harness import NAMESPACE, facts_of, running, value_of
 
 SEGMENT = 66 * MIB

@@ -12,7 +12,7 @@ import pytest
 
 from p2pstore.gossip.checkpoint_records import Head, HeadBody, short_version
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.members.membership import MemberState
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import Participation, TakesPart, member_of, sign_peer_record
 from p2pstore.objects import GIB
 from p2pstore.status.checkup import RecentCounts

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import trio
 
-from p2pstore.core import peer_core
+from p2pstore.core import operations, peer_core
 from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copies.sweeping import WITHDRAWN_PER_STEP
 from p2pstore.core.gets import serving
@@ -32,25 +32,30 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
 )
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import MAX_BATCH, Access
+from p2pstore.local.local_messages import MAX_BATCH
+from p2pstore.local.local_protocol import Access
 from p2pstore.local.server import LocalClient
-from p2pstore.memory import segment as segments
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.extent_allocator import GROWN_PER_STEP
 from p2pstore.memory.key_listing import RUN_KEYS, KeyListing
+from p2pstore.memory.references import References
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import Pin
+from p2pstore.memory.segment_objects import EXPIRED_PER_STEP, SegmentObjects
 from p2pstore.memory.stretches import LOOKED_AT_PER_STEP
 from p2pstore.memory.victims import EVICTED_PER_STEP
+from p2pstore.memory.views import DROPPED_PER_STEP
 from p2pstore.objects import Version, chunk_sums, root_checksum
 from p2pstore.peer import statistics
 from p2pstore.peer.for_clients.local_gets import LocalGets
 from p2pstore.peer.for_clients.local_puts import LocalPuts
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.stepping import Steps, run_through
-from p2pstore.runtime.turns import in_turns, take_turns
-from p2pstore.transfer.data_messages import ClusterRecords, DataKind, Lookup
+from p2pstore.runtime.trio_tasks import in_turns, take_turns
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ClusterRecords, Lookup
 from p2pstore.wire import decode_body, encode_body
+from simulation.segment_checks import check_segment
 from simulation.signer import SimulatedSigner
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of, peer_record
@@ -115,7 +120,7 @@ def most_in_a_step(steps: Steps[Any], calls: list[int]) -> tuple[int, Any]:
 
 def _take_the_rest(segment: Segment) -> None:
     """Nothing is free any more."""
-    allocator = segment._areas.shared.allocator
+    allocator = segment.areas.shared.allocator
     while allocator.largest_free_bytes:
         assert allocator.allocate(allocator.largest_free_bytes) is not None
 
@@ -144,12 +149,12 @@ def test_many_small_objects_go_for_a_large_one_some_at_a_time(
     segment = world.segment
     assert not segment.free_bytes
     value = 700 * GRANULE
-    with counted(monkeypatch, Segment, "_free") as freed:
+    with counted(monkeypatch, SegmentObjects, "free") as freed:
         steps = segment.reserve_in_steps(value - 500, 200, holder="c", now=1.9e9)
         most, room = most_in_a_step(steps, freed)
     assert most <= EVICTED_PER_STEP
     assert room.length == value - 500
-    segment.check()
+    check_segment(segment)
 
 
 def test_others_get_none_of_what_is_cleared_for_a_large_one() -> None:
@@ -166,10 +171,10 @@ def test_others_get_none_of_what_is_cleared_for_a_large_one() -> None:
         if segment.object_count < 1_024:  # it has begun
             segment.reserve(10, 10, holder="other", now=1.9e9)
             small += 1
-            segment.check()
+            check_segment(segment)
     assert small > 700 // EVICTED_PER_STEP
-    assert segment._reservations.count_of("c") == 1
-    segment.check()
+    assert segment.reservations.count_of("c") == 1
+    check_segment(segment)
 
 
 def test_a_reservation_that_is_called_off_in_the_middle_leaves_nothing_behind() -> None:
@@ -182,7 +187,7 @@ def test_a_reservation_that_is_called_off_in_the_middle_leaves_nothing_behind() 
             next(steps, None)
         steps.close()
         segment.drop_holder("c")
-        segment.check()
+        check_segment(segment)
     assert segment.used_bytes == segment.object_count * GRANULE
 
 
@@ -195,10 +200,10 @@ def test_a_large_one_is_refused_when_something_in_its_place_is_leased_meanwhile(
     while segment.object_count > 256 - EVICTED_PER_STEP:
         next(steps)
     entry = min(segment.entries(), key=lambda each: abs(each.offset - segment.geometry.total_bytes))
-    segment.lease(entry, holder="reader", now=1.9e9)
+    segment.views.lease(entry, holder="reader", now=1.9e9)
     with pytest.raises(CapacityExceeded):
         run_through(steps)
-    segment.check()
+    check_segment(segment)
     assert segment.used_bytes == segment.object_count * GRANULE
 
 
@@ -225,8 +230,8 @@ def test_what_expires_at_the_same_moment_goes_some_at_a_time() -> None:
         left.append(world.segment.object_count)
         assert world.core.next_tick(world.now) <= world.now or not left[-1]
     gone = [before - after for before, after in pairwise(left)]
-    assert max(gone) <= segments.EXPIRED_PER_STEP
-    world.segment.check()
+    assert max(gone) <= EXPIRED_PER_STEP
+    check_segment(world.segment)
 
 
 def test_room_of_what_has_expired_is_used_before_anything_else_goes() -> None:
@@ -311,8 +316,8 @@ class Peer:
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have their turn after each step."""
-    monkeypatch.setattr("p2pstore.runtime.turns.TURN_SECONDS", 0.0)
-    monkeypatch.setattr("p2pstore.runtime.turns.FIRST_TURN_SECONDS", 0.0)
+    monkeypatch.setattr("p2pstore.runtime.trio_tasks.TURN_SECONDS", 0.0)
+    monkeypatch.setattr("p2pstore.runtime.trio_tasks.FIRST_TURN_SECONDS", 0.0)
 
 
 async def turns_of(answer: Any) -> tuple[int, Any]:
@@ -356,7 +361,7 @@ async def test_batches_of_local_clients_let_others_have_their_turn() -> None:
     turns, _ = await turns_of(peer.gets.release(CLIENT, local.Release([*leases, 1 << 40])))
     assert turns >= 300
     assert not world.segment.leased_bytes
-    world.segment.check()
+    check_segment(world.segment)
 
 
 @pytest.mark.usefixtures("short_turns")
@@ -422,12 +427,12 @@ def test_what_a_client_holds_ends_in_steps(monkeypatch: pytest.MonkeyPatch) -> N
     world = new_world(1_024)
     fill(world, 800)
     for entry in world.segment.entries():
-        world.segment.lease(entry, holder="c", now=1.9e9)
+        world.segment.views.lease(entry, holder="c", now=1.9e9)
     for _ in range(200):
         world.segment.reserve(1, 100, holder="c", now=1.9e9)
-    with counted(monkeypatch, Segment, "let_go") as calls:
+    with counted(monkeypatch, References, "let_go") as calls:
         most, _ = most_in_a_step(world.segment.drop_holder_in_steps("c"), calls)
-    assert most <= segments.DROPPED_PER_STEP
+    assert most <= DROPPED_PER_STEP
     assert not world.segment.leased_bytes
     assert world.segment.used_bytes == 800 * GRANULE
 
@@ -529,7 +534,7 @@ class Sleeper(Operation):
 
     def start(self, now: float) -> None:
         self.wake_at = now + 1.0
-        self.core.set_alarm(self)
+        self.core.operations.set_alarm(self)
 
     def wake(self, now: float) -> None:
         Sleeper.woken += 1
@@ -539,11 +544,11 @@ class Sleeper(Operation):
 def test_operations_that_end_together_end_some_at_a_time() -> None:
     world = Harness()
     for _ in range(300):
-        world.core.start(Sleeper(world.core), world.now)
+        world.core.operations.start(Sleeper(world.core), world.now)
     world.now += 2.0
     Sleeper.woken, before = 0, 0
     while Sleeper.woken < 300:
         assert world.core.next_tick(world.now) <= world.now
         world.core.tick(world.now)
-        assert 0 < Sleeper.woken - before <= peer_core.WOKEN_PER_TICK
+        assert 0 < Sleeper.woken - before <= operations.WOKEN_PER_TICK
         before = Sleeper.woken

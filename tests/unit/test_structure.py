@@ -24,8 +24,8 @@ SSD_TIER_KNOWS = (
     "p2pstore.objects",
     "p2pstore.errors",
     "p2pstore.wire",
-    "p2pstore.runtime.nursery",
-    "p2pstore.runtime.place_owners",
+    "p2pstore.runtime.trio_tasks",
+    "p2pstore.runtime.linux",
 )
 """Of p2pstore: the tier knows no peers, no memory segments and no settings."""
 
@@ -34,7 +34,7 @@ CHECKPOINT_KNOWS = (
     "p2pstore.objects",
     "p2pstore.errors",
     "p2pstore.wire",
-    "p2pstore.runtime.nursery",
+    "p2pstore.runtime.trio_tasks",
     "p2pstore.state.folder",
     "p2pstore.state.folder",
 )
@@ -62,7 +62,16 @@ PURE = (
     "simulation/*.py",
     *(
         f"p2pstore/gossip/*{name}.py"
-        for name in ("machine", "messages", "effects", "records", "presets")
+        for name in (
+            "machine",
+            "state",
+            "messages",
+            "effects",
+            "records",
+            "config",
+            "incoming",
+            "keeping",
+        )
     ),
     *(
         f"p2pstore/gossip/{folder}/*.py"
@@ -72,36 +81,22 @@ PURE = (
     *(
         f"p2pstore/transfer/{name}.py"
         for name in (
-            *("data_messages", "failover", "read_tickets", "transfer_trace"),
-            *("reading/arriving", "reading/slicing", "rdma/rdma_rules", "serving/incoming_value"),
+            *("data_messages", "peer_messages", "failover", "read_tickets", "transfer_trace"),
+            *("reading/arriving", "rdma/rdma_rules", "serving/session_rules"),
         )
     ),
     *(
         f"p2pstore/ssd_tier/{name}.py"
         for name in (
-            *(
-                "log_layout",
-                "record_header",
-                "superblock",
-                "dead_marks",
-                "rows",
-                "footer",
-                "payload",
-            ),
-            *("index", "digest_slots", "key_texts", "key_order", "compression", "record_rows"),
-            *("recovery", "refill", "segment_search", "disk_protocol", "write_admission", "health"),
-            *("tier_measures", "misses", "patience", "reinsertion", "log_segments"),
+            *("disk_protocol", "log_layout", "record_format", "footer", "recovery"),
+            *("index", "record_rows", "index_walks"),
+            *("log_segments", "write_admission", "health"),
         )
     ),
     "p2pstore/checkpoint/swarm/*.py",
-    *(
-        f"p2pstore/checkpoint/content/{name}.py"
-        for name in ("manifest", "content_paths", "pieces", "piece_map", "memory_layout")
-    ),
-    *(
-        f"p2pstore/checkpoint/peer/{name}.py"
-        for name in ("introductions", "orders", "paces", "piece_buffers", "token_bucket")
-    ),
+    *(f"p2pstore/checkpoint/content/{name}.py" for name in ("manifest", "content_paths", "pieces")),
+    "p2pstore/checkpoint/peer/piece_flow.py",
+    "p2pstore/checkpoint/checkpoint_messages.py",
     *(f"p2pstore/status/doctor/{name}.py" for name in ("finding", "*_rules", "redaction")),
     *(f"p2pstore/status/{name}.py" for name in ("slow_operations", "traffic", "measures")),
     *(
@@ -109,10 +104,15 @@ PURE = (
         for name in ("metrics", "metrics_ssd", "metric_families")
     ),
     *(f"p2pstore/topology/{name}.py" for name in ("hardware", "matrix")),
-    *(f"p2pstore/integrations/mooncake/{name}.py" for name in ("codes", "placement")),
-    *(f"p2pstore/{name}.py" for name in ("objects", "location_table", "wire", "put_facts")),
-    *(f"p2pstore/local/{name}_messages.py" for name in ("local", "checkpoint", "group")),
+    "p2pstore/integrations/mooncake/mooncake_types.py",
+    *(
+        f"p2pstore/{name}.py"
+        for name in ("objects", "location_table", "wire", "put_facts", "arguments")
+    ),
+    "p2pstore/local/local_messages.py",
+    "p2pstore/local/local_protocol.py",
     *(f"p2pstore/access/{name}.py" for name in ("allowlist", "strangers")),
+    "p2pstore/client/read_plan.py",
     "p2pstore/runtime/histograms.py",
 )
 """`*` crosses folders; `p2pstore/memory/mapped` is the one exception, below."""
@@ -327,7 +327,7 @@ BANNED_CALLS = {
 }
 MAY_CALL = {
     "p2pstore/state/places.py": ("Path", "home"),
-    "p2pstore/runtime/place_owners.py": ("pwd", "getpwuid"),
+    "p2pstore/runtime/linux.py": ("pwd", "getpwuid"),
 }
 
 

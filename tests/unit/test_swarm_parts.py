@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.checkpoint.content.piece_map import (
+from p2pstore.checkpoint.content.pieces import (
     Availability,
     any_piece,
     full_map,
@@ -20,15 +20,7 @@ from p2pstore.checkpoint.content.piece_map import (
     sum_of,
     unpack_map,
 )
-from p2pstore.checkpoint.swarm.deadlines import (
-    FIRST_BACK_OFF_SECONDS,
-    FIRST_HELD_UP_SECONDS,
-    LONGEST_BACK_OFF_SECONDS,
-    Pace,
-    Senders,
-)
 from p2pstore.checkpoint.swarm.selection import HostShare, Selection, stripe
-from p2pstore.checkpoint.swarm.super_seeding import SuperSeeding
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     MAX_NEW_PIECES,
@@ -49,7 +41,18 @@ from p2pstore.checkpoint.swarm.swarm_neighbours import (
     SETTLE_SECONDS,
     Neighbours,
 )
-from p2pstore.checkpoint.swarm.upload_slots import MAX_WAITING, UploadSlots, places_for, slots_for
+from p2pstore.checkpoint.swarm.upload_slots import (
+    FIRST_BACK_OFF_SECONDS,
+    FIRST_HELD_UP_SECONDS,
+    LONGEST_BACK_OFF_SECONDS,
+    MAX_WAITING,
+    Pace,
+    Senders,
+    SuperSeeding,
+    UploadSlots,
+    places_for,
+    slots_for,
+)
 from p2pstore.errors import ProtocolError
 from p2pstore.wire import encode_body
 

@@ -20,12 +20,14 @@ from p2pstore.gossip.homes.home_updates import (
     in_steps,
 )
 from p2pstore.gossip.homes.home_views import HomeViews
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, PartitionConfig, partition_of
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, PartitionConfig, partition_of
 from p2pstore.gossip.locations.location_index import hash_of
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
 from p2pstore.objects import Version
 from p2pstore.transfer import data_messages as messages
-from p2pstore.transfer.data_messages import DataKind, Pushed
+from p2pstore.transfer import peer_messages
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Pushed
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import OTHER_INCARNATION, Harness, Other
 from tests.unit.test_core_partitioned import acquainted, empty_partitions, partitioned
@@ -38,7 +40,7 @@ def records(count: int, seed: int = 1) -> list[bytes]:
     return [LocationRecord(rng.randbytes(16), Version(7, 3), 5, 1).encode() for _ in range(count)]
 
 
-def run_of(packed: list[bytes], first_sequence: int = 50) -> messages.Push:
+def run_of(packed: list[bytes], first_sequence: int = 50) -> peer_messages.Push:
     """The first operations of their partitions."""
     numbers: dict[int, int] = {}
     said = []
@@ -47,18 +49,20 @@ def run_of(packed: list[bytes], first_sequence: int = 50) -> messages.Push:
         numbers[partition] = numbers.get(partition, 0) + 1
         said.append(numbers[partition].to_bytes(4, "little"))
     sequences = list(range(first_sequence, first_sequence + len(packed)))
-    return messages.Push(OTHER_INCARNATION, sequences, b"".join(packed), b"".join(said))
+    return peer_messages.Push(OTHER_INCARNATION, sequences, b"".join(packed), b"".join(said))
 
 
-def whole(packed: list[bytes], number: int = 1) -> messages.PartitionSet:
-    return messages.PartitionSet(partition_of(packed[0]), number, hash_of(packed), b"".join(packed))
+def whole(packed: list[bytes], number: int = 1) -> peer_messages.PartitionSet:
+    return peer_messages.PartitionSet(
+        partition_of(packed[0]), number, hash_of(packed), b"".join(packed)
+    )
 
 
 def in_one_partition(count: int) -> list[bytes]:
     return [bytes(2) + record[2:] for record in records(count)]
 
 
-def begin(world: Harness, other: Other, push: messages.Push) -> TakePushOperation:
+def begin(world: Harness, other: Other, push: peer_messages.Push) -> TakePushOperation:
     operation = world.serve(other, DataKind.PUSH, push)
     assert isinstance(operation, TakePushOperation)
     return operation
@@ -90,8 +94,8 @@ def test_a_small_update_is_one_part() -> None:
 
 
 def test_nonsense_at_the_end_is_found_before_anything_is_taken_in() -> None:
-    sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), messages.PartitionSet(7, 1, 1, b"")]
-    steps = in_steps(messages.Push(OTHER_INCARNATION, [], b"", sets=sets))
+    sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), peer_messages.PartitionSet(7, 1, 1, b"")]
+    steps = in_steps(peer_messages.Push(OTHER_INCARNATION, [], b"", sets=sets))
     assert next(steps) is None
     with pytest.raises(ProtocolError, match="hash"):
         next(steps)
@@ -100,7 +104,7 @@ def test_nonsense_at_the_end_is_found_before_anything_is_taken_in() -> None:
 def test_more_audits_than_partitions_are_refused() -> None:
     audit = AUDIT_ENTRY.pack(1, 1, 1) * (PARTITION_COUNT + 1)
     with pytest.raises(ProtocolError, match="audit"):
-        next(in_steps(messages.Push(OTHER_INCARNATION, [], b"", audit=audit)))
+        next(in_steps(peer_messages.Push(OTHER_INCARNATION, [], b"", audit=audit)))
 
 
 def test_a_large_push_leaves_the_loop_between_steps() -> None:
@@ -158,7 +162,7 @@ def test_who_pushes_much_holds_up_only_itself() -> None:
     assert reply_of(one) == Pushed()
     assert sum(each.done for each in many) <= 1, "it did not wait for all of them"
     for each in many:
-        world.core.cancel(each, world.now)
+        world.core.operations.cancel(each, world.now)
     assert world.core.pushes_coming.next is None
 
 
@@ -168,8 +172,8 @@ def test_who_does_not_wait_any_more_stands_in_nobodys_way() -> None:
         begin(world, other, run_of(records(MANY, seed=place)))
         for place, other in enumerate(world.others[:3])
     )
-    world.core.cancel(second, world.now)
-    world.core.cancel(first, world.now)
+    world.core.operations.cancel(second, world.now)
+    world.core.operations.cancel(first, world.now)
     assert isinstance(first.result, DeadlineExceeded)
     world.pass_time(0.1)
     assert reply_of(third) == Pushed()
@@ -178,8 +182,8 @@ def test_who_does_not_wait_any_more_stands_in_nobodys_way() -> None:
 
 def test_nonsense_that_is_found_late_is_said() -> None:
     world = acquainted(partitioned())
-    sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), messages.PartitionSet(7, 1, 1, b"")]
-    push = messages.Push(OTHER_INCARNATION, [], b"", sets=sets)
+    sets = [whole(in_one_partition(LARGEST_SET_RECORDS)), peer_messages.PartitionSet(7, 1, 1, b"")]
+    push = peer_messages.Push(OTHER_INCARNATION, [], b"", sets=sets)
     operation = begin(world, world.others[0], push)
     world.pass_time(0.1)
     reply = reply_of(operation)
@@ -191,7 +195,7 @@ def test_nonsense_that_is_found_late_is_said() -> None:
 def test_what_is_taken_in_by_steps_is_what_would_be_at_once() -> None:
     packed = records(MANY)
     run = run_of([*packed, *records(500, seed=2)])
-    skipped = messages.Push(  # a gap in the partition of the tenth operation
+    skipped = peer_messages.Push(  # a gap in the partition of the tenth operation
         OTHER_INCARNATION,
         run.sequences[:10] + run.sequences[11:],
         run.operations[: 10 * LOCATION_BYTES] + run.operations[11 * LOCATION_BYTES :],
@@ -212,5 +216,5 @@ def test_what_is_taken_in_by_steps_is_what_would_be_at_once() -> None:
 def test_a_partition_that_is_too_large_is_not_kept() -> None:
     home = HomeViews(PartitionConfig(), lambda digest: None)
     large = whole(in_one_partition(LARGEST_SET_RECORDS + 1))
-    assert home.take(1, check_update(messages.Push(5, [], b"", sets=[large])), 0.0) == [0]
+    assert home.take(1, check_update(peer_messages.Push(5, [], b"", sets=[large])), 0.0) == [0]
     assert home.record_count == 0

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.checkpoint.content import piece_record, target_directory
+from p2pstore.checkpoint.content import directory_versions as piece_record
+from p2pstore.checkpoint.content import target_directory
 from p2pstore.checkpoint.content.directory_versions import (
     current_version,
     kept_versions,
@@ -32,9 +33,16 @@ from p2pstore.checkpoint.content.manifest import (
     sign_manifest,
     version_of,
 )
-from p2pstore.checkpoint.content.piece_map import full_map, map_of, pieces_in
-from p2pstore.checkpoint.content.pieces import MIN_PIECE_BYTES, Extent, PieceLayout
-from p2pstore.checkpoint.content.target_directory import FILES_A_STEP, TargetDirectory
+from p2pstore.checkpoint.content.pieces import (
+    MIN_PIECE_BYTES,
+    Extent,
+    PieceLayout,
+    full_map,
+    map_of,
+    pieces_in,
+)
+from p2pstore.checkpoint.content.target_directory import TargetDirectory
+from p2pstore.checkpoint.content.version_files import FILES_A_STEP
 from p2pstore.errors import CapacityExceeded, ConfigError
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.state.folder import Folder

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from p2pstore.checkpoint.client import tensor_file
+from p2pstore.checkpoint.client.checkpoint_tensors import CheckpointTensors, Place
+from p2pstore.checkpoint.client.tensor_file import FILE_NAME, plan_image, write_image
 from p2pstore.checkpoint.content.pieces import Extent
 from p2pstore.checkpoint.content.safetensors import DTYPES, read_header
-from p2pstore.checkpoint.content.source_memory import SourceMemory
-from p2pstore.client import tensor_file
-from p2pstore.client.tensor_file import FILE_NAME, plan_image, write_image
-from p2pstore.client.tensors import CheckpointTensors, Place
-from p2pstore.client.values import numpy_dtype
+from p2pstore.checkpoint.content.sources import SourceMemory
 from p2pstore.errors import CapacityExceeded, CheckpointRefused
+from p2pstore.values import numpy_dtype
 from tests.optional import require_torch
 
 TENSORS: dict[str, np.ndarray] = {

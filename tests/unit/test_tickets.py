@@ -26,11 +26,10 @@ from p2pstore.transfer.data_messages import (
     REQUESTS,
     WRITE_KINDS,
     DataKind,
-    Flush,
-    Remove,
     Store,
     Ticket,
 )
+from p2pstore.transfer.peer_messages import Flush, Remove
 from p2pstore.transfer.read_tickets import (
     TICKET_SECONDS,
     GrantedTicket,

@@ -18,6 +18,7 @@ from p2pstore.objects import Version, key_digest, root_checksum
 from p2pstore.trace.block_cache import BlockCache, replay_one_cache
 from p2pstore.trace.prefix_hits import LLAMA3_70B, HitCounts, leading_hits
 from p2pstore.trace.trace_requests import Request, read_requests
+from simulation.segment_checks import check_segment
 from tests.unit.test_segment import new_segment
 from tests.unit.trace_requests import conversations
 
@@ -101,9 +102,9 @@ def test_a_segment_hits_what_the_replay_says(policy: PolicyName) -> None:
             if segment.find(digest, now) is None:
                 put_block(segment, block, now, before)
             else:
-                segment.touch(digest, 1, now)
+                segment.objects.touch(digest, 1, now)
             before = digest
-    segment.check()
+    check_segment(segment)
     assert counts.ratio == pytest.approx(hit_ratio(requests, policy, 1000), abs=0.005)
 
 

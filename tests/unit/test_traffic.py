@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.client import pull_ledger
-from p2pstore.client.pull_ledger import (
+from p2pstore.client import read_ledger as pull_ledger
+from p2pstore.client.read_ledger import (
     MAX_FALLBACKS,
     MAX_HOLDERS,
     MAX_SLOW_READS,
     MAX_UNSEEN,
     SLOW_SECONDS,
-    PullLedger,
+    ReadLedger,
 )
 from p2pstore.local.local_messages import PullCount, SlowRead, TransportFallback, UnseenRead
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody
@@ -87,13 +87,14 @@ def test_strangers_cannot_make_it_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_client_tells_what_it_read_and_what_was_slow() -> None:
-    ledger = PullLedger()
+    ledger = ReadLedger(lambda: None)
     assert not ledger
     ledger.pulled("k", DIGEST, report("shm", pulled="tcp"), SLOW_SECONDS / 2)
     ledger.pulled("k", DIGEST, report(pulled="tcp"), SLOW_SECONDS)
     ledger.pulled("k", DIGEST, report("tcp"), 2.0)
     assert ledger
-    counts, slow, *_ = ledger.take()
+    told = ledger.take()
+    counts, slow = told.pulls, told.slow
     twice, took = Histogram(), Histogram()
     twice.add(100, 2)
     took.add_seconds(SLOW_SECONDS / 2)
@@ -111,58 +112,59 @@ def test_a_client_tells_what_it_read_and_what_was_slow() -> None:
 
 
 def test_a_batch_counts_as_objects_of_its_mean_length() -> None:
-    ledger = PullLedger()
+    ledger = ReadLedger(lambda: None)
     ledger.count(1, "tcp", objects=3, length_bytes=3000)
     ledger.count(1, "tcp", failures=1)
     expected = Histogram()
     expected.add(1000, 3)
-    counts, *_ = ledger.take()
+    counts = ledger.take().pulls
     assert counts == [PullCount(1, "tcp", 3, 3000, 1, [], 0, expected.trimmed())]
 
 
 def test_a_report_is_bounded() -> None:
-    ledger = PullLedger()
+    ledger = ReadLedger(lambda: None)
     for member in range(MAX_HOLDERS + 5):
         ledger.count(member, "tcp", objects=1)
     for _ in range(MAX_SLOW_READS + 5):
         ledger.pulled("k", DIGEST, report(pulled="tcp"), 1.0)
-    counts, slow, *_ = ledger.take()
+    told = ledger.take()
+    counts, slow = told.pulls, told.slow
     assert len(counts) == MAX_HOLDERS
     assert len(slow) == MAX_SLOW_READS
     assert pull_ledger.SLOW_SECONDS < 0.1  # below the peer's default threshold
 
 
 def test_a_client_tells_which_transports_gave_way() -> None:
-    ledger = PullLedger()
+    ledger = ReadLedger(lambda: None)
     for text in ("refused", "x" * 1000):
         fallback = HolderReport(2, Code.UNAVAILABLE, text, "shm")
         ledger.pulled("k", DIGEST, report(pulled="tcp")._replace(fallbacks=(fallback,)), 0.0)
-    assert ledger.take()[2] == [TransportFallback(2, "shm", 2, "x" * 200)]
+    assert ledger.take().fallbacks == [TransportFallback(2, "shm", 2, "x" * 200)]
     assert not ledger
     for member in range(MAX_FALLBACKS + 5):
         fallback = HolderReport(member, Code.UNAVAILABLE, "refused", "shm")
         ledger.pulled("k", DIGEST, report()._replace(fallbacks=(fallback,)), 0.0)
-    assert len(ledger.take()[2]) == MAX_FALLBACKS
+    assert len(ledger.take().fallbacks) == MAX_FALLBACKS
 
 
 def test_a_client_tells_how_many_reads_found_nothing() -> None:
-    ledger = PullLedger()
+    ledger = ReadLedger(lambda: None)
     ledger.missed()
     ledger.missed()
     assert ledger
-    assert ledger.take()[3] == 2
+    assert ledger.take().misses == 2
     assert not ledger
 
 
 def test_a_client_tells_of_reads_that_their_holder_did_not_see() -> None:
-    ledger = PullLedger()
+    ledger = ReadLedger(lambda: None)
     for _ in range(2):
         ledger.pulled("k", DIGEST, report(pulled="shm"), 0.0)
     ledger.pulled("k", DIGEST, report(pulled="tcp"), 0.0)
     ledger.pulled_only("k", DIGEST, 2, "shm", 100, 0.0)
     ledger.pulled_only("k", DIGEST, 2, "tcp", 100, 0.0)
-    assert ledger.take()[4] == [UnseenRead(DIGEST, 2, 3)]
+    assert ledger.take().unseen == [UnseenRead(DIGEST, 2, 3)]
     assert not ledger
     for number in range(MAX_UNSEEN + 5):
         ledger.pulled("k", number.to_bytes(16, "little"), report(pulled="shm"), 0.0)
-    assert len(ledger.take()[4]) == MAX_UNSEEN
+    assert len(ledger.take().unseen) == MAX_UNSEEN

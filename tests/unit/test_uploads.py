@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from p2pstore.transfer.serving.uploads import Uploads
+from p2pstore.transfer.serving.serving_limits import Uploads
 
 
 def test_only_who_knows_other_holders_is_refused() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from p2pstore.memory.segment import Segment
 from p2pstore.objects import GIB
+from simulation.segment_checks import check_segment
 from tests.unit.segment_churn import LOADS, churn, segment_for
 
 
@@ -19,4 +20,4 @@ def test_a_mixed_load_leaves_little_unused(load: str, seed: int) -> None:
     assert churned.evicted > 1000, "the load did not churn"
     assert mean(churned.used) >= 0.95
     assert mean(churned.payload) >= 0.95
-    segment.check()
+    check_segment(segment)

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.client import arguments
-from p2pstore.client.gathered import Gathered, value_of
+from p2pstore import arguments
 from p2pstore.client.puts import (
     WINDOW_BYTES,
     WINDOW_ITEMS,
@@ -27,20 +26,22 @@ from p2pstore.client.puts import (
     trailer_bound,
     windows,
 )
-from p2pstore.client.registered import RegisteredBuffer
-from p2pstore.client.values import (
+from p2pstore.errors import P2PStoreError
+from p2pstore.local.local_messages import ItemError, Reservation, ReserveItem
+from p2pstore.memory.segment_layout import TrailerBody, encode_trailer
+from p2pstore.objects import MIB, chunk_count, chunk_sums
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
+from p2pstore.values import (
+    Gathered,
+    RegisteredBuffer,
     describe_tensor,
     destination_view,
     destination_views,
     empty_tensor,
     fresh_bytes,
     source_view,
+    value_of,
 )
-from p2pstore.errors import P2PStoreError
-from p2pstore.local.local_messages import ItemError, Reservation, ReserveItem
-from p2pstore.memory.segment_layout import TrailerBody, encode_trailer
-from p2pstore.objects import MIB, chunk_count, chunk_sums
-from p2pstore.runtime.streams import BlockingDriver, run_blocking
 from tests.optional import require_torch
 
 
@@ -381,7 +382,7 @@ def test_reservations_ahead_have_limits() -> None:
     assert ahead.wanted(small) == []
     assert ahead.drop_unused() == [0, 1, 2, 3]
     ahead.granted(small, [reservation(9)])
-    ahead.take(large)  # a put came: what is there stays until the next look
+    ahead.take(large)  # a put came: the reservation stays until the next look
     assert ahead.drop_unused() == []
     assert ahead.drop_unused() == [9]
 

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
+from p2pstore.checkpoint.checkpoint_messages import Progress
 from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject
 from p2pstore.local import local_messages as local
-from p2pstore.local.checkpoint_messages import Progress
-from p2pstore.local.local_messages import Access, LocalKind
+from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.local.server import LocalClient
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody
 from p2pstore.objects import Version, key_digest

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from p2pstore.ssd_tier.write_gate import QUIET_SECONDS, WRITES_BESIDE_READS, WriteGate
+from p2pstore.ssd_tier.disk import QUIET_SECONDS, WRITES_BESIDE_READS, WriteGate
 
 PATIENCE_SECONDS = 20.0
 

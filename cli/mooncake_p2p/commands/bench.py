@@ -1,20 +1,22 @@
-"""`bench`: what the local peer costs, next to plain memory, in one run."""
+"""`bench`: the cost of the local peer next to plain memory, in one run: medians of both, measured in turns."""
 
 from __future__ import annotations
 
 import os
+import platform
 import secrets
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.interrupts import Interrupts
-from mooncake_p2p.measuring import Figure, document, medians_in_turns, timed
+from mooncake_p2p.exit_errors import CommandFailed, Interrupts
 from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected, parse_timeout
 from mooncake_p2p.output import print_json, print_table, printable, progress, remark
 from p2pstore.errors import P2PStoreError
@@ -22,6 +24,86 @@ from p2pstore.objects import chunk_sums, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
+
+LEAST_SAMPLES: Final = 3
+MOST_SAMPLES: Final = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One figure. `against` names what it was compared with in the same run; `ratio` is value / baseline."""
+
+    name: str
+    value: float
+    unit: str
+    against: str = ""
+    baseline: float | None = None
+    ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Medians of one operation in seconds; `length_bytes` is 0 for what moves nothing."""
+
+    name: str
+    length_bytes: int
+    seconds: float
+    against: str = ""
+    baseline_seconds: float | None = None
+
+    def results(self) -> Iterator[Result]:
+        """The median in us and, for what moves bytes, GB/s."""
+        base = self.baseline_seconds
+        ratio = self.seconds / base if base else None
+        scaled = None if base is None else base * 1e6
+        yield Result(f"{self.name}, median", self.seconds * 1e6, "us", self.against, scaled, ratio)
+        if self.length_bytes:
+            rate = None if base is None else self.length_bytes / base / 1e9
+            value = self.length_bytes / self.seconds / 1e9
+            faster = value / rate if rate else None
+            yield Result(f"{self.name}, rate", value, "GB/s", self.against, rate, faster)
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds that an action took."""
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def medians_in_turns(
+    action: Callable[[], float], baseline: Callable[[], float], seconds: float
+) -> tuple[float, float]:
+    """Medians of what both return, called in turns for `seconds`, at least three times each. The first
+    turn, in which memory is touched for the first time, does not count."""
+    action(), baseline()
+    end = time.monotonic() + seconds
+    own: list[float] = []
+    plain: list[float] = []
+    while len(own) < LEAST_SAMPLES or (time.monotonic() < end and len(own) < MOST_SAMPLES):
+        own.append(action())
+        plain.append(baseline())
+    return statistics.median(own), statistics.median(plain)
+
+
+def document(figures: list[Figure]) -> dict[str, Any]:
+    """What `--json` prints: the shape of the scripts' files."""
+    results = [asdict(result) for figure in figures for result in figure.results()]
+    return {"results": results, "machine": machine()}
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line for line in lines if line.startswith("model name")), "")
+    return {
+        "cpu": model.partition(":")[2].strip(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_1min": os.getloadavg()[0],
+    }
+
 
 DEFAULT_SIZES: Final = ("4KiB", "1MiB", "64MiB")
 SHARE_OF_FREE: Final = 20

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from mooncake_p2p.commands.bench import Result, machine
 from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.measuring import Result, machine
 from mooncake_p2p.options import Json
 from mooncake_p2p.output import print_json, print_table, progress, remark
 from p2pstore.objects import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from mooncake_p2p.trace_outages import OutagePlan
-    from mooncake_p2p.trace_replay import RealOutcome, Scale
+    from mooncake_p2p.trace_replay import OutagePlan, RealOutcome, Scale
     from p2pstore.trace.comparison import Replayed
     from p2pstore.trace.pool import PoolSettings
     from p2pstore.trace.prefix_hits import Model
@@ -107,7 +106,7 @@ def bench_trace(
     one that is nowhere. COMPUTE SAVED is the share of prefill operations that need not be done, by
     Eq. 1 of the paper for LLaMA3-70B. The rest is bytes of KVCache read, by where they were.
     """
-    from mooncake_p2p.trace_outages import OutagePlan
+    from mooncake_p2p.trace_replay import OutagePlan
     from p2pstore.trace.comparison import cases, compare
     from p2pstore.trace.prefix_hits import Model
 
@@ -222,7 +221,7 @@ def _replay_for_real(
     plot: str | None,
 ) -> None:
     from mooncake_p2p import trace_replay
-    from mooncake_p2p.interrupts import Interrupts
+    from mooncake_p2p.exit_errors import Interrupts
     from mooncake_p2p.local_cluster import LocalCluster
 
     with Interrupts() as interrupts, progress("replaying") as bar:

@@ -1,4 +1,4 @@
-"""`checkpoint follow`, `update`, `status`, `list` and `rm`: names of checkpoints, and those who follow them."""
+"""`checkpoint follow`, `update`, `status`, `list` and `rm`: names of checkpoints, and their followers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from mooncake_p2p.commands.checkpoint import Keep, Name, Publisher, Target, counted
 from mooncake_p2p.exit_errors import describe
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
@@ -45,21 +46,18 @@ if TYPE_CHECKING:
     )
 
 SHORT_DIGITS: Final = 12
-"""Of a version, where people read it beside others."""
+"""Digits of a version in tables."""
 LOOK_SECONDS: Final = 1.0
 NAMED: Final = 4
-"""Followers that one line names."""
+"""Followers named in one line."""
 DEFAULT_UPDATE_TIMEOUT: Final = "10m"
 
-Name = Annotated[
-    str,
-    typer.Argument(metavar="NAME", help="What the checkpoint is called.", show_default=False),
-]
-Publisher = Annotated[
+SwitchCommand = Annotated[
     str | None,
     typer.Option(
-        metavar="PEER",
-        help="The peer id that must have published it; by default the first that did.",
+        "--exec",
+        metavar="CMD",
+        help="Run this by the shell each time that another version is in use.",
         show_default=False,
     ),
 ]
@@ -70,23 +68,10 @@ Publisher = Annotated[
 
 def checkpoint_follow(
     name: Name,
-    directory: Annotated[
-        str,
-        typer.Argument(metavar="DIR", help="Where versions of it are kept.", show_default=False),
-    ],
-    command: Annotated[
-        str | None,
-        typer.Option(
-            "--exec",
-            metavar="CMD",
-            help="Run this by the shell each time that another version is in use.",
-            show_default=False,
-        ),
-    ] = None,
+    directory: Target,
+    command: SwitchCommand = None,
     publisher: Publisher = None,
-    keep: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many versions stay, the newest.")
-    ] = 2,
+    keep: Keep = 2,
     include: Include = None,
     exclude: Exclude = None,
     socket: Socket = None,
@@ -96,13 +81,13 @@ def checkpoint_follow(
 ) -> None:
     """Follow a checkpoint.
 
-    Each version that is published is fetched to DIR/VERSION and verified. DIR/current names it when the publisher
-    says so: `checkpoint update` there waits for all followers first. Runs until Ctrl-C; the same command goes on where
-    it was. With --include or --exclude only those files of each version are brought.
+    Each published version is fetched to DIR/VERSION and verified. DIR/current names it when the publisher says so:
+    `checkpoint update` there waits for all followers first. Runs until Ctrl-C; the same command goes on where it was.
+    With --include or --exclude only those files of each version are fetched.
 
     CMD finds CHECKPOINT_NAME, CHECKPOINT_VERSION and CHECKPOINT_DIRECTORY in its environment. It is run for every
-    version that comes into use while this command runs, and at its start when it has not been run with success for the
-    one that is in use.
+    version that comes into use while this command runs; at the start also for the version in use, unless it has
+    succeeded for that one before.
     """
     from mooncake_p2p.on_switch import OnSwitch
 
@@ -146,17 +131,17 @@ def _follow_line(name: str, now: FollowedCheckpoint) -> str:
     if not now.publisher:
         in_use = f"; {now.current} is in use" if now.current else ""
         why = f": {printable(now.why)}" if now.why else ""
-        return f"waiting until somebody publishes {printable(name)}{in_use}{why}"
+        return f"waiting until a peer publishes {printable(name)}{in_use}{why}"
     by = printable(now.publisher_name)
     match now.stage:
         case "fetching":
             return f"fetching {called}, published by {by}"
         case "verified":
-            return f"{called} is here and verified; it will be used when {by} says so"
+            return f"{called} is verified; waiting for {by} to switch to it"
         case "current":
             return f"{called} is in use"
         case "failed":
-            return f"error: {called}: {printable(now.why)}; it is tried again"
+            return f"error: {called}: {printable(now.why)}; will retry"
     return f"waiting for a version of {printable(name)} from {by}"
 
 
@@ -168,12 +153,12 @@ def checkpoint_update(
     quorum: Annotated[
         int | None,
         typer.Option(
-            min=0, metavar="N", help="So many followers are enough, not all.", show_default=False
+            min=0, metavar="N", help="Wait for N followers instead of all.", show_default=False
         ),
     ] = None,
     timeout: Annotated[
         str,
-        typer.Option(metavar="SECONDS|10m", help="Nobody switches when they need longer."),
+        typer.Option(metavar="SECONDS|10m", help="Switch no follower when they need longer."),
     ] = DEFAULT_UPDATE_TIMEOUT,
     socket: Socket = None,
     namespace: Namespace = "default",
@@ -181,10 +166,10 @@ def checkpoint_update(
 ) -> None:
     """Have all followers switch to a checkpoint's newest version.
 
-    To be run at the peer that published it. Waits until all followers (or --quorum of them) have it verified, then has
-    all switch at once; who is late switches when it has it. When they do not have it within --timeout, nobody
-    switches: exit status 5, and it says who is behind. So it ends within seconds when nobody follows. A follower that
-    dies meanwhile is waited for; one that was dead before is not.
+    Run it at the peer that published the version. It waits until all followers (or --quorum of them) have it verified,
+    then switches all at once; late followers switch when they have it. When they do not have it within --timeout, no
+    follower switches: exit status 5, and the output names those that are behind. Without any follower it ends within
+    seconds. A follower that dies meanwhile is waited for; one that was dead before is not.
     """
     seconds = parse_timeout(timeout)
     with connected(socket, namespace) as client, progress("waiting for followers") as bar:
@@ -225,7 +210,7 @@ def checkpoint_update(
 def _say_whom_it_waits_for(
     name: str, now: CheckpointUpdate, quorum: int | None, seconds: float
 ) -> None:
-    """One line, where no progress is shown."""
+    """One line where no progress bar is shown."""
     lacking = quorum is not None and now.followers < quorum
     behind = ", ".join(printable(_laggard(each)) for each in now.laggards[:NAMED])
     if not now.followers and quorum is None:
@@ -254,12 +239,14 @@ def _laggard(each: CheckpointFollower) -> str:
     return f"{each.name} ({laggard_state(each)})"
 
 
-# --- what is known -----------------------------------------------------------------------------
+# --- status, list and rm -----------------------------------------------------------------------------
 
 
 def checkpoint_status(
     name: Name,
-    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it every second, until Ctrl-C.")
+    ] = False,
     socket: Socket = None,
     namespace: Namespace = "default",
     timeout: Timeout = DEFAULT_TIMEOUT,
@@ -267,11 +254,11 @@ def checkpoint_status(
 ) -> None:
     """Show which peers have a checkpoint, and how far the others are.
 
-    The slowest come first. RATE is what a peer fetched at so far, LEFT how much longer it needs at that rate; DONE
-    is told by the percent, and in a large cluster now and then ("40% of 25%": of the files that it fetches, which are a
-    quarter of all). USES is the version that a follower uses.
+    The slowest come first. RATE is a peer's mean rate so far, LEFT its remaining time at that rate. DONE is reported by
+    the percent, in a large cluster less often; "40% of 25%" means 40% of the files that the peer fetches, which are a
+    quarter of all. USES is the version that a follower uses.
 
-    --watch looks again every second; into a pipe it prints one block each time (with --json one line).
+    --watch repeats this every second; into a pipe it prints one block each time (with --json one line).
     """
     with connected(socket, namespace, timeout) as client:
         infos = client.checkpoints.status(name)
@@ -305,7 +292,7 @@ def _print_status(infos: Sequence[CheckpointInfo], json: bool, *, again: bool = 
 
 
 def status_lines(info: CheckpointInfo) -> list[str]:
-    """What is to be known of a name before its members."""
+    """The lines about a name, before its members."""
     newest = info.version[:16]
     parts = [each for each in info.members if each.version == newest]
     done = [each for each in parts if each.state in ("verified", "seeding", "publishing")]
@@ -316,10 +303,10 @@ def status_lines(info: CheckpointInfo) -> list[str]:
     using = sum(each.current == info.switched[:16] for each in followers) if info.switched else 0
     trusted = "" if info.trusted else ", not trusted here"
     if not info.alive:
-        trusted += ", not there now"
+        trusted += ", not alive"
     lines = [
         f"{printable(info.name)}@{info.version}: {format_bytes(info.total_bytes)}, "
-        f"{info.files:,} {'file' if info.files == 1 else 'files'}, "
+        f"{counted(info.files, 'file')}, "
         f"published {_ago(info.published)} by {printable(info.publisher_name)} ({info.publisher}){trusted}"
     ]
     figures = [f"{have} {'has' if have == 1 else 'have'} it"]
@@ -333,7 +320,7 @@ def status_lines(info: CheckpointInfo) -> list[str]:
     if failed:
         figures.append(f"{failed} failed")
     if followers:
-        figures.append(f"{len(followers)} follower{'' if len(followers) == 1 else 's'}")
+        figures.append(counted(len(followers), "follower"))
         if info.switched:
             figures.append(f"{using} of them use {info.switched[:SHORT_DIGITS]}")
     return [*lines, "; ".join(figures)]
@@ -353,13 +340,13 @@ def _member_row(info: CheckpointInfo, member: CheckpointMember) -> tuple[str, ..
         "" if member.state in ("following", "publishing") else _done(member),
         rate if member.state == "fetching" else "",
         "" if left is None else _duration(left),
-        (member.current[:SHORT_DIGITS] or "nothing yet") if member.follows else "",
+        (member.current[:SHORT_DIGITS] or "none") if member.follows else "",
         member.why,
     )
 
 
 def _seconds_left(info: CheckpointInfo, member: CheckpointMember) -> float | None:
-    """How much longer it fetches; None when that is not known."""
+    """Remaining time of a fetch; None when unknown."""
     if member.state != "fetching" or not member.bytes_per_second:
         return None
     return (1 - member.done) * member.needs * info.total_bytes / member.bytes_per_second
@@ -413,7 +400,7 @@ def checkpoint_list(
                 format_bytes(info.total_bytes),
                 f"{info.files:,}",
                 _ago(info.published),
-                f"{info.publisher_name}{'' if info.alive else ' (not there now)'}",
+                f"{info.publisher_name}{'' if info.alive else ' (not alive)'}",
                 info.switched[:SHORT_DIGITS],
             )
             for info in infos
@@ -428,7 +415,7 @@ def checkpoint_rm(
         str | None,
         typer.Option(
             metavar="PEER",
-            help="Forget that peer's checkpoint of the name, here alone.",
+            help="Forget that peer's checkpoint of the name, on this peer alone.",
             show_default=False,
         ),
     ] = None,
@@ -440,11 +427,10 @@ def checkpoint_rm(
 ) -> None:
     """Remove a checkpoint that the local peer published.
 
-    It is not listed any more, nobody fetches it from here, and followers wait. What others have on their disks stays
-    there.
+    It is not listed any more, this peer stops serving it, and followers wait. Copies on other peers' disks stay.
 
-    --forget is for a publisher that is gone for good: the local peer lists and trusts its checkpoint no more, until
-    that peer publishes a newer version. `checkpoint status` shows peer ids; others have to forget it themselves.
+    --forget is for a publisher that is gone for good: the local peer hides and distrusts its checkpoint, until that
+    peer publishes a newer version. `checkpoint status` shows peer ids; each other peer has to forget it itself.
     """
     done = "removed" if forget is None else "forgot"
     confirm(f"{'Remove' if forget is None else 'Forget'} checkpoint {printable(name)!r}?", yes=yes)

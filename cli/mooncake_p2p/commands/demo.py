@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.exit_errors import AlreadyTold, CommandFailed, describe
-from mooncake_p2p.interrupts import Interrupts
+from mooncake_p2p.exit_errors import AlreadyTold, CommandFailed, Interrupts, describe
 from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
 from mooncake_p2p.options import Json
 from mooncake_p2p.output import print_json, print_table, remark, short_id

@@ -1,290 +1,181 @@
-"""`join`: run a peer, in the foreground or, detached, in the background."""
+"""`join` runs a peer, in the foreground or detached; `config show` prints its settings with their origins."""
 
 from __future__ import annotations
 
 import gc
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from mooncake_p2p.detach import DETACHED_VARIABLE, start_detached
 from mooncake_p2p.join_settings import (
+    CONFIG_VARIABLE,
+    DETACHED_VARIABLE,
+    INVITE_VARIABLE,
     gather,
     refuse_name_of_another,
     refuse_socket_of_another,
     spelled_as_given,
+    start_detached,
 )
-from p2pstore.runtime.terminal import survive_hangups
+from mooncake_p2p.options import Json
+from mooncake_p2p.output import print_json, print_table, remark
+from p2pstore.objects import format_bytes
+from p2pstore.runtime.linux import survive_hangups
 
 MAX_ATTEMPTS: Final = 8
 
 
-class Transport(StrEnum):
-    auto = "auto"
-    shm = "shm"
-    rdma = "rdma"
-    tcp = "tcp"
+class Setting(NamedTuple):
+    """The option of one setting. `form` is the metavar of its value, the words to choose from (joined by |), or
+    empty for a flag; `kind` the Python type of the value."""
+
+    form: str
+    help: str
+    kind: type = str
+    default: str = ""
+    """Text behind the help: the default, in people's words."""
 
 
-class Network(StrEnum):
-    lan = "lan"
-    wan = "wan"
-    local = "local"
+SETTINGS: Final[dict[str, Setting]] = {
+    "name": Setting("NAME", "The peer's name, unique on this machine", default="hostname"),
+    "cluster": Setting("NAME", "Only peers of one cluster meet", default="default"),
+    "bootstrap": Setting("HOST:PORT", "Control address of any peer of the cluster", list),
+    "invite": Setting(
+        "LINE|-", "The line that `invite` printed on another machine; - reads it from stdin"
+    ),
+    "join_timeout": Setting("SECONDS", "How long to try bootstrap peers at first", default="5"),
+    "network": Setting("lan|wan|local", "How soon silent peers are suspected", default="lan"),
+    "listen": Setting(
+        "HOST:PORT", "Control address", default="where bootstrap peers can call back"
+    ),
+    "interface": Setting(
+        "NAME|CIDR", "Listen on this interface's address, or the one in this network"
+    ),
+    "data_listen": Setting("HOST:PORT", "Address for bulk data", list),
+    "advertise": Setting("HOST[:PORT]", "Control address for others to use"),
+    "data_advertise": Setting("HOST[:PORT]", "Data address for others to use", list),
+    "memory": Setting("SIZE", "Memory to offer; 0: none", default="an eighth, at most 4GiB"),
+    "memory_path": Setting(
+        "FILE", "File to have that memory in, removed at the end", default="none"
+    ),
+    "keep_memory": Setting("", "Keep that file, and begin with it the next time", bool),
+    "more_memory": Setting("SIZE@WHERE", "More of it, from node:N or in a FILE", list),
+    "eviction_policy": Setting(
+        "prefix|lru|s3-fifo", "What goes first when memory is full", default="prefix"
+    ),
+    "quota": Setting("NAMESPACE=SIZE", "Memory kept for a namespace", list, "none"),
+    "cap": Setting("NAMESPACE=SIZE", "Most memory and SSD of a namespace with a quota", list),
+    "ssd": Setting("DIR|DEVICE", "SSD for objects that memory has no room for", default="none"),
+    "ssd_capacity": Setting("SIZE", "How much of it to take", default="half of what is free"),
+    "ssd_writes_per_day": Setting("SIZE", "Most to write to it in a day", default="no limit"),
+    "huge_pages": Setting(
+        "auto|never|require",
+        "Huge pages for memory; auto: reserved ones if enough, else transparent",
+        default="auto",
+    ),
+    "numa_node": Setting("N", "NUMA node that memory comes from", int, "any"),
+    "max_objects": Setting("N", "Most objects to hold", int),
+    "max_leased": Setting("SIZE|N%", "Most that one client may hold leased", default="50%"),
+    "transport": Setting(
+        "auto|shm|rdma|tcp", "How to read from peers; all but auto are strict", default="auto"
+    ),
+    "rdma_device": Setting("NAME", "RDMA device to use", list, "any"),
+    "rdma_topology": Setting(
+        "FILE|JSON", "RDMA devices near each memory", default="as the machine says"
+    ),
+    "data_tls": Setting("off|on", "Let others read this peer over TLS only", default="off"),
+    "directory": Setting(
+        "auto|full|partitioned",
+        "How much this peer knows of where objects are",
+        default="auto",
+    ),
+    "index_memory": Setting(
+        "SIZE", "Memory that the full directory may take before auto partitions it", default="1GiB"
+    ),
+    "checkpoint_memory": Setting(
+        "SIZE", "For checkpoints in memory", default="half of what is available"
+    ),
+    "cluster_key_file": Setting(
+        "FILE", "The cluster's key, see keygen. Without one: own user, loopback only"
+    ),
+    "allow_file": Setting("FILE", "Peer ids that may come in, one a line; SIGHUP rereads it"),
+    "insecure": Setting("", "Admit every peer that reaches this one: no key", bool),
+    "state_dir": Setting("DIR", "Keeps the peer's identity", default="one per name"),
+    "socket": Setting("PATH", "Socket for clients on this machine"),
+    "socket_mode": Setting("MODE", "Its permissions", default="0600; with a group 0660"),
+    "socket_group": Setting("GROUP", "Its group"),
+    "socket_others": Setting(
+        "read|write", "What users other than this peer's may do there", default="write"
+    ),
+    "drain_timeout": Setting("SECONDS", "How long a stopping peer may take to leave", default="10"),
+    "metrics": Setting(
+        "HOST:PORT",
+        "A status page for browsers, /metrics, /livez and /readyz, open to all who can reach it",
+    ),
+    "metrics_keys": Setting("", "Show keys on the status page, not just namespaces", bool),
+    "slow_operation": Setting(
+        "SECONDS", "Shortest operation that `stats --slow` keeps; 0: none", default="0.1"
+    ),
+    "log_level": Setting("debug|info|warning|error", "Least level to log", default="info"),
+    "log_format": Setting("text|json", "Form of log lines", default="text"),
+    "log_file": Setting("FILE", "Log there instead of stderr"),
+    "config": Setting("FILE.toml", "Settings: option names with underscores"),
+}
+"""The settings of `PeerConfig`, `invite` and `config`. A test compares them with `PeerConfig`, which takes 0.1 s
+to load, too long for `--help`."""
 
 
-class HugePages(StrEnum):
-    auto = "auto"
-    never = "never"
-    require = "require"
+def _parameter(name: str, setting: Setting) -> inspect.Parameter:
+    """The option as a parameter for typer: None where it was not given."""
+    text = setting.help
+    if setting.kind is list:
+        text += "; may be repeated"
+    text += f" [default: {setting.default}]." if setting.default else "."
+    words = setting.form.split("|")
+    kind: Any = list[str] if setting.kind is list else setting.kind
+    enumeration: Any = StrEnum
+    if setting.form.islower():
+        kind = enumeration(name, {word.replace("-", "_"): word for word in words})
+        option = typer.Option(help=text, show_default=False)
+    elif setting.kind is bool:
+        option = typer.Option("--" + name.replace("_", "-"), help=text, show_default=False)
+    else:
+        option = typer.Option(metavar=setting.form, help=text, show_default=False)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
 
 
-class EvictionPolicy(StrEnum):
-    prefix = "prefix"
-    lru = "lru"
-    s3_fifo = "s3-fifo"
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes `**given` all settings as options, before its own."""
+    own = inspect.signature(command, eval_str=True)
+    plain = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    arguments = [each for each in plain if each.default is each.empty]
+    options = [each.replace(kind=each.KEYWORD_ONLY) for each in plain if each not in arguments]
+    settings = [_parameter(*each) for each in SETTINGS.items()]
+    parameters = [*arguments, *settings, *options]
+    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
 
 
-class DirectoryKept(StrEnum):
-    auto = "auto"
-    full = "full"
-    partitioned = "partitioned"
-
-
-class Switch(StrEnum):
-    off = "off"
-    on = "on"
-
-
-class OthersMay(StrEnum):
-    read = "read"
-    write = "write"
-
-
-class LogLevel(StrEnum):
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
-
-
-class LogFormat(StrEnum):
-    text = "text"
-    json = "json"
-
-
-def _option(metavar: str, help: str) -> Any:
-    return typer.Option(metavar=metavar, help=help, show_default=False)
-
-
+@_with_settings
 def join(
-    name: Annotated[
-        str | None,
-        _option(
-            "NAME",
-            "What people call it; no live peer of this machine may have it [default: hostname].",
-        ),
-    ] = None,
-    cluster: Annotated[
-        str | None, _option("NAME", "Only peers of one cluster meet [default: default].")
-    ] = None,
-    bootstrap: Annotated[
-        list[str] | None,
-        _option("HOST:PORT", "Control address of any peer of the cluster; may be repeated."),
-    ] = None,
-    invite: Annotated[
-        str | None,
-        _option("LINE|-", "What `invite` printed on another machine; - reads it from stdin."),
-    ] = None,
-    join_timeout: Annotated[
-        str | None,
-        _option("SECONDS", "How long to try bootstrap peers at first [default: 5]."),
-    ] = None,
-    network: Annotated[
-        Network | None,
-        typer.Option(
-            help="How soon silent peers are suspected [default: lan].", show_default=False
-        ),
-    ] = None,
-    listen: Annotated[
-        str | None,
-        _option("HOST:PORT", "Control address [default: where bootstrap peers can call back]."),
-    ] = None,
-    interface: Annotated[
-        str | None,
-        _option("NAME|CIDR", "Listen on this interface's address, or the one in this network."),
-    ] = None,
-    data_listen: Annotated[
-        list[str] | None, _option("HOST:PORT", "Address for bulk data; may be repeated.")
-    ] = None,
-    advertise: Annotated[
-        str | None, _option("HOST[:PORT]", "Control address for others to use.")
-    ] = None,
-    data_advertise: Annotated[
-        list[str] | None,
-        _option("HOST[:PORT]", "Data address for others to use; may be repeated."),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        _option("SIZE", "Memory to offer; 0: none [default: an eighth, at most 4GiB]."),
-    ] = None,
-    memory_path: Annotated[
-        str | None,
-        _option("FILE", "File to have that memory in, removed at the end [default: none]."),
-    ] = None,
-    keep_memory: Annotated[
-        bool | None,
-        typer.Option(
-            "--keep-memory",
-            help="Keep that file, and begin with it the next time.",
-            show_default=False,
-        ),
-    ] = None,
-    more_memory: Annotated[
-        list[str] | None,
-        _option("SIZE@WHERE", "More of it, from node:N or in a FILE; may be repeated."),
-    ] = None,
-    eviction_policy: Annotated[
-        EvictionPolicy | None,
-        typer.Option(
-            help="What goes first when memory is full [default: prefix].", show_default=False
-        ),
-    ] = None,
-    quota: Annotated[
-        list[str] | None,
-        _option("NAMESPACE=SIZE", "Memory kept for a namespace; may be repeated [default: none]."),
-    ] = None,
-    cap: Annotated[
-        list[str] | None,
-        _option("NAMESPACE=SIZE", "Most memory and SSD of one with a quota; may be repeated."),
-    ] = None,
-    ssd: Annotated[
-        str | None,
-        _option("DIR|DEVICE", "SSD for what memory has no room for [default: none]."),
-    ] = None,
-    ssd_capacity: Annotated[
-        str | None, _option("SIZE", "How much of it to take [default: half of what is free].")
-    ] = None,
-    ssd_writes_per_day: Annotated[
-        str | None, _option("SIZE", "Most to write to it in a day [default: no limit].")
-    ] = None,
-    huge_pages: Annotated[
-        HugePages | None,
-        typer.Option(
-            help="Huge pages for it; auto: reserved ones if enough, else transparent [default: auto].",
-            show_default=False,
-        ),
-    ] = None,
-    numa_node: Annotated[
-        int | None, _option("N", "NUMA node that memory comes from [default: any].")
-    ] = None,
-    max_objects: Annotated[int | None, _option("N", "Most objects to hold.")] = None,
-    max_leased: Annotated[
-        str | None, _option("SIZE|N%", "Most that one client may hold leased [default: 50%].")
-    ] = None,
-    transport: Annotated[
-        Transport | None,
-        typer.Option(help="Anything but auto is strict [default: auto].", show_default=False),
-    ] = None,
-    rdma_device: Annotated[
-        list[str] | None,
-        _option("NAME", "RDMA device to use; may be repeated [default: any]."),
-    ] = None,
-    rdma_topology: Annotated[
-        str | None,
-        _option("FILE|JSON", "RDMA devices near each memory [default: as the machine says]."),
-    ] = None,
-    data_tls: Annotated[
-        Switch | None,
-        typer.Option(
-            help="Let others read this peer over TLS only [default: off].", show_default=False
-        ),
-    ] = None,
-    directory: Annotated[
-        DirectoryKept | None,
-        typer.Option(
-            help="How much this peer knows of where objects are [default: auto].",
-            show_default=False,
-        ),
-    ] = None,
-    index_memory: Annotated[
-        str | None,
-        _option("SIZE", "What the full directory may take before auto lets go [default: 1GiB]."),
-    ] = None,
-    checkpoint_memory: Annotated[
-        str | None,
-        _option("SIZE", "For checkpoints in memory [default: half of what is available]."),
-    ] = None,
-    cluster_key_file: Annotated[
-        str | None,
-        _option("FILE", "The cluster's key, see keygen. Without one: own user, loopback only."),
-    ] = None,
-    allow_file: Annotated[
-        str | None, _option("FILE", "Peer ids that may come in, one a line; SIGHUP rereads it.")
-    ] = None,
-    insecure: Annotated[
-        bool | None,
-        typer.Option(
-            "--insecure", help="Let in whoever reaches the peer: no key.", show_default=False
-        ),
-    ] = None,
-    state_dir: Annotated[
-        str | None, _option("DIR", "Keeps the peer's identity [default: one per name].")
-    ] = None,
-    socket: Annotated[str | None, _option("PATH", "Socket for clients on this machine.")] = None,
-    socket_mode: Annotated[
-        str | None, _option("MODE", "Its permissions [default: 0600; with a group 0660].")
-    ] = None,
-    socket_group: Annotated[str | None, _option("GROUP", "Its group.")] = None,
-    socket_others: Annotated[
-        OthersMay | None,
-        typer.Option(
-            help="What users other than this peer's may do there [default: write].",
-            show_default=False,
-        ),
-    ] = None,
-    drain_timeout: Annotated[
-        str | None, _option("SECONDS", "How long a stopping peer may take to leave [default: 10].")
-    ] = None,
-    metrics: Annotated[
-        str | None,
-        _option(
-            "HOST:PORT",
-            "A status page for browsers, /metrics, /livez and /readyz, to anybody who can reach it.",
-        ),
-    ] = None,
-    metrics_keys: Annotated[
-        bool | None,
-        typer.Option(
-            "--metrics-keys",
-            help="Show keys on the status page, not just namespaces.",
-            show_default=False,
-        ),
-    ] = None,
-    slow_operation: Annotated[
-        str | None,
-        _option(
-            "SECONDS", "What `stats --slow` keeps took at least so long; 0: none [default: 0.1]."
-        ),
-    ] = None,
-    log_level: Annotated[
-        LogLevel | None, typer.Option(help="[default: info].", show_default=False)
-    ] = None,
-    log_format: Annotated[
-        LogFormat | None, typer.Option(help="[default: text].", show_default=False)
-    ] = None,
-    log_file: Annotated[str | None, _option("FILE", "Log there instead of stderr.")] = None,
     detach: Annotated[
         bool,
         typer.Option(
             "--detach", help="Return when it serves and has tried to join; `leave` ends it."
         ),
     ] = False,
-    config: Annotated[
-        str | None, _option("FILE.toml", "Settings: option names with underscores.")
-    ] = None,
+    **given: Any,
 ) -> None:
     """Run a peer in the foreground; Ctrl-C or SIGTERM leaves the cluster.
 
@@ -306,8 +197,7 @@ def join(
     wins over the environment, the environment over the file, and the file over the invite;
     `config show` tells what comes of it.
     """
-    given = {key: value for key, value in locals().items() if value is not None}
-    del given["detach"]
+    given = {name: value for name, value in given.items() if value is not None}
     detached = os.environ.pop(DETACHED_VARIABLE, None) is not None
     if detach and not detached:
         start_detached(given)
@@ -338,3 +228,56 @@ def _run(given: Mapping[str, Any], detached: bool) -> None:
         except StateDirectoryInUse as error:
             if not chose_name(settings) or attempt == MAX_ATTEMPTS - 1:
                 raise (name_in_use(settings) or error) from None
+
+
+CLIENT_VARIABLES: Final = tuple(
+    f"MOONCAKE_P2P_{name}" for name in ("NAMESPACE", "TIMEOUT", "DEBUG", "DETACHED")
+)
+
+
+class Action(StrEnum):
+    show = "show"
+
+
+@_with_settings
+def config(
+    action: Annotated[
+        Action,
+        typer.Argument(metavar="show", help="What to do; there is only this.", show_default=False),
+    ],
+    json: Json = False,
+    **given: Any,
+) -> None:
+    """Show every setting of a peer with its origin.
+
+    Takes the options of `join`, and shows what `join` would make of them here: flags over MOONCAKE_P2P_*
+    over the file of --config over the invite over defaults. Nothing is started, and no secret is shown: of
+    the cluster key only the file's path.
+    """
+    from p2pstore.settings import misspelled_variables, shown_settings
+
+    settings, _ = gather({name: value for name, value in given.items() if value is not None})
+    shown = shown_settings(settings)
+    known = (*CLIENT_VARIABLES, CONFIG_VARIABLE, INVITE_VARIABLE)
+    for variable, meant in misspelled_variables(os.environ, known).items():
+        remark(f"{variable} is no setting; did you mean {meant}?")
+    if json:
+        print_json([asdict(each) for each in shown])
+        return
+    print_table(
+        ("SETTING", "VALUE", "ORIGIN"),
+        [(each.name, _text(each.name, each.value), each.origin) for each in shown],
+        fold=("VALUE", "ORIGIN"),
+    )
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None or value == []:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(value)
+    if name == "memory" and isinstance(value, int):
+        return format_bytes(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p import piped_transfers as transfers
-from mooncake_p2p.copies import shortfall
+from mooncake_p2p import files_and_pipes as transfers
 from mooncake_p2p.exit_errors import STANDARD_OUTPUT, CommandFailed
-from mooncake_p2p.new_file import NewFile
+from mooncake_p2p.files_and_pipes import NewFile
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Json,
@@ -27,7 +26,7 @@ from mooncake_p2p.options import (
     connected,
     parse_timeout,
 )
-from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
+from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark, shortfall
 from p2pstore.errors import BufferTooSmall, ConfigError, KeyExists, NoSuchKey
 from p2pstore.objects import PART_BYTES, encode_key, parse_duration
 

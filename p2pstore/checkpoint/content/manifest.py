@@ -23,8 +23,14 @@ import msgspec
 from blake3 import blake3
 
 from p2pstore.checkpoint.content.content_paths import check_checkpoint_name, check_paths
-from p2pstore.checkpoint.content.piece_map import NO_PIECES, PieceMap, full_map, pieces_in
-from p2pstore.checkpoint.content.pieces import Extent, PieceLayout
+from p2pstore.checkpoint.content.pieces import (
+    NO_PIECES,
+    Extent,
+    PieceLayout,
+    PieceMap,
+    full_map,
+    pieces_in,
+)
 from p2pstore.errors import CheckpointRefused, ProtocolError
 from p2pstore.objects import format_peer_id
 from p2pstore.wire import Message, decode_body, encode_body

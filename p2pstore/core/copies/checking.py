@@ -14,7 +14,7 @@ from p2pstore.core.core_effects import CheckObject
 from p2pstore.core.operation import Operation
 from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import KIB, chunk_sums, root_checksum
-from p2pstore.transfer.data_messages import CopyChecked
+from p2pstore.transfer.peer_messages import CopyChecked
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -47,7 +47,7 @@ class CheckOperation(Operation):
         self._again = again
 
     def start(self, now: float) -> None:
-        entry = self.core.find(self._digest, now)
+        entry = self.core.objects.find(self._digest, now)
         if entry is None or (entry.verified and not self._again):
             self.checked(now)
             return
@@ -57,7 +57,7 @@ class CheckOperation(Operation):
     def checked(self, now: float) -> None:
         """The comparison has ended; what was wrong is gone."""
         core = self.core
-        good = core.own_location(self._digest, now) is not None
+        good = core.copies.own_location(self._digest, now) is not None
         self.finish(CopyChecked(good, core.incarnation, core.gossip.log.sequence), now)
 
 
@@ -82,12 +82,12 @@ class Checks:
             waiting.append(operation)
             return
         self._waiting[entry.slot] = [operation]
-        self._core.segment.acquire(entry)
+        self._core.segment.references.acquire(entry)
         self._core.emit(CheckObject(entry))
 
     def ended(self, entry: ObjectEntry, sums: bytes, now: float) -> None:
         """The outcome of a `CheckObject`: the checksums that the bytes give."""
-        self._core.segment.let_go(entry, was_used=False)
+        self._core.segment.references.let_go(entry, was_used=False)
         self.judge(entry, sums, now)
         for operation in self._waiting.pop(entry.slot):
             if not operation.done:
@@ -98,12 +98,12 @@ class Checks:
         wrote over that; or it is withdrawn."""
         live = entry.state is SlotState.LIVE
         good = root_checksum(entry.length, sums) == entry.version.root
-        if good and (not live or self._core.segment.restore_object(entry, sums)):
+        if good and (not live or self._core.segment.restoring.object(entry, sums)):
             entry.verified = True
         elif live:
             if len(self._spoilt) < MAX_NOTED:
                 self._spoilt.append(entry.key)
-            self._core.drop_spoilt(entry, now)
+            self._core.objects.drop_spoilt(entry, now)
 
     def take_spoilt(self) -> list[str]:
         """The keys of objects that were found spoilt since the last call, for the log."""

@@ -144,13 +144,13 @@ class ColdCopies:
     def prepare_page(self, namespace: str) -> bool:
         """A step towards `merged_page`: the keys of many objects have to be put in order first. Whether it was the
         last one."""
-        if not self._core.segment.prepare_keys(namespace):
+        if not self._core.segment.listing.prepare(namespace):
             return False
         return self.store is None or self.store.prepare_entries(namespace)
 
     def merged_page(self, namespace: str, prefix: str, after: str, limit: int, now: float) -> Page:
         """Keys in order, in memory and on the SSD."""
-        held, more = self._core.segment.keys(namespace, prefix, after, limit)
+        held, more = self._core.segment.listing.page(namespace, prefix, after, limit)
         if self.store is None:
             return Page(held, held[-1].key if more else None)
         cold_held, more_cold = self.store.entries(namespace, prefix, after, limit)
@@ -247,7 +247,7 @@ class ColdCopies:
         if cold is None:
             return
         if cold.version == entry.version:
-            self._core.segment.set_on_ssd(entry, True)
+            self._core.segment.objects.set_on_ssd(entry, True)
         elif cold.version < entry.version:
             self.store.discard(entry.digest, cold.version)
 
@@ -257,7 +257,7 @@ class ColdCopies:
             return
         segment = self._core.segment
         if entry.state is SlotState.LIVE and not entry.expired(self._core.unix(now)):
-            segment.set_on_ssd(entry, True)
+            segment.objects.set_on_ssd(entry, True)
         else:
             self.store.discard(entry.digest, entry.version)
 
@@ -282,7 +282,7 @@ class ColdCopies:
             if entry is None:
                 self._gone([cold], now)
             elif entry.version == cold.version:
-                core.segment.set_on_ssd(entry, False)
+                core.segment.objects.set_on_ssd(entry, False)
 
     def announce(self, digest: bytes, now: float) -> None:
         """Tell the others of an object of an earlier life, now that it may be served."""
@@ -351,6 +351,6 @@ class ColdCopies:
         core = self._core
         entry = core.segment.find(digest, core.unix(now))
         if entry is not None:
-            core.segment.set_on_ssd(entry, False)
+            core.segment.objects.set_on_ssd(entry, False)
         elif (held := core.gossip.log.held(digest)) is not None:
             core.gossip.release(digest, decode_location(held).version, now)

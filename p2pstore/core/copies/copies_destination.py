@@ -27,8 +27,8 @@ from p2pstore.memory.segment_layout import (
     decode_slot,
 )
 from p2pstore.runtime.stepping import Steps
-from p2pstore.transfer.data_messages import ReplicatedMany, ReplicateMany
 from p2pstore.transfer.failover import PullFailed
+from p2pstore.transfer.peer_messages import ReplicatedMany, ReplicateMany
 from p2pstore.transfer.transport import check_object
 from p2pstore.wire import Code
 
@@ -164,11 +164,11 @@ class CopiesDestination:
         namespace = core.namespace_digest(trailer.namespace)
         if core.gossip.cluster_records.floors.forbids(digest, namespace, version):
             return int(Code.NO_SUCH_KEY)
-        entry = core.find(digest, now)
+        entry = core.objects.find(digest, now)
         if entry is not None and entry.version.covers(version):
             if version.covers(entry.version):
                 wanted = max(entry.replicas, min(trailer.replicas, MAX_REPLICAS))
-                core.strengthen(entry, entry.pin, wanted, now)
+                core.objects.strengthen(entry, entry.pin, wanted, now)
             return HELD
         cold = core.cold.find(digest, now) if entry is None else None
         if cold is not None and cold.version.covers(version) and not cold.soft:
@@ -208,13 +208,13 @@ class CopiesDestination:
         self._publish_new(new, now)
 
     def _publish_one(self, place: int, row: Written, now: float) -> None:
-        existing = self._core.find(row.digest, now)
+        existing = self._core.objects.find(row.digest, now)
         if existing is not None and existing.version.covers(row.version):
             self.codes[place] = HELD
             return
         self._core.gossip.directory.touch(row.digest)
         try:
-            entry = self._core.publish(row, holder=self._holder, soft=False, now=now)
+            entry = self._core.objects.publish(row, holder=self._holder, soft=False, now=now)
         except (NoSuchKey, ValueError):
             return
         del self._reservations[place]

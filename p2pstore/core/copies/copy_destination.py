@@ -65,7 +65,7 @@ class CopyDestination:
                 namespace=trailer.namespace,
             )
             self._reservation, self._trailer_length = reservation.number, trailer_length
-            self._core.announce_withdrawn(self._now)
+            self._core.objects.announce_withdrawn(self._now)
         self._slot, self._trailer = slot, trailer
         assert self._reservation is not None
         return self._core.segment.reservation_view(self._reservation, holder=self._holder)
@@ -138,7 +138,7 @@ class CopyDestination:
         trailer = replace(trailer, proof=self._good_proof(slot, trailer))
         core.gossip.directory.touch(slot.digest)  # a newer version may be known by now
         try:
-            entry = core.publish(
+            entry = core.objects.publish(
                 Written(number, slot.digest, slot.version, trailer, slot.length),
                 holder=self._holder,
                 soft=self._operation.soft,

@@ -124,7 +124,7 @@ class HandOverOperation(Operation):
         if len(self._order) > 2 * MOST_ORDERED:
             self._order = heapq.nsmallest(MOST_ORDERED, self._order)  # sorted, and so a heap
         self.wake_at = now
-        self.core.set_alarm(self)
+        self.core.operations.set_alarm(self)
 
     def _is_last_copy(self, held: ObjectEntry | ColdEntry, now: float) -> bool:
         if held.soft:
@@ -156,14 +156,14 @@ class HandOverOperation(Operation):
         self._beginning = False
         if self._order and not self._is_full:
             self.wake_at = now
-            self.core.set_alarm(self)
+            self.core.operations.set_alarm(self)
         if self._order or self._under_way:
             return
         if now >= self._spread_at:
             self.finish(self.handed_over, now)
         else:
             self.wake_at = self._spread_at
-            self.core.set_alarm(self)
+            self.core.operations.set_alarm(self)
 
     @property
     def _is_full(self) -> bool:
@@ -220,7 +220,7 @@ class HandOverOperation(Operation):
 
         operation.on_finish = ended
         self._running.add(operation)
-        self.core.start(operation, now)
+        self.core.operations.start(operation, now)
 
 
 class _Rooms:

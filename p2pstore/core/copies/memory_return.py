@@ -80,19 +80,19 @@ class MemoryReturn:
                 self._drop(entry, "damaged")
             elif not is_good(entry):
                 self._drop(entry, "discarded")
-            elif core.segment.publish_returned(entry, unix):
+            elif core.segment.returned.publish(entry, unix):
                 self._count(entry, "returned")
                 entry.verified = True
                 core.cold.came_to_memory(entry)
-                core.announce(entry, now)
+                core.objects.announce(entry, now)
                 core.gossip.directory.touch(
                     entry.digest
                 )  # a newer version may have been put meanwhile
-        core.announce_withdrawn(now)
+        core.objects.announce_withdrawn(now)
 
     def _drop(self, entry: ObjectEntry, fate: str) -> None:
         if entry.state is SlotState.RETURNED:
-            self._core.segment.drop_returned(entry)
+            self._core.segment.returned.drop(entry)
             self._count(entry, fate)
 
     def _count(self, entry: ObjectEntry, fate: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from p2pstore.core.core_effects import KnownCopy
-from p2pstore.gossip.homes.placement import weight
+from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.locations.location_index import digests_of
 from p2pstore.gossip.records import Tier
 from p2pstore.location_table import RECORD
@@ -72,7 +72,7 @@ class OwnCopies:
 
 def held_here(core: PeerCore, digest: bytes, now: float) -> ObjectEntry | ColdEntry | None:
     """What this peer serves under a digest, from memory or from its SSD."""
-    return core.find(digest, now) or core.cold.find(digest, now)
+    return core.objects.find(digest, now) or core.cold.find(digest, now)
 
 
 def is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
@@ -102,7 +102,7 @@ def other_firm_copies(
     mine = (held.version.clock, held.version.writer)
     others = [
         (copy, (copy.record.version.clock, copy.record.version.writer))
-        for copy in core.known_copies(held.digest, now, namespace)
+        for copy in core.copies.known(held.digest, now, namespace)
         if not copy.local
     ]
     newer = (copy for copy, version in others if version > mine and copy.reachable)

@@ -28,7 +28,8 @@ from p2pstore.gossip.version_proofs import (
 from p2pstore.memory.segment import ObjectEntry
 from p2pstore.memory.segment_layout import decode_trailer
 from p2pstore.objects import Version
-from p2pstore.transfer.data_messages import MAX_PROVED, DataKind, Proofs, Prove
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import MAX_PROVED, Proofs, Prove
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -98,7 +99,7 @@ class VersionProofs:
     def of(self, entry: ObjectEntry, now: float) -> bytes:
         """The proof of what is here in memory; empty where there is none."""
         core = self._core
-        trailer = decode_trailer(core.segment.trailer_bytes(entry))
+        trailer = decode_trailer(core.segment.table.trailer_bytes(entry))
         if trailer is None or trailer.proof or not core.is_own(entry.version):
             return b"" if trailer is None else trailer.proof
         known = self._signed.get(entry.digest)
@@ -113,7 +114,7 @@ class VersionProofs:
         self._unsigned.pop(entry.digest, None)
         for digest in list(islice(reversed(self._unsigned), MAX_LEAVES - 1)):
             del self._unsigned[digest]
-            other = self._core.find(digest, now)
+            other = self._core.objects.find(digest, now)
             if other is not None and self._core.is_own(other.version):
                 versions.append((digest, other.version))
         self._sign_together(versions)
@@ -212,23 +213,23 @@ class VersionProofs:
                 break
             _, digest = heapq.heappop(self._due)
             pause = self._lacking.pop(digest)
-            entry = self._core.find(digest, now)
+            entry = self._core.objects.find(digest, now)
             if entry is None or self._core.is_own(entry.version) or self.of(entry, now):
                 continue
             same = [
                 copy
-                for copy in self._core.known_copies(digest, now)
+                for copy in self._core.copies.known(digest, now)
                 if not copy.local and copy.reachable and copy.record.version == entry.version
             ]
             vouched = any(writer_of_member(copy.member) == entry.version.writer for copy in same)
             if pause > PATIENCE_SECONDS and not vouched:
-                self._core.adopt(entry, now)
+                self._core.objects.adopt(entry, now)
                 continue
             self._lacking[digest] = min(2 * pause, LONGEST_PAUSE_SECONDS)
             heapq.heappush(self._due, (now + pause, digest))
             wanted += same
         if wanted:
-            self._core.start(ProveOperation(self._core, wanted), now)
+            self._core.operations.start(ProveOperation(self._core, wanted), now)
 
     def begin_asking(self, digest: bytes) -> bool:
         """Whether nobody asks for proofs of newer versions of this key yet; now somebody does."""
@@ -309,6 +310,6 @@ class ProveOperation(Operation):
 
     def _keep(self, digest: bytes, version: Version, proof: bytes, now: float) -> None:
         """Put a proof beside the copy that is here."""
-        entry = self.core.find(digest, now)
+        entry = self.core.objects.find(digest, now)
         if entry is not None and entry.version == version and not self.core.is_own(version):
-            self.core.segment.set_proof(entry, proof)
+            self.core.segment.objects.set_proof(entry, proof)

@@ -27,7 +27,7 @@ from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.homes.placement import weight
+from p2pstore.gossip.homes.partition_homes import weight
 from p2pstore.gossip.records import Member, Tier
 from p2pstore.memory.segment import ObjectEntry
 
@@ -214,7 +214,9 @@ class Repair:
             current.busy = False
             self._judge(current, digests, at)
 
-        core.start(LookupOperation(core, digests, ask_always=True, on_finish=looked), now)
+        core.operations.start(
+            LookupOperation(core, digests, ask_always=True, on_finish=looked), now
+        )
 
     def _judge(self, current: _Pass, digests: list[bytes], now: float) -> None:
         for digest in digests:
@@ -300,7 +302,7 @@ class Repair:
             return
         loaded = partial(self._loaded, current, lack.wanted)
         core = self._core
-        core.start(FetchOperation(core, digest, only_here=True, on_finish=loaded), now)
+        core.operations.start(FetchOperation(core, digest, only_here=True, on_finish=loaded), now)
 
     def _loaded(self, current: _Pass, wanted: int, result: Any, now: float) -> None:
         """An object that was only on the SSD is in memory, where others can read it. Or is not."""
@@ -325,7 +327,7 @@ class Repair:
             self._ended(current, rested_at, at, repaired=repaired)
 
         operation = ReplicateOperation(core, entry, wanted, on_finish=replicated)
-        core.start(operation, now)
+        core.operations.start(operation, now)
 
     def _ended(self, current: _Pass, rested_at: float, now: float, *, repaired: bool) -> None:
         current.busy = False

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.core_effects import (
-    Reply,
-)
+from p2pstore.core.core_effects import Reply
 from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import PeerId
-from p2pstore.transfer.data_messages import (
-    DataKind,
-    Replicate,
-    Replicated,
-)
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Replicate, Replicated
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -69,7 +64,7 @@ class ReplicateOperation(Operation):
         entry = self._entry
         copies = [
             copy
-            for copy in self.core.known_copies(entry.digest, now)
+            for copy in self.core.copies.known(entry.digest, now)
             if copy.reachable and not copy.local and copy.record.version == entry.version
         ]
         holding = [copy for copy in copies if not copy.record.soft]
@@ -85,7 +80,9 @@ class ReplicateOperation(Operation):
             for peer_id in dict.fromkeys((*soft, *ranked))
             if peer_id not in known and offers_memory(self.core, peer_id)
         ]
-        self.core.segment.acquire(entry)  # the source of copies is not evicted before they are made
+        self.core.segment.references.acquire(
+            entry
+        )  # the source of copies is not evicted before they are made
         for peer_id in to_tell:
             self._ask(peer_id, now)
         self._proceed(now)
@@ -94,7 +91,7 @@ class ReplicateOperation(Operation):
         while self._copies + len(self._pending) < self._wanted and self._candidates:
             self._ask(self._next_candidate(), now)
         if not self._pending:
-            self.core.segment.let_go(self._entry)
+            self.core.segment.references.let_go(self._entry)
             self.finish(self._copies, now)
 
     def _next_candidate(self) -> PeerId:
@@ -127,12 +124,12 @@ class ReplicateOperation(Operation):
             self._holders.append(target)
             self.made += 1
         elif reply is None:
-            self.core.peer_failed(target, now)
+            self.core.holders.peer_failed(target, now)
         self._proceed(now)
 
     def cancel(self, now: float) -> None:
         if not self.done:
-            self.core.segment.let_go(self._entry)
+            self.core.segment.references.let_go(self._entry)
         super().cancel(now)
 
 

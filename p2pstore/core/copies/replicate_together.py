@@ -17,16 +17,11 @@ from p2pstore.core.core_effects import Reply
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.gossip.records import PeerId
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import MIB, Version
-from p2pstore.transfer.data_messages import (
-    MAX_REPLICATED,
-    REPLICATE_MANY_VERSION,
-    DataKind,
-    ReplicatedMany,
-    ReplicateMany,
-)
+from p2pstore.put_facts import PutStatus
+from p2pstore.transfer.data_messages import REPLICATE_MANY_VERSION, DataKind
+from p2pstore.transfer.peer_messages import MAX_REPLICATED, ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
 
 if TYPE_CHECKING:
@@ -75,7 +70,9 @@ class ReplicateTogether(Operation):
         able = [peer_id for peer_id in core.live_peers() if offers_memory(core, peer_id)]
         understanding = set(filter(self._understands, able))
         for row in self._rows:
-            self.core.segment.acquire(row.entry)  # not evicted before its copies are made
+            self.core.segment.references.acquire(
+                row.entry
+            )  # not evicted before its copies are made
             for target in filter(understanding.__contains__, self._targets_of(row, able)):
                 row.waiting += 1
                 by_target.setdefault(target, []).append(row)
@@ -110,8 +107,8 @@ class ReplicateTogether(Operation):
         segment, me = self.core.segment, self.core.gossip.record(now)
         entries = [row.entry for row in rows]
         request = ReplicateMany(
-            b"".join(map(segment.slot_bytes, entries)),
-            list(map(segment.trailer_bytes, entries)),
+            b"".join(map(segment.table.slot_bytes, entries)),
+            list(map(segment.table.trailer_bytes, entries)),
             self.core.proofs.sign(entries),
             me.body,
             me.signature,
@@ -130,7 +127,7 @@ class ReplicateTogether(Operation):
             self._ask_next(target, now)
         else:
             if reply is None:
-                self.core.peer_failed(target, now)
+                self.core.holders.peer_failed(target, now)
             while self._queued[target]:
                 rows += self._queued[target].popleft()
             is_older = isinstance(reply, Failure) and reply.code in _OLDER
@@ -155,12 +152,12 @@ class ReplicateTogether(Operation):
             made=made,
             tried=row.failed,
         )
-        self.core.start(row.alone, now)
+        self.core.operations.start(row.alone, now)
 
     def _ended(self, row: _Row, copies: Any, now: float) -> None:
         if self.done:
             return
-        self.core.segment.let_go(row.entry)
+        self.core.segment.references.let_go(row.entry)
         count = self._copies[row.place] = copies if isinstance(copies, int) else 1 + len(row.made)
         if count < row.wanted:
             self.core.repair.fell_short(count, now)
@@ -175,7 +172,7 @@ class ReplicateTogether(Operation):
         super().cancel(now)
         for row in self._rows:
             if not self._copies[row.place]:
-                self.core.segment.let_go(row.entry)
+                self.core.segment.references.let_go(row.entry)
                 if row.alone is not None:
                     row.alone.cancel(now)
 

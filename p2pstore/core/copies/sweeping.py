@@ -36,7 +36,7 @@ class Sweep:
     def forbids(self, entry: ObjectEntry) -> bool:
         """Whether the object is to go, though it is still here."""
         return self._left > 0 and (
-            entry.version.clock <= self._distrusted or self._core.forbids(entry)
+            entry.version.clock <= self._distrusted or self._core.objects.forbids(entry)
         )
 
     def begin(self, now: float, distrusted: int = 0) -> None:
@@ -60,13 +60,13 @@ class Sweep:
     def _pass_slots(self, now: float) -> None:
         core, withdrawn = self._core, 0
         count = min(SLOTS_PER_STEP, self._left)
-        for entry in core.segment.entries_in(self._at, count):
+        for entry in core.segment.objects.in_slots(self._at, count):
             if self.forbids(entry):
                 if withdrawn == WITHDRAWN_PER_STEP:
                     count = entry.slot - self._at
                     break
                 core.counters["objects_distrusted"] += entry.version.clock <= self._distrusted
-                core.withdraw(entry, now)
+                core.objects.withdraw(entry, now)
                 withdrawn += 1
         self._left -= count
         self._at += count

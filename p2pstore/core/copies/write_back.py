@@ -68,7 +68,7 @@ class WriteBack:
             return
         self._next_step, self._last_step = float("inf"), now
         for entry in self._choose(self._core.unix(now)):
-            self._core.segment.acquire_unused(entry)
+            self._core.segment.references.acquire_unused(entry)
             self._under_way += 1
             self._under_way_bytes += entry.extent_bytes
             self._core.emit(WriteObject(entry))
@@ -76,10 +76,10 @@ class WriteBack:
     def _choose(self, unix: float) -> list[ObjectEntry]:
         # What is cheap is written, or somebody else has it: it is counted, not walked past, however much it is.
         segment = self._core.segment
-        ready_bytes = segment.free_bytes + segment.cheap_bytes + self._under_way_bytes
+        ready_bytes = segment.free_bytes + segment.room.cheap_bytes + self._under_way_bytes
         chosen: list[ObjectEntry] = []
         chosen_bytes = 0
-        for entry in islice(segment.coldest(cheap=False), LOOKED_AT):
+        for entry in islice(segment.room.coldest(cheap=False), LOOKED_AT):
             if (
                 ready_bytes >= self._wanted_bytes
                 or self._under_way + len(chosen) >= MAX_UNDER_WAY
@@ -104,5 +104,5 @@ class WriteBack:
             core.cold.written(entry, now)
         elif entry.state is SlotState.LIVE:
             entry.not_written_before = core.unix(now) + retry_seconds
-        core.segment.let_go(entry, was_used=False)
+        core.segment.references.let_go(entry, was_used=False)
         self.memory_taken(now)

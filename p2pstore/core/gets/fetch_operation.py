@@ -89,7 +89,7 @@ class FetchOperation(Operation):
             ask_homes=not self.only_here,
             on_finish=self._found,
         )
-        self.core.start(self._lookup, now)
+        self.core.operations.start(self._lookup, now)
 
     def cancel(self, now: float) -> None:
         super().cancel(now)
@@ -102,7 +102,7 @@ class FetchOperation(Operation):
         if isinstance(result, Exception):
             self.finish(result, now)
             return
-        entry = self.core.find(self.digest, now)
+        entry = self.core.objects.find(self.digest, now)
         if entry is not None:
             self.finish(entry, now)
             return
@@ -161,8 +161,8 @@ class FetchOperation(Operation):
             if failure.member == self.core.member:  # its SSD, which says nothing of its memory
                 self._why = failure.text
             else:
-                self.core.holder_failed(self.digest, failure, now)
-        entry = self.core.find(self.digest, now)
+                self.core.holders.failed(self.digest, failure, now)
+        entry = self.core.objects.find(self.digest, now)
         if outcome.delivered and entry is not None:
             self.brought = outcome.source, outcome.transport
             self.finish(entry, now)

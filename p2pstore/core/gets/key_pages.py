@@ -8,20 +8,14 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.core_effects import (
-    Reply,
-)
+from p2pstore.core.core_effects import Reply
 from p2pstore.core.gets.serving import MAX_LIST_LIMIT, ListHereOperation
 from p2pstore.core.operation import Operation
 from p2pstore.gossip.records import PeerId
-from p2pstore.local.local_messages import KeyEntry
+from p2pstore.put_facts import KeyEntry
 from p2pstore.runtime.stepping import Steps
-from p2pstore.transfer.data_messages import (
-    DataKind,
-    KeyInfo,
-    Keys,
-    ListKeys,
-)
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import KeyInfo, Keys, ListKeys
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -63,7 +57,7 @@ class ListOperation(Operation):
             self._to_ask = self.core.live_peers()[::-1]
         self._here = ListHereOperation(self.core, self._request, on_finish=self._listed_here)
         self._ask_some(now)
-        self.core.start(self._here, now)
+        self.core.operations.start(self._here, now)
 
     def _ask_some(self, now: float) -> None:
         for _ in range(min(len(self._to_ask), ASKED_PER_STEP)):
@@ -72,7 +66,7 @@ class ListOperation(Operation):
             self.ask(tag, peer_id, DataKind.LIST, self._request, LIST_TIMEOUT_SECONDS)
         if self._to_ask:
             self.wake_at = now
-            self.core.set_alarm(self)
+            self.core.operations.set_alarm(self)
 
     def cancel(self, now: float) -> None:
         here, self._here = self._here, None
@@ -110,7 +104,7 @@ class ListOperation(Operation):
             self.finish(end.value, now)
         else:
             self.wake_at = now
-            self.core.set_alarm(self)
+            self.core.operations.set_alarm(self)
 
 
 def is_page_of(page: Keys, request: ListKeys) -> bool:

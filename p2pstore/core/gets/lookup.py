@@ -7,14 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.copies.proofs import ProveOperation
-from p2pstore.core.core_effects import (
-    KnownCopy,
-    Reply,
-)
+from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.operation import Operation
-from p2pstore.errors import (
-    ProtocolError,
-)
+from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     LocationRecord,
@@ -23,12 +18,8 @@ from p2pstore.gossip.records import (
     member_of,
 )
 from p2pstore.objects import DIGEST_BYTES
-from p2pstore.transfer.data_messages import (
-    DataKind,
-    Holding,
-    Locations,
-    Lookup,
-)
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Holding, Locations, Lookup
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -131,9 +122,9 @@ class LookupOperation(Operation):
         self._look_on(now)
 
     def finish(self, result: Any, now: float) -> None:
-        self.core.await_no_more(self, self.digests)
+        self.core.operations.await_no_more(self, self.digests)
         for tag, (home, _) in self._asked.items():
-            self.core.expect_late(self, tag, home)
+            self.core.operations.expect_late(self, tag, home)
         super().finish(result, now)
 
     def heard_of(self, digest: bytes, now: float) -> None:
@@ -157,7 +148,7 @@ class LookupOperation(Operation):
         self._hedge_at.pop(tag, None)
         unsure: Sequence[int] = range(len(digests))
         if isinstance(reply, Locations):
-            self.core.learn_locations(home, digests, reply, now)
+            self.core.copies.learn_locations(home, digests, reply, now)
             self._told_of.update(self._homes_left.keys() & digests)
             unsure = [place for place in reply.unsure if 0 <= place < len(digests)]
             unsure += [
@@ -170,7 +161,7 @@ class LookupOperation(Operation):
                 if digest in self._missed and digest not in doubtful and self._usable(digest, now):
                     del self._missed[digest]
         elif reply is None:
-            self.core.peer_failed(home, now)
+            self.core.holders.peer_failed(home, now)
         if self._homes_left:
             self._ask_others(digests, {digests[place] for place in unsure}, now)
         self._settle(now)
@@ -232,7 +223,7 @@ class LookupOperation(Operation):
             self._settle(now)
 
     def _usable(self, digest: bytes, now: float) -> bool:
-        known, doubtful = self.core.sorted_copies(digest, now, self._namespace, hearsay=True)
+        known, doubtful = self.core.copies.sorted(digest, now, self._namespace, hearsay=True)
         if any(copy.reachable and copy.member not in self._exclude for copy in known):
             return True
         return digest not in self._unproved and any(
@@ -269,7 +260,7 @@ class LookupOperation(Operation):
         self._missed[digest] = None
         self._denied_by.pop(digest, None)
         if self._wait_seconds > 0:
-            self.core.await_keys(self, [digest])
+            self.core.operations.await_keys(self, [digest])
         if not self._ask_homes:
             return
         homes = [home for home in self.core.homes(digest) if member_of(home) not in self._exclude]
@@ -279,7 +270,7 @@ class LookupOperation(Operation):
                 self._to_ask.setdefault(home, []).append(digest)
         elif homes and not self.core.gossip.partitions.vouches(digest, now):
             self.core.rng.shuffle(homes)
-            homes.sort(key=lambda home: self.core.is_avoided(member_of(home), now))
+            homes.sort(key=lambda home: self.core.holders.is_avoided(member_of(home), now))
             self._homes_left[digest] = homes
             self._choose_home(digest)
 
@@ -328,7 +319,7 @@ class LookupOperation(Operation):
             next_ask, until if now < until else float("inf"), *self._hedge_at.values()
         )
         if self.wake_at < float("inf"):
-            self.core.set_alarm(self)
+            self.core.operations.set_alarm(self)
 
     def _collect(self, now: float) -> None:
         """Put some more of the result together, from what is known by now."""
@@ -341,13 +332,15 @@ class LookupOperation(Operation):
             self._wake_soon(now)
         elif self._doubtful:
             copies = [copy for copies in self._doubtful.values() for copy in copies]
-            self.core.start(ProveOperation(self.core, copies, self._asked_for_proofs), now)
+            self.core.operations.start(
+                ProveOperation(self.core, copies, self._asked_for_proofs), now
+            )
         else:
             self.finish(self._collected, now)
 
     def _copies_of(self, digest: bytes, place: int, now: float) -> list[KnownCopy]:
         """What is known for sure of the key at a place; what is said to be newer is noted."""
-        known, doubtful = self.core.sorted_copies(digest, now, self._namespace, hearsay=True)
+        known, doubtful = self.core.copies.sorted(digest, now, self._namespace, hearsay=True)
         copies = [copy for copy in known if copy.member not in self._exclude]
         if copies and not copies[0].local:
             self.core.gossip.partitions.used(digest, now)
@@ -389,7 +382,7 @@ class LookupOperation(Operation):
 
     def _wake_soon(self, now: float) -> None:
         self.wake_at = now
-        self.core.set_alarm(self)
+        self.core.operations.set_alarm(self)
 
 
 def split_digests(packed: bytes) -> list[bytes]:

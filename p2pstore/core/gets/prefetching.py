@@ -71,11 +71,11 @@ class Prefetching:
                 return
             begun += 1
             digest = self._queue.popleft()
-            if digest in self._under_way or core.find(digest, now) is not None:
+            if digest in self._under_way or core.objects.find(digest, now) is not None:
                 continue
             cold = core.cold.find(digest, now)
             self._under_way[digest] = 0 if cold is None else cold.length
-            operation = core.fetch(digest, now, on_finish=partial(self._ended, digest))
+            operation = core.operations.fetch(digest, now, on_finish=partial(self._ended, digest))
             if operation.shared_by > 1:  # somebody else's: it says nothing here when it ends
                 operation.shared_by -= 1
                 del self._under_way[digest]

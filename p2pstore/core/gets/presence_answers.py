@@ -62,6 +62,6 @@ def known_keys(
         else []
     )
     for digest in under_a_floor:  # few: their versions decide
-        if not any(copy.reachable for copy in core.known_copies(digest, now, namespace)):
+        if not any(copy.reachable for copy in core.copies.known(digest, now, namespace)):
             elsewhere.discard(digest)
     return here | elsewhere

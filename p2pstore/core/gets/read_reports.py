@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.core_effects import AskPeer
 from p2pstore.gossip.records import Member
-from p2pstore.transfer.data_messages import MAX_READ_COUNTS, DataKind, ReadCount, Reads
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import MAX_READ_COUNTS, ReadCount, Reads
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -58,7 +59,7 @@ class ReadReports:
         self._noted, self._due_at = 0, math.inf
         for member, counts in told.items():
             state = self._core.gossip.membership.resolve(member)
-            if state is None or self._core.is_avoided(member, now):
+            if state is None or self._core.holders.is_avoided(member, now):
                 continue
             items = [ReadCount(digest, count) for digest, count in counts.items()]
             for start in range(0, len(items), MAX_READ_COUNTS):
@@ -70,6 +71,6 @@ class ReadReports:
     def heard(self, items: Sequence[ReadCount], now: float) -> None:
         """Others read these objects here."""
         for item in items:
-            self._core.segment.touch(
+            self._core.segment.objects.touch(
                 item.digest, max(0, min(item.count, MAX_COUNT)), self._core.unix(now)
             )

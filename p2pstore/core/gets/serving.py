@@ -11,9 +11,7 @@ from p2pstore.core import home_messages
 from p2pstore.core.copies.checking import CheckOperation
 from p2pstore.core.copies.copies_destination import TakeCopiesOperation, read_copies
 from p2pstore.core.copies.sweeping import SweepOperation
-from p2pstore.core.core_effects import (
-    KnownCopy,
-)
+from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.operation import Operation
@@ -24,20 +22,12 @@ from p2pstore.core.puts.times_to_live import serve_expiry
 from p2pstore.core.taking_pushes import TakePushOperation
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
-from p2pstore.gossip.records import (
-    LocationRecord,
-    PeerId,
-    SignedRecord,
-    member_of,
-    writer_of,
-)
+from p2pstore.gossip.records import LocationRecord, PeerId, SignedRecord, member_of, writer_of
 from p2pstore.memory.segment import ObjectEntry
-from p2pstore.memory.segment_layout import (
-    GRANULE_BYTES,
-    round_up,
-)
+from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import DIGEST_BYTES, Version
-from p2pstore.transfer.data_messages import (
+from p2pstore.transfer.data_messages import Ping, Pong
+from p2pstore.transfer.peer_messages import (
     MAX_LOOKUP_DIGESTS,
     MAX_PROVED,
     CheckCopy,
@@ -48,8 +38,6 @@ from p2pstore.transfer.data_messages import (
     ListKeys,
     Locations,
     Lookup,
-    Ping,
-    Pong,
     Proofs,
     Prove,
     Push,
@@ -102,7 +90,7 @@ def serve(
     if isinstance(request, CheckCopy):
         if len(request.digest) != DIGEST_BYTES:
             raise ProtocolError("a request to check a copy that names no object")
-        return core.start(CheckOperation(core, request.digest, again=request.again), now)
+        return core.operations.start(CheckOperation(core, request.digest, again=request.again), now)
     if isinstance(request, ClusterRecords):
         if len(request.bodies) != len(request.signatures):
             raise ProtocolError("cluster records have not one signature each")
@@ -110,7 +98,7 @@ def serve(
             SignedRecord(body, signature)
             for body, signature in zip(request.bodies, request.signatures, strict=True)
         ]
-        operation = core.start(TakeRecordsOperation(core, records), now)
+        operation = core.operations.start(TakeRecordsOperation(core, records), now)
         if not operation.done:
             return operation
         if isinstance(operation.result, Exception):
@@ -118,12 +106,12 @@ def serve(
         taken: RecordsTaken = operation.result
         return taken
     if isinstance(request, ListKeys):
-        return core.start(ListHereOperation(core, request), now)
+        return core.operations.start(ListHereOperation(core, request), now)
     if isinstance(request, Reads):
         core.read_reports.heard(request.items, now)
         return ReadsTaken()
     if isinstance(request, Prove):
-        return core.start(ProofsHereOperation(core, split_digests(request.digests)), now)
+        return core.operations.start(ProofsHereOperation(core, split_digests(request.digests)), now)
     if isinstance(request, Ping):
         return Pong(core.incarnation, core.gossip.log.sequence)
     return Failure(int(Code.UNSUPPORTED), f"this peer does not answer requests of kind {kind}")
@@ -134,7 +122,7 @@ def _serve_push(core: PeerCore, sender: PeerId, request: Push, now: float) -> Pu
     intake = core.gossip.intake(member, request)
     if intake.step(now):  # as nearly always
         return home_messages.reply_of(intake.behind, intake.rivals)
-    return core.start(TakePushOperation(core, member, intake), now)
+    return core.operations.start(TakePushOperation(core, member, intake), now)
 
 
 class TakeRecordsOperation(Operation):
@@ -159,11 +147,11 @@ class TakeRecordsOperation(Operation):
             return
         if self._left:
             self.wake_at = now
-            self.core.set_alarm(self)
+            self.core.operations.set_alarm(self)
             return
         self.wake_at = math.inf
         self._sweep = SweepOperation(self.core, on_finish=self._swept)
-        self.core.start(self._sweep, now)
+        self.core.operations.start(self._sweep, now)
 
     def _swept(self, result: Any, now: float) -> None:
         self.finish(self._taken, now)
@@ -181,7 +169,7 @@ def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations | Op
     if len(digests) > MAX_LOOKUP_DIGESTS:
         raise ProtocolError(f"a lookup of {len(digests):,} keys; at most {MAX_LOOKUP_DIGESTS:,}")
     operation = LookupHereOperation(core, digests)
-    core.start(operation, now)
+    core.operations.start(operation, now)
     return operation.result if operation.done else operation
 
 
@@ -213,7 +201,7 @@ class LookupHereOperation(Operation):
             self.finish(Locations(self._items, self._unsure), now)
         else:
             self.wake_at = now
-            self.core.set_alarm(self)
+            self.core.operations.set_alarm(self)
 
 
 def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
@@ -221,7 +209,7 @@ def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
     members as well, and so tells a key whose holders cannot be reached from one that never was."""
     alive: list[Holding] = []
     dead: list[Holding] = []
-    mine = core.own_location(digest, now)
+    mine = core.copies.own_location(digest, now)
     if mine is not None:
         alive.append(
             Holding(core.member, core.incarnation, core.gossip.log.sequence, mine.encode())
@@ -249,11 +237,11 @@ def _serve_replicate(
     _introduce(core, sender, request, now)
     if core.gossip.doubts(member_of(sender), minimum, now):
         return Failure(int(Code.UNAVAILABLE), "the sender has yet to hear of floors that are gone")
-    entry = core.find(request.digest, now)
+    entry = core.objects.find(request.digest, now)
     if entry is not None and minimum.covers(entry.version) and entry.version.covers(minimum):
         if not request.soft:
             wanted = max(entry.replicas, min(request.replicas, MAX_REPLICAS))
-            core.strengthen(entry, entry.pin, wanted, now)
+            core.objects.strengthen(entry, entry.pin, wanted, now)
         return Replicated(entry.version.clock, entry.version.writer)
     if entry is not None and entry.version.covers(minimum):
         return Replicated(entry.version.clock, entry.version.writer)
@@ -275,7 +263,7 @@ def _serve_replicate(
         core, request.digest, soft=request.soft, source=source, minimum=minimum
     )
     operation.proof = request.proof
-    return core.start(operation, now)
+    return core.operations.start(operation, now)
 
 
 def _introduce(
@@ -296,7 +284,7 @@ def _serve_replicate_many(
         return Failure(int(Code.UNAVAILABLE), "this peer is leaving")
     things = read_copies(core, sender, request)
     _introduce(core, sender, request, now)
-    return core.start(TakeCopiesOperation(core, sender, things), now)
+    return core.operations.start(TakeCopiesOperation(core, sender, things), now)
 
 
 def _is_proved(core: PeerCore, sender: PeerId, request: Replicate, version: Version) -> bool:
@@ -337,10 +325,13 @@ class ProofsHereOperation(Operation):
             self.finish(ProtocolError("a question for proofs of too much, or of nothing"), now)
             return
         for digest in dict.fromkeys(self._digests):
-            if self.core.find(digest, now) is None and self.core.cold.find(digest, now) is not None:
+            if (
+                self.core.objects.find(digest, now) is None
+                and self.core.cold.find(digest, now) is not None
+            ):
                 self._coming += 1
                 fetch = FetchOperation(self.core, digest, only_here=True, on_finish=self._came)
-                self.core.start(fetch, now)
+                self.core.operations.start(fetch, now)
         self._settle(now)
 
     def _came(self, result: Any, now: float) -> None:
@@ -352,7 +343,7 @@ class ProofsHereOperation(Operation):
             return
         items = []
         for digest in self._digests:
-            entry = self.core.find(digest, now)
+            entry = self.core.objects.find(digest, now)
             proof = b"" if entry is None else self.core.proofs.of(entry, now)
             if entry is not None and not proof:
                 self.core.proofs.lacks(digest, now)
@@ -387,7 +378,7 @@ class ListHereOperation(Operation):
             self.finish(Keys(keys, self._after is not None), now)
         else:
             self.wake_at = now
-            self.core.set_alarm(self)
+            self.core.operations.set_alarm(self)
 
     def _look_on(self, now: float) -> None:
         assert self._after is not None

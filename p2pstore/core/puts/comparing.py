@@ -42,7 +42,7 @@ class CompareOperation(Operation):
 
     def start(self, now: float) -> None:
         self.wake_at = now
-        self.core.set_alarm(self)
+        self.core.operations.set_alarm(self)
 
     @property
     def takes_more(self) -> bool:
@@ -79,7 +79,7 @@ class CompareOperation(Operation):
             self.finish(None, now)
         elif not self.done:
             self.wake_at = now
-            self.core.set_alarm(self)
+            self.core.operations.set_alarm(self)
 
 
 class Comparisons:
@@ -95,6 +95,6 @@ class Comparisons:
         operation = self._open.get(copy.peer_id)
         if operation is None or not operation.takes_more:
             operation = self._open[copy.peer_id] = CompareOperation(self._core, copy.peer_id)
-            self._core.start(operation, now)
+            self._core.operations.start(operation, now)
         record = copy.record
         operation.add(GetItem(record.digest, first_chunk=SLOT_ONLY, slot=record.slot), then)

@@ -13,9 +13,7 @@ from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     round_up,
 )
-from p2pstore.transfer.data_messages import (
-    KeyInfo,
-)
+from p2pstore.transfer.peer_messages import KeyInfo
 
 if TYPE_CHECKING:
     from p2pstore.ssd_tier.index import ColdEntry

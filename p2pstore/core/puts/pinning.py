@@ -15,7 +15,8 @@ from p2pstore.errors import ProtocolError, Unavailable
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import DIGEST_BYTES, Version
-from p2pstore.transfer.data_messages import DataKind, PinItem, PinsSet, SetPins
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import PinItem, PinsSet, SetPins
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -85,9 +86,9 @@ class PinOperation(Operation):
         core = self.core
         for _ in range(min(MAX_PINS, len(self._to_pin))):
             digest = self._to_pin.popleft()
-            entry = core.find(digest, now)
+            entry = core.objects.find(digest, now)
             if entry is not None:
-                core.set_pin(entry, self._pin, self._soft_seconds, now, firm=True)
+                core.objects.set_pin(entry, self._pin, self._soft_seconds, now, firm=True)
                 self._here[digest] = entry.version
                 self._copies[digest] = self._known[digest] = 1
             elif (cold := core.cold.find_only_here(digest, now)) is not None:
@@ -103,11 +104,11 @@ class PinOperation(Operation):
             ask_always=not core.gossip.partitions.knows_all,
             on_finish=self._looked,
         )
-        core.start(self._lookup, now)
+        core.operations.start(self._lookup, now)
 
     def _wake_soon(self, now: float) -> None:
         self.wake_at = now
-        self.core.set_alarm(self)
+        self.core.operations.set_alarm(self)
 
     def cancel(self, now: float) -> None:
         super().cancel(now)
@@ -187,7 +188,7 @@ def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:
         raise ProtocolError("a request to pin that makes no sense")
     done = bytearray()
     for item in request.items:
-        entry = core.find(item.digest, now)
+        entry = core.objects.find(item.digest, now)
         version = Version(item.clock, item.writer)
         if entry is None:
             cold = core.cold.find_only_here(item.digest, now)
@@ -196,7 +197,7 @@ def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:
             done.append(cold is not None and _same(cold.version, version))
             continue
         if _same(entry.version, version):
-            core.set_pin(entry, Pin(request.pin), request.soft_ms / 1000, now)
+            core.objects.set_pin(entry, Pin(request.pin), request.soft_ms / 1000, now)
         done.append(_same(entry.version, version))
     return PinsSet(bytes(done))
 

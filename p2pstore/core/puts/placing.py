@@ -72,7 +72,7 @@ def place(
     rooms = _rooms(core, host_id, now)
     holders = [
         copy.peer_id
-        for copy in core.known_copies(digest, now)
+        for copy in core.copies.known(digest, now)
         if copy.reachable and (copy.local or _takes_values(rooms, copy.peer_id))
     ]
     others = [room.peer_id for room in choose_rooms(rooms, length, MAX_TARGETS, core.rng)]
@@ -93,7 +93,7 @@ def _rooms(core: PeerCore, host_id: bytes, now: float) -> list[Room]:
             record.memory_capacity,
             record.memory_capacity - record.memory_used,
             same_host=record.host_id == host_id,
-            doubtful=state.status != Status.ALIVE or core.is_avoided(state.member, now),
+            doubtful=state.status != Status.ALIVE or core.holders.is_avoided(state.member, now),
             takes_values=record.max_protocol >= STORE_VERSION,
         )
         for state in core.gossip.membership.others()

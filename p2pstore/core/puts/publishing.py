@@ -14,10 +14,9 @@ from p2pstore.core.puts.describe import location_of
 from p2pstore.core.puts.put_operation import PutEnd, check_put, trailer_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import writer_of
-from p2pstore.local.local_messages import PutStatus
 from p2pstore.memory.entries import ObjectEntry, Written
 from p2pstore.objects import MAX_OBJECT_BYTES, Version, are_sums_of
-from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import PutFacts, PutStatus
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -76,7 +75,7 @@ def publish_new(
         elif entry is not None:
             ends[place] = PutEnd(PutStatus.CREATED, 1, 1, entry.version)
     if to_copy:
-        core.start(copying, now)
+        core.operations.start(copying, now)
     return ends
 
 
@@ -117,7 +116,7 @@ def _new_keys(core: PeerCore, digests: Sequence[bytes], now: float) -> set[bytes
 
 def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
     """Tell the others of what was published, of keys of which this peer held nothing."""
-    core.announce_withdrawn(now)
+    core.objects.announce_withdrawn(now)
     core.gossip.hold_new(map(location_of, entries), now)
-    core.tell_waiting([entry.digest for entry in entries], now)
+    core.operations.tell_waiting([entry.digest for entry in entries], now)
     core.counters["objects_published"] += len(entries)

@@ -12,38 +12,19 @@ import msgspec
 
 from p2pstore.core.copies.checking import CheckOperation
 from p2pstore.core.copies.replicate import ReplicateOperation
-from p2pstore.core.core_effects import (
-    KnownCopy,
-    PullFailure,
-    Reply,
-)
+from p2pstore.core.core_effects import KnownCopy, PullFailure, Reply
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.times_to_live import MAX_TTL_MS
 from p2pstore.core.removals.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
-from p2pstore.errors import (
-    P2PStoreError,
-    ProtocolError,
-    Unavailable,
-)
-from p2pstore.local.local_messages import PutStatus
+from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.memory.entries import ObjectEntry, Written
 from p2pstore.memory.segment_layout import SlotState, TrailerBody, decode_slot, decode_trailer
-from p2pstore.objects import (
-    Version,
-    check_object_length,
-    key_digest,
-    root_checksum,
-)
-from p2pstore.put_facts import PutFacts
-from p2pstore.transfer.data_messages import (
-    CheckCopy,
-    CopyChecked,
-    DataKind,
-    Objects,
-    ObjectStatus,
-)
+from p2pstore.objects import Version, check_object_length, key_digest, root_checksum
+from p2pstore.put_facts import PutFacts, PutStatus
+from p2pstore.transfer.data_messages import DataKind, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import CheckCopy, CopyChecked
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:
@@ -153,13 +134,15 @@ class PutOperation(Operation):
         facts = self.facts
         if not self._may_write(now) or self._waits_for_room(now):
             return
-        existing = self.core.find(self.digest, now)
+        existing = self.core.objects.find(self.digest, now)
         cold = self.core.cold.find(self.digest, now) if existing is None else None
         if existing is not None and (self._is_same(existing) or not facts.overwrite):
             if existing.verified:
                 self._keep(existing, now)
             else:
-                self.core.start(CheckOperation(self.core, self.digest, self._checked), now)
+                self.core.operations.start(
+                    CheckOperation(self.core, self.digest, self._checked), now
+                )
         elif cold is not None and (self._is_same(cold) or not facts.overwrite):
             self._keep_cold(cold, now)
         elif not facts.reservation:
@@ -170,7 +153,7 @@ class PutOperation(Operation):
             self._lookup = LookupOperation(
                 self.core, [self.digest], believed=1, on_finish=self._looked
             )
-            self.core.start(self._lookup, now)
+            self.core.operations.start(self._lookup, now)
         else:
             self._compare_known(now)
 
@@ -187,7 +170,7 @@ class PutOperation(Operation):
             self._give_up(self.core.floors.no_room(), now)
         else:
             self.wake_at = now + WAIT_STEP_SECONDS
-            self.core.set_alarm(self)
+            self.core.operations.set_alarm(self)
         return not self._has_room
 
     def _may_write(self, now: float) -> bool:
@@ -212,7 +195,7 @@ class PutOperation(Operation):
 
     def _compare_known(self, now: float) -> None:
         """Ask up to three holders what they have; to overwrite, one that has the newest version."""
-        known = self.core.known_copies(self.digest, now, self._namespace)
+        known = self.core.copies.known(self.digest, now, self._namespace)
         asked = known[:1] if self.facts.overwrite else known
         self._comparing = [copy for copy in asked if copy.reachable and not copy.local][:3]
         self._nobody_known = not known
@@ -240,7 +223,7 @@ class PutOperation(Operation):
             or slot.digest != self.digest
             or not self.core.clock.observe(slot.version.clock, self.core.believed_unix(now))
         ):
-            self.core.holder_silent(self.digest, copy, reply, now)
+            self.core.holders.silent(self.digest, copy, reply, now)
             self._compare(now)
         elif self._is_void(slot.version):
             self._compare(now)
@@ -274,7 +257,7 @@ class PutOperation(Operation):
         if isinstance(reply, CopyChecked) and not reply.good:
             code = int(Code.NO_SUCH_KEY)
             gone = PullFailure(copy.member, code, "", reply.incarnation, reply.sequence)
-            self.core.holder_failed(self.digest, gone, now)
+            self.core.holders.failed(self.digest, gone, now)
             self._compare(now)
             return
         self._give_room_back()
@@ -292,13 +275,16 @@ class PutOperation(Operation):
             only_here=source is None,
             on_finish=self._brought,
         )
-        self.core.start(self._fetch, now)
+        self.core.operations.start(self._fetch, now)
 
     def _brought(self, result: Any, now: float) -> None:
         """What cannot be read stands in no put's way."""
         if self.done:
             return
-        if not isinstance(result, Exception) and self.core.find(self.digest, now) is not None:
+        if (
+            not isinstance(result, Exception)
+            and self.core.objects.find(self.digest, now) is not None
+        ):
             self._decide(now)
         elif not self.facts.reservation:
             self.finish(None, now)
@@ -350,7 +336,7 @@ class PutOperation(Operation):
         status = PutStatus.UNCHANGED if same else PutStatus.KEPT_EXISTING
         self._end = self._found(status, existing.version, now)
         if same:
-            self.core.strengthen(existing, self.facts.pin, self.facts.replicas, now)
+            self.core.objects.strengthen(existing, self.facts.pin, self.facts.replicas, now)
             self._expire_anew(existing, now)
         else:
             self.finish(self._end, now)
@@ -360,18 +346,18 @@ class PutOperation(Operation):
         wanted = (version.clock, version.writer)
         copies = sum(
             copy.reachable and (copy.record.version.clock, copy.record.version.writer) == wanted
-            for copy in self.core.known_copies(self.digest, now, self._namespace)
+            for copy in self.core.copies.known(self.digest, now, self._namespace)
         )
         return PutEnd(status, max(1, copies), self.facts.replicas, version)
 
     def _create(self, now: float) -> None:
         if not self._may_write(now):  # by now more may be known of the key, and of the clock
             return
-        if not self.facts.overwrite and self.core.find(self.digest, now) is not None:
+        if not self.facts.overwrite and self.core.objects.find(self.digest, now) is not None:
             self._decide(now)  # another put of the key was here first
             return
         if self.facts.overwrite:
-            for copy in self.core.known_copies(self.digest, now, self._namespace):
+            for copy in self.core.copies.known(self.digest, now, self._namespace):
                 self.core.clock.observe(copy.record.version.clock, self.core.believed_unix(now))
         version = self.core.new_version(self.facts.root, now)
         self._commit(version, PutStatus.CREATED, soft=False, now=now)
@@ -391,7 +377,7 @@ class PutOperation(Operation):
         if expires_unix_ms is not None and not facts.ttl_ms:
             trailer = msgspec.structs.replace(trailer, expires_unix_ms=expires_unix_ms)
         try:
-            entry = self.core.publish(
+            entry = self.core.objects.publish(
                 Written(
                     facts.reservation,
                     self.digest,
@@ -441,7 +427,7 @@ class PutOperation(Operation):
         if self.facts.replicas <= 1 or entry.state is not SlotState.LIVE:
             self.finish(self._end, now)
             return
-        self.core.start(
+        self.core.operations.start(
             ReplicateOperation(self.core, entry, self.facts.replicas, on_finish=self._replicated),
             now,
         )

@@ -44,7 +44,7 @@ def reserve_many(
             left = sizes[len(made) :]
             try:
                 check_object_length(left[0][0])
-                reservation = yield from core.reserve(
+                reservation = yield from core.objects.reserve(
                     *left[0],
                     holder=holder,
                     namespace=namespace,

@@ -70,7 +70,7 @@ class IncomingStores:
                 "this peer's clock is over 10 s behind the putting peer's: check the hosts' clocks"
             )
         operation = PutOperation(core, _facts(request, 0), holder=None, namespace=request.namespace)
-        return core.start(operation, now)
+        return core.operations.start(operation, now)
 
     def open(self, request: Store, member: bytes, now: float) -> Steps[Incoming]:
         """Reserve room for a value of this member's, in steps. Raises `CapacityExceeded` and `ObjectTooLarge`."""
@@ -91,7 +91,7 @@ class IncomingStores:
         room = len(encode_trailer(trailer)) + EXPIRY_BYTES
         self._open[holder] = member, request.length
         try:
-            reservation = yield from core.reserve(
+            reservation = yield from core.objects.reserve(
                 request.length,
                 min(room, MAX_TRAILER_BYTES),
                 holder=holder,
@@ -119,7 +119,7 @@ class IncomingStores:
             namespace=incoming.namespace,
             verified=True,
         )
-        return self._core.start(operation, now)
+        return self._core.operations.start(operation, now)
 
     def close(self, incoming: Incoming) -> None:
         """The end of `open`: what was not put is gone."""

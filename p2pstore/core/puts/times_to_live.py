@@ -12,7 +12,8 @@ from p2pstore.core.operation import Operation
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import PeerId, writer_of
 from p2pstore.objects import DIGEST_BYTES, Version
-from p2pstore.transfer.data_messages import DataKind, ExpiryItem, ExpirySet, SetExpiry
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ExpiryItem, ExpirySet, SetExpiry
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -44,7 +45,7 @@ class ExpiryOperation(Operation):
 
     def start(self, now: float) -> None:
         self.wake_at = now
-        self.core.set_alarm(self)
+        self.core.operations.set_alarm(self)
 
     @property
     def takes_more(self) -> bool:
@@ -61,7 +62,7 @@ class ExpiryOperation(Operation):
         self._lookup = LookupOperation(
             self.core, list(self._items), ask_always=True, on_finish=self._looked
         )
-        self.core.start(self._lookup, now)
+        self.core.operations.start(self._lookup, now)
 
     def cancel(self, now: float) -> None:
         super().cancel(now)
@@ -114,10 +115,10 @@ class Expiries:
         self, digest: bytes, version: Version, expires_unix_ms: int, now: float, then: Then
     ) -> None:
         """Have a version end at that time: here at once, and soon where others hold it."""
-        self._core.set_expiry(digest, version, expires_unix_ms, now)
+        self._core.objects.set_expiry(digest, version, expires_unix_ms, now)
         if self._open is None or not self._open.takes_more:
             self._open = ExpiryOperation(self._core)
-            self._core.start(self._open, now)
+            self._core.operations.start(self._open, now)
         self._open.add(ExpiryItem(digest, version.clock, version.writer, expires_unix_ms), then)
 
 
@@ -136,7 +137,7 @@ def serve_expiry(core: PeerCore, sender: PeerId, request: SetExpiry, now: float)
         version = Version(item.clock, item.writer)
         refused = item.writer != writes_as and _ends_sooner(core, item, now)
         done.append(
-            not refused and core.set_expiry(item.digest, version, item.expires_unix_ms, now)
+            not refused and core.objects.set_expiry(item.digest, version, item.expires_unix_ms, now)
         )
     return ExpirySet(bytes(done))
 
@@ -150,7 +151,7 @@ def _written_by(core: PeerCore, sender: PeerId) -> int:
 
 def _ends_sooner(core: PeerCore, item: ExpiryItem, now: float) -> bool:
     """Whether an object would end before the time that its copy here has."""
-    here = core.find(item.digest, now) or core.cold.find(item.digest, now)
+    here = core.objects.find(item.digest, now) or core.cold.find(item.digest, now)
     if here is None or not item.expires_unix_ms:
         return False
     return not here.expires_unix_ms or item.expires_unix_ms < here.expires_unix_ms

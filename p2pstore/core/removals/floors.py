@@ -31,7 +31,8 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
 )
 from p2pstore.objects import Version, unix_seconds_from_clock
-from p2pstore.transfer.data_messages import ClusterRecords, DataKind
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import ClusterRecords
 from p2pstore.wire import encode_body
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ class Floors:
     ) -> list[tuple[SignedRecord, Sequence[bytes]]]:
         """Forbid all copies of some keys of a namespace up to `version`, with one signature for 64 keys. Each record
         with its keys; one a key while there are older peers, which know no others."""
-        size = MAX_KEYS_OF_FLOOR if self._core.gossip.all_know_floors_of_keys else 1
+        others = self._core.gossip.membership.others()
+        size = MAX_KEYS_OF_FLOOR if all(state.floors_end for state in others) else 1
         parts = [digests[at : at + size] for at in range(0, len(digests), size)]
         return [
             (self.keep(floor_of_keys(part, namespace, version, self._core.peer_id), now), part)
@@ -186,7 +188,7 @@ class Floors:
         return self._names(self._sync.disbelieved(now))
 
     def _names(self, members: Iterable[Member]) -> list[str]:
-        return self._core.gossip.names_of(members)
+        return self._core.gossip.membership.names_of(members)
 
     def take_notes(self, now: float) -> list[str]:
         """What an operator ought to know of, since the last call."""
@@ -332,7 +334,7 @@ class Floors:
     def return_with_memory(self, now: float) -> None:
         """As `return_with`, for what the segment has of an earlier life. It is taken care of here: what turns out good
         is asked to be checked (`CheckReturned`), then published and announced."""
-        returned = self._core.segment.returned()
+        returned = self._core.segment.returned.entries()
         self._memory = MemoryReturn(self._core, returned)
         newest_clock = max((entry.version.clock for entry in returned), default=0)
         self._hold_back(newest_clock, now)
@@ -393,7 +395,7 @@ class Floors:
     # --- inside ------------------------------------------------------------------------------
 
     def _accept(self, record: ClusterRecord, signed: SignedRecord, now: float) -> None:
-        if self._core.gossip.offer_cluster_record(record, signed, now):
+        if self._core.gossip.cluster_records.offer(record, signed):
             self._apply(record, signed, now)
 
     def _apply(self, record: ClusterRecord, signed: SignedRecord, now: float) -> None:
@@ -424,16 +426,16 @@ class Floors:
         core = self._core
         entry = core.segment.find(digest, core.unix(now))
         if entry is not None and version.covers(entry.version):
-            core.withdraw(entry, now)
-        returned = core.segment.find_returned(digest)
+            core.objects.withdraw(entry, now)
+        returned = core.segment.returned.find(digest)
         if returned is not None and version.covers(returned.version):
-            core.segment.drop_returned(returned)
+            core.segment.returned.drop(returned)
         core.cold.discard(digest, version, now)
 
     def _distrust(self, clock: int, now: float) -> None:
         core = self._core
         self._distrusted_before = max(self._distrusted_before, clock)
-        self._trusted_operation = core.next_operation
+        self._trusted_operation = core.operations.next_number
         core.counters["horizons_missed"] += 1
         event = self._distrusting
         if event is None:

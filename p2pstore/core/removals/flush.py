@@ -11,7 +11,7 @@ from p2pstore.core.operation import Operation
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.records import SCOPE_NAMESPACE, PeerId, SignedRecord
 from p2pstore.objects import ZERO_VERSION, Version, namespace_digest
-from p2pstore.transfer.data_messages import RecordsTaken
+from p2pstore.transfer.peer_messages import RecordsTaken
 from p2pstore.wire import Failure
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class FlushOperation(Operation):
         self._begin_round(self.core.gossip.floors.newest_heard, now)
         if not self.done:
             self.wake_at = self._deadline
-            self.core.set_alarm(self)
+            self.core.operations.set_alarm(self)
 
     def _begin_round(self, newest_clock: int, now: float) -> None:
         self._rounds += 1
@@ -83,7 +83,7 @@ class FlushOperation(Operation):
         self._to_tell = self.core.live_peers()
         self._silent, self._told = [], 0
         self._own_sweep = SweepOperation(self.core, on_finish=self._swept)
-        self.core.start(self._own_sweep, now)
+        self.core.operations.start(self._own_sweep, now)
         self._proceed(now)
 
     def answered(self, tag: int, reply: Reply, now: float) -> None:

@@ -71,11 +71,11 @@ class RemoveOperation(Operation):
             self._wake_at(now)
             return
         self._lookup = LookupOperation(self.core, self._digests, on_finish=self._looked)
-        self.core.start(self._lookup, now)
+        self.core.operations.start(self._lookup, now)
 
     def _wake_at(self, when: float) -> None:
         self.wake_at = when
-        self.core.set_alarm(self)
+        self.core.operations.set_alarm(self)
 
     def cancel(self, now: float) -> None:
         """What was removed by now stays removed."""
@@ -132,8 +132,8 @@ class RemoveOperation(Operation):
         self.core.timekeeping.check_key(digest, self._namespace, now)
         versions = [copy.record.version for copy in copies]
         if not versions:  # what is doubted now may be believed later
-            versions = self.core.versions_heard_of(digest, self._namespace, now)
-        held_back = self.core.held_back(digest)
+            versions = self.core.copies.versions_heard_of(digest, self._namespace, now)
+        held_back = self.core.copies.held_back(digest)
         if held_back is not None:
             versions.append(held_back)
         self._existed.append(bool(versions))

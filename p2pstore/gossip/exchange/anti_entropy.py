@@ -20,10 +20,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.digest_table import DigestTable
 from p2pstore.gossip.exchange.digests import (
     MAX_PACKED_SEQUENCE,
     Digest,
+    DigestTable,
     Run,
     check_runs,
     pack_runs,
@@ -31,8 +31,7 @@ from p2pstore.gossip.exchange.digests import (
 )
 from p2pstore.gossip.exchange.future_records import FutureRecords
 from p2pstore.gossip.exchange.wrong_runs import Life, WrongRuns
-from p2pstore.gossip.floors.cluster_comparison import TheirRecords, records_for
-from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.floors.cluster_records import ClusterRecords, TheirRecords, records_for
 from p2pstore.gossip.gossip_messages import (
     MAX_CLAIMS,
     MAX_RECORDS,
@@ -40,20 +39,19 @@ from p2pstore.gossip.gossip_messages import (
     Delta,
     LogChunk,
 )
-from p2pstore.gossip.locations.directory import Directory, Outcome
+from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog, Position, check_run
-from p2pstore.gossip.locations.packed_runs import (
+from p2pstore.gossip.locations.signed_runs import (
     MAX_OPERATION_BYTES,
+    MAX_SIGNED_OPERATIONS,
+    SignedRun,
+    is_signed,
     pack_operations,
     unpack_operations,
 )
-from p2pstore.gossip.locations.signed_runs import MAX_SIGNED_OPERATIONS, SignedRun, is_signed
-from p2pstore.gossip.members.membership import (
-    MAX_INCARNATION,
-    Membership,
-    MemberState,
-    check_claim,
-)
+from p2pstore.gossip.locations.views import Outcome
+from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberState, check_claim
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     ClusterRecord,

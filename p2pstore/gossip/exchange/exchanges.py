@@ -22,17 +22,17 @@ from typing import Final
 
 from p2pstore.gossip.exchange.anti_entropy import SEND_RECORDS, Knowledge
 from p2pstore.gossip.exchange.asking import Asked, Questions
-from p2pstore.gossip.exchange.digest_table import DigestTable
 from p2pstore.gossip.exchange.digests import (
     Digest,
+    DigestTable,
     pack_digest,
     pack_positions,
     pack_record_positions,
     unpack_digest,
     unpack_positions,
 )
-from p2pstore.gossip.exchange.operation_rate import OperationRate
-from p2pstore.gossip.floors.cluster_comparison import (
+from p2pstore.gossip.exchange.fresh_news import OperationRate
+from p2pstore.gossip.floors.cluster_records import (
     COMPARED_BUCKETS,
     TheirRecords,
     differing_buckets,
@@ -41,8 +41,9 @@ from p2pstore.gossip.floors.cluster_comparison import (
     read_buckets,
     read_cells,
 )
+from p2pstore.gossip.floors.floor_comparison import FloorAnswer
 from p2pstore.gossip.floors.floor_stamps import pack_stamps, unpack_stamps
-from p2pstore.gossip.floors.floor_sync import FloorAnswer, FloorSync
+from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_effects import Ask
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, Exchange, ExchangeReply

@@ -13,6 +13,7 @@ peers' sets stay alike. Records go in steps (`purge`): an event loop that is hel
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +29,6 @@ from p2pstore.gossip.floors.floor_stamps import (
     raise_stamps,
     without_older,
 )
-from p2pstore.gossip.floors.key_versions import KeyVersions
 from p2pstore.gossip.locations.published_locations import PublishedLocations
 from p2pstore.gossip.records import (
     SCOPE_NAMESPACE,
@@ -39,7 +39,7 @@ from p2pstore.gossip.records import (
     member_of,
     read_cluster_record,
 )
-from p2pstore.objects import ZERO_VERSION, Version, clock_from_unix_seconds
+from p2pstore.objects import DIGEST_BYTES, ZERO_VERSION, Version, clock_from_unix_seconds
 
 DEFAULT_LIMIT: Final = 500_000
 """Keys of floors. They take 30 MiB when they come in batches."""
@@ -393,3 +393,65 @@ class FloorSet:
 def _slices_of(minute: int) -> range:
     first = minute << (MINUTE_BITS - SLICE_BITS)
     return range(first, first + (1 << (MINUTE_BITS - SLICE_BITS)))
+
+
+PLACES: Final = 4_096
+"""With 500,000 digests each has 122 of them: 3 KB, searched in a fifth of a microsecond."""
+_ENTRY: Final = struct.Struct(f"<{DIGEST_BYTES}sQH")
+_VERSION: Final = struct.Struct("<QH")
+_MAX_CLOCK: Final = (1 << 64) - 1
+_MAX_WRITER: Final = (1 << 16) - 1
+
+
+class KeyVersions:
+    """See the module's docstring. Roots are left out: they do not count where versions are compared with floors."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, bytes] = {}
+
+    def get(self, digest: bytes) -> Version:
+        """The digest's version; `ZERO_VERSION` without one."""
+        entries = self._places.get(hash(digest) % PLACES, b"")
+        if digest not in entries or (at := _find(entries, digest)) < 0:
+            return ZERO_VERSION
+        return Version(*_VERSION.unpack_from(entries, at + DIGEST_BYTES))
+
+    def raise_all(self, digests: Iterable[bytes], version: Version) -> None:
+        """These have this version, but those with a higher one. What is no digest is nobody's question."""
+        wanted = _bounded(version)
+        for digest in digests:
+            if len(digest) != DIGEST_BYTES:
+                continue
+            place = hash(digest) % PLACES
+            entries = self._places.get(place, b"")
+            at = _find(entries, digest)
+            if at < 0:
+                self._places[place] = entries + _ENTRY.pack(digest, *wanted)
+            elif _VERSION.unpack_from(entries, at + DIGEST_BYTES) < wanted:
+                entry = _ENTRY.pack(digest, *wanted)
+                self._places[place] = entries[:at] + entry + entries[at + _ENTRY.size :]
+
+    def drop_all(self, digests: Iterable[bytes], version: Version) -> None:
+        """Forget those that have this version."""
+        wanted = _bounded(version)
+        for digest in digests:
+            place = hash(digest) % PLACES
+            entries = self._places.get(place, b"")
+            at = _find(entries, digest)
+            if at >= 0 and _VERSION.unpack_from(entries, at + DIGEST_BYTES) == wanted:
+                self._places[place] = entries[:at] + entries[at + _ENTRY.size :]
+
+
+def _find(entries: bytes, digest: bytes) -> int:
+    """Where the digest's entry begins; -1 when there is none."""
+    if len(digest) != DIGEST_BYTES:
+        return -1
+    at = entries.find(digest)
+    while at % _ENTRY.size and at >= 0:  # by chance: bytes of one entry and the next
+        at = entries.find(digest, at + 1)
+    return at
+
+
+def _bounded(version: Version) -> tuple[int, int]:
+    """Clock and writer: a signed record may say any number."""
+    return min(max(version.clock, 0), _MAX_CLOCK), min(max(version.writer, 0), _MAX_WRITER)

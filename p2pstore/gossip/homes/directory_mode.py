@@ -16,7 +16,7 @@ from enum import Enum, IntEnum
 from typing import Final, Literal
 
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
-from p2pstore.gossip.members.membership import MemberState
+from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import Member
 
 DirectorySetting = Literal["auto", "full", "partitioned"]

@@ -25,10 +25,14 @@ from random import Random
 from typing import Final
 
 from p2pstore.gossip.gossip_effects import PartitionSet, Push
-from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY, LARGEST_SET_RECORDS
-from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable
-from p2pstore.gossip.homes.partition_sets import PartitionSets
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, PartitionConfig, partition_of
+from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY, LARGEST_SET_RECORDS, PartitionSets
+from p2pstore.gossip.homes.partition_homes import (
+    NO_HOMES,
+    PARTITION_COUNT,
+    HomeTable,
+    PartitionConfig,
+    partition_of,
+)
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId
 

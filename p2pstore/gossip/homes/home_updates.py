@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import numpy
+
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT, partition_of
-from p2pstore.gossip.locations.log import check_run
+from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, partition_of
+from p2pstore.gossip.locations.location_index import LocationIndex
+from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OwnLog, check_run
 from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.members.membership import MAX_INCARNATION
-from p2pstore.gossip.records import LOCATION_BYTES
+from p2pstore.gossip.locations.views import Location
+from p2pstore.gossip.members.member_table import MAX_INCARNATION
+from p2pstore.gossip.records import LOCATION_BYTES, Member
+from p2pstore.location_table import WHOLE
 
 AUDIT_ENTRY: Final = struct.Struct("<HIQ")
 """Partition, number, XOR hash of the set."""
@@ -196,3 +201,124 @@ def _check_set(whole: WholePartition) -> None:
     for start in range(0, len(whole.records), LOCATION_BYTES):
         if partition_of(whole.records[start : start + 2]) != whole.partition:
             raise ProtocolError("a whole partition holds keys of another one")
+
+
+MAX_RIVALS: Final = 64
+
+TakePart = Callable[[Member, CheckedUpdate, int, float], tuple[list[int], list[Location]]]
+"""Takes in a part of what an owner says. What to answer: partitions that it should send whole, and at most so
+many other versions, at others, of what it pushed."""
+
+
+class PushIntake:
+    """One push. Call `step` until it says that all was taken in; then `behind` and `rivals` are the answer.
+
+    A step takes a few milliseconds. Between two of them anything may happen, other pushes of this owner too: each
+    part is taken in as if it had come by itself.
+    """
+
+    def __init__(self, owner: Member, update: HomeUpdate, take: TakePart) -> None:
+        self.behind: list[int] = []
+        """Partitions that the owner should send whole."""
+        self.rivals: list[Location] = []
+        """Other versions, at others, of what it pushed."""
+        self._owner = owner
+        self._take = take
+        self._parts = in_steps(update)
+
+    def step(self, now: float) -> bool:
+        """Go on. Whether all was taken in. Raises `ProtocolError`, before anything was, for nonsense."""
+        part = next(self._parts, None)
+        if part is None:
+            return False
+        behind, rivals = self._take(self._owner, part, MAX_RIVALS - len(self.rivals), now)
+        self.behind = list(dict.fromkeys([*self.behind, *behind]))
+        self.rivals += rivals
+        return part.last
+
+
+_PARTITION_BITS: Final = 10
+
+
+class PartitionSets:
+    """See the module's docstring. `log` has carried out an operation when `note` is told of it."""
+
+    def __init__(self, log: OwnLog) -> None:
+        self._log = log
+        self._numbers = [0] * PARTITION_COUNT
+        self._index: LocationIndex | None = None
+        self._slots: dict[int, int] = {}
+        """Of the partitions whose sets are made."""
+        self._sorted = b""
+        """What the log held when the first set was needed, by partition."""
+        self._begins: list[int] = []
+        """Where each partition begins there, in records; and the end."""
+
+    def note(self, partition: int, operation: bytes) -> int:
+        """The log's next operation, of a key of that partition. Its number there."""
+        if self._index is not None and partition in self._slots:
+            self._index.apply(self._slots[partition], operation)
+        elif self._index is not None:
+            self._index.apply(self._slot(partition), operation)
+        self._numbers[partition] += 1
+        return self._numbers[partition]
+
+    def forget(self) -> None:
+        """Nobody keeps partitions: free the sets. The numbers stay."""
+        self._index = None
+        self._slots.clear()
+        self._sorted, self._begins = b"", []
+
+    @property
+    def any_made(self) -> bool:
+        """Whether there is something to `forget`."""
+        return self._index is not None
+
+    def number(self, partition: int) -> int:
+        """How many operations there were of keys of the partition."""
+        return self._numbers[partition]
+
+    def set_hash(self, partition: int) -> int:
+        """XOR of xxh3-64 over what is held of it."""
+        slot = self._slot(partition)
+        return self._made().hash(slot)
+
+    def size_bytes(self, partition: int) -> int:
+        """How long `pack` is."""
+        slot = self._slot(partition)
+        return LOCATION_BYTES * self._made().count(slot)
+
+    def pack(self, partition: int) -> bytes:
+        """What is held of it: packed location records."""
+        slot = self._slot(partition)
+        return self._made().pack(slot)
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _made(self) -> LocationIndex:
+        if self._index is None:
+            self._index = LocationIndex(MAX_OWN_RECORDS)
+            self._sort()
+        return self._index
+
+    def _slot(self, partition: int) -> int:
+        slot = self._slots.get(partition)
+        if slot is None:
+            index = self._made()
+            slot = self._slots[partition] = index.open()
+            begin, end = self._begins[partition], self._begins[partition + 1]
+            if end > begin:
+                index.load(slot, self._sorted[begin * LOCATION_BYTES : end * LOCATION_BYTES])
+            if len(self._slots) == PARTITION_COUNT:
+                self._sorted, self._begins = b"", []
+        return slot
+
+    def _sort(self) -> None:
+        packed = self._log.snapshot()
+        first = numpy.frombuffer(packed, numpy.uint8).reshape(-1, LOCATION_BYTES)[:, :2]
+        words = numpy.ascontiguousarray(first).view(">u2").ravel()
+        partitions = (words >> (16 - _PARTITION_BITS)).astype(numpy.uint16)
+        order = numpy.argsort(partitions, kind="stable")
+        self._sorted = numpy.frombuffer(packed, WHOLE)[order].tobytes()
+        bounds = numpy.searchsorted(partitions[order], numpy.arange(PARTITION_COUNT + 1))
+        self._begins = bounds.tolist()

@@ -19,11 +19,10 @@ from p2pstore.gossip.homes.home_updates import (
     CheckedUpdate,
     WholePartition,
 )
-from p2pstore.gossip.homes.partitions import PartitionConfig, partition_of
-from p2pstore.gossip.locations.directory import Location, Position
+from p2pstore.gossip.homes.partition_homes import PartitionConfig, partition_of
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
-from p2pstore.gossip.locations.location_shares import who_makes_room
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS
+from p2pstore.gossip.locations.views import Location, Position, who_makes_room
 from p2pstore.gossip.records import LOCATION_BYTES, Member, decode_location
 from p2pstore.location_table import BLOCK_ROWS
 from p2pstore.objects import DIGEST_BYTES

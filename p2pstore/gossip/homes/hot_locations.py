@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations.directory import Location, Position
-from p2pstore.gossip.members.membership import MAX_INCARNATION
+from p2pstore.gossip.locations.views import Location, Position
+from p2pstore.gossip.members.member_table import MAX_INCARNATION
 from p2pstore.gossip.records import LOCATION_BYTES, Member
 
 HALVING_SECONDS: Final = 5.0

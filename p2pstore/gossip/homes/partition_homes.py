@@ -12,17 +12,19 @@ members never tie. Tables are shared by all who know the same members: they neve
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 from weakref import WeakValueDictionary
 
 import numpy
+import xxhash
 from numpy.typing import NDArray
 
-from p2pstore.gossip.homes.bounded_homes import choose_homes
-from p2pstore.gossip.homes.partitions import PARTITION_COUNT
 from p2pstore.gossip.records import Member
 
+PARTITION_COUNT: Final = 1_024
+"""Operation numbers within one travel in 32 bits: 100 changes a second fill them in 1,300 years."""
 HOME_COUNT: Final = 3
 CANDIDATES: Final = 32
 """Of each partition. Where many are full, as many may have to be asked."""
@@ -31,6 +33,11 @@ SPARE: Final = 24
 are compared for a partition only when it has none left."""
 CELLS_AT_ONCE: Final = 1 << 16
 """Weights in one go: they stay in a processor's cache."""
+
+ROOM: Final = 1.25
+"""Places for partitions in the whole cluster, in proportion to how many are needed."""
+PAIRS_AT_ONCE: Final = 2048
+"""Most are never looked at: the heaviest find homes for all partitions."""
 
 Words = NDArray[numpy.uint64]
 
@@ -41,6 +48,54 @@ _FIRST: Final = 0xBF58476D1CE4E5B9
 _SECOND: Final = 0x94D049BB133111EB
 _UNDO_FIRST: Final = pow(_FIRST, -1, 1 << 64)
 _UNDO_SECOND: Final = pow(_SECOND, -1, 1 << 64)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionConfig:
+    """Timing and bounds of the partitioned directory."""
+
+    push_seconds: float = 0.02
+    """Shortest time between two batches of operations to homes."""
+    push_timeout_seconds: float = 0.5
+    push_resend_seconds: float = 0.15
+    """After so long, at least, operations that a home did not answer are sent once more."""
+    push_retry_seconds: float = 0.05
+    push_longest_retry_seconds: float = 2.0
+    syncs_per_second: float = 200.0
+    sync_bytes_per_second: float = 8.0 * 1024 * 1024
+    """How fast whole partitions go to homes that are new."""
+    sync_spread_seconds: float = 0.002
+    """For each member: within what time after a change the owners begin with that."""
+    audit_seconds: float = 10.0
+    """Each home is told once in this time what it should have,"""
+    audit_pause_seconds: float = 0.02
+    """or, where there are many, one after the other with this pause."""
+    trusted_audits: float = 2.5
+    """A home vouches for an owner that it has heard an audit of within so many times that time."""
+    former_home_seconds: float = 10.0
+    """How long a member that is home no longer is told of operations, and keeps what it has."""
+    complete_seconds: float = 0.25
+    """How long a home goes by what it found when it looked whether all owners had told it."""
+    max_records: int = 20_000_000
+    """Of others, kept as their home."""
+    cached_locations: int = 100_000
+    cached_seconds: float = 30.0
+    max_denied: int = 100_000
+
+
+def partition_of(digest: bytes) -> int:
+    """The first ten bits, as a number."""
+    return digest[0] << 2 | digest[1] >> 6
+
+
+def weight(member: Member, digest: bytes) -> int:
+    """Its weight for a key: xxh3-64 of the short name (8 bytes, little-endian) and the digest."""
+    return xxhash.xxh3_64_intdigest(member.to_bytes(8, "little") + digest)
+
+
+def rank(digest: bytes, members: Iterable[Member]) -> list[Member]:
+    """All members, highest weight first."""
+    return sorted(members, key=lambda member: weight(member, digest), reverse=True)
 
 
 def weights_of(members: Words, partitions: NDArray[numpy.intp]) -> Words:
@@ -180,3 +235,60 @@ _tables: WeakValueDictionary[frozenset[Member], HomeTable] = WeakValueDictionary
 def table_of(members: Iterable[Member]) -> HomeTable:
     """The table for these members."""
     return NO_HOMES.changed(frozenset(members))
+
+
+def places_of(members: Words, member_count: int, needed: int) -> NDArray[numpy.intp]:
+    """How many partitions each of these members may be home to, when all `member_count` members have to be `needed`
+    times, together: at least one."""
+    rounding = members.astype(numpy.float64) / 2.0**64
+    places = (ROOM * needed / member_count + rounding).astype(numpy.intp)
+    return numpy.maximum(places, 1)
+
+
+def choose_homes(names: Words, weights: Words, home_count: int, member_count: int) -> Words:
+    """`home_count` homes for each partition, or all members when they are fewer; the first row has the best.
+
+    `names` and `weights` have a column for each partition: its candidates in the order of weight, at least so many.
+    A partition with too few candidates that have room has the best of the others besides.
+    """
+    best = names[:home_count]
+    if not member_count:
+        return best
+    needed = best.size
+    members, shares = numpy.unique(best, return_counts=True)
+    if (shares <= places_of(members, member_count, needed)).all():
+        return best
+    held, missing = _assign(names, weights, len(best), member_count)
+    held |= ~held & (numpy.cumsum(~held, axis=0) <= missing)
+    homes = numpy.zeros_like(best)
+    row, column = numpy.nonzero(held)
+    homes[numpy.cumsum(held, axis=0)[row, column] - 1, column] = names[row, column]
+    return homes
+
+
+def _assign(
+    names: Words, weights: Words, home_count: int, member_count: int
+) -> tuple[NDArray[numpy.bool_], NDArray[numpy.intp]]:
+    """Which candidates are homes, and how many homes each partition lacks."""
+    depth, partition_count = names.shape
+    needed = home_count * partition_count
+    order = numpy.argsort(weights, axis=None)[::-1]
+    free: dict[int, int] = {}
+    wanted = [home_count] * partition_count
+    held = numpy.zeros(depth * partition_count, numpy.bool_)
+    for start in range(0, order.size, PAIRS_AT_ONCE):
+        some = order[start : start + PAIRS_AT_ONCE]
+        members = names.ravel()[some]
+        places = places_of(members, member_count, home_count * partition_count).tolist()
+        partitions = (some % partition_count).tolist()
+        for pair, member, place, partition in zip(
+            some.tolist(), members.tolist(), places, partitions, strict=True
+        ):
+            if wanted[partition] and (room := free.get(member, place)):
+                wanted[partition] -= 1
+                free[member] = room - 1
+                held[pair] = True
+                needed -= 1
+        if not needed:
+            break
+    return held.reshape(names.shape), numpy.array(wanted, numpy.intp)

@@ -19,11 +19,11 @@ from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, WholePartition
 from p2pstore.gossip.homes.hot_locations import HOLDERS_OF_EACH, MAX_HOT, HotKeys, pack_hot
 from p2pstore.gossip.homes.known_locations import KnownLocations, Word
-from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable
-from p2pstore.gossip.homes.partitions import partition_of
-from p2pstore.gossip.locations.directory import Directory, Location, Position
-from p2pstore.gossip.locations.followed_logs import FollowedLogs
+from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable, partition_of
+from p2pstore.gossip.locations.catch_up import FollowedLogs
+from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
+from p2pstore.gossip.locations.views import Location, Position
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
@@ -47,6 +47,8 @@ FOLLOW_SECONDS: Final = 50e-6
 """For each member: shortest time between two looks at who is home now, which cost more the more there are."""
 FOLLOWED_AT_ONCE: Final = 128
 """Members that may have come since the table of homes was made: 500 take 4 ms, and choosing homes from it 3."""
+STEP_SECONDS: Final = 1e-3
+"""An event within this time of another may be handled in one step with it."""
 _NEVER: Final[Position] = (-1, 0)
 _REMOVED: Final = 0x80
 _FLAGS: Final = LOCATION_BYTES - 1
@@ -85,6 +87,7 @@ class PartitionedDirectory:
         self._agreed_at = math.inf
         """When another peer knew the same members, for the first time."""
         self._mode_at = -math.inf
+        self._deferred_until = -math.inf
         self._load = 0.0
         self._to_forget: list[Member] = []
         self._full_members = self._partitioned_members = 0
@@ -284,6 +287,10 @@ class PartitionedDirectory:
         if len(self._membership.live()) - len(self._newest_table.members) >= FOLLOWED_AT_ONCE:
             _ = self._table
 
+    def defer(self, now: float) -> None:
+        """Choose no homes in this step, which has done long work already: choosing takes 3 ms."""
+        self._deferred_until = now + STEP_SECONDS
+
     def hide(self, member: Member) -> None:
         """The member is believed dead."""
         self._directory.hide(member)
@@ -327,7 +334,7 @@ class PartitionedDirectory:
         if self.mode.follows_logs and others_ask:
             self._followed.mark(now)
         self._let_go()
-        if now < self._mode_at + MODE_SECONDS:
+        if now < max(self._mode_at + MODE_SECONDS, self._deferred_until):
             return False
         self._mode_at = now
         self.pushes.keepers(self._partitioned_members, now)
@@ -389,7 +396,8 @@ class PartitionedDirectory:
         return self._newest_table
 
     def _follow_members(self, now: float) -> None:
-        if self.pushes.table is not self._table and now >= self._follow_at:
+        due = max(self._follow_at, self._deferred_until)
+        if self.pushes.table is not self._table and now >= due:
             self.pushes.homes_changed(self._table, now)
             self._follow_at = now + FOLLOW_SECONDS * len(self._table.members)
 

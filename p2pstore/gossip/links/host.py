@@ -32,8 +32,7 @@ from p2pstore.access.keyring import KeyRing
 from p2pstore.config import join_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
-from p2pstore.gossip.links.attempts import Attempts
-from p2pstore.gossip.links.connection_keeper import ConnectionKeeper
+from p2pstore.gossip.links.connection_keeper import Attempts, ConnectionKeeper
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.links.control_connection import Connection, ControlBytes
 from p2pstore.gossip.links.control_link import (
@@ -75,7 +74,7 @@ from p2pstore.gossip.links.yamux import PROTOCOL as YAMUX_PROTOCOL
 from p2pstore.gossip.records import PeerId, format_peer_id, public_key_from_peer_id
 from p2pstore.runtime.accepting import Accepting
 from p2pstore.runtime.byte_budget import ByteBudget, Owner
-from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.wire import CONTROL_PROTOCOL, Message
 
 logger = logging.getLogger("p2pstore.host")

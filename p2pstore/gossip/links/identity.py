@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import PeerNotInstalled, ProtocolError
 from p2pstore.gossip.records import (
     Member,
     PeerId,
@@ -17,6 +14,15 @@ from p2pstore.gossip.records import (
     peer_id_from_public_key,
     public_key_from_peer_id,
 )
+
+try:
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
+except ModuleNotFoundError as error:  # commands that make keys or read states import this, too
+    raise PeerNotInstalled(error.name) from error
 
 SEED_BYTES: Final = 32
 MAX_CACHED_KEYS: Final = 4096

@@ -54,7 +54,30 @@ def deferred(*packages: str) -> Iterator[None]:
     yield
 
 
-with deferred("libp2p", "libp2p.transport", "libp2p.network"):
+@contextmanager
+def stand_in(name: str, **attributes: Any) -> Iterator[None]:
+    """In place of this module, modules that are imported here get one with these attributes. Imported later, it is
+    itself. For what is named in type aliases only."""
+    if name in sys.modules:
+        yield
+        return
+    module = sys.modules[name] = ModuleType(name)
+    vars(module).update(attributes)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+DEFERRED = (
+    "libp2p",
+    "libp2p.transport",
+    "libp2p.transport.quic",
+    "libp2p.network",
+    "psutil",
+    "Crypto.PublicKey.RSA",
+)
+with deferred(*DEFERRED), stand_in("libp2p.transport.quic.stream", QUICStream=object):
     from libp2p.crypto.ed25519 import create_new_key_pair
     from libp2p.crypto.x25519 import X25519PrivateKey
     from libp2p.custom_types import TProtocol

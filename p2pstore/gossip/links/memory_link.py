@@ -26,7 +26,7 @@ from p2pstore.gossip.links.control_link import (
     open_asking_stream,
 )
 from p2pstore.gossip.records import PeerId, format_peer_id
-from p2pstore.runtime.nursery import open_background_nursery
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.wire import Message
 
 _S = TypeVar("_S", Opener, Listener)

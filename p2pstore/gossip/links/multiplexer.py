@@ -11,7 +11,7 @@ from p2pstore.errors import ProtocolError
 from p2pstore.gossip.links.control_link import nobodys_account, single_error
 from p2pstore.gossip.links.yamux import GOODBYE, Session, StreamState
 from p2pstore.runtime.byte_budget import Account
-from p2pstore.runtime.turns import wait_room
+from p2pstore.runtime.trio_tasks import wait_room
 
 STRANGER_STREAM_BYTES: Final = 32 * 1024
 """What a stream may carry before it is admitted."""

@@ -20,8 +20,7 @@ import numpy.ma  # else the first `numpy.unique` loads it, which takes 20 ms
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from p2pstore.gossip.locations.location_chains import RowChains
-from p2pstore.gossip.locations.location_slots import RowSlots
+from p2pstore.gossip.locations.location_slots import RowChains, RowSlots
 from p2pstore.gossip.locations.reserved_memory import reserve
 from p2pstore.location_table import (
     BLOCK_ROWS,
@@ -51,9 +50,9 @@ DEFAULT_SALT: Final = 0x9E3779B97F4A7C15F39CC0605CEDC835
 """For tables whose digests are this process's own."""
 
 
-class LocationIndex:
-    """See the module's docstring. The table is `table`, an empty one, or memory of this process alone with room for
-    `max_records` records, of all slots together, about. `salt`: 128 bits that others cannot guess."""
+class LocationRows:
+    """Slots, their rows, and how rows are found. The table is `table`, an empty one, or memory of this process alone
+    with room for about `max_records` records in all slots. `salt`: 128 bits that others cannot guess."""
 
     def __init__(
         self, max_records: int, salt: int = DEFAULT_SALT, table: LocationTable | None = None
@@ -166,7 +165,64 @@ class LocationIndex:
         """The packed versions in these rows."""
         return self._table.versions(rows)
 
-    # --- changing ------------------------------------------------------------------------------
+    @property
+    def any_discarded(self) -> bool:
+        """Whether there is something to `sweep`."""
+        return self._slots.any_discarded
+
+    # --- rows ----------------------------------------------------------------------------------
+
+    def _locate(self, slot: int, digest: bytes) -> tuple[int, int]:
+        """(row, link to it) of a slot's record; (0, 0) when there is none."""
+        if len(digest) != DIGEST_BYTES:
+            return 0, 0
+        table, wanted = self._table, digest[0] | digest[1] << 8
+        link, begins, at = table.link, table.begins, table.head_of(digest)
+        while row := link[at]:
+            if (
+                begins[row * HALF_WORDS] == wanted
+                and table.owner(row) == slot
+                and table.record(row).startswith(digest)
+            ):
+                return row, at
+            at = row
+        return 0, 0
+
+    def _locate_many(
+        self, slot: int, fields: npt.NDArray[np.void], mixed: Words
+    ) -> tuple[Rows, Rows]:
+        """The slot's row of each record's digest (0 where there is none), and the links to the rows."""
+        first, second = fields["first"], fields["second"]
+        found, links = np.zeros(fields.size, np.intp), np.zeros(fields.size, np.intp)
+        queries = np.arange(fields.size)
+        at = self._table.heads_of(mixed)
+        while True:
+            rows = self._table.following(at)
+            live = np.flatnonzero(rows)
+            if not live.size:
+                return found, links
+            if live.size < rows.size:
+                rows, at, queries = rows[live], at[live], queries[live]
+            same = np.flatnonzero(self._table.first[rows] == first[queries])
+            if same.size:
+                there = rows[same]
+                right = (self._table.second[there] == second[queries[same]]) & (
+                    self._table.owners(there) == slot
+                )
+                same = same[right]
+                found[queries[same]] = rows[same]
+                links[queries[same]] = at[same]
+                rows[same] = 0  # found: go no further (the link of row 0 leads nowhere)
+            at = rows
+
+    def _move(self, row: int, to: int) -> None:
+        record = self._table.record(row)
+        self._chains.replace(row, to, record[:DIGEST_BYTES])
+        self._table.write(to, record)
+
+
+class LocationIndex(LocationRows):
+    """Rows that are written, one by one or many at a time: see the module's docstring."""
 
     def put(self, slot: int, record: bytes) -> bool:
         """Have a packed record, which is no withdrawal, be the slot's record of its digest. Whether it was not already.
@@ -195,11 +251,6 @@ class LocationIndex:
         else:
             self._apply_in_rounds(slot, whole, fields, mixed)
         self._slots.drop_last(slot, 0)  # blocks only where they are needed
-
-    @property
-    def any_discarded(self) -> bool:
-        """Whether there is something to `sweep`."""
-        return self._slots.any_discarded
 
     def load(self, slot: int, records: bytes | memoryview) -> None:
         """Put in many records of digests that the slot does not hold, each of another one."""
@@ -324,56 +375,6 @@ class LocationIndex:
             self._move(last, row)
         self._slots.drop_last(slot, 1)
         self.record_count -= 1
-
-    # --- rows ----------------------------------------------------------------------------------
-
-    def _locate(self, slot: int, digest: bytes) -> tuple[int, int]:
-        """(row, link to it) of a slot's record; (0, 0) when there is none."""
-        if len(digest) != DIGEST_BYTES:
-            return 0, 0
-        table, wanted = self._table, digest[0] | digest[1] << 8
-        link, begins, at = table.link, table.begins, table.head_of(digest)
-        while row := link[at]:
-            if (
-                begins[row * HALF_WORDS] == wanted
-                and table.owner(row) == slot
-                and table.record(row).startswith(digest)
-            ):
-                return row, at
-            at = row
-        return 0, 0
-
-    def _locate_many(
-        self, slot: int, fields: npt.NDArray[np.void], mixed: Words
-    ) -> tuple[Rows, Rows]:
-        """The slot's row of each record's digest (0 where there is none), and the links to the rows."""
-        first, second = fields["first"], fields["second"]
-        found, links = np.zeros(fields.size, np.intp), np.zeros(fields.size, np.intp)
-        queries = np.arange(fields.size)
-        at = self._table.heads_of(mixed)
-        while True:
-            rows = self._table.following(at)
-            live = np.flatnonzero(rows)
-            if not live.size:
-                return found, links
-            if live.size < rows.size:
-                rows, at, queries = rows[live], at[live], queries[live]
-            same = np.flatnonzero(self._table.first[rows] == first[queries])
-            if same.size:
-                there = rows[same]
-                right = (self._table.second[there] == second[queries[same]]) & (
-                    self._table.owners(there) == slot
-                )
-                same = same[right]
-                found[queries[same]] = rows[same]
-                links[queries[same]] = at[same]
-                rows[same] = 0  # found: go no further (the link of row 0 leads nowhere)
-            at = rows
-
-    def _move(self, row: int, to: int) -> None:
-        record = self._table.record(row)
-        self._chains.replace(row, to, record[:DIGEST_BYTES])
-        self._table.write(to, record)
 
 
 def _begins(ordered: Words) -> npt.NDArray[np.bool_]:

@@ -20,7 +20,6 @@ import numpy as np
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import LocationIndex
-from p2pstore.gossip.locations.log_copy import LogCopy
 from p2pstore.gossip.locations.signed_runs import (
     MAX_SIGNED_OPERATIONS,
     SIGNATURE_BYTES,
@@ -34,7 +33,7 @@ from p2pstore.gossip.records import (
     LogHead,
     Signer,
 )
-from p2pstore.location_table import RECORD
+from p2pstore.location_table import RECORD, WHOLE
 from p2pstore.objects import DIGEST_BYTES, Version
 
 DEFAULT_RING_LIMIT: Final = 65_536
@@ -305,3 +304,68 @@ class OwnLog:
         for each in (digest, *self._records.digests(self._slot, count - 1, count)):
             for copy in self._copies:
                 copy.note(each)
+
+
+STEP_RECORDS: Final = 16_384
+"""Copied in one step, of half a millisecond."""
+
+
+class LogCopy:
+    """A copy under way: `step` until that says that it is done, then `head` and `parts`. Made by `OwnLog.copying`."""
+
+    def __init__(self, records: LocationIndex, slot: int) -> None:
+        self.incarnation = 0
+        self.head = LogHead()
+        """Where the log stands that the parts add up to."""
+        self.parts: list[bytes] = []
+        """Packed records, in no particular order."""
+        self._records = records
+        self._slot = slot
+        self._left = records.count(slot)
+        self._to_filter = 0
+        self._noted: set[bytes] = set()
+        self._sealed = False
+
+    @property
+    def copied(self) -> bool:
+        """Whether only `seal` is missing: the log calls it then, in the same step."""
+        return self._left == 0 and not self._sealed
+
+    def note(self, digest: bytes) -> None:
+        """Something is about to be said of this digest, or its record about to be moved."""
+        if not self._sealed:
+            self._noted.add(digest)
+
+    def step(self) -> None:
+        """Copy some records, or leave out some that are not what they were when they were copied."""
+        if self._sealed:
+            self._to_filter -= 1
+            self.parts[self._to_filter] = self._without_noted(self.parts[self._to_filter])
+            return
+        stop = min(self._left, self._records.count(self._slot))
+        start = max(0, stop - STEP_RECORDS)
+        if stop:
+            self.parts.append(self._records.records(self._slot, start, stop))
+        self._left = start
+
+    def seal(self, incarnation: int, head: LogHead) -> None:
+        """All was copied, and the log stands at `head` now."""
+        self._sealed = True
+        self.incarnation, self.head = incarnation, head
+        self._to_filter = len(self.parts) if self._noted else 0
+        held = (self._records.get(self._slot, digest) for digest in self._noted)
+        self.parts.append(b"".join(record for record in held if record is not None))
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do."""
+        return self._sealed and not self._to_filter
+
+    def _without_noted(self, part: bytes) -> bytes:
+        fields = np.frombuffer(part, RECORD)
+        first = np.frombuffer(b"".join(digest[:8] for digest in self._noted), "<u8")
+        kept = np.ones(fields.size, np.bool_)
+        for place in np.flatnonzero(np.isin(fields["first"], first)).tolist():
+            start = place * LOCATION_BYTES
+            kept[place] = part[start : start + DIGEST_BYTES] not in self._noted
+        return part if kept.all() else np.frombuffer(part, WHOLE)[kept].tobytes()

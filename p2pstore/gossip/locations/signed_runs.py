@@ -11,9 +11,14 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, Signer, Verifier
+from p2pstore.objects import MIB
 
 SIGNATURE_BYTES: Final = 64
 MAX_SIGNED_OPERATIONS: Final = 1_800
@@ -80,3 +85,50 @@ class SigningPace:
     def _interval_seconds(self) -> float:
         least = LEAST_SECONDS_UNDER_LOAD if self._is_loaded() else LEAST_SECONDS
         return min(MOST_SECONDS, max(least, self._writers() / RUNS_PER_SECOND))
+
+
+LEAST_PACKED: Final = 3
+MAX_OPERATION_BYTES: Final = 4 * MIB
+"""Of all that one message brings, unpacked."""
+MASK_BYTES: Final = (LOCATION_BYTES + 7) // 8
+_NO_BITS: Final = -1 << LOCATION_BYTES
+
+
+def pack_operations(operations: bytes) -> bytes:
+    """The packed form of a run of whole records."""
+    count = len(operations) // LOCATION_BYTES
+    if count < LEAST_PACKED:
+        return operations
+    rows = np.frombuffer(operations, np.uint8).reshape(count, LOCATION_BYTES)
+    shared: NDArray[np.bool_] = (rows == rows[0]).all(axis=0)
+    mask = np.packbits(shared, bitorder="little").tobytes()
+    return b"".join((mask, rows[0][shared].tobytes(), rows[:, ~shared].tobytes()))
+
+
+def unpack_operations(packed: bytes, start: int, count: int) -> tuple[bytes, int]:
+    """The operations of a run of `count` whose packed form begins at `start`, and where that ends. Raises
+    `ProtocolError` when it is cut short, or no such form."""
+    if count < LEAST_PACKED:
+        end = start + count * LOCATION_BYTES
+        return _whole(packed, start, end), end
+    begin = start + MASK_BYTES
+    bits = int.from_bytes(_whole(packed, start, begin), "little")
+    if bits & _NO_BITS:
+        raise ProtocolError("a mask of more bytes than a location record has")
+    shared = np.unpackbits(
+        np.frombuffer(packed, np.uint8, MASK_BYTES, start), count=LOCATION_BYTES, bitorder="little"
+    ).astype(np.bool_)
+    in_common = bits.bit_count()
+    middle = begin + in_common
+    end = middle + (LOCATION_BYTES - in_common) * count
+    rest: NDArray[Any] = np.frombuffer(_whole(packed, begin, end), np.uint8)
+    rows = np.empty((count, LOCATION_BYTES), np.uint8)
+    rows[:, shared] = rest[:in_common]
+    rows[:, ~shared] = rest[in_common:].reshape(count, -1)
+    return rows.tobytes(), end
+
+
+def _whole(packed: bytes, start: int, end: int) -> bytes:
+    if end > len(packed):
+        raise ProtocolError("packed operations that are cut short")
+    return packed[start:end]

@@ -15,7 +15,8 @@ from random import Random
 from typing import Final
 
 from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.members.membership import MemberChange, Membership, MemberState
+from p2pstore.gossip.members.member_table import MemberChange, MemberState
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import PeerId
 
 ROTATION_SECONDS: Final = 10.0

@@ -12,11 +12,14 @@ answers there first proves its identity, and that much a peer of another cluster
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
+from p2pstore.gossip.exchange.message_budget import MessageBudget
+from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.records import PeerId
 
 FIRST_DELAY_SECONDS: Final = 0.5
@@ -171,3 +174,125 @@ class Contacts:
         if self._in_flight[contact.counted_as] == MAX_IN_FLIGHT:
             self._look_at = -math.inf  # others of the kind waited for a free place
         self._in_flight[contact.counted_as] -= 1
+
+
+class AddressBook:
+    """Where peers are, and where they were last: from records of members, and from contacts."""
+
+    def __init__(self, contacts: Contacts, members: MemberTable, newcomers: Newcomers) -> None:
+        self._contacts = contacts
+        self._members = members
+        self._newcomers = newcomers
+
+    def of(self, peer_id: PeerId) -> list[str]:
+        """Control addresses of a peer, from its record or the book."""
+        state = self._members.get(peer_id)
+        if state is not None and (record := state.record) is not None:
+            return list(record.control)
+        known = self._contacts.known_at().get(peer_id, ())
+        return [*known, *self._newcomers.addresses_of(peer_id)]
+
+    def entries(self) -> list[tuple[PeerId, tuple[str, ...]]]:
+        """Where each member was last, the living before the dead; for the state directory."""
+        book: dict[PeerId, tuple[str, ...]] = {}
+        for state in sorted(self._members.states(), key=lambda state: state.status):
+            if state.control:
+                book[state.peer_id] = state.control
+        for peer_id, addresses in self._contacts.book():
+            if peer_id is not None:
+                book.setdefault(peer_id, addresses)
+        book.pop(self._members.me, None)
+        return list(book.items())
+
+    def addresses(self) -> list[str]:
+        """The addresses of `entries`, and those of peers whose ids are not known yet."""
+        kept = [each for _, addresses in self.entries() for each in addresses]
+        kept += [a for peer_id, those in self._contacts.book() if peer_id is None for a in those]
+        return kept
+
+    def load(self, book: Iterable[tuple[PeerId | None, Sequence[str]]]) -> None:
+        """Peers of an earlier run, tried while this peer is alone."""
+        for peer_id, addresses in book:
+            self._contacts.add(addresses, peer_id, bootstrap=False, loaded=True)
+
+    def add_bootstrap(self, addresses: Iterable[str]) -> None:
+        """Addresses to join through, each of another peer."""
+        for address in addresses:
+            self._contacts.add((address,))
+
+
+PINGS_A_SECOND: Final = 8.0
+PINGS_AT_ONCE: Final = 64
+"""For one member's word. A peer that joins a cluster is told of everybody by the first that it meets."""
+MAX_PINGED: Final = 64
+MAX_IN_FLIGHT_A_MEMBER: Final = 16
+AGAIN_SECONDS: Final = 1.0
+"""Shortest time between two pings of the same peer."""
+MAX_REMEMBERED: Final = 1024
+"""Peers that were pinged, and members that told of some; those that were heard of last are kept."""
+
+
+Value = TypeVar("Value")
+
+
+class _Ping(NamedTuple):
+    by: PeerId
+    addresses: tuple[str, ...]
+
+
+class Newcomers:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self._budgets: OrderedDict[PeerId, MessageBudget] = OrderedDict()
+        self._pinged_at: OrderedDict[PeerId, float] = OrderedDict()
+        self._in_flight: dict[PeerId, _Ping] = {}
+        self._to_ping: list[PeerId] = []
+
+    def told_of(self, peer_id: PeerId, control: Sequence[str], by: PeerId, now: float) -> None:
+        """The member `by` tells of a peer at these addresses. Ping it, unless that was done just now, or too many are
+        under way."""
+        if peer_id in self._in_flight or len(self._in_flight) >= MAX_PINGED or not control:
+            return
+        if now < self._pinged_at.get(peer_id, -AGAIN_SECONDS) + AGAIN_SECONDS:
+            return
+        under_way = Counter(ping.by for ping in self._in_flight.values())
+        if under_way[by] >= MAX_IN_FLIGHT_A_MEMBER or not self._affords(by, now):
+            return
+        self._in_flight[peer_id] = _Ping(by, tuple(control))
+        _remember(self._pinged_at, peer_id, now)
+        self._to_ping.append(peer_id)
+
+    def addresses_of(self, peer_id: PeerId) -> list[str]:
+        """Where a peer is that is being pinged."""
+        ping = self._in_flight.get(peer_id)
+        return [] if ping is None else list(ping.addresses)
+
+    def answered(self, peer_id: PeerId) -> None:
+        """A ping of this peer has ended, with an answer or without."""
+        self._in_flight.pop(peer_id, None)
+
+    def take(self) -> list[PeerId]:
+        """Whom to ping now."""
+        taken, self._to_ping = self._to_ping, []
+        return taken
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is anybody to ping."""
+        return bool(self._to_ping)
+
+    def _affords(self, by: PeerId, now: float) -> bool:
+        budget = self._budgets.get(by) or MessageBudget(PINGS_A_SECOND, PINGS_AT_ONCE)
+        if not budget.has(1, now):
+            return False
+        budget.take(1, now)
+        _remember(self._budgets, by, budget)
+        return True
+
+
+def _remember(table: OrderedDict[PeerId, Value], peer_id: PeerId, value: Value) -> None:
+    table[peer_id] = value
+    table.move_to_end(peer_id)
+    if len(table) > MAX_REMEMBERED:
+        table.popitem(last=False)

@@ -11,7 +11,8 @@ import msgspec
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.members.membership import MAX_INCARNATION, Membership
+from p2pstore.gossip.members.member_table import MAX_INCARNATION
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import PeerRecord, SignedRecord, Signer, sign_peer_record
 
 FLOORS_SECONDS: Final = 1.0

@@ -6,13 +6,19 @@ that is set here shows at once, in all comparisons, and no member has to be aske
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
+from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.records import PeerId
-from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS
+from p2pstore.objects import (
+    MAX_CLOCK_SKEW_SECONDS,
+    newest_accepted_clock,
+    unix_seconds_from_clock,
+)
 
 MAX_READINGS: Final = 64
 """Members whose readings are kept, those heard last: with one probe a second, those of the last minute."""
@@ -119,3 +125,47 @@ def judge(aheads: Iterable[float], middle: float | None, *, alone: bool) -> Cloc
         # Among those of whom this clock is most ahead, the one whose refusal makes it half of all.
         lead -= max(0.0, ordered[(count + 1) // 2 - 1])
     return ClockView(middle, lead, 2 * behind > count, 2 * behind == count)
+
+
+class ClusterTime:
+    """This peer's wall clock among those of the living members. `wall_clock(now)` is the hybrid clock's reading of the
+    wall clock at the monotonic time `now`."""
+
+    def __init__(self, wall_clock: Callable[[float], int], members: MemberTable) -> None:
+        self.clocks = PeerClocks()
+        self.compared: list[PeerId] = []
+        """Members whose clocks the last `view` is about."""
+        self._wall_clock = wall_clock
+        self._members = members
+        self._view = ClockView(None, math.inf, False, False)
+        self._key: tuple[int, int, float, int] | None = None
+
+    def unix(self, now: float) -> float:
+        """This peer's wall clock, in seconds."""
+        return unix_seconds_from_clock(self._wall_clock(now))
+
+    def unix_ms(self, now: float) -> int:
+        """This peer's wall clock, in whole milliseconds."""
+        return round(1000 * self.unix(now))
+
+    def view(self, now: float) -> ClockView:
+        """How this peer's wall clock stands among those of the living members."""
+        offset = self.unix(now) - now
+        # Readings grow old by the second.
+        key = (self._members.version, self.clocks.version, round(offset, 1), int(now))
+        if key != self._key:
+            alone = not self._members.others()
+            self.compared = self.clocks.known(self._members.is_live, now)
+            self._view = self.clocks.view(self.compared, offset, alone=alone)
+            self._key = key
+        return self._view
+
+    def believed_unix(self, now: float) -> float:
+        """The wall-clock time by which stamps of others are judged: this peer's, or the others' where more than half of
+        all are ahead of it. So this peer hears of their writes, while it may write nothing itself."""
+        view = self.view(now)
+        return self.unix(now) - (view.middle or 0.0) if view.is_behind else self.unix(now)
+
+    def newest_accepted(self, now: float) -> int:
+        """The highest stamp that this peer takes in."""
+        return newest_accepted_clock(self.believed_unix(now))

@@ -23,7 +23,8 @@ from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.asking import Asked, Questions
 from p2pstore.gossip.gossip_effects import Answer, Ask, Later
 from p2pstore.gossip.gossip_messages import Ack, ControlKind, Ping, PingRequest, Status
-from p2pstore.gossip.members.membership import MemberChange, Membership, MemberState
+from p2pstore.gossip.members.member_table import MemberChange, MemberState
+from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import PeerId
 from p2pstore.wire import Code, Failure, Message
 
@@ -178,7 +179,7 @@ class Probing:
         for probe in list(self._probes.values()):
             asks += self._judge(probe, neighbours, now)
         suspected, self._suspected = self._suspected, []
-        for peer_id in suspected + self._membership.take_unproved():
+        for peer_id in suspected + self._membership.suspects.take_unproved():
             asks += self.probe(peer_id, now)
         if now >= self._probe_at:
             patience = self._membership.health.multiplier

@@ -13,15 +13,20 @@ the time is over for those whose own probe failed, and the others probe the susp
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
-from p2pstore.gossip.records import Member
+from p2pstore.gossip.exchange.message_budget import MessageBudget
+from p2pstore.gossip.members.member_table import MembershipConfig
+from p2pstore.gossip.records import Member, PeerId
 
 PROOF_PROBES: Final = 3
 """A probe that was wanted, and came to no end within the time of so many, is wanted again."""
 LONGEST_MULTIPLIER: Final = 6.0
 """The longest time is so many times the shortest."""
+JUDGED_AT_ONCE: Final = 128
+"""Suspects judged in one step: where thousands die together, the table of homes follows them in steps."""
 
 
 def shortest_suspicion_seconds(
@@ -104,3 +109,190 @@ class Suspicion:
         if self.judged_by_another:
             return self.failed_at > -math.inf
         return self.failed_at >= self.asked_at > -math.inf
+
+
+MOST: Final = 8
+"""The worst score: everything takes nine times as long."""
+
+
+class LocalHealth:
+    """A score from 0 (well) to `most`; every wait is multiplied by one more than it."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._score = 0
+
+    @property
+    def score(self) -> int:
+        """0 when all goes well."""
+        return self._score
+
+    @property
+    def multiplier(self) -> int:
+        """By what probe intervals and timeouts are multiplied: 1 when all goes well."""
+        return self._score + 1
+
+    def better(self) -> None:
+        """A probe succeeded."""
+        self._score = max(0, self._score - 1)
+
+    def worse(self, by: int = 1) -> None:
+        """A probe failed, a helper did not even refuse, or an accusation of this peer had to be refuted."""
+        self._score = min(self._most, self._score + by)
+
+
+ACCUSATIONS_A_SECOND: Final = 2.0
+ACCUSATIONS_AT_ONCE: Final = 64
+"""Many die at once when a rack loses power, and each survivor tells of all of them."""
+REFUTATIONS: Final = 2
+DISBELIEVED_SECONDS: Final = 180.0
+MAX_ACCUSERS: Final = 512
+MAX_PAIRS: Final = 4096
+"""Those that were heard of last are kept."""
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class Accusers:
+    """See the module's docstring. Members are named by their short names."""
+
+    def __init__(self) -> None:
+        self._budgets: OrderedDict[Member, MessageBudget] = OrderedDict()
+        self._unrefuted: OrderedDict[Member, set[Member]] = OrderedDict()
+        """Accused -> who accused it since this peer heard from it last."""
+        self._refuted: OrderedDict[tuple[Member, Member], tuple[int, float]] = OrderedDict()
+        """(accuser, accused) -> how often that was refuted, and when last."""
+
+    def __len__(self) -> int:
+        """How many entries are kept."""
+        return len(self._budgets) + len(self._unrefuted) + len(self._refuted)
+
+    def may_accuse(self, accuser: Member, accused: Member, now: float) -> bool:
+        """Whether to look at the accused for what `accuser` says. Counts it, if so."""
+        times, at = self._refuted.get((accuser, accused), (0, 0.0))
+        if times >= REFUTATIONS and now < at + DISBELIEVED_SECONDS:
+            return False
+        if not self.may_claim(accuser, now):
+            return False
+        _put(self._unrefuted, accused, self._unrefuted.get(accused, set()) | {accuser}, MAX_PAIRS)
+        return True
+
+    def may_claim(self, accuser: Member, now: float) -> bool:
+        """Whether this member's budget of claims has room for one more. Counts it, if so."""
+        budget = self._budgets.get(accuser)
+        if budget is None:
+            budget = MessageBudget(ACCUSATIONS_A_SECOND, ACCUSATIONS_AT_ONCE)
+        if not budget.has(1, now):
+            return False
+        budget.take(1, now)
+        _put(self._budgets, accuser, budget, MAX_ACCUSERS)
+        return True
+
+    def heard(self, accused: Member, now: float) -> None:
+        """Something came from the accused itself: what was said of it before is refuted."""
+        for accuser in self._unrefuted.pop(accused, ()):
+            times, at = self._refuted.get((accuser, accused), (0, 0.0))
+            times = times + 1 if now < at + DISBELIEVED_SECONDS else 1
+            _put(self._refuted, (accuser, accused), (times, now), MAX_PAIRS)
+
+    def died(self, accused: Member) -> None:
+        """This peer believes it, too."""
+        self._unrefuted.pop(accused, None)
+
+
+def _put(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
+    """Keep an entry as the newest of at most so many."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > most:
+        table.popitem(last=False)
+
+
+class Suspects:
+    """The suspects of one peer, `me`, and when each is to be probed or judged."""
+
+    def __init__(self, me: Member, config: MembershipConfig, health: LocalHealth) -> None:
+        self._me = me
+        self._config = config
+        self._health = health
+        self._suspicions: dict[PeerId, Suspicion] = {}
+        self._unproved: list[PeerId] = []
+        self._due_at: float | None = None
+        """The result of `due_at`, which is asked for after every event; None once anything about a suspect changed."""
+        self._due_multiplier = 0
+
+    def __len__(self) -> int:
+        return len(self._suspicions)
+
+    def get(self, peer_id: PeerId) -> Suspicion | None:
+        """The suspicion of a peer. Call `changed` after changing it."""
+        return self._suspicions.get(peer_id)
+
+    def begin(self, peer_id: PeerId, now: float, members: int, by: Member | None = None) -> None:
+        """Suspect a peer, among so many live members, from now on; `by` accuses it (None: this peer)."""
+        shortest = self.shortest_seconds(members)
+        self._suspicions[peer_id] = Suspicion(
+            began_at=now,
+            shortest_seconds=shortest,
+            longest_seconds=LONGEST_MULTIPLIER * shortest,
+            expected=expected_confirmations(self._config.suspicion_multiplier, members),
+            accusers={self._me if by is None else by},
+        )
+        self._due_at = None
+
+    def end(self, peer_id: PeerId) -> None:
+        """Suspect a peer no longer, if it was."""
+        if self._suspicions.pop(peer_id, None) is not None:
+            self._due_at = None
+
+    def changed(self) -> None:
+        """A suspicion was changed."""
+        self._due_at = None
+
+    def postpone(self, seconds: float, earliest_at: float) -> None:
+        """This process stalled for so long: see `Suspicion.postpone`."""
+        for suspicion in self._suspicions.values():
+            suspicion.postpone(seconds, earliest_at)
+        self._due_at = None
+
+    def take_due(self, now: float) -> list[tuple[PeerId, Suspicion]]:
+        """Suspicions that are due, at most `JUDGED_AT_ONCE`; the others are due at the next call."""
+        if self.due_at() > now:
+            return []
+        self._due_at = None
+        due = [each for each in self._suspicions.items() if self._due(each[1]) <= now]
+        return due[:JUDGED_AT_ONCE]
+
+    def due_at(self) -> float:
+        """When `take_due` has a suspicion; infinity without suspects."""
+        multiplier = self._health.multiplier
+        if self._due_at is None or self._due_multiplier != multiplier:
+            self._due_at = min(map(self._due, self._suspicions.values()), default=math.inf)
+            self._due_multiplier = multiplier
+        return self._due_at
+
+    def want_proof(self, peer_id: PeerId, suspicion: Suspicion, now: float) -> None:
+        """This peer has to probe the suspect before it may declare it dead."""
+        suspicion.asked_at = now
+        self._unproved.append(peer_id)
+
+    def take_unproved(self) -> list[PeerId]:
+        """Suspects to probe: those of `want_proof` since the last call."""
+        unproved, self._unproved = self._unproved, []
+        return unproved
+
+    def shortest_seconds(self, members: int) -> float:
+        """The shortest time that a suspect has to refute, among so many live members."""
+        config = self._config
+        return shortest_suspicion_seconds(
+            config.suspicion_multiplier, members, config.probe_interval_seconds
+        )
+
+    def _due(self, suspicion: Suspicion) -> float:
+        probe_seconds = self._config.probe_interval_seconds * self._health.multiplier
+        # A peer whose own probe failed has its verdict together with the accusers, also when its confirmation did not
+        # count any more: a rumour of the death may miss it.
+        accused = suspicion.failed_at > -math.inf or self._me in suspicion.accusers
+        return suspicion.due(accused, probe_seconds)

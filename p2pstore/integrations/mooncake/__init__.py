@@ -1,23 +1,19 @@
 """Mooncake's Python API (`mooncake.store`) without a master: change the import, and nothing else has to run."""
 
-from p2pstore.integrations.mooncake.allocator import MooncakeHostMemAllocator, bind_to_numa_node
-from p2pstore.integrations.mooncake.async_store import MooncakeDistributedStoreAsync
 from p2pstore.integrations.mooncake.buffer_pool import (
     BufferLease,
     BufferPool,
     RegisteredBufferLease,
     RegisteredBufferPool,
 )
-from p2pstore.integrations.mooncake.codes import ErrorCode
-from p2pstore.integrations.mooncake.memory import BufferHandle
-from p2pstore.integrations.mooncake.mooncake_config import MooncakeConfig
-from p2pstore.integrations.mooncake.parallelism import (
-    ParallelAxis,
-    ReadTarget,
-    TensorParallelism,
-    WriterPartition,
+from p2pstore.integrations.mooncake.memory import (
+    BufferHandle,
+    MooncakeHostMemAllocator,
+    bind_to_numa_node,
 )
-from p2pstore.integrations.mooncake.placement import (
+from p2pstore.integrations.mooncake.mooncake_config import MooncakeConfig
+from p2pstore.integrations.mooncake.mooncake_types import (
+    ErrorCode,
     ExistOptions,
     ObjectDataType,
     ReplicaStatus,
@@ -26,6 +22,12 @@ from p2pstore.integrations.mooncake.placement import (
     TaskStatus,
     TaskType,
 )
+from p2pstore.integrations.mooncake.parallelism import (
+    ParallelAxis,
+    ReadTarget,
+    TensorParallelism,
+    WriterPartition,
+)
 from p2pstore.integrations.mooncake.replicas import (
     Descriptor,
     DiskDescriptor,
@@ -33,7 +35,10 @@ from p2pstore.integrations.mooncake.replicas import (
     QueryTaskResponse,
     ReplicaDescriptor,
 )
-from p2pstore.integrations.mooncake.store import MooncakeDistributedStore
+from p2pstore.integrations.mooncake.store import (
+    MooncakeDistributedStore,
+    MooncakeDistributedStoreAsync,
+)
 
 __version__ = "0.3.14"
 """Of Mooncake, whose calls these are."""

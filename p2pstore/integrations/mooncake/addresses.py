@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from p2pstore.client.gathered import Gathered
 from p2pstore.errors import P2PStoreError
-from p2pstore.integrations.mooncake.allocator import MooncakeHostMemAllocator
-from p2pstore.integrations.mooncake.codes import ErrorCode, alike
-from p2pstore.integrations.mooncake.memory import view_at, views_at
+from p2pstore.integrations.mooncake.memory import (
+    MooncakeHostMemAllocator,
+    Scratch,
+    copy,
+    scatter,
+    view_at,
+    views_at,
+)
+from p2pstore.integrations.mooncake.mooncake_types import (
+    DEFAULT_CONFIG,
+    ErrorCode,
+    ReplicateConfig,
+    alike,
+    put_and_upsert,
+)
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ITEM_FAILURES, ObjectCalls
-from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
-from p2pstore.integrations.mooncake.scratch import Scratch, copy, scatter
+from p2pstore.values import Gathered
 
 GROUP_BYTES = 64 * 1024 * 1024
 """What is gathered or scattered at one time."""
@@ -52,17 +62,24 @@ class AddressCalls(ObjectCalls):
 
     # --- one object --------------------------------------------------------------------------
 
-    def put_from(
-        self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = DEFAULT_CONFIG
+    def _put_from(
+        self,
+        overwrite: bool,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        config: ReplicateConfig = DEFAULT_CONFIG,
     ) -> int:
         """Store `size` bytes from an address. An object that exists stays; size 0 is 0, and stores nothing."""
-        return self._put_from(key, buffer_ptr, size, config)
+        try:
+            if not size:
+                self._live  # noqa: B018 - raises when there is no connection
+                return 0
+            return self._store(key, view_at(buffer_ptr, size), config, overwrite=overwrite)
+        except FAILURES as error:
+            return self._code(error)
 
-    def upsert_from(
-        self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = DEFAULT_CONFIG
-    ) -> int:
-        """`put_from` that replaces an object that exists."""
-        return self._put_from(key, buffer_ptr, size, config, overwrite=True)
+    put_from, upsert_from = put_and_upsert(_put_from)
 
     def put_from_with_metadata(
         self,
@@ -80,7 +97,7 @@ class AddressCalls(ObjectCalls):
                 return 0
             value = view_at(buffer_ptr, size)
             if not metadata_size:
-                return -self._put_from(key, buffer_ptr, size, config)
+                return -self._put_from(False, key, buffer_ptr, size, config)
             parts = [view_at(metadata_buffer_ptr, metadata_size), value]
             return self._store(key, Gathered(parts), config)
         except FAILURES as error:
@@ -96,25 +113,30 @@ class AddressCalls(ObjectCalls):
 
     # --- many objects ------------------------------------------------------------------------
 
-    def batch_put_from(
+    def _batch_put_from(
         self,
+        overwrite: bool,
         keys: Sequence[str],
         buffer_ptrs: Sequence[int],
         sizes: Sequence[int],
         config: ReplicateConfig = DEFAULT_CONFIG,
     ) -> list[int]:
         """`put_from` for many, in few requests; a code for each. Size 0 is -600 here."""
-        return self._batch_put_from(keys, buffer_ptrs, sizes, config)
+        if not alike(keys, buffer_ptrs, sizes):
+            return [INVALID] * len(keys)
+        codes = [INVALID] * len(keys)
+        views: dict[int, memoryview] = {}
+        for number, (pointer, size) in enumerate(zip(buffer_ptrs, sizes, strict=True)):
+            try:
+                if size:
+                    views[number] = view_at(pointer, size)
+            except ITEM_FAILURES as error:
+                codes[number] = self._item_code(error)
+        good = [keys[number] for number in views]
+        stored = self._store_many(good, list(views.values()), config, overwrite=overwrite)
+        return _filled(codes, views, stored)
 
-    def batch_upsert_from(
-        self,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        config: ReplicateConfig = DEFAULT_CONFIG,
-    ) -> list[int]:
-        """`batch_put_from` that replaces objects that exist."""
-        return self._batch_put_from(keys, buffer_ptrs, sizes, config, overwrite=True)
+    batch_put_from, batch_upsert_from = put_and_upsert(_batch_put_from)
 
     def batch_get_into(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
@@ -129,25 +151,25 @@ class AddressCalls(ObjectCalls):
             return self._get_into_places(keys, list(zip(buffer_ptrs, sizes, strict=True)))
         return self._get_many_into(keys, views)
 
-    def batch_put_from_multi_buffers(
+    def _batch_put_from_multi_buffers(
         self,
+        overwrite: bool,
         keys: Sequence[str],
         all_buffer_ptrs: Sequence[Sequence[int]],
         all_sizes: Sequence[Sequence[int]],
         config: ReplicateConfig = DEFAULT_CONFIG,
     ) -> list[int]:
         """Store objects of which each lies in several places, one after the other; a code for each."""
-        return self._put_from_several(keys, all_buffer_ptrs, all_sizes, config)
+        if not alike(keys, all_buffer_ptrs, all_sizes):
+            return [INVALID] * len(keys)
+        good = _several_views(all_buffer_ptrs, all_sizes)
+        some, values = [keys[number] for number in good], [Gathered(each) for each in good.values()]
+        stored = self._store_many(some, values, config, overwrite=overwrite, same_node=True)
+        return _filled([INVALID] * len(keys), good, stored)
 
-    def batch_upsert_from_multi_buffers(
-        self,
-        keys: Sequence[str],
-        all_buffer_ptrs: Sequence[Sequence[int]],
-        all_sizes: Sequence[Sequence[int]],
-        config: ReplicateConfig = DEFAULT_CONFIG,
-    ) -> list[int]:
-        """`batch_put_from_multi_buffers` that replaces objects that exist."""
-        return self._put_from_several(keys, all_buffer_ptrs, all_sizes, config, overwrite=True)
+    batch_put_from_multi_buffers, batch_upsert_from_multi_buffers = put_and_upsert(
+        _batch_put_from_multi_buffers
+    )
 
     def batch_get_into_multi_buffers(
         self,
@@ -245,67 +267,6 @@ class AddressCalls(ObjectCalls):
                 codes.append(length)
         return codes
 
-    def _put_from(
-        self,
-        key: str,
-        buffer_ptr: int,
-        size: int,
-        config: ReplicateConfig,
-        *,
-        overwrite: bool = False,
-    ) -> int:
-        try:
-            if not size:
-                self._live  # noqa: B018 - raises when there is no connection
-                return 0
-            return self._store(key, view_at(buffer_ptr, size), config, overwrite=overwrite)
-        except FAILURES as error:
-            return self._code(error)
-
-    def _put_from_several(
-        self,
-        keys: Sequence[str],
-        all_buffer_ptrs: Sequence[Sequence[int]],
-        all_sizes: Sequence[Sequence[int]],
-        config: ReplicateConfig,
-        *,
-        overwrite: bool = False,
-    ) -> list[int]:
-        if not alike(keys, all_buffer_ptrs, all_sizes):
-            return [INVALID] * len(keys)
-        codes = [INVALID] * len(keys)
-        good = _several_views(all_buffer_ptrs, all_sizes)
-        some, values = [keys[number] for number in good], [Gathered(each) for each in good.values()]
-        stored = self._store_many(some, values, config, overwrite=overwrite, same_node=True)
-        for number, code in zip(good, stored, strict=True):
-            codes[number] = code
-        return codes
-
-    def _batch_put_from(
-        self,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        config: ReplicateConfig,
-        *,
-        overwrite: bool = False,
-    ) -> list[int]:
-        if not alike(keys, buffer_ptrs, sizes):
-            return [INVALID] * len(keys)
-        codes = [INVALID] * len(keys)
-        views: dict[int, memoryview] = {}
-        for number, (pointer, size) in enumerate(zip(buffer_ptrs, sizes, strict=True)):
-            try:
-                if size:
-                    views[number] = view_at(pointer, size)
-            except ITEM_FAILURES as error:
-                codes[number] = self._item_code(error)
-        good = [keys[number] for number in views]
-        stored = self._store_many(good, list(views.values()), config, overwrite=overwrite)
-        for number, code in zip(views, stored, strict=True):
-            codes[number] = code
-        return codes
-
     def _get_into_places(self, keys: Sequence[str], places: Sequence[tuple[int, int]]) -> list[int]:
         """Read values into places (address and size), some of which may be wrong; a length or a code for each."""
         codes = [INVALID] * len(keys)
@@ -316,9 +277,7 @@ class AddressCalls(ObjectCalls):
             except ITEM_FAILURES as error:
                 codes[number] = self._item_code(error)
         got = self._get_many_into([keys[number] for number in views], list(views.values()))
-        for number, code in zip(views, got, strict=True):
-            codes[number] = code
-        return codes
+        return _filled(codes, views, got)
 
     def _get_many_into(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
         try:
@@ -326,6 +285,13 @@ class AddressCalls(ObjectCalls):
         except (P2PStoreError, ValueError) as error:
             return [self._read_code(error)] * len(keys)
         return [self._read_code(each) if isinstance(each, Exception) else each for each in outcomes]
+
+
+def _filled(codes: list[int], places: Iterable[int], answers: Sequence[int]) -> list[int]:
+    """The codes, with the answers to the items at these places filled in."""
+    for number, code in zip(places, answers, strict=True):
+        codes[number] = code
+    return codes
 
 
 def _several_views(

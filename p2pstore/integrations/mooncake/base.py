@@ -20,8 +20,8 @@ from p2pstore.errors import (
     P2PStoreError,
     StoreClosed,
 )
-from p2pstore.integrations.mooncake.codes import ErrorCode, code_of
 from p2pstore.integrations.mooncake.memory import Registrations
+from p2pstore.integrations.mooncake.mooncake_types import ErrorCode, code_of
 from p2pstore.integrations.mooncake.own_peer import OwnPeer, ssd_folder
 from p2pstore.integrations.mooncake.settings import (
     SetupSettings,

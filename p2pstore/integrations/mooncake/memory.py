@@ -1,17 +1,21 @@
-"""Addresses of the caller's memory as views, and what was registered of it."""
+"""Memory by address: views of it, registered regions, allocated memory, and scratch memory that is used again."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import operator
+import os
 import threading
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from p2pstore.client.registered import RegisteredBuffer
+from p2pstore.values import RegisteredBuffer
 
 MAX_ADDRESS: Final = 2**47
 """Above is no memory of a process."""
@@ -128,3 +132,93 @@ def handle_of(view: memoryview) -> BufferHandle:
     """A handle that keeps a leased view."""
     values = np.frombuffer(view, np.int8) if len(view) else np.empty(0, np.int8)
     return values.view(BufferHandle)
+
+
+class MooncakeHostMemAllocator:
+    """Gives out page-aligned memory by address."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._memory: dict[int, mmap.mmap] = {}
+
+    def alloc(self, size: int) -> int:
+        """The address of `size` new bytes. Raises `ValueError` for less than one, `OSError` when there is no memory."""
+        if size < 1:
+            raise ValueError(f"cannot allocate {size} bytes")
+        try:
+            memory = mmap.mmap(-1, size)
+        except OverflowError as error:
+            raise ValueError(f"cannot allocate {size} bytes") from error
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+        with self._lock:
+            self._memory[address] = memory
+        return address
+
+    def free(self, address: int) -> int:
+        """Give memory back; 0, or -1 when it is not from here."""
+        with self._lock:
+            memory = self._memory.pop(address, None)
+        return -1 if memory is None else 0
+
+    def close(self) -> None:
+        """Give all of it back."""
+        with self._lock:
+            self._memory.clear()
+
+
+def bind_to_numa_node(node: int) -> None:
+    """Run the calling thread on the processors of a NUMA node, whose memory the kernel then prefers. Raises
+    `ValueError` when the machine has no such node."""
+    try:
+        text = Path(f"/sys/devices/system/node/node{int(node)}/cpulist").read_text()
+    except OSError:
+        raise ValueError(f"this machine has no NUMA node {node}") from None
+    processors: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            processors.update(range(int(first), int(last or first) + 1))
+    os.sched_setaffinity(0, processors)
+
+
+KEPT_BYTES: Final = 64 * 1024 * 1024
+SMALL_BYTES: Final = 64 * 1024
+
+
+class Scratch:
+    """Room for what is gathered or scattered. Any thread may take some; one piece is kept for the next."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: memoryview | None = None
+
+    @contextmanager
+    def room(self, size: int) -> Iterator[memoryview]:
+        """`size` bytes, whatever they are, for the length of the block."""
+        with self._lock:
+            memory, self._kept = self._kept, None
+        if memory is None or len(memory) < size:
+            memory = np.empty(max(size, 1), np.uint8).data
+        try:
+            yield memory[:size]
+        finally:
+            if len(memory) <= KEPT_BYTES:
+                with self._lock:
+                    self._kept = memory
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes; large ones without the interpreter's lock."""
+    if len(source) <= SMALL_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def scatter(source: memoryview, parts: Sequence[memoryview]) -> None:
+    """Copy the beginning of `source` to the first part, what follows to the next, and so on, as far as it goes."""
+    at = 0
+    for part in parts:
+        count = min(len(part), len(source) - at)
+        copy(part[:count], source[at : at + count])
+        at += count

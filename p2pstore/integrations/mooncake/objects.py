@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from p2pstore.client.gathered import Gathered
-from p2pstore.client.values import source_view
 from p2pstore.errors import (
     BufferTooSmall,
     CapacityExceeded,
@@ -15,17 +13,20 @@ from p2pstore.errors import (
     P2PStoreError,
 )
 from p2pstore.integrations.mooncake.base import StoreBase
-from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import BufferHandle, handle_of
-from p2pstore.integrations.mooncake.placement import (
+from p2pstore.integrations.mooncake.mooncake_types import (
     DEFAULT_CONFIG,
+    ErrorCode,
     ExistOptions,
     ReplicateConfig,
+    alike,
+    put_and_upsert,
     put_options,
     unused_fields,
 )
 from p2pstore.objects import encode_key
 from p2pstore.results import Buffer
+from p2pstore.values import Gathered, source_view
 
 FAILURES = (P2PStoreError, ValueError)
 """What becomes a code. Anything else is a mistake in a program, and raised."""
@@ -37,42 +38,54 @@ INVALID = int(ErrorCode.INVALID_PARAMS)
 class ObjectCalls(StoreBase):
     """Calls whose values are bytes, or buffers of the caller."""
 
-    def put(self, key: str, value: Buffer, config: ReplicateConfig = DEFAULT_CONFIG) -> int:
-        """Store a value. An object that exists stays as it is, and 0 is returned all the same. An empty value is -600,
-        and so is one that is not contiguous in memory."""
-        return self._put_one(key, value, config)
-
-    def upsert(self, key: str, value: Buffer, config: ReplicateConfig = DEFAULT_CONFIG) -> int:
-        """`put` that replaces an object that exists. A pin is that of the config, not of the object before."""
-        return self._put_one(key, value, config, overwrite=True)
-
-    def put_parts(self, key: str, *parts: Buffer, config: ReplicateConfig = DEFAULT_CONFIG) -> int:
-        """Store several buffers, one after the other, as one value; none at all is 0, and stores nothing."""
-        return self._put_parts(key, parts, config)
-
-    def upsert_parts(
-        self, key: str, *parts: Buffer, config: ReplicateConfig = DEFAULT_CONFIG
+    def _put(
+        self, overwrite: bool, key: str, value: Buffer, config: ReplicateConfig = DEFAULT_CONFIG
     ) -> int:
-        """`put_parts` that replaces an object that exists."""
-        return self._put_parts(key, parts, config, overwrite=True)
+        """Store a value. An object that exists stays as it is, and 0 is returned all the same. An empty value is -600,
+        and so is one that is not contiguous in memory. With `upsert` the pin is that of the config, not of the object
+        before."""
+        try:
+            view = source_view(value)
+            if not view.nbytes:
+                return INVALID
+            return self._store(key, view, config, overwrite=overwrite)
+        except FAILURES as error:
+            return self._code(error)
 
-    def put_batch(
+    put, upsert = put_and_upsert(_put)
+
+    def _put_parts(
+        self, overwrite: bool, key: str, *parts: Buffer, config: ReplicateConfig = DEFAULT_CONFIG
+    ) -> int:
+        """Store several buffers, one after the other, as one value; none at all is 0, and stores nothing."""
+        try:
+            value = Gathered(parts)
+            return self._store(key, value, config, overwrite=overwrite) if len(value) else 0
+        except FAILURES as error:
+            return self._code(error)
+
+    put_parts, upsert_parts = put_and_upsert(_put_parts)
+
+    def _put_batch(
         self,
+        overwrite: bool,
         keys: Sequence[str],
         values: Sequence[Buffer],
         config: ReplicateConfig = DEFAULT_CONFIG,
     ) -> int:
         """`put` for many: 0, or the first error. With an empty value among them nothing is stored: -600."""
-        return self._put_batch(keys, values, config)
+        if not alike(keys, values):
+            return INVALID
+        try:
+            views = [source_view(value) for value in values]
+        except ITEM_FAILURES as error:
+            return self._item_code(error)
+        if any(not view.nbytes for view in views):
+            return INVALID
+        codes = self._store_many(keys, views, config, overwrite=overwrite)
+        return next((code for code in codes if code), 0)
 
-    def upsert_batch(
-        self,
-        keys: Sequence[str],
-        values: Sequence[Buffer],
-        config: ReplicateConfig = DEFAULT_CONFIG,
-    ) -> int:
-        """`put_batch` that replaces objects that exist."""
-        return self._put_batch(keys, values, config, overwrite=True)
+    put_batch, upsert_batch = put_and_upsert(_put_batch)
 
     def get(self, key: str) -> bytes:
         """The value, or nothing: for a key that nobody has, and after any failure, which the log tells of."""
@@ -198,50 +211,6 @@ class ObjectCalls(StoreBase):
         for error in errors:
             if error is not None and not isinstance(error, NoSuchKey):
                 self._read_code(error)
-
-    def _put_one(
-        self, key: str, value: Buffer, config: ReplicateConfig, *, overwrite: bool = False
-    ) -> int:
-        try:
-            view = source_view(value)
-            if not view.nbytes:
-                return INVALID
-            return self._store(key, view, config, overwrite=overwrite)
-        except FAILURES as error:
-            return self._code(error)
-
-    def _put_parts(
-        self,
-        key: str,
-        parts: Sequence[Buffer],
-        config: ReplicateConfig,
-        *,
-        overwrite: bool = False,
-    ) -> int:
-        try:
-            value = Gathered(parts)
-            return self._store(key, value, config, overwrite=overwrite) if len(value) else 0
-        except FAILURES as error:
-            return self._code(error)
-
-    def _put_batch(
-        self,
-        keys: Sequence[str],
-        values: Sequence[Buffer],
-        config: ReplicateConfig,
-        *,
-        overwrite: bool = False,
-    ) -> int:
-        if not alike(keys, values):
-            return INVALID
-        try:
-            views = [source_view(value) for value in values]
-        except ITEM_FAILURES as error:
-            return self._item_code(error)
-        if any(not view.nbytes for view in views):
-            return INVALID
-        codes = self._store_many(keys, views, config, overwrite=overwrite)
-        return next((code for code in codes if code), 0)
 
     def _put_options(self, config: ReplicateConfig, *, same_node: bool = False) -> dict[str, Any]:
         """`put_options`; what the config asks for in vain is said once."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from p2pstore.errors import ConfigError, DeadlineExceeded, P2PStoreError
-from p2pstore.runtime.readiness import read_line
+from p2pstore.runtime.linux import read_line
 from p2pstore.ssd_tier.opening import FILE_NAME
 
 READY_SECONDS: Final = 30.0

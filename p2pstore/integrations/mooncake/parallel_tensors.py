@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from p2pstore.errors import NoSuchKey
-from p2pstore.integrations.mooncake.codes import alike
 from p2pstore.integrations.mooncake.memory import view_at
+from p2pstore.integrations.mooncake.mooncake_types import (
+    DEFAULT_CONFIG,
+    ReplicateConfig,
+    alike,
+    put_and_upsert,
+)
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
 from p2pstore.integrations.mooncake.parallelism import (
     Manifest,
@@ -28,7 +34,6 @@ from p2pstore.integrations.mooncake.parallelism import (
     writer_key,
     writer_manifest_key,
 )
-from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
 from p2pstore.integrations.mooncake.tensor_format import (
     HEADER_BYTES,
     LayoutAxis,
@@ -87,32 +92,51 @@ class ParallelTensorCalls(TensorCalls):
 
     # --- put -----------------------------------------------------------------------------------
 
-    def put_tensor_with_parallelism(
+    def _put_tensor_with_parallelism(
         self,
+        overwrite: bool,
         key: str,
         tensor: Tensor,
         parallelism: Any = None,
         config: ReplicateConfig = DEFAULT_CONFIG,
         writer_partition: Any = None,
     ) -> int:
-        """Store the caller's part of a tensor: 0, and what exists stays; -600 for what cannot be divided so."""
-        return self._put_parallel(key, tensor, parallelism, config, writer_partition)
+        """Store the caller's part of a tensor: 0, and what exists stays; -600 for one that cannot be divided so."""
+        if parallelism is None and writer_partition is None:
+            return self._pub_tensor(overwrite, key, tensor, config)
+        try:
+            encode_key(key)
+            shape = describe(tensor).shape
+            axes = _one_of(parallelism, writer_partition)
+            cut = tp_axis(axes)
+            if cut is None:
+                shards = [(shard_key(key, axes), tensor, shape, tuple(axes))]
+                return self._put_all(shards, config, overwrite=overwrite)
+            assert cut.split_dim is not None
+            if writer_partition is None and len(axes) == 1:
+                whole = _with_length(shape, cut.split_dim, cut.count, times=True)
+                part = tensor
+            else:
+                whole, part = shape, part_of(tensor, cut.rank, cut.count, cut.split_dim)
+            keys = (shard_key(key, axes), parallelism_manifest_key(key))
+            if writer_partition is not None:
+                keys = (writer_key(key, cut), writer_manifest_key(key))
+            where, about = keys
+            code = self._put_all([(where, part, whole, tuple(axes))], config, overwrite=overwrite)
+            if code:
+                return code
+            manifest = Manifest(describe(tensor).dtype, whole, cut.split_dim, cut.count)
+            return self._store(about, encode_manifest(manifest), config, overwrite=overwrite)
+        except FAILURES as error:
+            return self._code(error)
 
-    def upsert_tensor_with_parallelism(
-        self,
-        key: str,
-        tensor: Tensor,
-        parallelism: Any = None,
-        config: ReplicateConfig = DEFAULT_CONFIG,
-        writer_partition: Any = None,
-    ) -> int:
-        """`put_tensor_with_parallelism` that replaces what exists."""
-        return self._put_parallel(
-            key, tensor, parallelism, config, writer_partition, overwrite=True
-        )
+    put_tensor_with_parallelism, upsert_tensor_with_parallelism = put_and_upsert(
+        _put_tensor_with_parallelism
+    )
 
-    def batch_put_tensor_with_parallelism(
+    def _batch_put_tensor_with_parallelism(
         self,
+        overwrite: bool,
         keys: Sequence[str],
         tensors_list: Sequence[Tensor],
         parallelisms: Sequence[Any] | None = None,
@@ -120,23 +144,16 @@ class ParallelTensorCalls(TensorCalls):
         writer_partitions: Sequence[Any] | None = None,
     ) -> list[int]:
         """`put_tensor_with_parallelism` for many; a code for each."""
-        put = self.put_tensor_with_parallelism
+        put = partial(self._put_tensor_with_parallelism, overwrite)
         return self._each(put, config, keys, [tensors_list], parallelisms, writer_partitions)
 
-    def batch_upsert_tensor_with_parallelism(
-        self,
-        keys: Sequence[str],
-        tensors_list: Sequence[Tensor],
-        parallelisms: Sequence[Any] | None = None,
-        config: ReplicateConfig = DEFAULT_CONFIG,
-        writer_partitions: Sequence[Any] | None = None,
-    ) -> list[int]:
-        """`upsert_tensor_with_parallelism` for many; a code for each."""
-        put = self.upsert_tensor_with_parallelism
-        return self._each(put, config, keys, [tensors_list], parallelisms, writer_partitions)
+    batch_put_tensor_with_parallelism, batch_upsert_tensor_with_parallelism = put_and_upsert(
+        _batch_put_tensor_with_parallelism
+    )
 
-    def put_tensor_with_parallelism_from(
+    def _put_tensor_with_parallelism_from(
         self,
+        overwrite: bool,
         key: str,
         buffer_ptr: int,
         size: int,
@@ -145,25 +162,39 @@ class ParallelTensorCalls(TensorCalls):
         writer_partition: Any = None,
     ) -> int:
         """Store a whole tensor that lies in memory, header and elements: all of its shards along `tp`, or the part of
-        `writer_partition`; -600 for what is no tensor."""
-        return self._put_parallel_from(key, buffer_ptr, size, parallelism, config, writer_partition)
+        `writer_partition`; -600 for a value that is no tensor."""
+        try:
+            encode_key(key)
+            memory = view_at(buffer_ptr, size)
+            header = decode_header(memory)
+            if header.total_bytes != size:
+                return INVALID
+            if parallelism is None and writer_partition is None:
+                return self._store(key, memory, config, overwrite=overwrite)
+            tensor = tensor_in(header, memory)
+            axes = _one_of(parallelism, writer_partition)
+            cut = tp_axis(axes)
+            if cut is None or writer_partition is not None:
+                return self._put_tensor_with_parallelism(
+                    overwrite, key, tensor, parallelism, config, writer_partition
+                )
+            assert cut.split_dim is not None
+            shards = []
+            for rank in range(cut.count):
+                own = with_rank(axes, rank, cut.count)
+                part = part_of(tensor, rank, cut.count, cut.split_dim)
+                shards.append((shard_key(key, own), part, header.shape, tuple(own)))
+            return self._put_all(shards, config, overwrite=overwrite)
+        except FAILURES as error:
+            return self._code(error)
 
-    def upsert_tensor_with_parallelism_from(
-        self,
-        key: str,
-        buffer_ptr: int,
-        size: int,
-        parallelism: Any = None,
-        config: ReplicateConfig = DEFAULT_CONFIG,
-        writer_partition: Any = None,
-    ) -> int:
-        """`put_tensor_with_parallelism_from` that replaces what exists."""
-        return self._put_parallel_from(
-            key, buffer_ptr, size, parallelism, config, writer_partition, overwrite=True
-        )
+    put_tensor_with_parallelism_from, upsert_tensor_with_parallelism_from = put_and_upsert(
+        _put_tensor_with_parallelism_from
+    )
 
-    def batch_put_tensor_with_parallelism_from(
+    def _batch_put_tensor_with_parallelism_from(
         self,
+        overwrite: bool,
         keys: Sequence[str],
         buffer_ptrs: Sequence[int],
         sizes: Sequence[int],
@@ -172,21 +203,12 @@ class ParallelTensorCalls(TensorCalls):
         writer_partitions: Sequence[Any] | None = None,
     ) -> list[int]:
         """`put_tensor_with_parallelism_from` for many; a code for each."""
-        put = self.put_tensor_with_parallelism_from
+        put = partial(self._put_tensor_with_parallelism_from, overwrite)
         return self._each(put, config, keys, [buffer_ptrs, sizes], parallelisms, writer_partitions)
 
-    def batch_upsert_tensor_with_parallelism_from(
-        self,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        parallelisms: Sequence[Any] | None = None,
-        config: ReplicateConfig = DEFAULT_CONFIG,
-        writer_partitions: Sequence[Any] | None = None,
-    ) -> list[int]:
-        """`upsert_tensor_with_parallelism_from` for many; a code for each."""
-        put = self.upsert_tensor_with_parallelism_from
-        return self._each(put, config, keys, [buffer_ptrs, sizes], parallelisms, writer_partitions)
+    batch_put_tensor_with_parallelism_from, batch_upsert_tensor_with_parallelism_from = (
+        put_and_upsert(_batch_put_tensor_with_parallelism_from)
+    )
 
     # --- get -----------------------------------------------------------------------------------
 
@@ -254,78 +276,6 @@ class ParallelTensorCalls(TensorCalls):
 
     # --- writing -------------------------------------------------------------------------------
 
-    def _put_parallel(
-        self,
-        key: str,
-        tensor: Tensor,
-        parallelism: Any,
-        config: ReplicateConfig,
-        partition: Any,
-        *,
-        overwrite: bool = False,
-    ) -> int:
-        if parallelism is None and partition is None:
-            return self._put_tensor(key, tensor, config, overwrite=overwrite)
-        try:
-            encode_key(key)
-            shape = describe(tensor).shape
-            axes = _one_of(parallelism, partition)
-            cut = tp_axis(axes)
-            if cut is None:
-                shards = [(shard_key(key, axes), tensor, shape, tuple(axes))]
-                return self._put_all(shards, config, overwrite=overwrite)
-            assert cut.split_dim is not None
-            if partition is None and len(axes) == 1:
-                whole = _with_length(shape, cut.split_dim, cut.count, times=True)
-                part = tensor
-            else:
-                whole, part = shape, part_of(tensor, cut.rank, cut.count, cut.split_dim)
-            where = shard_key(key, axes) if partition is None else writer_key(key, cut)
-            code = self._put_all([(where, part, whole, tuple(axes))], config, overwrite=overwrite)
-            if code:
-                return code
-            manifest = Manifest(describe(tensor).dtype, whole, cut.split_dim, cut.count)
-            about = (parallelism_manifest_key if partition is None else writer_manifest_key)(key)
-            return self._store(about, encode_manifest(manifest), config, overwrite=overwrite)
-        except FAILURES as error:
-            return self._code(error)
-
-    def _put_parallel_from(
-        self,
-        key: str,
-        buffer_ptr: int,
-        size: int,
-        parallelism: Any,
-        config: ReplicateConfig,
-        partition: Any,
-        *,
-        overwrite: bool = False,
-    ) -> int:
-        try:
-            encode_key(key)
-            memory = view_at(buffer_ptr, size)
-            header = decode_header(memory)
-            if header.total_bytes != size:
-                return INVALID
-            if parallelism is None and partition is None:
-                return self._store(key, memory, config, overwrite=overwrite)
-            tensor = tensor_in(header, memory)
-            axes = _one_of(parallelism, partition)
-            cut = tp_axis(axes)
-            if cut is None or partition is not None:
-                return self._put_parallel(
-                    key, tensor, parallelism, config, partition, overwrite=overwrite
-                )
-            assert cut.split_dim is not None
-            shards = []
-            for rank in range(cut.count):
-                own = with_rank(axes, rank, cut.count)
-                part = part_of(tensor, rank, cut.count, cut.split_dim)
-                shards.append((shard_key(key, own), part, header.shape, tuple(own)))
-            return self._put_all(shards, config, overwrite=overwrite)
-        except FAILURES as error:
-            return self._code(error)
-
     def _put_all(
         self,
         shards: Sequence[tuple[str, Tensor, tuple[int, ...], tuple[LayoutAxis, ...]]],
@@ -336,7 +286,7 @@ class ParallelTensorCalls(TensorCalls):
         """Put shards (key, elements, shape of the whole, axes): 0, or the first error."""
         keys, parts, _, _ = zip(*shards, strict=True)
         headers = [describe(part, whole, axes) for _, part, whole, axes in shards]
-        codes = self._put_tensors(keys, parts, config, overwrite=overwrite, headers=headers)
+        codes = self._store_tensors(keys, parts, config, overwrite=overwrite, headers=headers)
         return next((code for code in codes if code), 0)
 
     # --- reading -------------------------------------------------------------------------------

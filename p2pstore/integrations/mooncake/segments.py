@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from p2pstore.errors import P2PStoreError
-from p2pstore.integrations.mooncake.codes import ErrorCode
+from p2pstore.integrations.mooncake.mooncake_types import ErrorCode
 from p2pstore.integrations.mooncake.objects import ObjectCalls
 from p2pstore.integrations.mooncake.own_peer import OwnPeer
 from p2pstore.integrations.mooncake.settings import name_options

@@ -9,11 +9,14 @@ import numpy as np
 
 from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.mooncake.addresses import AddressCalls
-from p2pstore.integrations.mooncake.codes import ErrorCode, alike
-from p2pstore.integrations.mooncake.memory import view_at
+from p2pstore.integrations.mooncake.memory import copy, view_at
+from p2pstore.integrations.mooncake.mooncake_types import (
+    DEFAULT_CONFIG,
+    ErrorCode,
+    ReplicateConfig,
+    alike,
+)
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, is_key
-from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
-from p2pstore.integrations.mooncake.scratch import copy
 
 MAX_BYTES = 2**32
 """An object has at most 4 GiB."""

@@ -1,26 +1,28 @@
-"""Mooncake's store: all of its calls together, and its set-ups one after the other."""
+"""Mooncake's store, blocking and for asyncio: all of its calls together, and its set-ups one after the other."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from p2pstore.errors import P2PStoreError
-from p2pstore.integrations.mooncake.codes import ErrorCode, code_of
+from p2pstore.integrations.mooncake.mooncake_types import ErrorCode, code_of
 from p2pstore.integrations.mooncake.parallel_tensors import ParallelTensorCalls
 from p2pstore.integrations.mooncake.replicas import ReplicaCalls
 from p2pstore.integrations.mooncake.segments import SegmentCalls
 from p2pstore.integrations.mooncake.sessions import SessionCalls
 from p2pstore.integrations.mooncake.settings import DEFAULT_SEGMENT_BYTES, from_arguments
+from p2pstore.integrations.mooncake.tensor_shards import ShardCalls
 
 LOG: Final = logging.getLogger("p2pstore.mooncake")
 
 
-class StoreCalls(SessionCalls, ParallelTensorCalls, ReplicaCalls, SegmentCalls):
+class StoreCalls(SessionCalls, ShardCalls, ParallelTensorCalls, ReplicaCalls, SegmentCalls):
     """All calls, for one set-up."""
 
 
@@ -134,3 +136,22 @@ def _passed_on(name: str) -> Callable[..., Any]:
 for _name in dir(StoreCalls):
     if not _name.startswith("_") and _name not in vars(MooncakeDistributedStore):
         setattr(MooncakeDistributedStore, _name, _passed_on(_name))
+
+
+class MooncakeDistributedStoreAsync(MooncakeDistributedStore):
+    """`async_NAME(...)` is method NAME, run in the event loop's threads. A call that is cancelled goes on there to its
+    end, so memory that was passed by address must be left alone until then. New programs take `p2pstore.aio`, which
+    needs no threads."""
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = (
+            getattr(self, name.removeprefix("async_"), None) if name.startswith("async_") else None
+        )
+        if not callable(method):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        @functools.wraps(method)
+        async def call(*arguments: Any, **named: Any) -> Any:
+            return await asyncio.to_thread(method, *arguments, **named)
+
+        return call

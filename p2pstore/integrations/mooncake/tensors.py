@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from p2pstore.client.gathered import Gathered
-from p2pstore.client.values import source_view
 from p2pstore.integrations.mooncake.addresses import AddressCalls, groups
-from p2pstore.integrations.mooncake.codes import ErrorCode, alike
 from p2pstore.integrations.mooncake.memory import view_at
+from p2pstore.integrations.mooncake.mooncake_types import (
+    DEFAULT_CONFIG,
+    ErrorCode,
+    ReplicateConfig,
+    alike,
+    put_and_upsert,
+)
 from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ITEM_FAILURES
-from p2pstore.integrations.mooncake.placement import DEFAULT_CONFIG, ReplicateConfig
-from p2pstore.integrations.mooncake.safetensors_file import read_one, write_one
 from p2pstore.integrations.mooncake.tensor_format import (
     TensorHeader,
-    cut,
     decode_header,
     describe,
     elements_of,
     encode_header,
     fill_tensor,
+    read_one,
     tensor_in,
-    tp_shard,
+    write_one,
 )
-from p2pstore.objects import encode_key
+from p2pstore.values import Gathered, source_view
 
 Tensor = Any
 Place = tuple[int, int] | None
@@ -36,73 +38,80 @@ SMALL_BYTES: Final = 2**16
 
 class TensorCalls(AddressCalls):
     """Calls about tensors. They need torch, which is imported with the first of them. Tensors on a GPU are copied to
-    the host first. A shard of a tensor is an object of its own, `KEY_tp_RANK`."""
+    the host first."""
 
     # --- put -----------------------------------------------------------------------------------
 
-    def put_tensor(self, key: str, tensor: Tensor) -> int:
-        """Store a tensor: 0, and the first one stays; -600 for what is none."""
-        return self._put_tensor(key, tensor, DEFAULT_CONFIG)
-
-    def pub_tensor(self, key: str, tensor: Tensor, config: ReplicateConfig = DEFAULT_CONFIG) -> int:
-        """`put_tensor` with a config."""
-        return self._put_tensor(key, tensor, config)
-
-    def upsert_tensor(self, key: str, tensor: Tensor) -> int:
-        """`put_tensor` that replaces what exists."""
-        return self._put_tensor(key, tensor, DEFAULT_CONFIG, overwrite=True)
-
-    def upsert_pub_tensor(
-        self, key: str, tensor: Tensor, config: ReplicateConfig = DEFAULT_CONFIG
+    def _pub_tensor(
+        self, overwrite: bool, key: str, tensor: Tensor, config: ReplicateConfig = DEFAULT_CONFIG
     ) -> int:
-        """`upsert_tensor` with a config."""
-        return self._put_tensor(key, tensor, config, overwrite=True)
+        """Store a tensor: 0, and the first one stays; -600 for a value that is none."""
+        return self._store_tensors([key], [tensor], config, overwrite=overwrite)[0]
 
-    def batch_put_tensor(self, keys: Sequence[str], tensors_list: Sequence[Tensor]) -> list[int]:
-        """`put_tensor` for many; a code for each."""
-        return self._put_tensors(keys, tensors_list, DEFAULT_CONFIG)
+    pub_tensor, upsert_pub_tensor = put_and_upsert(_pub_tensor)
 
-    def batch_pub_tensor(
+    def _put_tensor(self, overwrite: bool, key: str, tensor: Tensor) -> int:
+        """`pub_tensor` without a config."""
+        return self._pub_tensor(overwrite, key, tensor)
+
+    put_tensor, upsert_tensor = put_and_upsert(_put_tensor)
+
+    def _batch_pub_tensor(
         self,
+        overwrite: bool,
         keys: Sequence[str],
         tensors_list: Sequence[Tensor],
         config: ReplicateConfig = DEFAULT_CONFIG,
     ) -> list[int]:
         """`pub_tensor` for many; a code for each."""
-        return self._put_tensors(keys, tensors_list, config)
+        return self._store_tensors(keys, tensors_list, config, overwrite=overwrite)
 
-    def batch_upsert_tensor(self, keys: Sequence[str], tensors_list: Sequence[Tensor]) -> list[int]:
-        """`upsert_tensor` for many; a code for each."""
-        return self._put_tensors(keys, tensors_list, DEFAULT_CONFIG, overwrite=True)
+    batch_pub_tensor, batch_upsert_pub_tensor = put_and_upsert(_batch_pub_tensor)
 
-    def batch_upsert_pub_tensor(
-        self,
-        keys: Sequence[str],
-        tensors_list: Sequence[Tensor],
-        config: ReplicateConfig = DEFAULT_CONFIG,
+    def _batch_put_tensor(
+        self, overwrite: bool, keys: Sequence[str], tensors_list: Sequence[Tensor]
     ) -> list[int]:
-        """`upsert_pub_tensor` for many; a code for each."""
-        return self._put_tensors(keys, tensors_list, config, overwrite=True)
+        """`put_tensor` for many; a code for each."""
+        return self._batch_pub_tensor(overwrite, keys, tensors_list)
 
-    def put_tensor_from(self, key: str, buffer_ptr: int, size: int) -> int:
+    batch_put_tensor, batch_upsert_tensor = put_and_upsert(_batch_put_tensor)
+
+    def _put_tensor_from(self, overwrite: bool, key: str, buffer_ptr: int, size: int) -> int:
         """Store a tensor that lies in memory as this format has it, header and elements: -600 when it does not."""
-        return self._put_tensor_from(key, buffer_ptr, size)
+        return self._batch_put_tensor_from(overwrite, [key], [buffer_ptr], [size])[0]
 
-    def upsert_tensor_from(self, key: str, buffer_ptr: int, size: int) -> int:
-        """`put_tensor_from` that replaces what exists."""
-        return self._put_tensor_from(key, buffer_ptr, size, overwrite=True)
+    put_tensor_from, upsert_tensor_from = put_and_upsert(_put_tensor_from)
 
-    def batch_put_tensor_from(
-        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    def _batch_put_tensor_from(
+        self,
+        overwrite: bool,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
     ) -> list[int]:
         """`put_tensor_from` for many; a code for each."""
-        return self._put_tensors_from(keys, buffer_ptrs, sizes)
+        if not alike(keys, buffer_ptrs, sizes):
+            return [INVALID] * len(keys)
+        codes = [INVALID] * len(keys)
+        memory: dict[int, memoryview] = {}
+        for number, place in enumerate(zip(buffer_ptrs, sizes, strict=True)):
+            try:
+                view = view_at(*place)
+                if decode_header(view).total_bytes == len(view):
+                    memory[number] = view
+            except ITEM_FAILURES as error:
+                codes[number] = self._item_code(error)
+        stored = self._store_some(
+            [keys[number] for number in memory],
+            list(memory.values()),
+            DEFAULT_CONFIG,
+            overwrite=overwrite,
+        )
+        for number, code in zip(memory, stored, strict=True):
+            codes[number] = code
+        return codes
 
-    def batch_upsert_tensor_from(
-        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
-    ) -> list[int]:
-        """`upsert_tensor_from` for many; a code for each."""
-        return self._put_tensors_from(keys, buffer_ptrs, sizes, overwrite=True)
+    batch_put_tensor_from, batch_upsert_tensor_from = put_and_upsert(_batch_put_tensor_from)
 
     # --- get -----------------------------------------------------------------------------------
 
@@ -151,130 +160,6 @@ class TensorCalls(AddressCalls):
             for number, found in zip(some, got, strict=True):
                 codes[number] = self._copy_to(tensors_list[number], found)
         return codes
-
-    # --- shards --------------------------------------------------------------------------------
-
-    def put_tensor_with_tp(
-        self, key: str, tensor: Tensor, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
-    ) -> int:
-        """Store all `tp_size` equal shards of a whole tensor along a dimension (`tp_rank` does not matter); with one
-        shard, the tensor under its own key. -600 when it cannot be divided so."""
-        return self._put_shards(key, tensor, tp_size, split_dim, DEFAULT_CONFIG)
-
-    def pub_tensor_with_tp(
-        self,
-        key: str,
-        tensor: Tensor,
-        config: ReplicateConfig = DEFAULT_CONFIG,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        split_dim: int = 0,
-    ) -> int:
-        """`put_tensor_with_tp` with a config."""
-        return self._put_shards(key, tensor, tp_size, split_dim, config)
-
-    def batch_put_tensor_with_tp(
-        self,
-        base_keys: Sequence[str],
-        tensors_list: Sequence[Tensor],
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        split_dim: int = 0,
-    ) -> list[int]:
-        """`put_tensor_with_tp` for many; a code for each."""
-        return self.batch_pub_tensor_with_tp(
-            base_keys, tensors_list, DEFAULT_CONFIG, tp_rank, tp_size, split_dim
-        )
-
-    def batch_pub_tensor_with_tp(
-        self,
-        base_keys: Sequence[str],
-        tensors_list: Sequence[Tensor],
-        config: ReplicateConfig = DEFAULT_CONFIG,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        split_dim: int = 0,
-    ) -> list[int]:
-        """`pub_tensor_with_tp` for many; a code for each."""
-        if not alike(base_keys, tensors_list):
-            return [INVALID] * len(base_keys)
-        return [
-            self._put_shards(key, tensor, tp_size, split_dim, config)
-            for key, tensor in zip(base_keys, tensors_list, strict=True)
-        ]
-
-    def put_tensor_with_tp_from(
-        self,
-        key: str,
-        buffer_ptr: int,
-        size: int,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        split_dim: int = 0,
-    ) -> int:
-        """`put_tensor_with_tp` of a whole tensor that lies in memory, header and elements."""
-        try:
-            memory = view_at(buffer_ptr, size)
-            header = decode_header(memory)
-            if header.total_bytes != size:
-                return INVALID
-            tensor = tensor_in(header, memory)
-        except ITEM_FAILURES as error:
-            return self._item_code(error)
-        return self._put_shards(key, tensor, tp_size, split_dim, DEFAULT_CONFIG)
-
-    def batch_put_tensor_with_tp_from(
-        self,
-        base_keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        split_dim: int = 0,
-    ) -> list[int]:
-        """`put_tensor_with_tp_from` for many; a code for each."""
-        if not alike(base_keys, buffer_ptrs, sizes):
-            return [INVALID] * len(base_keys)
-        return [
-            self.put_tensor_with_tp_from(*each, tp_rank, tp_size, split_dim)
-            for each in zip(base_keys, buffer_ptrs, sizes, strict=True)
-        ]
-
-    def get_tensor_with_tp(
-        self, key: str, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
-    ) -> Tensor | None:
-        """The shard of a rank, as it was put; None when there is none. It is not cut out of a whole tensor."""
-        return self.get_tensor(_shard_key(key, tp_rank, tp_size))
-
-    def batch_get_tensor_with_tp(
-        self, base_keys: Sequence[str], tp_rank: int = 0, tp_size: int = 1
-    ) -> list[Tensor | None]:
-        """`get_tensor_with_tp` for many."""
-        return self.batch_get_tensor([_shard_key(key, tp_rank, tp_size) for key in base_keys])
-
-    def get_tensor_with_tp_into(
-        self,
-        key: str,
-        buffer_ptr: int,
-        size: int,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        split_dim: int = 0,
-    ) -> Tensor | None:
-        """`get_tensor_into` for the shard of a rank."""
-        return self.get_tensor_into(_shard_key(key, tp_rank, tp_size), buffer_ptr, size)
-
-    def batch_get_tensor_with_tp_into(
-        self,
-        base_keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        tp_rank: int = 0,
-        tp_size: int = 1,
-    ) -> list[Any]:
-        """`get_tensor_with_tp_into` for many."""
-        keys = [_shard_key(key, tp_rank, tp_size) for key in base_keys]
-        return self.batch_get_tensor_into(keys, buffer_ptrs, sizes)
 
     # --- files ---------------------------------------------------------------------------------
 
@@ -365,17 +250,7 @@ class TensorCalls(AddressCalls):
             return self._code(error)
         return 0
 
-    def _put_tensor(
-        self,
-        key: str,
-        tensor: Tensor,
-        config: ReplicateConfig,
-        *,
-        overwrite: bool = False,
-    ) -> int:
-        return self._put_tensors([key], [tensor], config, overwrite=overwrite)[0]
-
-    def _put_tensors(
+    def _store_tensors(
         self,
         keys: Sequence[str],
         tensors: Sequence[Tensor],
@@ -429,59 +304,6 @@ class TensorCalls(AddressCalls):
         except ITEM_FAILURES as error:
             return [self._item_code(error)]
 
-    def _put_shards(
-        self, key: str, tensor: Tensor, count: int, dimension: int, config: ReplicateConfig
-    ) -> int:
-        try:
-            encode_key(key)
-            whole = describe(tensor).shape
-            if count == 1:
-                return self._put_tensor(key, tensor, config)
-            parts = list(cut(tensor, count, dimension))
-            headers = [
-                describe(part, whole, tp_shard(rank, count, dimension))
-                for rank, part in enumerate(parts)
-            ]
-        except ITEM_FAILURES as error:
-            return self._item_code(error)
-        keys = [f"{key}_tp_{rank}" for rank in range(count)]
-        codes = self._put_tensors(keys, parts, config, headers=headers)
-        return next((code for code in codes if code), 0)
-
-    def _put_tensor_from(
-        self, key: str, buffer_ptr: int, size: int, *, overwrite: bool = False
-    ) -> int:
-        return self._put_tensors_from([key], [buffer_ptr], [size], overwrite=overwrite)[0]
-
-    def _put_tensors_from(
-        self,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        *,
-        overwrite: bool = False,
-    ) -> list[int]:
-        if not alike(keys, buffer_ptrs, sizes):
-            return [INVALID] * len(keys)
-        codes = [INVALID] * len(keys)
-        memory: dict[int, memoryview] = {}
-        for number, place in enumerate(zip(buffer_ptrs, sizes, strict=True)):
-            try:
-                view = view_at(*place)
-                if decode_header(view).total_bytes == len(view):
-                    memory[number] = view
-            except ITEM_FAILURES as error:
-                codes[number] = self._item_code(error)
-        stored = self._store_some(
-            [keys[number] for number in memory],
-            list(memory.values()),
-            DEFAULT_CONFIG,
-            overwrite=overwrite,
-        )
-        for number, code in zip(memory, stored, strict=True):
-            codes[number] = code
-        return codes
-
 
 def _packed(header: TensorHeader, tensor: Tensor) -> Gathered:
     """Header and elements, as they are stored."""
@@ -491,10 +313,6 @@ def _packed(header: TensorHeader, tensor: Tensor) -> Gathered:
 def tensor_in_answer(found: Found) -> Tensor | None:
     """The tensor that was read, if it was."""
     return None if isinstance(found, int) else found[1]
-
-
-def _shard_key(key: str, rank: int, count: int) -> str:
-    return key if count <= 1 else f"{key}_tp_{rank}"
 
 
 def fresh_memory(size: int) -> memoryview:

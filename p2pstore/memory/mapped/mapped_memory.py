@@ -23,7 +23,7 @@ from p2pstore.memory.mapped import numa
 from p2pstore.memory.mapped.mapping import HUGE_PAGE_BYTES, address_of, map_aligned
 from p2pstore.memory.segment_layout import round_up
 from p2pstore.objects import MIB, format_bytes
-from p2pstore.runtime.cgroups import memory_limits
+from p2pstore.runtime.linux import memory_limits
 
 HugePages = Literal["auto", "never", "require"]
 

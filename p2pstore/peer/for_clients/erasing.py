@@ -24,14 +24,8 @@ from p2pstore.errors import (
 from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.peer.for_clients.local_queries import MAX_WAIT_SECONDS
 from p2pstore.peer.node import Node
-from p2pstore.transfer.data_messages import (
-    MAX_REMOVED_KEYS,
-    DataKind,
-    Flush,
-    Flushed,
-    Remove,
-    Removed,
-)
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import MAX_REMOVED_KEYS, Flush, Flushed, Remove, Removed
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Message
 
@@ -89,7 +83,7 @@ class Erasing:
     async def _remove_here(self, namespace: str, keys: Sequence[str]) -> list[bool]:
         operation = RemoveOperation(self._node.core, namespace, keys)
         existed: list[bool] = await self._node.complete(
-            self._node.core.start(operation, self._node.now)
+            self._node.core.operations.start(operation, self._node.now)
         )
         await self._node.forget_for_good()
         return existed
@@ -97,7 +91,7 @@ class Erasing:
     async def _flush_here(self, namespace: str, seconds: float) -> Flushed:
         core = self._node.core
         operation = FlushOperation(core, namespace, min(max(0.0, seconds), MAX_WAIT_SECONDS))
-        end: FlushEnd = await self._node.complete(core.start(operation, self._node.now))
+        end: FlushEnd = await self._node.complete(core.operations.start(operation, self._node.now))
         await self._node.forget_for_good()
         return Flushed(end.told, [core.name_of(peer_id) for peer_id in end.not_told])
 

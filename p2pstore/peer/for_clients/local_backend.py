@@ -11,9 +11,8 @@ import msgspec
 
 import p2pstore
 from p2pstore.access.keyring import KeyRing, Role
-from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints
-from p2pstore.checkpoint.peer.local_checkpoints import LocalCheckpoints
-from p2pstore.checkpoint.peer.local_groups import LocalGroups
+from p2pstore.checkpoint import checkpoint_messages
+from p2pstore.checkpoint.peer.client_requests import ClientRequests
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.key_pages import ListedPage, ListOperation
@@ -24,7 +23,8 @@ from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import AuthenticationFailed
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.local import local_messages as local
-from p2pstore.local.local_messages import LocalKind
+from p2pstore.local import local_protocol
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.server import WRITING, LocalClient
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_page
@@ -43,15 +43,12 @@ from p2pstore.peer.for_clients.local_queries import (
 )
 from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
-from p2pstore.peer.statistics import (
-    MEMBERS_PER_STEP,
-    cluster_document,
-    json_in_steps,
-)
+from p2pstore.peer.statistics import MEMBERS_PER_STEP, cluster_document, json_in_steps
+from p2pstore.put_facts import PutStatus
 from p2pstore.runtime import memory_barrier
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.turns import in_turns, take_turns
-from p2pstore.transfer.data_messages import ListKeys
+from p2pstore.runtime.trio_tasks import in_turns, take_turns
+from p2pstore.transfer.peer_messages import ListKeys
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Empty, Message
 
@@ -94,8 +91,7 @@ class PeerLocalBackend:
         location_table: SharedMemory | None,
         office: TicketOffice,
         max_leased_bytes: int,
-        checkpoints: PeerCheckpoints,
-        groups: LocalGroups,
+        checkpoints: ClientRequests,
         erasing: Erasing,
     ) -> None:
         self._erasing = erasing
@@ -110,8 +106,8 @@ class PeerLocalBackend:
         )
         self._puts = LocalPuts(node, office)
         self._gets = LocalGets(node, office, max_leased_bytes)
-        self._checkpoints = LocalCheckpoints(checkpoints)
-        self._groups = groups
+        self._checkpoints = checkpoints
+        self.request_types = {**local_protocol.REQUESTS, **checkpoint_messages.REQUESTS}
         self._max_leased_bytes = max_leased_bytes
         self._has_effects = False
         self._has_barriers = memory_barrier.is_available()
@@ -138,15 +134,7 @@ class PeerLocalBackend:
             LocalKind.PIN: self._pin,
             LocalKind.FLUSH: self._flush,
             LocalKind.PREFETCH: self._prefetch,
-            LocalKind.CHECKPOINT_PUBLISH: self._checkpoints.publish,
-            LocalKind.CHECKPOINT_FETCH: self._checkpoints.fetch,
-            LocalKind.CHECKPOINT_PROGRESS: self._checkpoints.progress,
-            LocalKind.CHECKPOINT_FOLLOW: groups.follow,
-            LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.follow_news,
-            LocalKind.CHECKPOINT_UPDATE: groups.update,
-            LocalKind.CHECKPOINT_UPDATE_NEWS: groups.update_news,
-            LocalKind.CHECKPOINT_LIST: groups.list_names,
-            LocalKind.CHECKPOINT_REMOVE: groups.remove,
+            **checkpoints.handlers,
         }
 
     def close(self) -> None:
@@ -155,17 +143,19 @@ class PeerLocalBackend:
             os.close(descriptor)
         self._read_only, self._table_descriptor = [], -1
 
-    def welcome(self, client: LocalClient, version: int) -> tuple[local.HelloReply, list[int]]:
+    def welcome(
+        self, client: LocalClient, version: int
+    ) -> tuple[local_protocol.HelloReply, list[int]]:
         """Who this peer is, and the segment's descriptors."""
         self._node.check_open()
         self._node.guard.restore_header()
         memory = self._memory
-        writes = client.access is local.Access.WRITE
+        writes = client.access is local_protocol.Access.WRITE
         descriptors = memory.descriptors if writes else self._read_only
-        segment = local.SegmentInfo(
+        segment = local_protocol.SegmentInfo(
             self._segment.segment_id, self._segment.geometry.total_bytes, memory.pieces
         )
-        reply = local.HelloReply(
+        reply = local_protocol.HelloReply(
             version,
             self._core.peer_id,
             self._node.config.name,
@@ -204,7 +194,7 @@ class PeerLocalBackend:
             logger.warning("a client gets no page to lease by: %s", error.strerror)
             return None
         self._hazard_pages[client.holder] = page
-        self._segment.watch_hazards(client.holder, page.view)
+        self._segment.views.watch_hazards(client.holder, page.view)
         return page
 
     def welcomed(self, client: LocalClient) -> None:
@@ -244,7 +234,6 @@ class PeerLocalBackend:
         """End what the client held."""
         self._node.local_clients -= 1
         self._checkpoints.client_gone(client)
-        self._groups.client_gone(client)
         self._node.carry_out(self._segment.drop_holder_in_steps(client.holder))
         page = self._hazard_pages.pop(client.holder, None)
         if page is not None:
@@ -286,7 +275,7 @@ class PeerLocalBackend:
         known = known_keys(self._core, digests, self._now, namespace)
         missing = [digest for digest in digests if digest not in known]
         operation = LookupOperation(self._core, missing, namespace=namespace)
-        found = await self._node.complete(self._core.start(operation, self._now))
+        found = await self._node.complete(self._core.operations.start(operation, self._now))
         for digest, copies in zip(missing, found, strict=True):
             if any(copy.reachable for copy in copies):
                 known.add(digest)
@@ -301,7 +290,7 @@ class PeerLocalBackend:
     async def _locate(self, client: LocalClient, message: local.Locate) -> local.Located:
         digests = check_batch(split_digests(message.digests))
         operation = LookupOperation(self._core, digests)
-        found = await self._node.complete(self._core.start(operation, self._now))
+        found = await self._node.complete(self._core.operations.start(operation, self._now))
         return await take_turns(self._located(found))
 
     def _located(self, found: Sequence[Sequence[KnownCopy]]) -> Steps[local.Located]:
@@ -315,7 +304,7 @@ class PeerLocalBackend:
         request = ListKeys(
             message.namespace, message.prefix, message.after, message.limit, message.pinned
         )
-        operation = self._core.start(
+        operation = self._core.operations.start(
             ListOperation(self._core, request, local=message.local), self._now
         )
         page: ListedPage = await self._node.complete(operation)
@@ -381,16 +370,16 @@ class PeerLocalBackend:
         entry = self._segment.find(message.digest, self._unix)
         if entry is None:
             entry = await self._node.complete(
-                self._core.fetch(message.digest, self._now, soft=False)
+                self._core.operations.fetch(message.digest, self._now, soft=False)
             )
-        self._core.strengthen(entry, entry.pin, message.copies, self._now)
+        self._core.objects.strengthen(entry, entry.pin, message.copies, self._now)
         operation = ReplicateOperation(self._core, entry, message.copies)
-        copies = await self._node.complete(self._core.start(operation, self._now))
+        copies = await self._node.complete(self._core.operations.start(operation, self._now))
         if copies < message.copies:
             self._core.repair.fell_short(copies, self._now)
         version = entry.version
         return local.PutOutcome(
-            int(local.PutStatus.UNCHANGED), copies, message.copies, version.clock, version.writer
+            int(PutStatus.UNCHANGED), copies, message.copies, version.clock, version.writer
         )
 
     async def _pin(self, client: LocalClient, message: local.SetPin) -> local.Pinned:
@@ -399,7 +388,9 @@ class PeerLocalBackend:
         pin = Pin(message.pin)
         digests = check_batch(split_digests(message.digests))
         operation = PinOperation(self._core, digests, pin, message.ttl_ms / 1000)
-        ends: list[PinEnd] = await self._node.complete(self._core.start(operation, self._now))
+        ends: list[PinEnd] = await self._node.complete(
+            self._core.operations.start(operation, self._now)
+        )
         # What is to be kept has to be here; what is to be kept no longer may be anywhere.
         done = [end.here or (pin is Pin.NONE and end.found) for end in ends]
         return local.Pinned(

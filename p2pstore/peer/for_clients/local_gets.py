@@ -10,17 +10,14 @@ from typing import Final
 import msgspec
 import trio
 
-from p2pstore.core.core_effects import KnownCopy
+from p2pstore.core.core_effects import KnownCopy, PullFailure
 from p2pstore.core.gets.fetch_operation import FetchOperation, unavailable, unknown
 from p2pstore.core.gets.lookup import LookupOperation, split_digests
-from p2pstore.errors import (
-    LeaseLimitExceeded,
-    NoSuchKey,
-)
+from p2pstore.errors import LeaseLimitExceeded, NoSuchKey
 from p2pstore.gossip.records import Tier
 from p2pstore.local import local_messages as local
-from p2pstore.local.batching import MAX_REPORTED_FAILURES
 from p2pstore.local.local_messages import MAX_BATCH
+from p2pstore.local.local_requests import MAX_REPORTED_FAILURES
 from p2pstore.local.server import LocalClient
 from p2pstore.memory.segment_layout import GRANULE_BYTES
 from p2pstore.objects import MIB, format_bytes
@@ -34,7 +31,7 @@ from p2pstore.peer.for_clients.local_queries import (
 )
 from p2pstore.peer.node import Node
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.turns import in_turns, take_turns
+from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Code
 
@@ -80,7 +77,7 @@ class LocalGets:
         except BaseException:  # nobody will hear of them
             for grant in grants:
                 if grant is not None and grant.lease:
-                    self._segment.release(grant.lease, holder=client.holder)
+                    self._segment.views.release(grant.lease, holder=client.holder)
             raise
         return grants
 
@@ -99,14 +96,14 @@ class LocalGets:
         entry = self._segment.find(digest, self._core.unix(self._node.now))
         if entry is None:
             return None
-        held = self._segment.leased_bytes_of(client.holder)
+        held = self._segment.views.leased_bytes_of(client.holder)
         if held + entry.length > self._max_leased_bytes:
             error = LeaseLimitExceeded(
                 f"this client holds {format_bytes(held)} leased and may hold "
                 f"{format_bytes(self._max_leased_bytes)}: let go of views, or raise the peer's max_leased"
             )
             return local.LeaseGrant(0, 0, 0, entry.length, 0, error=item_error(error))
-        number = self._segment.lease(
+        number = self._segment.views.lease(
             entry, holder=client.holder, now=self._core.unix(self._node.now)
         )
         return lease_grant(number, entry)
@@ -141,9 +138,9 @@ class LocalGets:
         if message.wait_ms:  # not a part of the fetch, which others share who wait less, or longer
             wait_seconds = min(message.wait_ms / 1000, MAX_WAIT_SECONDS)
             lookup = LookupOperation(self._core, [digest], wait_seconds=wait_seconds)
-            await self._node.settle(self._core.start(lookup, self._node.now))
+            await self._node.settle(self._core.operations.start(lookup, self._node.now))
         for _ in range(FETCH_ROUNDS):  # what was just fetched may be evicted before it is leased
-            operation = self._core.fetch(
+            operation = self._core.operations.fetch(
                 digest,
                 self._node.now,
                 progress_seconds=message.deadline_ms / 1000,
@@ -168,7 +165,7 @@ class LocalGets:
             if place:
                 yield
             with suppress(ValueError):
-                self._segment.release(lease, holder=client.holder)
+                self._segment.views.release(lease, holder=client.holder)
 
     def plan(self, client: LocalClient, message: local.Plan) -> Answer:
         """Where objects can be read, asking the keys' home peers where this one does not know."""
@@ -183,7 +180,7 @@ class LocalGets:
             ),
             namespace=message.namespace or None,
         )
-        self._core.start(operation, self._node.now)
+        self._core.operations.start(operation, self._node.now)
         if operation.done:
             return in_turns(self._planned(operation))
         return self._plan_later(operation)
@@ -271,7 +268,7 @@ class LocalGets:
         for access in message.accesses[:MAX_BATCH]:
             count = max(0, access.count)
             views = max(0, min(access.views, count))
-            self._segment.touch(access.digest, count, self._core.unix(self._node.now))
+            self._segment.objects.touch(access.digest, count, self._core.unix(self._node.now))
             self._core.counters["client_reads"] += count - views
             self._core.counters["client_leases"] += views
             self._core.counters["client_read_bytes"] += max(0, access.bytes_read)
@@ -283,5 +280,9 @@ class LocalGets:
             if failure.member == local.OWN_COPY:
                 self._node.guard.doubt_own_copy(failure.digest)
             else:
-                self._core.client_reported(failure, self._node.now)
+                self._core.holders.failed(failure.digest, _pull_failure(failure), self._node.now)
             yield
+
+
+def _pull_failure(failure: local.HolderFailure) -> PullFailure:
+    return PullFailure(failure.member, failure.code, "", failure.incarnation, failure.sequence)

@@ -14,26 +14,17 @@ from p2pstore.core.puts.placing import place
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP, publish_new
 from p2pstore.core.puts.put_operation import PutEnd, PutOperation, check_put
 from p2pstore.core.puts.reserving import Reserved, reserve_many
-from p2pstore.errors import (
-    CapacityExceeded,
-    P2PStoreError,
-    ProtocolError,
-)
+from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
 from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
 from p2pstore.local.server import LocalClient
 from p2pstore.objects import DIGEST_BYTES, check_object_length
-from p2pstore.peer.for_clients.local_queries import (
-    Answer,
-    failed_put,
-    item_error,
-    put_outcome,
-)
+from p2pstore.peer.for_clients.local_queries import Answer, failed_put, item_error, put_outcome
 from p2pstore.peer.node import Node
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.turns import in_turns, take_turns
+from p2pstore.runtime.trio_tasks import in_turns, take_turns
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Code, Empty
 
@@ -122,7 +113,7 @@ class LocalPuts:
             operation = PutOperation(
                 self._core, item, holder=client.holder, namespace=message.namespace
             )
-            return self._core.start(operation, self._node.now)
+            return self._core.operations.start(operation, self._node.now)
         except (P2PStoreError, ValueError) as error:
             return failed_put(error)
 
@@ -190,7 +181,7 @@ class LocalPuts:
         self, client: LocalClient, item: local.ReserveItem, namespace: str
     ) -> Steps[local.Reservation]:
         """Room for a put that may never come, where some can be spared."""
-        if not self._segment.can_spare(item.length, item.trailer_length, namespace=namespace):
+        if not self._segment.room.can_spare(item.length, item.trailer_length, namespace=namespace):
             return _NO_ROOM_AHEAD
         [reservation] = yield from self._rooms_for(client, [item], namespace)
         if not reservation.error.code:
@@ -205,10 +196,10 @@ class LocalPuts:
         item, namespace = self._next_put
         self._next_put = None
         now = self._node.now
-        self._segment.make_room_ahead(
+        self._segment.room.make_ahead(
             item.length, item.trailer_length, now=self._core.unix(now), namespace=namespace
         )
-        self._core.announce_withdrawn(now)
+        self._core.objects.announce_withdrawn(now)
 
     def abort(self, client: LocalClient, message: local.Abort) -> Answer:
         """Give reservations back; one that has ended already is passed over."""

@@ -103,7 +103,7 @@ class ControlTraffic:
 
     async def ask(self, effect: Ask) -> None:
         reply: Message | None = None
-        addresses = self._core.gossip.addresses_of(effect.peer_id)
+        addresses = self._core.gossip.addresses.of(effect.peer_id)
         begin = self._node.now
         self._node.watch.measures.messages[_kind_name(effect.kind), "sent"] += 1
         try:
@@ -170,7 +170,7 @@ class ControlTraffic:
     def lost(self, peer_id: PeerId) -> None:
         """The control connection to a peer broke: readers turn to others at once; whether the peer is gone,
         gossip finds out."""
-        self._core.peer_failed(peer_id, self._node.now)
+        self._core.holders.peer_failed(peer_id, self._node.now)
         self._node.process()
 
     async def contact(self, effect: Contact) -> None:
@@ -188,7 +188,7 @@ class ControlTraffic:
             self._refused_by.add(peer_id)
             logger.warning(
                 "refused by the peer at %s%s: %s; going on without it",
-                ", ".join(self._core.gossip.addresses_of(peer_id)),
+                ", ".join(self._core.gossip.addresses.of(peer_id)),
                 "" if named else ", which was remembered from earlier",
                 error,
                 extra={"event": "refused", "peer_id": format_peer_id(peer_id)},

@@ -26,28 +26,30 @@ from p2pstore.objects import KIB
 from p2pstore.peer.for_clients.erasing import Erasing
 from p2pstore.peer.node import Node
 from p2pstore.runtime.streams import BytesLike
-from p2pstore.runtime.turns import take_turns
+from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.data_messages import (
     DataKind,
-    Flush,
     GetItem,
     GetManifest,
     GetSmall,
     Keeps,
     ObjectReply,
     ObjectStatus,
+    Store,
+    Stored,
+    keeps_of,
+)
+from p2pstore.transfer.peer_messages import (
+    Flush,
     Remove,
     Snapshot,
     SnapshotReply,
     Statistics,
     StatisticsReply,
-    Store,
-    Stored,
-    keeps_of,
 )
 from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.serving.read_answers import LentObject
-from p2pstore.transfer.serving.store_intake import OpenedStore
+from p2pstore.transfer.serving.serving_backends import OpenedStore
 from p2pstore.wire import Failure, Message, error_of
 
 if TYPE_CHECKING:
@@ -73,21 +75,21 @@ class PeerDataBackend:
 
     def must_bring(self, items: Sequence[GetItem]) -> bool:
         """Whether some of these are on the SSD alone, or on their way here."""
-        if self._core.cold.store is None and not self._core.fetching:
+        if self._core.cold.store is None and not self._core.operations.fetching:
             return False
         now = self._node.now
         return any(item.first_chunk != SLOT_ONLY and self._comes(item, now) for item in items)
 
     def _comes(self, item: GetItem, now: float) -> bool:
         """Whether it will be in memory, if somebody sees to it or waits for it."""
-        is_on_its_way = item.first_chunk == 0 and self._core.is_fetching(item.digest)
+        is_on_its_way = item.first_chunk == 0 and self._core.operations.is_fetching(item.digest)
         return is_on_its_way or self._core.cold.find_only_here(item.digest, now) is not None
 
     async def bring(self, items: Sequence[GetItem]) -> None:
         """Bring those to memory. What fails is not there when it is opened."""
         now = self._node.now
         operations = [
-            self._core.fetch(item.digest, now, only_here=True)
+            self._core.operations.fetch(item.digest, now, only_here=True)
             for item in items
             if self._comes(item, now)
         ]
@@ -112,7 +114,7 @@ class PeerDataBackend:
     ) -> LentObject | ObjectReply | None:
         """An object that is about to be sent."""
         now, segment = self._node.now, self._segment
-        lent = self._core.lend(item.digest, now, decides=decides)
+        lent = self._core.objects.lend(item.digest, now, decides=decides)
         if lent is None:
             return self._why_not(item, now) if decides else None
         loan, entry = lent
@@ -125,13 +127,13 @@ class PeerDataBackend:
             elif (
                 decides and item.first_chunk
             ):  # a read that goes on; those that begin are noted when they are sent
-                segment.used(entry, 0, self._core.unix(now))
-            slot, trailer = segment.slot_bytes(entry), segment.trailer_bytes(entry)
+                segment.objects.used(entry, 0, self._core.unix(now))
+            slot, trailer = segment.table.slot_bytes(entry), segment.table.trailer_bytes(entry)
             kept = True
             return LentObject(slot, trailer, segment.payload(entry), loan)
         finally:
             if not kept:
-                segment.end_loan(loan)
+                segment.views.end_loan(loan)
 
     def _sent_on(self, sent_on: SentOn) -> ObjectReply:
         """To those that keep it, when the object is hot."""
@@ -166,22 +168,22 @@ class PeerDataBackend:
         """Many objects of one chunk, for any thread."""
         now = self._node.now
         if asked.most_bytes < HOT_BYTES:
-            return self._core.lend_small(asked.digests, asked.most_bytes, now)
+            return self._core.objects.lend_small(asked.digests, asked.most_bytes, now)
 
         def is_sent_on(entry: ObjectEntry) -> bool:
             return self._is_sent_on(entry, reader, asked.keeps, now)
 
-        return self._core.lend_small(asked.digests, asked.most_bytes, now, is_sent_on)
+        return self._core.objects.lend_small(asked.digests, asked.most_bytes, now, is_sent_on)
 
     def end_loan(self, handle: Loan) -> None:
         """It was sent, or will not be."""
-        self._segment.end_loan(handle)
+        self._segment.views.end_loan(handle)
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
         """These are served, each so many times."""
         unix = self._core.unix(self._node.now)
         for digest, count in counts.items():
-            self._segment.touch(digest, count, unix)
+            self._segment.objects.touch(digest, count, unix)
         self._core.counters["reads_served"] += sum(counts.values())
 
     async def handle(
@@ -239,7 +241,7 @@ def _trailer_on_ssd(cold: ColdEntry) -> bytes:
 
 
 class PeerStoreBackend:
-    """Satisfies `p2pstore.transfer.serving.store_intake.StoreBackend`."""
+    """Satisfies `p2pstore.transfer.serving.serving_backends.StoreBackend`."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -33,9 +33,10 @@ from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of
 from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES
-from p2pstore.runtime.turns import take_turns
-from p2pstore.transfer.data_messages import DataKind, Keeps, Snapshot, SnapshotReply
+from p2pstore.runtime.trio_tasks import take_turns
+from p2pstore.transfer.data_messages import DataKind, Keeps
 from p2pstore.transfer.failover import HolderReport
+from p2pstore.transfer.peer_messages import Snapshot, SnapshotReply
 from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.small_reads import MOST_ITEMS, Part, Parts, part_slices
 from p2pstore.transfer.transfer_trace import ReadWatch
@@ -77,7 +78,7 @@ class TakenCopies:
                 copies.publish(brought, node.now)
             finally:
                 copies.abort()
-        node.core.pulled(effect.operation, PullOutcome(delivered=True), node.now)
+        node.core.operations.pulled(effect.operation, PullOutcome(delivered=True), node.now)
         node.process()
 
     async def _pull(self, holder: PeerId, rooms: Sequence[Room]) -> set[int]:
@@ -171,12 +172,14 @@ class DataRequests:
         if effect.operation:
             self._node.core.answered(effect.operation, effect.tag, reply, self._node.now)
         elif reply is None:
-            self._node.core.peer_failed(effect.peer_id, self._node.now)
+            self._node.core.holders.peer_failed(effect.peer_id, self._node.now)
         self._node.process()
 
     async def pull(self, effect: PullObject) -> None:
         try:
-            destination = self._node.core.copy_destination(effect.operation, self._node.now)
+            destination = self._node.core.operations.copy_destination(
+                effect.operation, self._node.now
+            )
         except NoSuchKey:
             return  # whoever wanted it has gone
         destination.watch = ReadWatch(time.monotonic)
@@ -218,7 +221,7 @@ class DataRequests:
         outcome = PullOutcome(
             delivered, tuple(pull_failure(failure) for failure in failures), error, *delivered_by
         )
-        self._node.core.pulled(effect.operation, outcome, self._node.now)
+        self._node.core.operations.pulled(effect.operation, outcome, self._node.now)
         self._node.process()
 
     async def fetch_snapshot(self, effect: FetchSnapshot) -> None:

@@ -73,7 +73,8 @@ class Routes:
         first, then at random, so that readers spread over the holders."""
         now, ordered = time.monotonic(), []
         for _, group in groupby(
-            copies, lambda copy: (copy.record.version, self._core.is_avoided(copy.member, now))
+            copies,
+            lambda copy: (copy.record.version, self._core.holders.is_avoided(copy.member, now)),
         ):
             equals = {copy.member: copy for copy in group}
             remote = [self.remote_copy(copy) for copy in equals.values()]

@@ -68,7 +68,8 @@ class Leaving:
                     and not stays
                 ):
                     nursery.start_soon(
-                        self._node.settle, self._core.start(self._hand_over, self._node.now)
+                        self._node.settle,
+                        self._core.operations.start(self._hand_over, self._node.now),
                     )
                 if self._node.ssd is not None and not stays:
                     nursery.start_soon(self._node.ssd.keep_memory)

@@ -29,8 +29,8 @@ from p2pstore.errors import ConfigError, P2PStoreError
 from p2pstore.local.socket_paths import own_directory, unreachable_by_others
 from p2pstore.peer.api import Peer, open_peer
 from p2pstore.peer.lifetime.logs import configure_logs, reopen_logs, send_stderr_to_log
-from p2pstore.runtime.nursery import open_background_nursery, sole_cause
-from p2pstore.runtime.terminal import has_terminal
+from p2pstore.runtime.linux import has_terminal
+from p2pstore.runtime.trio_tasks import open_background_nursery, sole_cause
 from p2pstore.state.places import kept
 from p2pstore.topology.matrix import is_matrix
 

@@ -14,7 +14,7 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.floors.floor_stamps import Stamps
 from p2pstore.gossip.records import PeerId, SignedRecord
-from p2pstore.runtime.turns import take_turns
+from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.state.state_directory import StateDirectory
 
 logger = logging.getLogger("p2pstore.peer")
@@ -74,7 +74,7 @@ class StateSaver:
         """Write floors, clock and address book, in a thread: disks take long."""
         async with self._saving:
             gossip = self._core.gossip
-            addresses = gossip.addresses_to_keep()
+            addresses = gossip.addresses.addresses()
             kept = gossip.cluster_records
             crowded = self.state.floors_in_file > 2 * len(kept) + FLOORS_SLACK
             lost, self._lost_unsaved = self._lost_unsaved, False

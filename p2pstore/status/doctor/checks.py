@@ -17,7 +17,7 @@ from typing import Any, Final
 import p2pstore
 from p2pstore import blocking
 from p2pstore.config import split_address
-from p2pstore.errors import ConfigError, NoLocalPeer, P2PStoreError
+from p2pstore.errors import ConfigError, NoLocalPeer, P2PStoreError, PeerNotInstalled
 from p2pstore.local.socket_paths import (
     SOCKET_VARIABLE,
     find_socket,
@@ -78,6 +78,8 @@ def run_check(check: Check) -> list[Finding]:
 def _guarded(check: Check) -> list[Finding]:
     try:
         return list(check.run())
+    except PeerNotInstalled as error:  # an environment of clients is whole without a peer
+        return [skipped(check.name, str(error))]
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return [skipped(check.name, f"{where}{error.strerror or error}")]
@@ -143,6 +145,8 @@ def _check_libraries() -> list[Finding]:
     problem = ""
     try:
         importlib.import_module("p2pstore.peer")
+    except PeerNotInstalled:
+        raise
     except ImportError as error:
         problem = f"a peer cannot be started: {error}"
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES} if not problem else {}

@@ -24,7 +24,7 @@ from p2pstore.errors import ConfigError, Unavailable
 from p2pstore.memory.mapped import numa
 from p2pstore.memory.mapped.mapping import address_of
 from p2pstore.objects import CHUNK_BYTES, MIB, chunk_sum
-from p2pstore.runtime.cgroups import memory_limits
+from p2pstore.runtime.linux import memory_limits
 from p2pstore.runtime.streams import tune_tcp
 from p2pstore.status.doctor.machine_rules import ClockReading, MemoryReading
 from p2pstore.status.doctor.network_rules import GpuReading, InterfaceReading, RdmaPortReading

@@ -27,7 +27,7 @@ from p2pstore.gossip.links.host import ControlHost, open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.links.sockets import Endpoint, connect
 from p2pstore.gossip.records import PeerId, PeerRecord, format_peer_id, open_peer_record
-from p2pstore.runtime.nursery import sole_cause
+from p2pstore.runtime.trio_tasks import sole_cause
 from p2pstore.state.state_directory import ephemeral
 from p2pstore.status.doctor import way_rules
 from p2pstore.status.doctor.finding import Finding, broken, fine, skipped

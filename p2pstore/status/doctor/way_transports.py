@@ -21,7 +21,7 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.records import PeerId, PeerRecord
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import Access
+from p2pstore.local.local_protocol import Access
 from p2pstore.objects import DEFAULT_NAMESPACE, KIB, MIB
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.status.doctor import way_rules

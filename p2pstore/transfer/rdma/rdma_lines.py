@@ -20,7 +20,7 @@ from p2pstore.memory.segment_layout import SEGMENT_HEADER_BYTES, Geometry, decod
 from p2pstore.transfer.data_messages import DataKind, Ping, RdmaConnect, RdmaConnected
 from p2pstore.transfer.rdma.rdma_addresses import wake_neighbour
 from p2pstore.transfer.rdma.rdma_payload import read_bytes
-from p2pstore.transfer.rdma.rdma_reads import Line, ReadEngine, ReadFailed
+from p2pstore.transfer.rdma.rdma_reads import Line, ReadEngine, ReadFailed, SeenSlots
 from p2pstore.transfer.rdma.rdma_rules import (
     MAX_PACKET_NUMBER,
     Endpoint,
@@ -29,7 +29,6 @@ from p2pstore.transfer.rdma.rdma_rules import (
     RemoteMemory,
     agree,
 )
-from p2pstore.transfer.rdma.rdma_slots import SeenSlots
 from p2pstore.transfer.rdma.rdma_staging import BlockPool
 from p2pstore.transfer.rdma.rdma_verbs import LinkDown, QueuePair
 from p2pstore.transfer.reading.data_connection import DataConnection

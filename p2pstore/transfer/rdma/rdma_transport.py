@@ -32,19 +32,17 @@ from p2pstore.memory.segment_layout import (
 )
 from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES
 from p2pstore.runtime.flow import ASSUMED_RATE, LOWEST_RATE, PATIENCE, Flow
-from p2pstore.runtime.nursery import open_background_nursery
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
-from p2pstore.transfer.rdma.rdma_extent import (
-    MOST_PIECES,
-    ExtentRead,
-    block_bytes_for,
-)
+from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.transfer.rdma.rdma_lines import Lines
 from p2pstore.transfer.rdma.rdma_payload import (
+    MOST_PIECES,
     Direct,
+    ExtentRead,
     Payload,
     Places,
     Staged,
+    block_bytes_for,
     change_line,
     read_bytes,
     read_for,
@@ -61,9 +59,9 @@ from p2pstore.transfer.rdma.rdma_staging import (
 )
 from p2pstore.transfer.rdma.rdma_verbs import Device
 from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.get_requests import failure_of
 from p2pstore.transfer.reading.segment_reader import expired
 from p2pstore.transfer.reading.shm import ON_SSD
+from p2pstore.transfer.reading.span_reads import failure_of
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import (
     Destination,

@@ -1,8 +1,8 @@
-"""Where a value goes that is read from other peers, and how much of it is there.
+"""The destination of a value that is read from other peers, and its chunks that have arrived. Pure.
 
 One read may ask several holders, one after the other or side by side. Slot and trailer name the version, and the
-trailer has the sums of all chunks: so chunks that were verified stay, whoever brings the others. They are kept only
-for the same version, length and sums, and when the destination gives the same memory for it.
+trailer has the sums of all chunks, so verified chunks stay when another holder brings the rest. They are kept only
+for the same version, length and sums, and while the destination gives the same memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from p2pstore.errors import BufferTooSmall, NoSuchKey
+from p2pstore.errors import NoSuchKey
 from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import (
     CHUNK_BYTES,
@@ -24,21 +24,30 @@ from p2pstore.objects import (
     Version,
     chunk_count,
     chunk_sum,
-    format_bytes,
 )
+from p2pstore.runtime.flow import ASSUMED_RATE, PATIENCE, is_outrun
 from p2pstore.transfer.failover import PullFailed, Unannounced
-from p2pstore.transfer.reading.slicing import Slices, Step
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.wire import Code
 
 PART_CHUNKS: Final = PART_BYTES // CHUNK_BYTES
 PARTS_AHEAD: Final = 4
-"""Who reads alone asks for the next parts when so many are left: the holder sends all that it was asked for at once."""
+"""A lone reader asks for the next parts when this number is left: the holder sends all that was asked for at once."""
 ONLY_READER: Final = 0
 """The number of a reader that reads alone, and of the first one of several."""
 AHEAD_CHUNKS: Final = 4
-"""A reader among several asks for its next slice when so few are left of one: earlier would take it from others,
-later let a path of 100 Gb/s and 0.3 ms run dry."""
+"""A reader among several asks for its next slice when this number of chunks is left. Earlier takes slices from faster
+readers; later lets a path of 100 Gb/s and 0.3 ms run dry."""
+
+FREE: Final = 0
+UNDER_WAY: Final = 1
+THERE: Final = 2
+ASSUMED_CHUNK_SECONDS: Final = CHUNK_BYTES / ASSUMED_RATE
+"""Of a reader that has brought no chunk yet."""
+CHANGE_SECONDS: Final = 0.02
+"""Cost of stopping a reader: its connection, and bytes in flight."""
+MIN_WAIT_SECONDS: Final = 0.002
+MAX_WAIT_SECONDS: Final = 1.0
 
 
 class Announced(NamedTuple):
@@ -59,11 +68,9 @@ class Destination(Protocol):
     """Where pulled bytes go."""
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        """Exactly `slot.length` writable bytes. Asked once slot and trailer are verified, before any
-        payload byte moves; asked again when another holder is tried after a failure, perhaps for another
-        version. Who gives the same memory again for the same version gives it with what was written there
-        meanwhile: chunks that were verified are not read again. What the view holds is undefined until the
-        pull returned, and after it failed.
+        """Exactly `slot.length` writable bytes. Called once slot and trailer are verified, before any payload byte
+        moves, and again when another holder is tried, perhaps for another version. Same memory for the same version
+        keeps its verified chunks. The bytes are undefined until the pull returned, and after it failed.
 
         Raises `NoSuchKey` for a version that is not wanted: the next holder is tried. `BufferTooSmall`,
         `CapacityExceeded` and all other errors end the read.
@@ -71,58 +78,10 @@ class Destination(Protocol):
         ...
 
 
-class BufferDestination:
-    """A caller's writable buffer: the value goes to its beginning.
-
-    `watch` is told how the read goes. Raises `ValueError` for a buffer that is read-only or not
-    contiguous.
-    """
-
-    def __init__(self, buffer: bytearray | memoryview, watch: ReadWatch | None = None) -> None:
-        self.watch = watch
-        self.announced: Announced | None = None
-        view = memoryview(buffer)
-        if view.readonly or not view.c_contiguous:
-            raise ValueError("the buffer must be writable and contiguous")
-        if view.ndim != 1 or view.format != "B":
-            view = view.cast("B") if view.nbytes else memoryview(bytearray())
-        self._view = view
-
-    def take_in(self, value: memoryview) -> bool:
-        """Copy a whole value, verified, to the beginning of the buffer; whether it fits, and nobody watches."""
-        length = len(value)
-        if self.watch is not None or length > len(self._view):
-            return False
-        self._view[:length] = value
-        return True
-
-    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        if slot.length > len(self._view):
-            raise too_small(slot.length, self._view)
-        return self._view[: slot.length]
-
-
-def too_small(length: int, room: memoryview) -> BufferTooSmall:
-    """The error of a read into a buffer that has less room than the object needs."""
-    return BufferTooSmall(
-        f"the object has {length:,} bytes ({format_bytes(length)}); the buffer has room for "
-        f"{len(room):,}: give one of that length, or use get()",
-        length,
-    )
-
-
 def watch_of(destination: Destination) -> ReadWatch | None:
     """The watch that a destination carries, if it does."""
     watch: ReadWatch | None = getattr(destination, "watch", None)
     return watch
-
-
-def announcing(destination: Destination, announced: Announced | None) -> Destination:
-    """The destination, for one read from a holder that may send this. One that can be given nothing is wrapped."""
-    if not isinstance(destination, BufferDestination):
-        destination = resumable(destination)
-    destination.announced = announced
-    return destination
 
 
 def check_announced(destination: Destination, version: Version) -> None:
@@ -153,7 +112,7 @@ def unpack_sums(sums: bytes, length: int) -> tuple[int, ...]:
 
 
 def verify_chunk(chunk: memoryview, expected: int, number: int, watch: ReadWatch | None) -> None:
-    """Raise `PullFailed` (STALE) unless the chunk is what it must be."""
+    """Raise `PullFailed` (STALE) for a damaged chunk."""
     began = 0.0 if watch is None else watch.clock()
     check_sum(chunk_sum(chunk), expected, number)
     if watch is not None:
@@ -161,7 +120,7 @@ def verify_chunk(chunk: memoryview, expected: int, number: int, watch: ReadWatch
 
 
 def check_sum(payload_sum: int, expected: int, number: int) -> None:
-    """`verify_chunk`, by the sum of what came."""
+    """`verify_chunk`, by the sum of the received bytes."""
     if payload_sum != expected:
         raise PullFailed(
             Code.STALE, f"chunk {number} of the object arrived damaged; nothing was delivered"
@@ -182,10 +141,8 @@ ALONE: Final = Sharing()
 
 
 class Arriving:
-    """A value on its way into `view`: which of its chunks are there, and who brings the others.
-
-    Who writes to a chunk has taken it before, says `verify` when it is there, and `leave` when it writes nothing more.
-    """
+    """A value on its way into `view`. A reader takes a chunk before it writes there, calls `verify` when it has
+    arrived, and `leave` when it writes no more."""
 
     def __init__(
         self,
@@ -204,16 +161,16 @@ class Arriving:
         self._there_bytes = 0
         self.sharing = sharing
         self.brought_bytes: Counter[int] = Counter()
-        """By reader, since this value was begun or gone on with."""
+        """By reader, since the value was begun or resumed."""
 
     def share(self, sharing: Sharing) -> None:
-        """Go on like this. Nobody may have anything under way."""
+        """Change the sharing. No chunk may be under way."""
         self.sharing = sharing
         self._slices.share(sharing.slice_chunks)
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody looks on."""
+        """Whether a `ReadWatch` follows the read."""
         return self._watch is not None
 
     @property
@@ -223,7 +180,7 @@ class Arriving:
 
     @property
     def left_chunks(self) -> int:
-        """How many are not there yet."""
+        """Number of chunks that have not arrived."""
         return self._slices.chunks - self._slices.there
 
     def is_of(self, slot: Slot, trailer: TrailerBody) -> bool:
@@ -236,21 +193,21 @@ class Arriving:
         )
 
     def chunk(self, number: int) -> memoryview:
-        """Where this chunk goes."""
+        """The memory of this chunk."""
         return self.view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
     def next_free(self) -> range:
-        """What `take` would give."""
+        """The chunks that `take` would give."""
         with self.sharing.lock:
             return self._slices.next_free()
 
     def take(self, reader: int = ONLY_READER) -> range:
-        """Chunks for this reader to bring; none when nothing is free."""
+        """Free chunks, given to this reader; none when nothing is free."""
         with self.sharing.lock:
             return self._slices.take(reader, self.sharing.clock())
 
     def claim(self, reader: int, first: int, count: int) -> range:
-        """Those of these chunks that the value has, for this reader to bring: all of them must be free."""
+        """Give these chunks, as far as the value has them, to this reader. All must be free."""
         run = range(first, max(first, min(first + count, len(self._sums))))
         with self.sharing.lock:
             self._slices.claim(reader, run, self.sharing.clock())
@@ -263,8 +220,8 @@ class Arriving:
         chunk: memoryview | None = None,
         payload_sum: int | None = None,
     ) -> None:
-        """A chunk has been written, and has this sum if one is given; or it is in `chunk` and copied from there. Raises
-        `PullFailed` (STALE) unless it is what it must be; then it stays this reader's."""
+        """Check a chunk that was written, by `payload_sum` if given; or copy it from `chunk`. Raises `PullFailed`
+        (STALE) when it is damaged; it stays this reader's then."""
         watch = self._watch
         began = 0.0 if watch is None else watch.clock()
         place = self.chunk(number)
@@ -283,31 +240,30 @@ class Arriving:
                 watch.advanced(self._there_bytes, len(self.view))
 
     def leave(self, reader: int = ONLY_READER) -> None:
-        """Nothing writes for this reader any more; others may bring what it did not."""
+        """This reader writes no more; its open chunks are free."""
         with self.sharing.lock:
             self._slices.leave(reader, self.sharing.clock())
 
     def next_step(self, reader: int) -> Step:
-        """See `Slices.next_step`. For who has the lock."""
+        """See `Slices.next_step`. The caller holds the lock."""
         return self._slices.next_step(reader, self.sharing.clock())
 
     def is_overtaken(self, reader: int) -> bool:
-        """Whether others bring what this reader was to bring. For who has the lock."""
+        """See `Slices.is_overtaken`. The caller holds the lock."""
         return self._slices.is_overtaken(reader)
 
 
 class ResumableDestination:
-    """A destination for one read over several holders: remembers what is there already.
+    """A destination for one read over several holders, with the chunks that have arrived.
 
-    `error` is what the destination itself raised. `when_begun` is called when the first bytes of a value
-    are about to come, which is known by then.
+    `error` is the destination's own. `when_begun` is called before the first bytes of a value arrive.
     """
 
     # Of the class until they change: every small read makes a destination.
     error: BaseException | None = None
     arriving: Arriving | None = None
     announced: Announced | None = None
-    """What the holder that is asked now may send; None while the reader's own peer is read."""
+    """The versions that the current holder may send; None while the reader's own peer is read."""
     when_begun: Callable[[Arriving], None] = staticmethod(lambda arriving: None)
     _sharing = ALONE
 
@@ -318,13 +274,13 @@ class ResumableDestination:
         self._destination = destination
 
     def share(self, sharing: Sharing) -> None:
-        """Have chunks handed out like this. Nobody may have anything under way."""
+        """Change the sharing. No chunk may be under way."""
         self._sharing = sharing
         if self.arriving is not None:
             self.arriving.share(sharing)
 
     def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
-        """For who begins anew: nothing counts as being there."""
+        """Begin anew: no chunk counts as arrived."""
         self.arriving = None
         try:
             return self._destination.prepare(slot, trailer)
@@ -333,7 +289,7 @@ class ResumableDestination:
             raise
 
     def resume(self, slot: Slot, trailer: TrailerBody) -> Arriving:
-        """For who goes on where others stopped, as far as it is the same value in the same memory. Raises like
+        """Go on where an earlier holder stopped, if it is the same value in the same memory. Raises as
         `checked_view`."""
         before = self.arriving
         view = checked_view(self, slot, trailer)
@@ -345,7 +301,7 @@ class ResumableDestination:
         return before
 
     def wanted_first(self) -> tuple[int, int]:
-        """The chunks to ask a holder for when nobody knows yet what it has: the first, and how many."""
+        """The chunks to ask a holder for before its version is known: the first, and their number."""
         if self.arriving is None:
             return 0, self._sharing.slice_chunks
         run = self.arriving.next_free()
@@ -360,8 +316,7 @@ def resumable(destination: Destination) -> ResumableDestination:
 
 
 def resume(destination: Destination, slot: Slot, trailer: TrailerBody) -> Arriving:
-    """The value as far as it is there, for a transport that goes on where others stopped. Raises like
-    `checked_view`."""
+    """See `ResumableDestination.resume`."""
     return resumable(destination).resume(slot, trailer)
 
 
@@ -373,3 +328,147 @@ def _is_same(one: memoryview, other: memoryview) -> bool:
 def _address(view: memoryview) -> int:
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address
+
+
+class Step(NamedTuple):
+    """The next action of a reader with nothing under way: one of these."""
+
+    read: bool = False
+    """Take free chunks."""
+    overtake: int | None = None
+    """Stop this reader, and look again."""
+    wait_seconds: float = 0.0
+    """Look again after a change, at the latest after this time."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do for this reader."""
+        return self == Step()
+
+
+@dataclass(slots=True)
+class _Reader:
+    """`heard_at` is when its last chunk came, or it began to wait for one. Its time counts while chunks are under
+    way: that before `since`, when its last ones were taken with none before them, is in `busy_seconds`."""
+
+    under_way: set[int] = field(default_factory=set)
+    brought: int = 0
+    busy_seconds: float = 0.0
+    since: float = 0.0
+    heard_at: float = 0.0
+    overtaken: bool = False
+
+    def chunk_seconds(self) -> float | None:
+        """Mean time of a chunk; None before the first one."""
+        busy = self.busy_seconds + (self.heard_at - self.since if self.under_way else 0.0)
+        return busy / self.brought if self.brought else None
+
+
+class Slices:
+    """The chunks of a value, handed out in runs of at most `slice_chunks`. `now` in seconds; a lone reader may omit it.
+
+    A chunk is FREE, UNDER_WAY with one reader, or THERE: verified, and never touched again. So no reader writes where
+    verified bytes are, and no two write to one place. A slow reader is stopped, and its chunks are free again."""
+
+    def __init__(self, chunks: int, slice_chunks: int) -> None:
+        self.chunks = chunks
+        self.slice_chunks = slice_chunks
+        self.there = 0
+        self._states = bytearray(chunks)
+        self._readers: dict[int, _Reader] = {}
+
+    def share(self, slice_chunks: int) -> None:
+        """Forget the readers, and use this run length. Raises `ValueError` while chunks are under way."""
+        if UNDER_WAY in self._states:
+            raise ValueError("chunks are under way")
+        self.slice_chunks = slice_chunks
+        self._readers.clear()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk is there."""
+        return self.there == self.chunks
+
+    def next_free(self) -> range:
+        """The first run of free chunks; empty when there is none."""
+        first = self._states.find(FREE)
+        if first < 0:
+            return range(0)
+        last = first + 1
+        end = min(self.chunks, first + self.slice_chunks)
+        while last < end and self._states[last] == FREE:
+            last += 1
+        return range(first, last)
+
+    def take(self, reader: int, now: float = 0.0) -> range:
+        """`next_free`, given to this reader; empty for an overtaken one."""
+        if self.is_overtaken(reader):
+            return range(0)
+        run = self.next_free()
+        self.claim(reader, run, now)
+        return run
+
+    def claim(self, reader: int, run: range, now: float = 0.0) -> None:
+        """Give these chunks to this reader. Raises `ValueError` when one of them is not free."""
+        if any(self._states[run.start : run.stop]):
+            raise ValueError(f"chunks {run.start} to {run.stop - 1} are not all free")
+        if not run:
+            return
+        its = self._readers.setdefault(reader, _Reader())
+        if not its.under_way:
+            its.since = its.heard_at = now
+        its.under_way.update(run)
+        self._states[run.start : run.stop] = bytes([UNDER_WAY]) * len(run)
+
+    def verified(self, reader: int, number: int, now: float = 0.0) -> None:
+        """A chunk of this reader has arrived. Raises `KeyError` for one that is not its own."""
+        its = self._readers[reader]
+        its.under_way.remove(number)
+        its.brought += 1
+        its.heard_at = now
+        if not its.under_way:
+            its.busy_seconds += now - its.since
+        self._states[number] = THERE
+        self.there += 1
+
+    def leave(self, reader: int, now: float = 0.0) -> None:
+        """This reader writes no more; its chunks under way are free."""
+        its = self._readers.get(reader)
+        if its is None or not its.under_way:
+            return
+        its.busy_seconds += now - its.since
+        for number in its.under_way:
+            self._states[number] = FREE
+        its.under_way.clear()
+
+    # --- several readers ---------------------------------------------------------------------
+
+    def is_overtaken(self, reader: int) -> bool:
+        """Whether this reader was stopped for a faster one: it gets no more chunks."""
+        its = self._readers.get(reader)
+        return its is not None and its.overtaken
+
+    def next_step(self, reader: int, now: float) -> Step:
+        """The next action of a reader with nothing under way. It overtakes a reader that needs far longer for its rest
+        than itself."""
+        if self.complete or self.is_overtaken(reader):
+            return Step()
+        if self.next_free():
+            return Step(read=True)
+        mine = self._readers.get(reader)
+        pace = mine.chunk_seconds() if mine is not None else None
+        if pace is None:
+            pace = ASSUMED_CHUNK_SECONDS
+        wait_seconds = MAX_WAIT_SECONDS
+        for number, other in self._readers.items():
+            if number == reader or other.overtaken or not other.under_way:
+                continue
+            left = len(other.under_way)
+            instead_seconds = left * pace + CHANGE_SECONDS
+            its_pace = max(other.chunk_seconds() or 0.0, now - other.heard_at)
+            if is_outrun(left * its_pace, instead_seconds):
+                other.overtaken = True
+                return Step(overtake=number)
+            heard_by = other.heard_at + PATIENCE * instead_seconds / left
+            wait_seconds = min(wait_seconds, heard_by - now)
+        return Step(wait_seconds=max(wait_seconds, MIN_WAIT_SECONDS))

@@ -40,13 +40,16 @@ from p2pstore.transfer.data_messages import (
 )
 from p2pstore.transfer.reading.arriving import Arriving
 from p2pstore.transfer.reading.data_requests import DataRequests
-from p2pstore.transfer.reading.get_requests import (
+from p2pstore.transfer.reading.span_reads import (
+    BatchItem,
+    ItemOutcome,
+    SpanReader,
+    Wanted,
     ask,
     check_reply,
     failure_of,
     receive_answer,
 )
-from p2pstore.transfer.reading.span_reads import BatchItem, ItemOutcome, SpanReader, Wanted
 from p2pstore.transfer.transfer_trace import Progress
 from p2pstore.transfer.transport import Destination, Pulled, PullFailed, resumable
 from p2pstore.wire import (
@@ -129,7 +132,7 @@ class DataConnection(DataRequests):
         """Have this connection be a link of a swarm: its stream, and what was received of it already. Raises what
         the other side answered; the connection goes on then."""
         await self.request(DataKind.SWARM_LINK, request)
-        self.closed = True  # nobody asks anything here any more; the stream is the caller's
+        self.closed = True  # no more requests here; the stream is the caller's
         return self.stream, self.inbox.take_rest()
 
     async def measure(

@@ -1,8 +1,7 @@
-"""Pooled data connections to other peers, and TCP as a transport.
+"""Requests to other peers over pooled data connections.
 
-A peer has a few places for connections; who wants one takes an idle place, or queues at the least
-crowded. So there is a limit on connections whatever the load, and a peer restarted meanwhile costs a silent
-reconnect.
+Each peer has a few places for connections (`connection_places`); a request takes an idle place, or queues at the
+least crowded one. A peer that restarted meanwhile costs one reconnect.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import (
@@ -21,26 +18,29 @@ from p2pstore.errors import (
     DeadlineExceeded,
     ProtocolError,
     ProtocolMismatch,
-    StoreClosed,
     Unavailable,
 )
 from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import KIB
 from p2pstore.runtime.flow import NO_HASTE, Haste, HolderRates
-from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver, Event
+from p2pstore.runtime.streams import (
+    DEFAULT_PROGRESS_SECONDS,
+    ByteStream,
+    Driver,
+)
 from p2pstore.transfer.data_addresses import DataAddress, split_data_address
 from p2pstore.transfer.data_messages import DataKind, GetPiece, PieceReply, Store, Stored
 from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.reading.arriving import Arriving
+from p2pstore.transfer.reading.arriving import (
+    Arriving,
+)
+from p2pstore.transfer.reading.connection_places import MAX_IDLE, MAX_PLACES, ConnectionPlaces
 from p2pstore.transfer.reading.data_connection import DataConnection
-from p2pstore.transfer.reading.get_requests import TRANSPORT_NAME, failure_of
 from p2pstore.transfer.reading.small_reads import Parts, in_parts, pull_one, pull_small
-from p2pstore.transfer.reading.span_reads import ItemOutcome
-from p2pstore.transfer.reading.team_read import MAX_READERS, TeamRead, may_use_two
+from p2pstore.transfer.reading.span_reads import ItemOutcome, failure_of
 from p2pstore.transfer.transfer_trace import Progress
 from p2pstore.transfer.transport import (
     Destination,
-    Helpers,
     Pulled,
     PullFailed,
     RemoteCopy,
@@ -48,51 +48,28 @@ from p2pstore.transfer.transport import (
     ResumableDestination,
     resumable,
 )
-from p2pstore.wire import Code, Message
+from p2pstore.wire import Message
 
 T = TypeVar("T")
 
+MAX_READERS: Final = 4
+"""Connections that read one object side by side."""
 CONNECT_SECONDS: Final = 3.0
 """For each address of a peer: connect, then again for the hello."""
-IDLE_SECONDS: Final = 300.0
-"""Older idle connections are not trusted: the other side closes them after 600 s, firewalls earlier."""
-SPARE_SECONDS: Final = 60.0
-"""Where others were enough for so long, an idle connection is closed. The one used last is taken first: those that
-wait are of a burst that has passed."""
 BRIEF_BYTES: Final = 64 * KIB
-"""Reads of up to so many bytes take less time than a new connection."""
-QUEUE_SECONDS: Final = 600.0
-"""For a connection, while each of those who have one makes progress."""
-MAX_PLACES: Final = 32
-MAX_IDLE: Final = 256
+"""Reads of up to this length take less time than a new connection."""
 
 TicketSource = Callable[[RemotePeer], GrantedTicket]
-"""A ticket for this peer, for those who can issue one. Raises `AuthenticationFailed` when it cannot."""
+"""Issues a ticket for this peer. Raises `AuthenticationFailed` when it cannot."""
 
 
 def carried_ticket(peer: RemotePeer) -> GrantedTicket:
-    """The ticket source of those who cannot issue any: what came with the copy."""
+    """The ticket source of a process that cannot issue tickets: the one that came with the copy."""
     if peer.ticket is None:
         raise AuthenticationFailed(
             "there is no ticket for this peer: ask the local peer for a plan"
         )
     return peer.ticket
-
-
-@dataclass(slots=True, eq=False)
-class _Place:
-    """Room for one connection. `users` have it or queue for it, all of them `briefly` or not; `turns` are those of
-    who queues."""
-
-    users: int = 0
-    briefly: bool = False
-    connection: DataConnection | None = None
-    connected_at: float = 0.0
-    idle_since: float = 0.0
-    failure: DeadlineExceeded | Unavailable | None = None
-    """What the last brief use ran into, at `failed_at`."""
-    failed_at: float = -math.inf
-    turns: deque[Event] = field(default_factory=deque)
 
 
 class DataPool:
@@ -116,17 +93,14 @@ class DataPool:
     ) -> None:
         self._driver = driver
         self._ticket_source = ticket_source
-        self._max_places = max_places
-        self._idle_per_peer = idle_per_peer
-        self._max_idle = max_idle
+        self._places = ConnectionPlaces(
+            driver, max_places=max_places, idle_per_peer=idle_per_peer, max_idle=max_idle
+        )
         self._progress_seconds = progress_seconds
         self._connect_seconds = connect_seconds
         self._software = software
         self._rates = HolderRates()
-        self._peers: dict[bytes, list[_Place]] = {}
-        self._state = threading.Lock()  # guards the places; held for microseconds, never awaited in
-        self._closed = False
-        self._renewed_at = 0.0
+        self._measuring = threading.Lock()  # held for microseconds, never awaited in
 
     async def request(
         self,
@@ -149,29 +123,19 @@ class DataPool:
         timeout_seconds: float = DEFAULT_PROGRESS_SECONDS,
     ) -> tuple[Message, bytearray]:
         """Like `request`, with up to `max_bulk_bytes` of bulk."""
-        try:
-            return await self._use(
-                peer,
-                timeout_seconds,
-                lambda connection: connection.request_bulk(kind, message, max_bulk_bytes),
-            )
-        except DeadlineExceeded:
-            raise
-        except OSError as error:
-            raise _broken(peer, error) from error
+        return await self._ask(
+            peer,
+            timeout_seconds,
+            lambda connection: connection.request_bulk(kind, message, max_bulk_bytes),
+        )
 
     async def get_piece(
         self, peer: RemotePeer, request: GetPiece, into: memoryview, timeout_seconds: float
     ) -> PieceReply:
-        """A piece of a checkpoint, into memory of its length: see `DataConnection.get_piece`. Raises like `request`."""
-        try:
-            return await self._use(
-                peer, timeout_seconds, lambda connection: connection.get_piece(request, into)
-            )
-        except DeadlineExceeded:
-            raise
-        except OSError as error:
-            raise _broken(peer, error) from error
+        """A piece of a checkpoint, into memory of its length: see `DataConnection.get_piece`. Raises as `request`."""
+        return await self._ask(
+            peer, timeout_seconds, lambda connection: connection.get_piece(request, into)
+        )
 
     async def store(
         self,
@@ -181,18 +145,29 @@ class DataPool:
         finish_seconds: float = 0.0,
         progress: Progress | None = None,
     ) -> Stored:
-        """Store a value there: see `DataConnection.store`. Raises `Unavailable` as well when the peer
-        cannot be reached or the connection breaks; a value may be stored all the same then."""
+        """Store a value there: see `DataConnection.store`. Raises as `request`; the value may be stored all the same
+        when the connection breaks."""
+        return await self._ask(
+            peer,
+            self._progress_seconds,
+            lambda connection: connection.store(request, source, finish_seconds, progress),
+        )
+
+    async def _ask(
+        self,
+        peer: RemotePeer,
+        timeout_seconds: float,
+        action: Callable[[DataConnection], Awaitable[T]],
+    ) -> T:
+        """`_use`. Raises `Unavailable` when the connection breaks."""
         try:
-            return await self._use(
-                peer,
-                self._progress_seconds,
-                lambda connection: connection.store(request, source, finish_seconds, progress),
-            )
+            return await self._use(peer, timeout_seconds, action)
         except DeadlineExceeded:
             raise
         except OSError as error:
-            raise _broken(peer, error) from error
+            reason = str(error) or type(error).__name__
+            where = ", ".join(peer.data) or "the peer"
+            raise Unavailable(f"the connection to {where} broke: {reason}") from error
 
     async def pull(
         self,
@@ -320,10 +295,10 @@ class DataPool:
         return lengths, None
 
     def _haste(self, peer: RemotePeer, readers: int = 1) -> Haste:
-        """How soon this holder is to deliver to one of so many readers of an object."""
+        """How soon this holder is to deliver to one of this number of readers of an object."""
         if peer.answer_seconds == math.inf and not peer.others:
             return NO_HASTE
-        with self._state:
+        with self._measuring:
             least_rate = self._rates.least(peer.others, time.monotonic(), readers)
         return Haste(peer.answer_seconds, least_rate)
 
@@ -334,7 +309,7 @@ class DataPool:
         try:
             return await action
         finally:
-            with self._state:
+            with self._measuring:
                 self._rates.measured(peer.peer_id, connection.flow, time.monotonic())
 
     async def dial(self, peer: RemotePeer) -> DataConnection:
@@ -349,28 +324,18 @@ class DataPool:
 
     def close(self) -> None:
         """Close every connection; those in use fail at their next step."""
-        with self._state:
-            self._closed = True
-            places = [place for some in self._peers.values() for place in some]
-            self._peers.clear()
-        for place in places:
-            if place.connection is not None:
-                place.connection.close()
+        self._places.close()
 
     def renew(self) -> None:
         """Connect anew for what is asked from now on: the keys that tickets are made with have changed."""
-        with self._state:
-            self._renewed_at = time.monotonic()
-            places = [place for some in self._peers.values() for place in some]
-            _close_oldest(places, 0)
+        self._places.renew()
 
     @property
     def open_connections(self) -> int:
         """Connections that are open now, idle or in use."""
-        with self._state:
-            return sum(_is_open(place) for places in self._peers.values() for place in places)
+        return self._places.open_connections
 
-    # --- places ------------------------------------------------------------------------------
+    # --- connections -------------------------------------------------------------------------
 
     async def _use(
         self,
@@ -381,14 +346,14 @@ class DataPool:
         briefly: bool = False,
         may_queue: bool = True,
     ) -> T:
-        """Run `action` on a connection; once more on a fresh one when a kept one turns out dead. Who needs it
-        `briefly` queues for a connection that would be kept, sooner than have one opened and closed again."""
+        """Run `action` on a connection; once more on a fresh one when a kept one turns out dead. A `briefly` use queues
+        for a connection that is kept, rather than open one that is closed again."""
         came_at = time.monotonic()
-        place, turn = self._choose(peer.peer_id, briefly, may_queue=may_queue)
+        place, turn = self._places.choose(peer.peer_id, briefly, may_queue=may_queue)
         if turn is not None:
-            await self._wait_for(turn, peer, place)
+            await self._places.wait_for(turn, peer.peer_id, peer.answer_seconds, place)
         try:
-            kept = self._take_kept(place)
+            kept = self._places.take_kept(place)
             if kept is not None:
                 kept.stream.progress_seconds = progress_seconds
                 kept.start_watching()
@@ -398,10 +363,10 @@ class DataPool:
                     hung = isinstance(error, DeadlineExceeded)
                     if hung or kept.received_any or kept.abandoned:
                         raise
-            self._check_worth(place, came_at)
+            self._places.check_worth(place, came_at)
             connected_at = time.monotonic()
             connection = await self._connect(peer)
-            self._keep(place, connection, connected_at)
+            self._places.keep(place, connection, connected_at)
             connection.stream.progress_seconds = progress_seconds
             return await action(connection)
         except (DeadlineExceeded, Unavailable) as error:
@@ -409,123 +374,7 @@ class DataPool:
                 place.failed_at, place.failure = time.monotonic(), error
             raise
         finally:
-            self._give_back(peer.peer_id, place)
-
-    def _check_worth(self, place: _Place, came_at: float) -> None:
-        """Raise what a brief use of this place ran into while this one queued behind it: else each of many readers
-        of a hung peer would wait for it, one after the other. And `StoreClosed`, when it was closed meanwhile."""
-        if self._closed:
-            raise StoreClosed("the data connections were closed")
-        if place.failure is not None and place.failed_at > came_at:
-            raise type(place.failure)(str(place.failure))
-
-    def _choose(
-        self, peer_id: bytes, briefly: bool, *, may_queue: bool
-    ) -> tuple[_Place, Event | None]:
-        """A place, and what to wait for when others have it."""
-        with self._state:
-            if self._closed:
-                raise StoreClosed("the data connections were closed")
-            places = self._peers.setdefault(peer_id, [])
-            for place in reversed(places):  # the one used last is the most likely to be alive
-                if not place.users:
-                    place.users, place.briefly = 1, briefly
-                    return place, None
-            shared = [place for place in places if place.briefly] if briefly else []
-            if len(places) < self._max_places and len(shared) < self._idle_per_peer:
-                place = _Place(1, briefly)
-                places.append(place)
-                return place, None
-            if not may_queue:
-                raise PullFailed(Code.BUSY, "all connections to the holder are in use")
-            place = min(shared or places, key=lambda each: each.users)
-            place.users += 1
-            place.briefly = place.briefly and briefly
-            turn = self._driver.event()
-            place.turns.append(turn)
-            return place, turn
-
-    async def _wait_for(self, turn: Event, peer: RemotePeer, place: _Place) -> None:
-        """Queue for a place. Raises `DeadlineExceeded` when that takes absurdly long, `PullFailed` (BUSY) when others
-        are to be asked before that."""
-        peer_id = peer.peer_id
-        try:
-            if not await turn.wait(min(QUEUE_SECONDS, peer.answer_seconds)):
-                if peer.answer_seconds < QUEUE_SECONDS:
-                    raise PullFailed(Code.BUSY, "all connections to the holder are in use")
-                raise DeadlineExceeded(
-                    f"all {self._max_places} connections to the peer were busy for {QUEUE_SECONDS:g} s"
-                )
-        except BaseException:
-            with self._state:
-                queued = turn in place.turns
-                if queued:
-                    place.turns.remove(turn)
-                    place.users -= 1
-            if not queued:  # it came in the same moment, and is the next one's
-                self._give_back(peer_id, place)
-            raise
-
-    def _take_kept(self, place: _Place) -> DataConnection | None:
-        connection = place.connection
-        if connection is None or connection.closed:
-            return None
-        stale = time.monotonic() - place.idle_since > IDLE_SECONDS
-        if stale or connection.abandoned or place.connected_at < self._renewed_at:
-            connection.close()
-            return None
-        return connection
-
-    def _keep(self, place: _Place, connection: DataConnection, connected_at: float) -> None:
-        with self._state:
-            if self._closed:
-                connection.close()
-                raise StoreClosed("the data connections were closed")
-            place.connection = connection
-            place.connected_at = connected_at
-            place.failure = None
-
-    def _give_back(self, peer_id: bytes, place: _Place) -> None:
-        """Leave a place; close what would be too many idle connections."""
-        with self._state:
-            place.users -= 1
-            if place.turns:
-                place.turns.popleft().set()
-                return
-            place.idle_since = time.monotonic()
-            places = self._peers.get(peer_id)
-            if places is None:
-                return
-            if places[-1] is not place:
-                places.remove(place)
-                places.append(place)
-            is_open = _is_open(place)
-            if not is_open:  # others first
-                places.insert(0, places.pop())
-            elif len(places) > 1 and _is_spare(places[0], place.idle_since):
-                _close_oldest(places[:1], 0)
-                del places[0]
-            if len(places) <= self._idle_per_peer and is_open and self._few_peers():
-                return
-            _close_oldest(places, self._idle_per_peer)
-            self._drop_empty(peer_id)
-            if not self._few_peers():
-                _close_oldest(
-                    [each for some in self._peers.values() for each in some], self._max_idle
-                )
-                for other in list(self._peers):
-                    self._drop_empty(other)
-
-    def _few_peers(self) -> bool:
-        """Whether the limit over all peers cannot be reached."""
-        return len(self._peers) * self._idle_per_peer <= self._max_idle
-
-    def _drop_empty(self, peer_id: bytes) -> None:
-        places = [each for each in self._peers[peer_id] if each.users or _is_open(each)]
-        if places:
-            self._peers[peer_id] = places
-        else:
-            del self._peers[peer_id]
+            self._places.give_back(peer.peer_id, place)
 
     # --- connecting --------------------------------------------------------------------------
 
@@ -585,7 +434,7 @@ async def open_connection(
     hello, each within `stream.progress_seconds`. Raises like `dial_tls` and `DataConnection.open`; then, as after
     any error, the stream is closed."""
     if at.tls:
-        # What most clusters do without is not imported there.
+        # TLS is imported only where it is used.
         from p2pstore.transfer.tls.tls_streams import dial_tls
 
         stream, granted = await dial_tls(stream, peer_id, granted)
@@ -593,7 +442,7 @@ async def open_connection(
 
 
 class Using(Protocol):
-    """Whoever wants to know which connection somebody uses, and until when."""
+    """Hears which connection a read uses, and when that ends."""
 
     def began(self, connection: DataConnection) -> None: ...
 
@@ -608,25 +457,6 @@ async def _used(using: Using, connection: DataConnection, action: Awaitable[T]) 
         using.ended()
 
 
-def _close_oldest(places: Sequence[_Place], keep: int) -> None:
-    """Close idle connections, those unused for longest first, until `keep` are left."""
-    idle = sorted(
-        (each for each in places if not each.users and _is_open(each)),
-        key=lambda each: each.idle_since,
-    )
-    for place in idle[: max(0, len(idle) - keep)]:
-        assert place.connection is not None
-        place.connection.close()
-
-
-def _is_spare(place: _Place, now: float) -> bool:
-    return not place.users and now - place.idle_since > SPARE_SECONDS
-
-
-def _is_open(place: _Place) -> bool:
-    return place.connection is not None and not place.connection.closed
-
-
 def _is_connection_error(error: Exception) -> bool:
     return isinstance(
         error,
@@ -637,41 +467,3 @@ def _is_connection_error(error: Exception) -> bool:
         | Unavailable
         | PullFailed,
     )
-
-
-def _broken(peer: RemotePeer, error: OSError) -> Unavailable:
-    reason = str(error) or type(error).__name__
-    return Unavailable(f"the connection to {_addresses(peer)} broke: {reason}")
-
-
-def _addresses(peer: RemotePeer) -> str:
-    return ", ".join(peer.data) or "the peer"
-
-
-class TcpTransport:
-    """`Transport` over a `DataPool`: reaches every peer that advertises a data address."""
-
-    name = TRANSPORT_NAME
-
-    def __init__(self, pool: DataPool) -> None:
-        self._pool = pool
-
-    def offers(self, copy: RemoteCopy) -> bool:
-        return bool(copy.data)
-
-    def why_not(self, copy: RemoteCopy) -> str:
-        return "" if copy.data else "the holder advertises no data address"
-
-    def cost(self, copy: RemoteCopy) -> float:
-        return 1.0
-
-    async def pull(self, copy: RemoteCopy, digest: bytes, destination: Destination) -> Pulled:
-        return await self._pool.pull(copy, digest, destination, copy.slot)
-
-    async def pull_together(
-        self, copy: RemoteCopy, digest: bytes, destination: ResumableDestination, helpers: Helpers
-    ) -> Pulled:
-        """`pull` a large object over several connections, where that may be faster."""
-        if helpers.left or may_use_two(copy):
-            return await TeamRead(self._pool, digest, destination, helpers).run(copy)
-        return await self.pull(copy, digest, destination)

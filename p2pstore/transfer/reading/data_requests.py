@@ -1,20 +1,24 @@
-"""Requests and their replies on a data connection, from the hello on: what every operation is made of. Over any
-`ByteStream`.
+"""Requests and their replies on a data connection, from the hello on. Over any `ByteStream`.
 
 One task or thread uses a connection at a time (`p2pstore.transfer.reading.data_pool` sees to that), so replies come
 in the order of requests. When an operation ends in the middle of a reply, by error or cancellation, the
-connection is closed: what was still on its way would be taken for the next reply.
+connection is closed: its remaining bytes would be taken for the next reply.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
+from xxhash import xxh3_64
+
 from p2pstore.errors import AuthenticationFailed, ProtocolError
+from p2pstore.objects import KIB
 from p2pstore.runtime.flow import MOST_LEAST_RATE, NO_HASTE, Flow, Haste
-from p2pstore.runtime.streams import ByteStream
+from p2pstore.runtime.streams import MAX_GATHER, ByteStream, advance
 from p2pstore.transfer.data_messages import (
     MAX_DATA_VERSION,
     MIN_DATA_VERSION,
@@ -25,7 +29,6 @@ from p2pstore.transfer.data_messages import (
 )
 from p2pstore.transfer.failover import PullFailed, Unannounced
 from p2pstore.transfer.read_tickets import NONCE_BYTES, GrantedTicket, check_proof, prove
-from p2pstore.transfer.reading.inbox import Inbox
 from p2pstore.wire import (
     DATA_REPLY_LIMITS,
     ERROR,
@@ -48,6 +51,13 @@ _NO_BULK: Final = memoryview(b"")
 HELLO_HASTE: Final = Haste(least_rate=MOST_LEAST_RATE)
 """A few hundred bytes are no reason to wait longer than for the first of them."""
 
+INBOX_BYTES: Final = 128 * KIB
+HEAD_BYTES: Final = 4 * KIB
+"""Most bytes received at once before a large payload: a reply's head with few payload bytes."""
+SUMMED_BYTES: Final = 256 * KIB
+"""Most bytes received before they are summed: more would leave the core's own cache, through which each byte passes
+twice, in the kernel's memory and in the destination."""
+
 
 class DataRequests:
     """An authenticated connection to another peer. Make one with `open`.
@@ -69,7 +79,7 @@ class DataRequests:
         self.bulk_left = 0
         """Bytes of the reply's bulk that come next."""
         self.damaged = False
-        """What came made no sense; nothing more is to be asked here."""
+        """The other side broke the protocol; the connection takes no more requests."""
         self.last_request_id = 0
 
     @classmethod
@@ -110,7 +120,7 @@ class DataRequests:
         self.stream.close()
 
     def abandon(self) -> None:
-        """End it under whoever uses it: that fails at once, and is not to be tried again over another connection."""
+        """End it while it is in use: the user fails at once, and does not try again over another connection."""
         self.abandoned = True
         self.stream.abort()
 
@@ -125,16 +135,16 @@ class DataRequests:
         self.inbox.received_any = False
 
     def operation(self, haste: Haste = NO_HASTE) -> Operation:
-        """What is asked and answered in this block belongs together."""
+        """Requests and replies in this block belong together."""
         return Operation(self, haste)
 
     @property
     def flow(self) -> Flow:
-        """What was received since `begin_flow`."""
+        """The flow of bytes since `begin_flow`."""
         return self.inbox.flow
 
     def begin_flow(self, haste: Haste = NO_HASTE) -> None:
-        """What is received from now on is to come as soon as this."""
+        """Set the pace for bytes that are received from now on."""
         stream = self.stream
         patience_seconds = stream.progress_seconds
         if haste.answer_seconds < patience_seconds:
@@ -234,3 +244,167 @@ def is_damage(error: BaseException | None) -> bool:
 def _known(code: int) -> Code:
     """A code as sent; INTERNAL for one that a newer version made up."""
     return Code(code) if code in Code._value2member_map_ else Code.INTERNAL
+
+
+class Inbox:
+    """Received bytes before they have a place: headers, bodies and small payloads that came with them.
+
+    One receive brings a small reply whole. Large payloads bypass it. All that is received counts in `flow`, which the
+    owner begins anew with each exchange; every method that receives raises `DeadlineExceeded` when it is too slow.
+    """
+
+    def __init__(self, stream: ByteStream) -> None:
+        self._stream = stream
+        self._buffer = memoryview(bytearray(INBOX_BYTES))
+        self._start = 0
+        self._end = 0
+        self._ahead_bytes = INBOX_BYTES
+        self.received_any = False
+        self.flow = Flow()
+        self._receive_all = getattr(stream, "receive_all", None)
+
+    def expect(self, payload_bytes: int) -> None:
+        """Announce a payload for `read_into`: few of its bytes should come with a head."""
+        self._ahead_bytes = HEAD_BYTES if payload_bytes >= INBOX_BYTES else INBOX_BYTES
+
+    def expect_head(self, head_bytes: int, payload_bytes: int) -> None:
+        """Announce a head of `head_bytes`, and then payloads of up to `payload_bytes` each, for `fill` and
+        `read_summed`."""
+        in_place = self._receive_all is not None or payload_bytes >= INBOX_BYTES
+        self._ahead_bytes = head_bytes if in_place else INBOX_BYTES
+
+    async def fill(self, views: Sequence[memoryview], length_bytes: int) -> None:
+        """Fill many views, none empty and `length_bytes` in all, one after the other. Raises as `read_into`."""
+        first = 0
+        if self._receive_all is None:
+            for view in views:
+                await self.read_into(view)
+            return
+        while self._start < self._end and first < len(views):
+            count = self._move_into(views[first])
+            length_bytes -= count
+            if count < len(views[first]):
+                views = [views[first][count:], *views[first + 1 :]]
+                first = 0
+                break
+            first += 1
+        left = list(views[first:])
+        while length_bytes:
+            began = time.monotonic()
+            count = self._count(await self._receive_all(left[:MAX_GATHER]), began)
+            length_bytes -= count
+            left = left[advance(left, 0, count) :]
+
+    def held(self, length: int) -> memoryview | None:
+        """The next `length` bytes in place, until the next call, if they are here already."""
+        start, end = self._start, self._start + length
+        if end > self._end:
+            return None
+        self._start = end
+        return self._buffer[start:end]
+
+    def put_back(self, length: int) -> None:
+        """Undo the last `held` or `take` in place."""
+        self._start -= length
+
+    async def take(self, length: int, *, soon: bool = False) -> memoryview:
+        """The next `length` bytes: in place, until the next call, unless they are too many for that. `soon`: they
+        should be here within microseconds. Raises as `read_into`."""
+        if length > INBOX_BYTES:
+            return memoryview(await self.read(length))
+        while (view := self.held(length)) is None:
+            await self._receive(length, soon=soon)
+        return view
+
+    async def read_into(self, view: memoryview, *, soon: bool = False) -> None:
+        """Fill `view`; `soon`: from what should be here within microseconds. Raises `ConnectionResetError` when the
+        other side closes before."""
+        position = self._move_into(view)
+        while position < len(view):
+            if len(view) >= INBOX_BYTES:
+                receive = self._stream.receive_soon if soon else self._stream.receive_into
+                began = time.monotonic()
+                position += self._count(await receive(view[position:]), began)
+            else:
+                await self._receive(1, soon=soon)
+                position += self._move_into(view[position:])
+
+    async def read_summed(self, view: memoryview, *, soon: bool = False) -> int:
+        """`read_into` a large view; the xxh3-64 of what comes, made of each piece while it is in the cache."""
+        hasher = xxh3_64()
+        position = self._move_into(view)
+        hasher.update(view[:position])
+        receive = self._stream.receive_soon if soon else self._stream.receive_into
+        while position < len(view):
+            began = time.monotonic()
+            count = self._count(await receive(view[position : position + SUMMED_BYTES]), began)
+            hasher.update(view[position : position + count])
+            position += count
+        digest: int = hasher.intdigest()
+        return digest
+
+    async def read_in_steps(
+        self, view: memoryview, step_bytes: int, wake_after: Callable[[int], None]
+    ) -> None:
+        """`read_into` a large view, woken when `step_bytes` more have come, or the rest; `wake_after` sees to it."""
+        position = self._move_into(view)
+        step = 1
+        while position < len(view):
+            wanted = min(step_bytes, len(view) - position)
+            if wanted != step:
+                step = wanted
+                wake_after(step)
+            began = time.monotonic()
+            position += self._count(await self._stream.receive_into(view[position:]), began)
+        if step != 1:
+            wake_after(1)
+
+    async def read(self, length: int) -> bytearray:
+        """The next `length` bytes, in memory of their own."""
+        data = bytearray(length)
+        await self.read_into(memoryview(data))
+        return data
+
+    async def discard(self, length: int) -> None:
+        """Read `length` bytes and forget them."""
+        scratch = memoryview(bytearray(min(length, INBOX_BYTES)))
+        while length:
+            count = min(length, len(scratch))
+            await self.read_into(scratch[:count])
+            length -= count
+
+    def take_rest(self) -> bytes:
+        """All received bytes that were not read, for a reader of the stream itself."""
+        rest = bytes(self._buffer[self._start : self._end])
+        self._start = self._end = 0
+        return rest
+
+    async def _receive(self, wanted_bytes: int, *, soon: bool = False) -> None:
+        """Receive more, with room for `wanted_bytes` from the first unread byte on."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start + wanted_bytes > INBOX_BYTES:
+            held = self._end - self._start
+            self._buffer[:held] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, held
+        limit = max(self._start + wanted_bytes, self._end + self._ahead_bytes)
+        room = self._buffer[self._end : limit]
+        receive = self._stream.receive_soon if soon else self._stream.receive_into
+        began = time.monotonic()
+        self._end += self._count(await receive(room), began)
+
+    def _move_into(self, view: memoryview) -> int:
+        count = min(len(view), self._end - self._start)
+        if count:  # at most 128 KiB: too little to matter that this holds the GIL
+            view[:count] = self._buffer[self._start : self._start + count]
+            self._start += count
+        return count
+
+    def _count(self, count: int, began: float) -> int:
+        """Count a receive that began then."""
+        if count == 0:
+            raise ConnectionResetError("the other side closed the connection")
+        self.received_any = True
+        if not self.flow.moved(count, time.monotonic() - began):
+            raise self.flow.too_slow()
+        return count

@@ -1,7 +1,7 @@
-"""Reading a segment that somebody else owns and changes meanwhile.
+"""Reading a segment that another process owns and changes meanwhile.
 
 No lock, fence or generation: slot, trailer and payload are copied into private memory and accepted
-only if all of them match on that copy. What was torn, moved or reused simply does not match, and
+only if all of them match on that copy. A torn, moved or reused object does not match, and
 the caller asks the segment's owner or another holder instead.
 """
 
@@ -225,7 +225,7 @@ class SegmentReader:
         versions: Sequence[Version] = (),
     ) -> Spots:
         """Where those objects lie that are here and have not expired. Not verified yet: that `copy_steps` does.
-        `announced`: what counts of them; with `versions`, those were announced, one a digest."""
+        `announced`: the versions that count; with `versions`, those were announced, one a digest."""
         if len(digests) > FEW_DIGESTS:
             return self._many_spots(digests, announced, versions)
         spots = Spots()
@@ -285,7 +285,7 @@ class SegmentReader:
         """Copy objects to the beginnings of `rooms` (writable bytes), one room a spot, and verify the copies. In steps
         of some 4 MiB, or of more where several threads do it: yields the bytes done so far between steps, so that a
         caller can run steps on a thread, or stop. Returns one byte a spot: 1 where the object was copied, 0 where it
-        changed meanwhile or its room is too small; what is in that room means nothing."""
+        changed meanwhile or its room is too small; the bytes of that room are undefined."""
         copying = _Copying(self._view, self._bytes, spots, rooms)
         lengths = spots.lengths
         total_bytes = sum(lengths)

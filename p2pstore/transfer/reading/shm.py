@@ -1,23 +1,25 @@
 """Reading another peer of the same host straight from its memory segment.
 
-Whoever maps holds its own session with the owner: a connection to its local socket, which also
-tells when the owner is gone. Objects are copied without a lease and verified on the copy.
+Every process that maps a segment holds a session with the owner: a connection to its local socket, which also tells
+when the owner is gone. Objects are copied without a lease and verified on the copy.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
 from p2pstore.errors import DeadlineExceeded, P2PStoreError
 from p2pstore.local.local_connection import LocalConnection
-from p2pstore.local.local_messages import Access, ItemError, Lease, Leased, LocalKind, Release
-from p2pstore.objects import DEFAULT_NAMESPACE
+from p2pstore.local.local_messages import ItemError, Lease, Leased, Release
+from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.objects import DEFAULT_NAMESPACE, Version
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
+from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.segment_reader import Copied, SegmentReader, Spots, expired
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.transfer.transport import (
@@ -26,6 +28,7 @@ from p2pstore.transfer.transport import (
     PullFailed,
     RemoteCopy,
     checked_view,
+    too_small,
     watch_of,
 )
 from p2pstore.wire import ONE_WAY, Code, encode_frame
@@ -35,6 +38,9 @@ MAX_TORN_READS: Final = 3
 RETRY_CONNECT_SECONDS: Final = 10.0
 MAX_PEERS: Final = 64
 LOOK_SECONDS: Final = 1.0
+RoomsFor = Callable[[Sequence[int], Sequence[int]], Sequence[memoryview]]
+"""Gives rooms for the values at these places of a batch, of these lengths. A room shorter than its value gets
+nothing."""
 NOT_THERE: Final = "the object is not in the holder's memory segment"
 ON_SSD: Final = "on its holder's SSD, who is asked for it over tcp"
 
@@ -90,6 +96,51 @@ async def read_mapped(
     return None
 
 
+async def copy_into(
+    driver: Driver,
+    readers: Sequence[SegmentReader],
+    digest: bytes,
+    view: memoryview,
+    announced: Announced | None = None,
+) -> int | None:
+    """A verified copy of an object in mapped memory to the beginning of `view`: its length, or None when it is not
+    there. Raises `BufferTooSmall`."""
+    for reader in readers:
+        spots = reader.spots([digest], announced)
+        if spots.places:
+            length = spots.lengths[0]
+            if len(view) < length:
+                raise too_small(length, view)
+            if (await copy_spots(driver, reader, spots, [view]))[0]:
+                return length
+    return None
+
+
+async def copy_many(
+    driver: Driver,
+    readers: Sequence[SegmentReader],
+    digests: Sequence[bytes],
+    rooms_for: RoomsFor,
+    announced: Announced | None = None,
+    versions: Sequence[Version] = (),
+) -> list[int]:
+    """Verified copies of objects in mapped memory: their lengths, -1 for what is not there. `versions`: those that were
+    planned, one a digest; without them, what the holder wrote itself."""
+    lengths = [-1] * len(digests)
+    for reader in readers:
+        spots = reader.spots(digests, announced, versions)
+        if not spots.places:
+            continue
+        rooms = rooms_for(spots.places, spots.lengths)
+        good = await copy_spots(driver, reader, spots, rooms)
+        if len(spots.places) == len(digests) and all(good):
+            return spots.lengths
+        for place, length, fine in zip(spots.places, spots.lengths, good, strict=True):
+            if fine:
+                lengths[place] = length
+    return lengths
+
+
 def _refused(error: ItemError) -> PullFailed:
     """The holder did not bring the object. It is not there any more, or something kept the holder from it."""
     gone = error.code == Code.NO_SUCH_KEY
@@ -98,7 +149,7 @@ def _refused(error: ItemError) -> PullFailed:
 
 @dataclass(slots=True)
 class _MappedPeer:
-    """What is known of one peer at one path: an open session, or when to try it again."""
+    """One peer at one path: an open session, or the time to try it again."""
 
     connection: LocalConnection | None = None
     readers: list[SegmentReader] = field(default_factory=list)
@@ -112,7 +163,7 @@ class _MappedPeer:
         self.ended += [grant.lease for grant in leased.items if not grant.error.code]
 
     def take_releases(self) -> list[bytes]:
-        """What the holder is to be told of ended leases, if anything."""
+        """The frames that tell the holder of ended leases, if any."""
         ended, self.ended = self.ended, []
         if not ended:
             return []
@@ -244,7 +295,7 @@ class ShmTransport:
                 peer.is_opening = True
             try:
                 if not peer.usable():
-                    if reason := self.why_not(copy):  # found out by whoever was here before
+                    if reason := self.why_not(copy):  # found out by the reader before
                         raise PullFailed(Code.UNAVAILABLE, reason, retriable=True)
                     peer.close()
                     await self._open(peer, copy)
@@ -292,7 +343,7 @@ class ShmTransport:
             over.close()
 
     def let_go_of_the_dead(self) -> None:
-        """Unmap the memory of holders that are gone: it is the host's again when nobody has it mapped any more."""
+        """Unmap the memory of holders that are gone. The host has it back when the last mapping ends."""
         with self._state:
             peers = self._peers  # another thread may close this, and put another one in its place
             gone = [name for name, peer in peers.items() if peer.is_over()]

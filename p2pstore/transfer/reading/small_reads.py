@@ -29,26 +29,25 @@ from p2pstore.transfer.data_messages import (
     SmallObjects,
 )
 from p2pstore.transfer.reading.arriving import Announced
-from p2pstore.transfer.reading.data_requests import DataRequests
-from p2pstore.transfer.reading.inbox import INBOX_BYTES
+from p2pstore.transfer.reading.data_requests import INBOX_BYTES, DataRequests
 from p2pstore.transfer.reading.span_reads import MIN_BATCH_ITEMS
 from p2pstore.wire import HEADER_BYTES, encode_body
 
 BATCH_BYTES: Final = MAX_SMALL_BULK_BYTES
-"""Of room for objects that one request asks for: what is answered at once."""
+"""Room for the objects of one request: the most that is answered at once."""
 GROUP_BYTES: Final = 256 * KIB
 """Of objects that are received together."""
 PARTS_TOGETHER: Final = 2
-"""So many are asked for with one send: each may have to wake the other side, which takes 50 us."""
+"""Requests in one send: each may have to wake the other side, which takes 50 us."""
 MOST_ITEMS: Final = min(MAX_SMALL_ITEMS, MAX_GATHER - 1)
 """Of a request, so that its answer can be sent with one call: a head and as many values."""
 PARTS_AHEAD: Final = 3
-"""As long as fewer are under way, more are asked for."""
+"""Requests that are kept under way."""
 _HEAD_BYTES: Final = HEADER_BYTES + len(encode_body(SmallObjects(bytes(SLOT_BYTES))))
 
 
 class Part(NamedTuple):
-    """What one request asks for: digests, and a view for each value, none empty and none of more than `most_bytes`.
+    """The objects of one request: digests, and a view for each value, none empty and none of more than `most_bytes`.
     `versions` are those that were announced, one a digest; without them, the holder is known to have written all."""
 
     digests: Sequence[bytes]
@@ -90,8 +89,8 @@ async def pull_small(
 ) -> None:
     """Read many objects of 1 byte to one chunk into the beginnings of their views: adds the length of each to
     `lengths`, in the order of the parts, and -1 where `pull_many` is to say more, which costs nothing but a request.
-    Nothing is known of a view whose length is not told. `haste` and `keeps` as for `pull_many`; what is not `announced`
-    counts as not there. Raises as every operation, for all that is left."""
+    A view whose length is not told is undefined. `haste` and `keeps` as for `pull_many`; a version that is not
+    `announced` counts as not there. Raises as every operation, for all that is left."""
     steps = parts()
     if connection.version < SMALL_VERSION:
         lengths += [-1 for step in steps for part in step for _ in part.digests]

@@ -33,6 +33,7 @@ from p2pstore.runtime.accepting import Accepting
 from p2pstore.runtime.byte_budget import Account, ByteBudget, Owner
 from p2pstore.runtime.streams import AcceptedStream, tune_tcp
 from p2pstore.runtime.trio_streams import TrioStream
+from p2pstore.transfer.data_frames import next_frame, receive_some
 from p2pstore.transfer.data_messages import (
     MAX_DATA_VERSION,
     MIN_DATA_VERSION,
@@ -41,8 +42,8 @@ from p2pstore.transfer.data_messages import (
     Hello,
     HelloReply,
     Proof,
+    Refused,
 )
-from p2pstore.transfer.frame_reading import Refused, next_frame, receive_some
 from p2pstore.transfer.rdma.rdma_serving import RdmaBackend
 from p2pstore.transfer.read_tickets import (
     NONCE_BYTES,
@@ -53,19 +54,16 @@ from p2pstore.transfer.read_tickets import (
     open_ticket,
     prove,
 )
-from p2pstore.transfer.serving.data_places import DataPlaces
-from p2pstore.transfer.serving.data_session import (
-    RECEIVE_BYTES,
-    DataBackend,
-    DataSession,
-    ServerLimits,
-)
+from p2pstore.transfer.serving.data_session import RECEIVE_BYTES, DataSession
 from p2pstore.transfer.serving.read_answers import Traffic
-from p2pstore.transfer.serving.store_intake import StoreBackend
-from p2pstore.transfer.serving.swarm_serving import SwarmBackend
-from p2pstore.transfer.serving.uploads import Uploads
-from p2pstore.transfer.tls.tls_serving import TlsServing
-from p2pstore.transfer.tls.tls_streams import AcceptedTlsStream
+from p2pstore.transfer.serving.serving_backends import (
+    Backends,
+    DataBackend,
+    StoreBackend,
+    SwarmBackend,
+)
+from p2pstore.transfer.serving.serving_limits import DataPlaces, ServerLimits, Uploads
+from p2pstore.transfer.tls.tls_streams import AcceptedTlsStream, TlsServing
 from p2pstore.wire import (
     DATA_REQUEST_LIMITS,
     HELLO_LIMITS,
@@ -89,7 +87,6 @@ __all__ = [
     "ServerLimits",
     "listener_address",
     "open_data_listeners",
-    "serve_data",
 ]
 
 LISTEN_BACKLOG: Final = 512
@@ -199,10 +196,7 @@ class DataServer:
 
         `allowed`: whose tickets are taken; None for everybody's. After it or `ring` were changed, call
         `recheck`."""
-        self._backend = backend
-        self._stores = stores
-        self._rdma = rdma
-        self._swarms = swarms
+        self._backends = Backends(backend, stores, rdma, swarms)
         self._tls = TlsServing(signer, unix_clock) if tls else None
         self._limits = limits or ServerLimits()
         self.places = DataPlaces(self._limits.connections)
@@ -304,12 +298,9 @@ class DataServer:
                 claims,
                 version=version,
                 account=account,
-                backend=self._backend,
-                stores=self._stores,
-                rdma=self._rdma,
+                backends=self._backends,
                 limits=self._limits,
                 traffic=self.traffic,
-                swarms=self._swarms,
                 role=self._ring.role_of(claims.key_id, claims.namespace),
             )
             await self._serve_session(session, claims, account)
@@ -414,27 +405,3 @@ def stream_ender(stream: AcceptedStream, log: QuietLog) -> Callable[[str], None]
         stream.abort()
 
     return end
-
-
-async def serve_data(
-    listeners: Sequence[socket.socket],
-    backend: DataBackend,
-    *,
-    ring: KeyRing,
-    signer: SignerLike,
-    verifier: VerifierLike,
-    incarnation: int,
-    limits: ServerLimits | None = None,
-    unix_clock: Callable[[], float] = time.time,
-) -> None:
-    """Serve data connections on `listeners`, which it closes, until cancelled."""
-    server = DataServer(
-        backend,
-        ring=ring,
-        signer=signer,
-        verifier=verifier,
-        incarnation=incarnation,
-        limits=limits,
-        unix_clock=unix_clock,
-    )
-    await server.serve(listeners)

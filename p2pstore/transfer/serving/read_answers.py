@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
+import trio
 
 from p2pstore.memory.entries import SmallObjectsLent
 from p2pstore.memory.segment_layout import SLOT_BYTES
 from p2pstore.objects import DIGEST_BYTES, MIB
-from p2pstore.runtime.streams import BytesLike
+from p2pstore.runtime.byte_budget import Account
+from p2pstore.runtime.streams import AcceptedStream, BytesLike
 from p2pstore.transfer.data_messages import (
     SMALL_OBJECT_BYTES,
     DataKind,
@@ -32,8 +34,8 @@ from p2pstore.transfer.data_messages import (
     ObjectStatus,
     SmallObjects,
 )
-from p2pstore.transfer.serving.uploads import Uploads
-from p2pstore.wire import HEADER, REPLY, Message
+from p2pstore.transfer.serving.serving_limits import Uploads
+from p2pstore.wire import HEADER, ONE_WAY, REPLY, Code, FrameHeader, Message, encode_failure
 
 MAX_REPLY_BODY_BYTES: Final = 3 * MIB
 """Slots and trailers in one reply; the frame's cap is 4 MiB."""
@@ -46,6 +48,8 @@ longer preferred when it wakes up."""
 MAX_TALLY: Final = 65_536
 COUNTED_READS: Final = 512
 """Counted at once, which takes 50 us: threads wait for the interpreter meanwhile."""
+TAKE_IN_OBJECTS: Final = 128
+"""Objects that one step takes in: threads wait for the interpreter meanwhile, about 1 us for each."""
 MAX_READ_THREADS: Final = 32
 """Of a peer. Connections that do not get one are served by the event loop."""
 
@@ -54,34 +58,8 @@ BUSY, TOO_LARGE = int(ObjectStatus.BUSY), int(ObjectStatus.TOO_LARGE)
 _encode_body: Final = msgspec.msgpack.Encoder().encode
 
 
-class LentObject(NamedTuple):
-    """An object that stays where it is until `end_loan`, with slot and trailer as they are there. `handle` is its
-    source's own; None where nothing is given back."""
-
-    slot: bytes
-    trailer: bytes
-    value: memoryview
-    handle: Any
-
-
-class ReadSource(Protocol):
-    """The objects of a peer. Any thread may borrow them."""
-
-    def lend(
-        self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
-    ) -> LentObject | ObjectReply | None:
-        """An object in memory, to be sent to the peer `reader` or a client of it. It stays there until `end_loan`.
-        Otherwise why it is not sent, for the event loop, which `decides`; None for other threads. Never blocks."""
-        ...
-
-    def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
-        """The answer to GET_SMALL of the peer `reader`, or of a client of it; the objects stay there until `end_loan`.
-        None when it takes the event loop to say, or another look."""
-        ...
-
-    def end_loan(self, handle: Any) -> None:
-        """The end of `lend` or `lend_small`, in the same thread."""
-        ...
+NoteReads = Callable[[Mapping[bytes, int]], None]
+"""Takes how often each object was read."""
 
 
 class ReadTally:
@@ -132,7 +110,16 @@ class Traffic:
     read_threads: int = 0
     """Connections whose reads are answered in threads."""
     tally: ReadTally = field(default_factory=ReadTally)
-    """What was answered, and nobody took in."""
+    """Answers that are still to be taken in."""
+
+    def take_in(self, note_reads: NoteReads) -> bool:
+        """Count some answers of the tally, and report their objects to `note_reads`; whether there may be more."""
+        counts, length_bytes = self.tally.take(TAKE_IN_OBJECTS)
+        self.objects += sum(counts.values())
+        self.bytes += length_bytes
+        if counts:
+            note_reads(counts)
+        return self.tally.has_more
 
 
 class ReadAnswers:
@@ -272,6 +259,69 @@ class ReadAnswers:
             self._traffic.uploads.end(began, time.monotonic() if sent else began)
 
 
+class Outgoing:
+    """The answers of one connection that leave from the event loop: gathered, then sent together, in order."""
+
+    def __init__(
+        self,
+        stream: AcceptedStream,
+        answers: ReadAnswers,
+        account: Account,
+        take_in: Callable[[], object],
+    ) -> None:
+        """`account` has the bytes of answers that are in memory of their own; `take_in` counts what was sent."""
+        self._stream = stream
+        self._answers = answers
+        self._account = account
+        self._take_in = take_in
+        self._sending = trio.Lock()
+        self._held_bytes = 0
+
+    def add(self, frame: bytes, bulk: Sequence[BytesLike] = ()) -> None:
+        """Send this with the next `flush`."""
+        self._answers.add(frame, bulk)
+        self.hold()
+
+    def refuse(self, header: FrameHeader, code: Code, text: str) -> None:
+        """Answer a request with a failure, unless it wants no answer."""
+        if not header.flags & ONE_WAY:
+            self.add(encode_failure(header.kind, header.request_id, code, text))
+
+    def hold(self) -> None:
+        """Hold what was gathered since the last call in the account."""
+        self._account.hold(self._answers.own_bytes - self._held_bytes)
+        self._held_bytes = self._answers.own_bytes
+
+    async def flush(self) -> None:
+        """Send what was gathered and give the objects back."""
+        answers = self._answers
+        if not answers.parts:
+            return
+        try:
+            answers.note()
+            self._take_in()
+            await self.send(*answers.parts)
+        finally:
+            self.drop()
+
+    async def send(self, *parts: BytesLike) -> None:
+        """Send at once, without another task's answer in between."""
+        try:
+            self._sending.acquire_nowait()  # `async with` would cost a turn of the event loop
+        except trio.WouldBlock:
+            await self._sending.acquire()
+        try:
+            await self._stream.send(*parts)
+        finally:
+            self._sending.release()
+
+    def drop(self) -> None:
+        """Give back all that was gathered."""
+        self._account.release(self._held_bytes)
+        self._held_bytes = 0
+        self._answers.end()
+
+
 def may_be_large(message: Get | GetSmall) -> bool:
     """Whether a large answer may be wanted, for which the event loop had better not have the connection while others
     read small objects."""
@@ -288,3 +338,33 @@ def _has_large(lent: SmallObjectsLent) -> bool:
 def _frame(kind: int, request_id: int, reply: Message, bulk_length: int) -> bytes:
     body = _encode_body(reply)
     return HEADER.pack(kind, REPLY, request_id, len(body), bulk_length) + body
+
+
+class LentObject(NamedTuple):
+    """An object that stays where it is until `end_loan`, with slot and trailer as they are there. `handle` is its
+    source's own; None where nothing is given back."""
+
+    slot: bytes
+    trailer: bytes
+    value: memoryview
+    handle: Any
+
+
+class ReadSource(Protocol):
+    """The objects of a peer. Any thread may borrow them."""
+
+    def lend(
+        self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
+    ) -> LentObject | ObjectReply | None:
+        """An object in memory, to be sent to the peer `reader` or a client of it. It stays there until `end_loan`.
+        Otherwise why it is not sent, for the event loop, which `decides`; None for other threads. Never blocks."""
+        ...
+
+    def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
+        """The answer to GET_SMALL of the peer `reader`, or of a client of it; the objects stay there until `end_loan`.
+        None when it takes the event loop to say, or another look."""
+        ...
+
+    def end_loan(self, handle: Any) -> None:
+        """The end of `lend` or `lend_small`, in the same thread."""
+        ...

@@ -8,6 +8,7 @@ what was received, and one of what is sent, in pieces that stay in the cache.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 import time
@@ -19,8 +20,11 @@ from typing import Final, TypeVar, cast
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.objects import KIB
 from p2pstore.runtime.streams import AcceptedStream, BytesLike, ByteStream, flatten_parts, stalled
-from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.tls.tls_certificates import bound_secret, check_certificate
+from p2pstore.transfer.data_frames import receive_some
+from p2pstore.transfer.data_messages import DataKind, Refused
+from p2pstore.transfer.read_tickets import GrantedTicket, SignerLike
+from p2pstore.transfer.tls.tls_certificates import bound_secret, check_certificate, make_certificate
+from p2pstore.wire import PREFACE_DATA, Code
 
 T = TypeVar("T")
 
@@ -288,3 +292,54 @@ def _records(parts: Sequence[BytesLike]) -> Iterator[memoryview]:
 def _reason(error: ssl.SSLError) -> str:
     """OpenSSL's reason in plain letters."""
     return (error.reason or str(error)).replace("_", " ").lower()
+
+
+RENEW_SECONDS: Final = 86_400
+_HANDSHAKE_RECORD: Final = 22
+"""The first byte of whoever speaks TLS."""
+
+
+class TlsServing:
+    """Accepts TLS with certificates of one peer."""
+
+    def __init__(self, signer: SignerLike, unix_clock: Callable[[], float]) -> None:
+        self._signer = signer
+        self._unix_clock = unix_clock
+        self._renew()
+
+    async def accept(self, stream: AcceptedStream) -> AcceptedTlsStream:
+        """Shake hands on a fresh stream. Raises `Refused` for a peer that speaks plainly, and
+        `ProtocolError` for what is no TLS 1.3; the stream is the caller's to close."""
+        buffer = memoryview(bytearray(LEAST_RECEIVE_BYTES))
+        received = buffer[: await receive_some(stream, buffer)]
+        if bytes(received[: len(PREFACE_DATA)]) == PREFACE_DATA:
+            text = (
+                "this peer takes data connections over TLS only (data_tls is on): the other side knows "
+                "another address of it, or its version is too old for TLS"
+            )
+            raise Refused(DataKind.HELLO, 0, Code.PROTOCOL_MISMATCH, text)
+        if received[0] != _HANDSHAKE_RECORD:
+            raise ProtocolError("this is not a TLS connection")
+        if not 0 <= self._unix_clock() - self._made_at < RENEW_SECONDS:
+            self._renew()
+        secured = AcceptedTlsStream(stream, self._context, self._certificate)
+        await secured.shake_hands(received)
+        return secured
+
+    def _renew(self) -> None:
+        self._made_at = self._unix_clock()
+        certificate = make_certificate(self._signer, self._made_at)
+        self._certificate = certificate.der
+        self._context = serving_context(certificate.pem)
+
+
+def serving_context(pem: bytes) -> ssl.SSLContext:
+    """For servers that show this certificate: TLS 1.3, and no resumption."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # every connection proves anew who answers
+    descriptor = os.memfd_create("p2pstore-tls")  # OpenSSL wants a file: one that no disk has
+    with open(descriptor, "wb", buffering=0) as file:
+        file.write(pem)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    return context

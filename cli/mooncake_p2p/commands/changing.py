@@ -1,0 +1,356 @@
+"""`pin`, `unpin`, `replicate`, `rm` and `flush`: changing how objects are kept, and removing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from mooncake_p2p.exit_errors import AlreadyTold, CommandFailed, ExitCode, Interrupts, describe
+from mooncake_p2p.options import (
+    DEFAULT_TIMEOUT,
+    Json,
+    Key,
+    Keys,
+    Namespace,
+    Socket,
+    Timeout,
+    Yes,
+    connected,
+    parse_timeout,
+)
+from mooncake_p2p.output import (
+    confirm,
+    end_with,
+    print_json,
+    printable,
+    progress,
+    remark,
+    shortfall,
+)
+from p2pstore.errors import NoSuchKey, P2PStoreError
+from p2pstore.objects import encode_key, encode_namespace
+
+if TYPE_CHECKING:
+    from p2pstore.blocking import BlockingClient
+    from p2pstore.results import ItemResult, PinName, PinResult
+
+NOTHING: Final[Mapping[str, list[str]]] = MappingProxyType({})
+
+
+class Firmness(StrEnum):
+    soft = "soft"
+    hard = "hard"
+
+
+def pin(
+    keys: Keys,
+    pin: Annotated[
+        Firmness | None,
+        typer.Option(
+            help="soft: evicted last; hard: never evicted  [default: soft, and hard stays hard].",
+            show_default=False,
+        ),
+    ] = None,
+    ttl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS|10m",
+            help="How long a soft pin lasts  [default: 30m].",
+            show_default=False,
+        ),
+    ] = None,
+    socket: Socket = None,
+    namespace: Namespace = "default",
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> None:
+    """Keep objects in this peer's memory, and in that of all who have a copy.
+
+    An object that only other peers hold is brought here first. What is pinned hard stays until it is
+    unpinned or removed, and takes up memory that nothing else can use. Without --pin a hard pin stays
+    as it is, and the command says so; `--pin soft` makes it a soft one. Holders that cannot be reached
+    now keep their copies as before; the command says how many.
+    """
+    if ttl is not None and pin is Firmness.hard:
+        raise CommandFailed("--ttl is for soft pins; a hard pin stays until unpin", ExitCode.USAGE)
+    ttl_seconds = None if ttl is None else parse_timeout(ttl, "--ttl")
+    firmness: PinName = "hard" if pin is Firmness.hard else "soft"
+    kept_hard: list[str] = []
+
+    def keep(client: BlockingClient, key: str) -> None:
+        if pin is None and any(copy.local and copy.pin == "hard" for copy in client.locate(key)):
+            kept_hard.append(key)
+            if not json:
+                remark(f"{printable(key)} stays pinned hard (--pin soft makes it a soft pin)")
+            return
+        pinned[key] = client.pin(key, firmness, ttl=ttl_seconds)
+
+    pinned: dict[str, PinResult] = {}
+    with connected(socket, namespace, timeout) as client:
+        _for_each(client, keys, keep, "pinned", json, pinned, {"kept_hard": kept_hard})
+
+
+def unpin(
+    keys: Keys,
+    socket: Socket = None,
+    namespace: Namespace = "default",
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> None:
+    """Let objects be evicted again, here and on all other peers that have them."""
+    unpinned: dict[str, PinResult] = {}
+
+    def let_go(client: BlockingClient, key: str) -> None:
+        unpinned[key] = client.unpin(key)
+
+    with connected(socket, namespace, timeout) as client:
+        _for_each(client, keys, let_go, "unpinned", json, unpinned)
+
+
+def _for_each(
+    client: BlockingClient,
+    keys: list[str],
+    action: Callable[[BlockingClient, str], None],
+    word: str,
+    json: bool,
+    results: Mapping[str, PinResult],
+    also: Mapping[str, list[str]] = NOTHING,
+) -> None:
+    """Do one thing with every key, and tell what became of each. Raises `AlreadyTold`. `results` says which
+    copies were reached; `also` goes into the JSON."""
+    for key in keys:
+        encode_key(key)
+    done: list[str] = []
+    failed: dict[str, Exception] = {}
+    with progress(f"{len(keys)} keys" if len(keys) > 1 else printable(keys[0])):
+        for key in keys:
+            try:
+                action(client, key)
+            except (P2PStoreError, CommandFailed) as failure:
+                failed[key] = failure
+            else:
+                done.append(key)
+    if json:
+        reasons = {key: describe(error) for key, error in failed.items()}
+        copies = {key: [result.copies, result.known] for key, result in results.items()}
+        print_json({word: done, "failed": reasons, "copies": copies, **also})
+    elif done:
+        remark(f"{word} {len(done)} of {len(keys)} keys" if len(keys) > 1 else word)
+    for key, result in () if json else results.items():
+        if result.copies < result.known:
+            some = f"{result.copies} of {result.known} copies"
+            remark(f"{printable(key)}: {some}; the other holders could not be told, try again")
+    end_with(failed)
+
+
+def replicate(
+    key: Key,
+    copies: Annotated[
+        int,
+        typer.Option(
+            "--replicas", "-n", min=1, metavar="N", help="Copies in all.", show_default=False
+        ),
+    ],
+    socket: Socket = None,
+    namespace: Namespace = "default",
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> None:
+    """Have N copies of an object, on as many peers.
+
+    Copies that exist count. The number travels with the object.
+    """
+    encode_key(key)
+    with (
+        connected(socket, namespace, timeout) as client,
+        progress(f"copying {printable(key)}"),
+    ):
+        result = client.replicate(key, copies)
+        too_few = shortfall(client, result)
+    if json:
+        print_json({"key": key, "copies": result.copies, "wanted": result.wanted})
+    if too_few:
+        raise CommandFailed(f"{printable(key)}: {too_few}")
+    if not json:
+        remark(f"copies {result.copies}/{result.wanted}")
+
+
+PAGE_KEYS: Final = 1000
+"""Keys listed and removed at a time."""
+
+
+def rm(
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY",
+            help="Names of the objects.",
+            show_default=False,
+        ),
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Instead: all keys that begin so.", show_default=False),
+    ] = None,
+    yes: Yes = False,
+    socket: Socket = None,
+    namespace: Namespace = "default",
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> None:
+    """Remove keys everywhere.
+
+    A key that does not exist is reported, and the others are removed. With --prefix, keys that appear
+    meanwhile may stay, and so do those of peers that did not answer; then it says so. Ctrl-C stops
+    between two batches of 1,000.
+    """
+    if keys and prefix is not None:
+        raise CommandFailed("name keys to remove, or give --prefix TEXT: not both", ExitCode.USAGE)
+    if not keys and prefix is None:
+        raise CommandFailed("name keys to remove, or give --prefix TEXT", ExitCode.USAGE)
+    if prefix is None:
+        assert keys
+        _remove_named(keys, socket, namespace, timeout, json)
+        return
+    if not prefix:
+        raise CommandFailed(
+            "--prefix is empty; `mooncake-p2p flush NAMESPACE` removes everything", ExitCode.USAGE
+        )
+    confirm(
+        f"Remove all keys that begin with {printable(prefix)!r} in namespace "
+        f"{printable(namespace)!r}, on all peers?",
+        yes=yes,
+    )
+    with connected(socket, namespace, timeout) as client:
+        _remove_prefix(client, prefix, json)
+
+
+def _remove_named(
+    keys: list[str], socket: str | None, namespace: str, timeout: str, json: bool
+) -> None:
+    for key in keys:
+        encode_key(key)
+    removed: list[str] = []
+    missing: list[str] = []
+    failed: dict[str, Exception] = {}
+    with connected(socket, namespace, timeout) as client, progress("removing"):
+        for item in client.remove_many(keys):
+            if item.error is not None and not isinstance(item.error, NoSuchKey):
+                failed[item.key] = item.error
+            elif item.value:
+                removed.append(item.key)
+            else:
+                missing.append(item.key)
+    if json:
+        reasons = {key: describe(error) for key, error in failed.items()}
+        print_json({"removed": removed, "missing": missing, "failed": reasons})
+    elif removed:
+        remark(f"removed {len(removed)} of {len(keys)} keys" if len(keys) > 1 else "removed")
+    absent = {key: NoSuchKey(f"no such key: {printable(key)}") for key in missing}
+    end_with({**absent, **failed})
+
+
+@dataclass
+class _Removal:
+    """How far removing by prefix is."""
+
+    removed: int = 0
+    failed: dict[str, Exception] = field(default_factory=dict)
+    silent_peers: set[str] = field(default_factory=set)
+
+    def take(self, items: list[ItemResult]) -> None:
+        for item in items:
+            if item.error is None:
+                self.removed += bool(item.value)
+            elif not isinstance(item.error, NoSuchKey):  # else somebody else was faster
+                self.failed[item.key] = item.error
+
+    def problem(self) -> Exception:
+        """What the command ends with when it could not remove all."""
+        if self.failed:
+            return next(iter(self.failed.values()))
+        return CommandFailed(incomplete(self.silent_peers))
+
+
+def _remove_prefix(client: BlockingClient, prefix: str, json: bool) -> None:
+    removal = _Removal()
+    try:
+        with Interrupts() as interrupts, progress("removing") as bar:
+            after, more = "", True
+            while more:
+                with interrupts.allowed():  # else a signal waits: what is removed is also counted
+                    page = client.list_keys(prefix, after=after, limit=PAGE_KEYS)
+                removal.silent_peers.update(page.silent_peers)
+                if page.keys:
+                    removal.take(client.remove_many([entry.key for entry in page.keys]))
+                    after = page.keys[-1].key
+                bar.relabel(f"removed {removal.removed:,} keys")
+                more = page.more
+    except BaseException:
+        _tell(removal, json, stopped=True)
+        raise
+    _tell(removal, json, stopped=False)
+    if removal.failed or removal.silent_peers:
+        raise AlreadyTold(removal.problem())
+    if not removal.removed:
+        raise NoSuchKey(f"no key begins with {printable(prefix)!r}")
+
+
+def _tell(removal: _Removal, json: bool, *, stopped: bool) -> None:
+    silent_peers = sorted(removal.silent_peers)
+    if json:
+        reasons = {key: describe(error) for key, error in removal.failed.items()}
+        complete = not (stopped or reasons or silent_peers)
+        print_json(
+            {
+                "removed": removal.removed,
+                "failed": reasons,
+                "silent_peers": silent_peers,
+                "complete": complete,
+            }
+        )
+    else:
+        remark(f"removed {removal.removed:,} keys{' before it was stopped' if stopped else ''}")
+    for key, error in removal.failed.items():
+        remark(f"error: {printable(key)}: {describe(error)}")
+    if silent_peers:
+        remark(f"error: {incomplete(silent_peers)}")
+
+
+def incomplete(silent_peers: Iterable[str]) -> str:
+    """What to say when peers did not list their keys."""
+    names = ", ".join(map(printable, sorted(silent_peers)))
+    return f"incomplete: {names} did not answer, and may hold more such keys; run it again when they do"
+
+
+def flush(
+    namespace: Annotated[
+        str,
+        typer.Argument(metavar="NAMESPACE", help="What to remove whole.", show_default=False),
+    ],
+    yes: Yes = False,
+    socket: Socket = None,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    json: Json = False,
+) -> None:
+    """Remove everything in a namespace, on all peers.
+
+    Peers that do not answer now drop their copies as soon as they hear of it. What is put afterwards is
+    new and stays.
+    """
+    encode_namespace(namespace)
+    confirm(
+        f"Remove everything in namespace {printable(namespace)!r}, on all peers?",
+        yes=yes,
+    )
+    with connected(socket, namespace, timeout) as client, progress("flushing"):
+        client.flush()
+    if json:
+        print_json({"flushed": namespace})
+    else:
+        remark(f"flushed {printable(namespace)}")

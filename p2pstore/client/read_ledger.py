@@ -1,0 +1,271 @@
+"""Reads of a client without requests, for its peer's eviction and statistics; and holders that failed."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from p2pstore.local.local_messages import (
+    MAX_BATCH,
+    AccessCount,
+    HolderFailure,
+    PullCount,
+    Report,
+    SlowRead,
+    TransportFallback,
+    UnseenRead,
+)
+from p2pstore.local.local_requests import MAX_REPORTED_FAILURES
+from p2pstore.runtime.histograms import Histogram
+from p2pstore.transfer.failover import HolderReport, is_silence
+from p2pstore.transfer.reading.shm import ShmTransport
+from p2pstore.transfer.transport import PullReport
+
+MAX_HOLDERS: Final = 1024
+MAX_REPORTED_KEYS: Final = MAX_BATCH
+MAX_SLOW_READS: Final = 16
+"""In one report."""
+SLOW_SECONDS: Final = 0.05
+"""Duration from which on the peer is told of a read; it keeps those above its own threshold."""
+MAX_FALLBACKS: Final = 64
+MAX_REASON_LETTERS: Final = 200
+MAX_UNSEEN: Final = 4096
+
+
+class _Pulls:
+    """Counts of one holder and transport."""
+
+    __slots__ = ("bytes", "durations", "failures", "lengths", "objects")
+
+    def __init__(self) -> None:
+        self.objects = 0
+        self.bytes = 0
+        self.failures = 0
+        self.durations = Histogram()
+        self.lengths = Histogram()
+
+    def message(self, member: int, transport: str) -> PullCount:
+        """For the peer."""
+        return PullCount(
+            member,
+            transport,
+            self.objects,
+            self.bytes,
+            self.failures,
+            self.durations.trimmed(),
+            self.durations.total,
+            self.lengths.trimmed(),
+        )
+
+
+class ReadLedger:
+    """Counts until `take`. `stir` is called when there is something to tell; it never waits."""
+
+    def __init__(self, stir: Callable[[], None]) -> None:
+        self._stir = stir
+        self._reads: dict[bytes, list[int]] = {}
+        """Of the local peer's memory, by digest: how often, how long, and how often as a view."""
+        self._failures: deque[HolderFailure] = deque(maxlen=MAX_REPORTED_FAILURES)
+        self._counts: dict[tuple[int, str], _Pulls] = {}
+        self._slow: list[SlowRead] = []
+        self._fallbacks: dict[tuple[int, str], TransportFallback] = {}
+        self._misses = 0
+        self._unseen: dict[int, Counter[bytes]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(
+            self._reads
+            or self._failures
+            or self._counts
+            or self._slow
+            or self._fallbacks
+            or self._misses
+        )
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the peer is to be told before anything else is asked: a holder failed."""
+        return bool(self._failures)
+
+    def read(self, digest: bytes, length: int, *, is_view: bool = False) -> None:
+        """One object was read from the local peer's memory without a request."""
+        counted = self._reads.get(digest)
+        if counted is not None:
+            counted[0] += 1
+            counted[2] += is_view
+        elif len(self._reads) < MAX_REPORTED_KEYS:
+            self._reads[digest] = [1, length, int(is_view)]
+            self._stir()
+
+    def read_many(self, digests: Sequence[bytes], lengths: Sequence[int]) -> None:
+        """`read` of a batch; length -1 for what was not read."""
+        reads = self._reads
+        for digest, length in zip(digests, lengths, strict=True):
+            counted = reads.get(digest)
+            if counted is not None:
+                counted[0] += length >= 0
+            elif length >= 0 and len(reads) < MAX_REPORTED_KEYS:
+                reads[digest] = [1, length, 0]
+        if reads:
+            self._stir()
+
+    def failed(self, failures: Sequence[HolderFailure]) -> None:
+        """Holders did not deliver."""
+        self._failures.extend(failures)
+
+    def missed(self) -> None:
+        """A read ended without the value: no reachable peer has it."""
+        self._misses += 1
+        self._stir()
+
+    def pulled(self, key: str, digest: bytes, report: PullReport, seconds: float) -> None:
+        """One object was read from its holders, or was not."""
+        self._stir()
+        for failure in report.failures:
+            self._add(failure.member, failure.transport, failures=1)
+        for fallback in report.fallbacks:
+            self._fell_back(fallback)
+        if report.pulled is not None and report.copy is not None:
+            transport, member = report.pulled.transport, report.copy.member
+            if transport == ShmTransport.name:
+                self._unseen_by(member, [digest])
+            for share in report.brought():
+                whole = int(share.member == member)
+                self._add(share.member, transport, objects=whole, length_bytes=share.length_bytes)
+            self._took(member, transport, seconds, report.pulled.length)
+            for failure in report.failures:
+                if is_silence(failure):
+                    self._was_slow(key, digest, failure, seconds)
+            code = 0
+        elif report.failures:
+            last = report.failures[-1]
+            transport, member, code = last.transport, last.member, int(last.code)
+        else:
+            return
+        if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
+            self._slow.append(SlowRead(digest, member, transport, seconds, code, key))
+
+    def _was_slow(self, key: str, digest: bytes, failure: HolderReport, seconds: float) -> None:
+        """A holder was left for others. The time of the whole read is told: most of it was the wait for that holder."""
+        if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
+            self._slow.append(
+                SlowRead(digest, failure.member, failure.transport, seconds, int(failure.code), key)
+            )
+
+    def pulled_only(
+        self,
+        key: str,
+        digest: bytes,
+        member: int,
+        transport: str,
+        length_bytes: int,
+        seconds: float,
+    ) -> None:
+        """`pulled`, for an object that came from its only holder at once."""
+        self._stir()
+        counted = self._counts.get((member, transport)) or self._counted(member, transport)
+        if counted is not None:
+            counted.objects += 1
+            counted.bytes += length_bytes
+            counted.durations.add_seconds(seconds)
+            counted.lengths.add(length_bytes)
+        if transport == ShmTransport.name:
+            self._unseen_by(member, [digest])
+        if seconds >= SLOW_SECONDS and len(self._slow) < MAX_SLOW_READS:
+            self._slow.append(SlowRead(digest, member, transport, seconds, 0, key))
+
+    def _unseen_by(self, member: int, digests: Sequence[bytes]) -> None:
+        """The holder did not see that it was read; its eviction needs to know."""
+        counts = self._unseen.setdefault(member, Counter())
+        room = MAX_UNSEEN - sum(map(len, self._unseen.values()))
+        if len(digests) > room:
+            digests = [digest for digest in digests if digest in counts]
+        counts.update(digests)
+
+    def _fell_back(self, report: HolderReport) -> None:
+        where = report.member, report.transport
+        before = self._fallbacks.get(where)
+        if before is None and len(self._fallbacks) >= MAX_FALLBACKS:
+            return
+        count = 1 if before is None else before.count + 1
+        self._fallbacks[where] = TransportFallback(*where, count, report.text[:MAX_REASON_LETTERS])
+
+    def count(
+        self,
+        member: int,
+        transport: str,
+        *,
+        objects: int = 0,
+        length_bytes: int = 0,
+        failures: int = 0,
+        unseen: Sequence[bytes] = (),
+    ) -> None:
+        """Objects came together from one holder: how long each of them is counts as their mean. `unseen`: the digests
+        of what the holder did not see read."""
+        self._stir()
+        if unseen:
+            self._unseen_by(member, unseen)
+        counted = self._add(
+            member, transport, objects=objects, length_bytes=length_bytes, failures=failures
+        )
+        if counted is not None and objects:
+            counted.lengths.add(length_bytes // objects, objects)
+
+    def _add(
+        self,
+        member: int,
+        transport: str,
+        *,
+        objects: int = 0,
+        length_bytes: int = 0,
+        failures: int = 0,
+    ) -> _Pulls | None:
+        counted = self._counted(member, transport)
+        if counted is not None:
+            counted.objects += objects
+            counted.bytes += length_bytes
+            counted.failures += failures
+        return counted
+
+    def _took(self, member: int, transport: str, seconds: float, length: int) -> None:
+        """One object was read in this time."""
+        counted = self._counted(member, transport)
+        if counted is not None:
+            counted.durations.add_seconds(seconds)
+            counted.lengths.add(length)
+
+    def _counted(self, member: int, transport: str) -> _Pulls | None:
+        """None where there are too many holders to keep apart."""
+        counted = self._counts.get((member, transport))
+        if counted is None and len(self._counts) < MAX_HOLDERS:
+            counted = self._counts[member, transport] = _Pulls()
+        return counted
+
+    def take(self) -> Report:
+        """The counts since the last call."""
+        reads, self._reads = self._reads, {}
+        failures = []
+        while self._failures:
+            failures.append(self._failures.popleft())
+        pulls, self._counts = self._counts, {}
+        slow, self._slow = self._slow, []
+        fallbacks, self._fallbacks = self._fallbacks, {}
+        misses, self._misses = self._misses, 0
+        unseen, self._unseen = self._unseen, {}
+        return Report(
+            [
+                AccessCount(digest, count, count * length, views)
+                for digest, (count, length, views) in list(reads.items())
+            ],
+            failures,
+            [counted.message(*where) for where, counted in list(pulls.items())],
+            slow,
+            list(fallbacks.values()),
+            misses,
+            [
+                UnseenRead(digest, member, count)
+                for member, counts in list(unseen.items())
+                for digest, count in list(counts.items())
+            ],
+        )

@@ -1,0 +1,208 @@
+"""The copies of a key that this peer knows of: its own, and those that gossip and homes report. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from p2pstore.core.copies.proofs import ProveOperation
+from p2pstore.core.core_effects import KnownCopy
+from p2pstore.core.gets.lookup import check_holding_record
+from p2pstore.core.puts.describe import location_of, location_on_ssd
+from p2pstore.gossip.gossip_messages import Status
+from p2pstore.gossip.homes.known_locations import Word
+from p2pstore.gossip.records import (
+    LocationRecord,
+    PeerId,
+    decode_location,
+    member_of,
+    writer_of_member,
+)
+from p2pstore.objects import ZERO_VERSION, Version
+from p2pstore.transfer.peer_messages import Locations
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+
+class KnownCopies:
+    """Which copies there are, which of them are proved, and which other versions exist."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self._core = core
+        self._gossip = core.gossip
+        self._segment = core.segment
+
+    def known(
+        self,
+        digest: bytes,
+        now: float,
+        namespace: bytes | None = None,
+        *,
+        hearsay: bool = False,
+    ) -> list[KnownCopy]:
+        """All copies this peer knows of, newest version first, then reachable ones first,
+        and those whose connection just failed last. With `hearsay` also those of which only a home spoke: to look
+        there, not to judge by them what is to be kept.
+
+        Versions that a floor forbids (the floor of the namespace, too, when its digest is given) are left
+        out, those whose holder may have missed a floor, and those from over 10 s in the future: this peer
+        could write none above them that others would take. And those of which nothing says that they were written:
+        see `proofs`.
+        """
+        return self.sorted(digest, now, namespace, hearsay=hearsay)[0]
+
+    def sorted(
+        self,
+        digest: bytes,
+        now: float,
+        namespace: bytes | None = None,
+        *,
+        hearsay: bool = False,
+    ) -> tuple[list[KnownCopy], list[KnownCopy]]:
+        """`known_copies`, and those that their holders would have to prove. What contradicts a writer is in neither."""
+        copies: list[KnownCopy] = []
+        others: list[KnownCopy] = []
+        vouched: set[Version] = set()
+        """Versions whose writers say themselves that they have this root."""
+        mine = self.own_location(digest, now)
+        if mine is not None:
+            copies.append(
+                KnownCopy(self._core.member, self._core.peer_id, mine, reachable=True, local=True)
+            )
+            vouched.add(mine.version)
+        for holding in self._gossip.holders(digest, now, hearsay=hearsay):
+            version, member = holding.record.version, holding.member
+            if self._gossip.cluster_records.floors.forbids(digest, namespace, version):
+                continue
+            if self._gossip.doubts(member, version, now):
+                continue
+            if not self._core.is_in_time(version.clock, now):
+                continue
+            state = self._gossip.membership.resolve(member)
+            if state is None:
+                continue
+            reachable = state.status in (Status.ALIVE, Status.SUSPECT) and not holding.hidden
+            proved = not holding.hearsay or self._core.proofs.knows(digest, version)
+            copy = KnownCopy(
+                member,
+                state.peer_id,
+                holding.record,
+                reachable,
+                proved=proved,
+                hearsay=holding.hearsay,
+            )
+            if version.writer != writer_of_member(member):
+                others.append(copy)
+                continue
+            copies.append(copy)
+            if proved:
+                vouched.add(version)
+        doubtful = self._proved_among(digest, others, vouched, copies) if others else []
+        said = {copy.member for copy in copies if not copy.hearsay}
+        copies = [copy for copy in copies if not copy.hearsay or copy.member not in said]
+        copies.sort(
+            key=lambda copy: (
+                -copy.record.version.clock,
+                -copy.record.version.writer,
+                not copy.local,
+                not copy.reachable,
+                self._core.holders.is_avoided(copy.member, now),
+            )
+        )
+        return copies, doubtful
+
+    def _proved_among(
+        self,
+        digest: bytes,
+        others: Sequence[KnownCopy],
+        vouched: set[Version],
+        copies: list[KnownCopy],
+    ) -> list[KnownCopy]:
+        """Add those copies whose holders did not write them and that are proved; the rest is returned, but for what
+        contradicts a writer."""
+        doubtful = []
+        stamps = {version[:2] for version in vouched}
+        for copy in others:
+            version = copy.record.version
+            if version in vouched or self._core.proofs.knows(digest, version):
+                copies.append(replace(copy, proved=True))
+            elif version[:2] in stamps:
+                self._core.proofs.contradicts(copy)
+            else:
+                doubtful.append(copy)
+        return doubtful
+
+    def learn_locations(
+        self, home: PeerId, digests: Sequence[bytes], reply: Locations, now: float
+    ) -> None:
+        """Take in a home peer's answer to a LOOKUP of `digests`."""
+        for digest, holdings in zip(digests, reply.items, strict=False):
+            for holding in holdings[:64]:
+                if holding.member != self._core.member and check_holding_record(
+                    holding.record, digest
+                ):
+                    self._gossip.heard_of(holding.record, now)
+                    position = (holding.incarnation, holding.sequence)
+                    word = Word.OWN if holding.member == member_of(home) else Word.HOME
+                    stamp = decode_location(holding.record).version.clock
+                    if word is Word.OWN or self._core.is_in_time(stamp, now):
+                        self._gossip.locations.heard(
+                            holding.member, position, holding.record, now, word=word
+                        )
+
+    def versions_heard_of(self, digest: bytes, namespace: bytes, now: float) -> list[Version]:
+        """Versions that members say to hold, believed or not, and that no floor forbids."""
+        forbids = self._gossip.cluster_records.floors.forbids
+        versions = [each.record.version for each in self._gossip.holders(digest, now, hearsay=True)]
+        return [
+            version
+            for version in versions
+            if self._core.is_in_time(version.clock, now) and not forbids(digest, namespace, version)
+        ]
+
+    def held_back(self, digest: bytes) -> Version | None:
+        """The version of an object of an earlier life that nobody is shown yet, as it is not known to be good."""
+        entry = self._segment.returned.find(digest)
+        cold = None if self._core.cold.store is None else self._core.cold.store.find(digest)
+        versions = [each.version for each in (entry, cold) if each is not None]
+        return max(versions, default=None)
+
+    def own_location(self, digest: bytes, now: float) -> LocationRecord | None:
+        """What this peer says of an object that it serves, from memory or from its SSD."""
+        entry = self._core.objects.find(digest, now)
+        if entry is not None:
+            return location_of(entry)
+        cold = self._core.cold.find(digest, now)
+        return None if cold is None else location_on_ssd(cold)
+
+    def of_other_versions(self, digests: Sequence[bytes], now: float) -> list[bytes]:
+        """Those but for what is here, and known in the very version that this peer has: as nearly all are."""
+        here: dict[bytes, Version] = {}
+        for digest in digests:
+            entry = self._core.objects.find(digest, now)
+            if entry is not None:
+                here[digest] = entry.version
+        if not here:
+            return list(digests)
+        same = here.keys() - self._gossip.locations.of_other_versions(here)
+        return [digest for digest in digests if digest not in same]
+
+    def prove_newer(
+        self, copies: Sequence[KnownCopy], doubtful: Sequence[KnownCopy], now: float
+    ) -> None:
+        """Ask for proofs of what is said to be newer than what is known for sure: what is here goes only then."""
+        sure = max((copy.record.version for copy in copies if copy.proved), default=ZERO_VERSION)
+        newer = [
+            copy
+            for copy in (*copies, *doubtful)
+            if not (copy.proved and copy in copies)
+            and copy.reachable
+            and copy.record.version[:2] > sure[:2]
+        ]
+        may_be_asked = [copy for copy in newer if self._core.proofs.may_ask(copy, now)]
+        if may_be_asked and self._core.proofs.begin_asking(newer[0].record.digest):
+            self._core.operations.start(ProveOperation(self._core, may_be_asked), now)
+        elif newer and not may_be_asked:
+            self._core.proofs.look_later(newer[0].record.digest, now)

@@ -1,0 +1,227 @@
+"""The objects that this peer holds: published, changed and withdrawn together with their locations. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Final
+
+from p2pstore.core.copies.own_copies import is_kept_elsewhere
+from p2pstore.core.puts.describe import location_of
+from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
+from p2pstore.gossip.records import writer_of
+from p2pstore.memory.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
+from p2pstore.memory.loans import Loan
+from p2pstore.memory.segment_layout import MAX_TRAILER_BYTES, Pin
+from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
+from p2pstore.objects import CHUNK_BYTES, Version, chunk_count
+from p2pstore.runtime.stepping import Steps
+from p2pstore.transfer.data_messages import MAX_SMALL_BULK_BYTES
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+
+SUM_BYTES: Final = 8
+USUAL_TRAILER_BYTES: Final = 2_048
+"""Upper bound of a usual trailer without its chunk sums."""
+
+
+class OwnObjects:
+    """Changes the segment and tells gossip and the SSD tier of each change. `now` is monotonic seconds."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self._core = core
+        self._gossip = core.gossip
+        self._segment = core.segment
+        core.segment.room.ask_who_keeps(self._is_kept_elsewhere)
+
+    def reserve(
+        self,
+        length: int,
+        trailer_length: int,
+        *,
+        holder: Hashable,
+        namespace: str,
+        now: float,
+        alike: int = 1,
+    ) -> Steps[Reservation]:
+        """`Segment.reserve_in_steps`, which announces with each step what went for it."""
+        steps = self._segment.reserve_in_steps(
+            length,
+            trailer_length,
+            holder=holder,
+            now=self._core.unix(now),
+            namespace=namespace,
+            alike=alike,
+        )
+        with closing(steps):
+            try:
+                while True:
+                    next(steps)
+                    self.announce_withdrawn(now)
+                    yield
+            except StopIteration as end:
+                reservation: Reservation = end.value
+                return reservation
+            finally:
+                self.announce_withdrawn(now)
+
+    def make_room(self, length: int, namespace: str, now: float) -> Steps[None]:
+        """Evict what has to go for a value of about that length, if so much may go, and there is no room for it yet.
+        It is kept for nobody."""
+        trailer_length = min(
+            MAX_TRAILER_BYTES, SUM_BYTES * chunk_count(length) + USUAL_TRAILER_BYTES
+        )
+        if self._segment.room.has_room(length, trailer_length, namespace=namespace):
+            return
+        holder = object()
+        with suppress(CapacityExceeded, ObjectTooLarge):
+            room = yield from self.reserve(
+                length, trailer_length, holder=holder, namespace=namespace, now=now
+            )
+            self._segment.abort(room.number, holder=holder)
+
+    def publish(self, written: Written, *, holder: Hashable, soft: bool, now: float) -> ObjectEntry:
+        """Make a filled reservation an object, and announce it.
+
+        Raises `NoSuchKey` when a floor forbids the version (the key was removed meanwhile).
+        """
+        digest, version, trailer = written.digest, written.version, written.trailer
+        namespace = self._core.namespace_digest(trailer.namespace)
+        if self._gossip.cluster_records.floors.forbids(digest, namespace, version):
+            raise NoSuchKey("the object was removed, or replaced by a newer version, meanwhile")
+        entry = self._segment.commit(written, holder=holder, soft=soft, now=self._core.unix(now))
+        self._core.cold.came_to_memory(entry)
+        self.announce_withdrawn(now)
+        self.announce(entry, now)
+        if self._core.is_own(version):
+            self._core.proofs.wrote([digest])
+        elif not trailer.proof:
+            self._core.proofs.lacks(digest, now)
+        self._core.counters["objects_published"] += 1
+        return entry
+
+    def announce_withdrawn(self, now: float) -> None:
+        """Say where that is now which the segment evicted, expired or replaced."""
+        self._core.cold.left_memory(self._segment.objects.take_withdrawn(), now)
+        self._core.write_back.memory_taken(now)
+
+    def announce(self, entry: ObjectEntry, now: float) -> None:
+        """Tell the others what this peer now says of an object it holds."""
+        self._gossip.hold(location_of(entry), now)
+        self._core.operations.tell_waiting([entry.digest], now)
+
+    def strengthen(self, entry: ObjectEntry, pin: int, replicas: int, now: float) -> None:
+        """A second put of the same bytes may pin more firmly and ask for more copies, never less."""
+        if pin > entry.pin or replicas > entry.replicas or entry.soft:
+            self._segment.objects.strengthen(
+                entry,
+                pin=Pin(max(pin, entry.pin)),
+                replicas=max(replicas, entry.replicas),
+                now=self._core.unix(now),
+            )
+            self.announce(entry, now)
+
+    def set_pin(
+        self, entry: ObjectEntry, pin: Pin, soft_seconds: float, now: float, *, firm: bool = False
+    ) -> None:
+        """Pin or unpin a copy that is here. With `firm`, one that is pinned is no soft copy any more: those are kept
+        for speed alone, pinned or not."""
+        if firm and pin is not Pin.NONE and entry.soft:
+            self._segment.objects.strengthen(
+                entry, pin=pin, replicas=entry.replicas, now=self._core.unix(now)
+            )
+        ends = self._core.unix(now) + (soft_seconds or SOFT_PIN_SECONDS)
+        self._segment.objects.set_pin(entry, pin, ends if pin is Pin.SOFT else 0.0)
+        self.announce(entry, now)
+
+    def set_expiry(self, digest: bytes, version: Version, expires_unix_ms: int, now: float) -> bool:
+        """Change when the copies of that version that are here end, in memory and on the SSD. Whether there is one."""
+        entry = self.find(digest, now)
+        here = entry is not None and entry.version[:2] == version[:2]
+        if entry is not None and here:
+            self._segment.objects.set_expiry(entry, expires_unix_ms)
+            version = entry.version
+        elif (cold := self._core.cold.find(digest, now)) is not None and cold.version[
+            :2
+        ] == version[:2]:
+            version = cold.version
+        return self._core.cold.set_expiry(digest, version, expires_unix_ms, now) or here
+
+    def withdraw(self, entry: ObjectEntry, now: float) -> None:
+        """This peer no longer holds the object: it was removed, replaced, or is not to be trusted."""
+        self._gossip.release(entry.digest, entry.version, now)  # the location first, then the bytes
+        self._segment.remove(entry.digest)
+        self._core.cold.discard(entry.digest, entry.version, now)
+        self._core.counters["objects_removed"] += 1
+
+    def forbids(self, entry: ObjectEntry) -> bool:
+        """Whether a floor forbids an object that is here (and will be withdrawn in a moment)."""
+        namespace = self._core.namespace_digest(entry.namespace)
+        return self._gossip.cluster_records.floors.forbids(entry.digest, namespace, entry.version)
+
+    def find(self, digest: bytes, now: float) -> ObjectEntry | None:
+        """The object here that may be served: while a sweep is under way, some may not."""
+        entry = self._segment.find(digest, self._core.unix(now))
+        if entry is not None and self._core.floors.sweep.forbids(entry):
+            return None
+        return entry
+
+    def lend(self, digest: bytes, now: float, *, decides: bool) -> tuple[Loan, ObjectEntry] | None:
+        """`Segment.lend` of an object that may be served, for any thread. None when this takes more than a look, for
+        a thread that is not the one that `decides`."""
+        if self._core.floors.sweep.pending and not (decides and self.find(digest, now)):
+            return None
+        return self._segment.views.lend(digest, self._core.unix(now))
+
+    def lend_small(
+        self,
+        digests: bytes,
+        most_bytes: int,
+        now: float,
+        declines: Callable[[ObjectEntry], bool] | None = None,
+    ) -> SmallObjectsLent | None:
+        """`Segment.lend_small` of what GET_SMALL answers, for any thread. None when this takes more than a look."""
+        if self._core.floors.sweep.pending:
+            return None
+        most_bytes = min(most_bytes, CHUNK_BYTES)
+        return self._segment.views.lend_small(
+            digests, most_bytes, MAX_SMALL_BULK_BYTES, self._core.unix(now), declines
+        )
+
+    def drop_spoilt(self, entry: ObjectEntry, now: float) -> None:
+        """Give up an object in memory whose bytes no longer give its root. Other holders serve it, or the SSD."""
+        self._core.counters["objects_spoilt"] += 1
+        if self._segment.find(entry.digest, self._core.unix(now)) is entry:
+            self._segment.remove(entry.digest)
+            self._core.cold.left_memory([entry], now)
+
+    def renew_version(self, entry: ObjectEntry, clock: int, now: float) -> None:
+        """Stamp an object anew whose stamp nobody takes, and announce it so: see `Timekeeping`. It goes if that is
+        forbidden, or if others have a newer version by now."""
+        self._restamp(entry, Version(clock, entry.version.writer, entry.version.root), now)
+
+    def adopt(self, entry: ObjectEntry, now: float) -> None:
+        """Stand in as the writer of a copy that nobody proves any more: with its old stamp, so that what forbids it, or
+        is newer, still is."""
+        self._core.counters["copies_adopted"] += 1
+        version = entry.version
+        self._restamp(
+            entry, Version(version.clock, writer_of(self._core.peer_id), version.root), now
+        )
+        self._core.proofs.wrote([entry.digest])
+
+    def _restamp(self, entry: ObjectEntry, version: Version, now: float) -> None:
+        old = entry.version
+        self._gossip.release(entry.digest, old, now)
+        self._segment.objects.renew_version(entry, version)
+        if self._core.cold.store is not None:
+            self._core.cold.store.discard(entry.digest, old)
+        if self.forbids(entry):
+            self.withdraw(entry, now)
+            return
+        self.announce(entry, now)
+        self._gossip.directory.touch(entry.digest)
+
+    def _is_kept_elsewhere(self, entry: ObjectEntry, unix: float) -> bool:
+        return is_kept_elsewhere(self._core, entry, unix - self._core.unix_offset_seconds)

@@ -1,0 +1,291 @@
+"""What one peer's gossip consists of, what it knows, and what this peer holds itself. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+
+import msgspec
+
+from p2pstore.gossip.exchange.anti_entropy import Knowledge
+from p2pstore.gossip.exchange.asking import Questions
+from p2pstore.gossip.exchange.exchanges import Exchanges
+from p2pstore.gossip.exchange.fresh_news import FreshNews, OperationRate
+from p2pstore.gossip.exchange.future_records import FutureRecords
+from p2pstore.gossip.floors.cluster_records import ClusterRecords
+from p2pstore.gossip.floors.floor_sync import FloorSync
+from p2pstore.gossip.gossip_config import GossipConfig
+from p2pstore.gossip.gossip_effects import Push, SnapshotHead
+from p2pstore.gossip.homes.home_updates import CheckedUpdate, HomeUpdate, PushIntake
+from p2pstore.gossip.homes.partition_homes import rank
+from p2pstore.gossip.homes.partitioned_directory import PartitionedDirectory
+from p2pstore.gossip.locations.directory import Directory
+from p2pstore.gossip.locations.log import MAX_STAMP, OwnLog, newest_clock
+from p2pstore.gossip.locations.published_locations import PublishedLocations
+from p2pstore.gossip.locations.signed_runs import SigningPace
+from p2pstore.gossip.locations.snapshots import Packed
+from p2pstore.gossip.locations.views import Location
+from p2pstore.gossip.members.active_view import ActiveView
+from p2pstore.gossip.members.contacts import AddressBook, Contacts
+from p2pstore.gossip.members.member_table import MemberChange
+from p2pstore.gossip.members.membership import Membership
+from p2pstore.gossip.members.own_record import OwnRecord
+from p2pstore.gossip.members.peer_clocks import ClusterTime
+from p2pstore.gossip.members.probing import Probing
+from p2pstore.gossip.records import (
+    LocationRecord,
+    Member,
+    PeerId,
+    PeerRecord,
+    SignedRecord,
+    Signer,
+    Tier,
+    Verifier,
+)
+from p2pstore.location_table import LocationTable
+from p2pstore.objects import DIGEST_BYTES, Version, unix_seconds_from_clock
+
+
+class GossipState:
+    """The parts of one peer's gossip, put together.
+
+    `describe` returns what this peer offers now; gossip fills in incarnation, sequence, head, horizon and leaving, and
+    signs. `incarnation`: of this start, in wall-clock ms, above that of the last start. `wall_clock(now)` is the hybrid
+    clock's reading of the wall clock at the monotonic time `now`. `location_table`: an empty table that clients may
+    map, with `config.directory.max_rows` rows.
+    """
+
+    def __init__(
+        self,
+        signer: Signer,
+        verifier: Verifier,
+        incarnation: int,
+        describe: Callable[[], PeerRecord],
+        config: GossipConfig,
+        rng: Random,
+        *,
+        wall_clock: Callable[[float], int],
+        accepts_clock: Callable[[int, float], bool] = lambda clock, now: True,
+        accepts_peer: Callable[[PeerId], bool] = lambda peer_id: True,
+        location_table: LocationTable | None = None,
+    ) -> None:
+        self.peer_id: PeerId = signer.peer_id
+        self.config = config
+        self.membership = Membership(
+            signer.peer_id,
+            incarnation,
+            config.membership,
+            lambda now: 1000 * unix_seconds_from_clock(wall_clock(now)),
+        )
+        self.member: Member = self.membership.own.member
+        self.time = ClusterTime(wall_clock, self.membership)
+        self.log = OwnLog(incarnation, config.ring_limit)
+        self.published = None if location_table is None else PublishedLocations(location_table)
+        self.directory = Directory(config.directory, rng.getrandbits(128), self.published)
+        self.cluster_records = ClusterRecords(
+            config.cluster_record_limit,
+            kept_seconds=config.floor_kept_seconds,
+            published=self.published,
+        )
+        self.floors = FloorSync(self.member, self.cluster_records, accepts_clock, wall_clock)
+        self.contacts = Contacts(rng)
+        self.addresses = AddressBook(self.contacts, self.membership, self.membership.newcomers)
+        self.future = FutureRecords()
+        """What was left out because its stamp is too far ahead of this peer's clock."""
+        self.knowledge = Knowledge(
+            config.cluster,
+            self.membership,
+            self.directory,
+            self.log,
+            self.cluster_records,
+            verifier,
+            accepts_clock,
+            rng,
+            accepts_peer,
+            newest_accepted=self.time.newest_accepted,
+            future=self.future,
+        )
+        self.questions = Questions(config)
+        self.view = ActiveView(
+            self.membership, rng, config.active_view, config.view_rotation_seconds
+        )
+        self.partitions = PartitionedDirectory(
+            config, self.membership, self.directory, self.log, rng
+        )
+        self.locations = self.partitions.known
+        rate = OperationRate(config.eager_operations_per_second)
+        self.exchanges = Exchanges(
+            config, self.knowledge, self.floors, self.questions, self.view, rng, rate
+        )
+        self.exchanges.hot_for = self.partitions.hot_for
+        self.exchanges.unix_ms = self.time.unix_ms
+        self.fresh = FreshNews(config, self.knowledge, self.view, self.questions, rate)
+        self.probing = Probing(self.membership, self.questions, rng)
+        self.own_record = OwnRecord(
+            signer, self._describe, config, self.membership, self.log, self.floors
+        )
+        self.losses = 0
+        """Grows whenever a member that may have held something died, left, began anew or was expelled."""
+        self._changes: list[MemberChange] = []
+        self._offer = describe
+        self._signer = signer
+        self._recorded: SignedRecord | None = None
+        self._pace = SigningPace(lambda: rate.is_high, lambda: 1 + len(self.directory.unsettled))
+        self._ranked: tuple[int, list[Member]] = (-1, [])
+
+    # --- this peer ---------------------------------------------------------------------------
+
+    @property
+    def incarnation(self) -> int:
+        """Of this peer's log and record. Normally that of the start; see `defence_margin`."""
+        return self.log.incarnation
+
+    @property
+    def leaving(self) -> bool:
+        """Whether `leave` was called."""
+        return self.own_record.leaving
+
+    @property
+    def alone_by_configuration(self) -> bool:
+        """Whether there is nobody else: no member, none that was, and no address to try."""
+        return self.contacts.is_empty and len(self.membership) == 1
+
+    def hold(self, record: LocationRecord, now: float) -> None:
+        """This peer holds a version of a key from now on."""
+        operation = self.log.add(record)
+        if operation is None:
+            return
+        self._note_operations([operation], now)
+        if record.tier is Tier.SSD:  # clients do not see it in memory
+            self.directory.show_own(self.member, operation)
+        else:
+            self.directory.hide_own(record.digest)
+
+    def hold_new(self, records: Iterable[LocationRecord], now: float) -> None:
+        """`hold` of many keys of which this peer held nothing."""
+        operations = [record.encode() for record in records]
+        self.log.add_many(operations)
+        self._note_operations(operations, now)
+
+    def release(self, digest: bytes, version: Version, now: float) -> None:
+        """This peer no longer holds that version."""
+        self.release_many([(digest, version)], now)
+
+    def release_many(self, gone: Sequence[tuple[bytes, Version]], now: float) -> None:
+        """`release` of many, each of another key."""
+        operations = self.log.remove_many(gone)
+        self._note_operations(operations, now)
+        for operation in operations:
+            self.directory.hide_own(operation[:DIGEST_BYTES])
+
+    def record(self, now: float) -> SignedRecord:
+        """This peer's own record, signed anew when something changed; its head's operations are signed with it."""
+        signed = self.own_record.signed(now)
+        wanted = self.log.signed < self.log.sequence and self.partitions.logs_are_read
+        if wanted and (signed is not self._recorded or self._pace.may_sign(now)):
+            self.log.sign(self._signer)
+            self._pace.signed(now)
+        self._recorded = signed
+        return signed
+
+    def offer_changed(self) -> None:
+        """This peer offers something else now that others should hear of soon."""
+        self.own_record.changed()
+        self.exchanges.hurry()
+
+    def pushes(self, now: float) -> list[Push]:
+        """What homes should know of this peer's log: at once, then at most every 20 ms."""
+        return self.partitions.take_pushes(now)
+
+    def push_answered(
+        self, token: int, behind: list[int] | None, rivals: Iterable[Location], now: float
+    ) -> None:
+        """The outcome of a `Push`: partitions that are wanted whole (None when nothing came), and other versions
+        that the home knows of keys that were pushed."""
+        self.partitions.pushed(token, behind, rivals, now)
+
+    def take_push(
+        self, sender: Member, update: HomeUpdate, now: float
+    ) -> tuple[list[int], list[Location]]:
+        """Take in what an owner pushes; what to answer: see `push_answered`. Raises `ProtocolError`, and
+        changes nothing, for nonsense. A large one takes tenths of a second: see `intake`."""
+        intake = self.intake(sender, update)
+        while not intake.step(now):
+            pass
+        return intake.behind, intake.rivals
+
+    def intake(self, sender: Member, update: HomeUpdate) -> PushIntake:
+        """What takes in what an owner pushes, in steps of a few milliseconds. Raises `ProtocolError`, as its
+        first steps do, for nonsense."""
+        return PushIntake(sender, update, self._take_pushed)
+
+    def _take_pushed(
+        self, owner: Member, part: CheckedUpdate, max_rivals: int, now: float
+    ) -> tuple[list[int], list[Location]]:
+        self.heard_of(part.packed_operations, now)
+        for whole in part.sets:
+            self.heard_of(whole.records, now)
+        return self.partitions.take(owner, part, max_rivals, now)
+
+    # --- what is known -----------------------------------------------------------------------
+
+    def heard_of(self, operations: Packed, now: float, newest: int | None = None) -> None:
+        """Locations were heard of, in packed records; `newest` is their highest clock where that is known already."""
+        if newest is None:
+            newest = newest_clock(operations, MAX_STAMP)
+        self.floors.heard_of(operations, newest, now)
+        if newest > self.time.newest_accepted(now):
+            self.future.note(newest)
+
+    def doubts(self, member: Member, version: Version, now: float) -> bool:
+        """Whether the member's copy of this version may have been removed while it was away."""
+        return version.clock <= self.doubted_up_to(member, now)
+
+    def doubted_up_to(self, member: Member, now: float) -> int:
+        """The clock up to which a member's versions are doubted; -1 when none are."""
+        state = self.membership.resolve(member)
+        shown = None if state is None or state.signed is None else state.floors_horizon
+        return self.floors.doubts.up_to(member, shown, now)
+
+    def holders(self, digest: bytes, now: float, *, hearsay: bool = False) -> list[Location]:
+        """Who is known to hold the key: owners believed alive first, among them the newest version first. With
+        `hearsay` also who may hold it: for who looks there."""
+        return self.locations.holders(digest, now, hearsay=hearsay)
+
+    def homes(self, digest: bytes) -> list[PeerId]:
+        """The key's home peers, best first; this one may be among them."""
+        return self.peer_ids(self.partitions.homes(digest))
+
+    def rank(self, digest: bytes) -> list[PeerId]:
+        """The other live members in rendezvous order for a key."""
+        if self._ranked[0] != self.membership.version:
+            members = [state.member for state in self.membership.homes()]
+            self._ranked = self.membership.version, members
+        ranked = rank(digest, self._ranked[1])
+        return [peer_id for peer_id in self.peer_ids(ranked) if peer_id != self.peer_id]
+
+    def snapshot(self, member: Member) -> tuple[SnapshotHead, bytes] | None:
+        """This peer's whole location set, packed, in one step (`OwnLog.copying` takes several); None of another member:
+        only an owner is asked for its set."""
+        if member != self.member:
+            return None
+        head = self.log.head
+        return SnapshotHead(self.incarnation, head.sequence, head.set_hash), self.log.snapshot()
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _describe(self) -> PeerRecord:
+        return msgspec.structs.replace(self._offer(), directory=int(self.partitions.mode.shown))
+
+    def _note_operations(self, operations: Sequence[bytes], now: float) -> None:
+        """The last ones of this peer's log."""
+        self.partitions.note(operations, now)
+        if self.partitions.logs_are_read and operations:
+            first = self.log.sequence + 1 - len(operations)
+            self.fresh.add_own(first, len(operations))
+            self.exchanges.hurry()
+
+    def peer_ids(self, members: Iterable[Member]) -> list[PeerId]:
+        """The ids of these members, without unknown ones."""
+        states = (self.membership.resolve(member) for member in members)
+        return [state.peer_id for state in states if state is not None]

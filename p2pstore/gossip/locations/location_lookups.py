@@ -1,0 +1,425 @@
+"""Which members hold a key: by their logs, and by what was told ahead of or beside them. Pure.
+
+Two things stand beside the views, both short-lived: operations that were pushed here ahead of the log (`early`), and
+locations that their owner denied (`mark_stale`). Each belongs to a place in the owner's log and has no effect once the
+view has passed it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import compress, starmap
+from struct import Struct
+from typing import Final
+
+import numpy as np
+
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.locations.location_index import DEFAULT_SALT, digests_of
+from p2pstore.gossip.locations.log import REMOVED, check_run
+from p2pstore.gossip.locations.log import Position as Position
+from p2pstore.gossip.locations.published_locations import ApartKeys, PublishedLocations
+from p2pstore.gossip.locations.views import (
+    DirectoryConfig,
+    Location,
+    View,
+    ViewTable,
+    exclusive,
+)
+from p2pstore.gossip.records import (
+    LOCATION_BYTES,
+    Member,
+    decode_location,
+)
+from p2pstore.location_table import VERSION_BYTES, Matches
+from p2pstore.objects import DIGEST_BYTES, Version
+
+_FLAGS: Final = LOCATION_BYTES - 1
+
+_CLOCK: Final = slice(DIGEST_BYTES, DIGEST_BYTES + 8)
+
+_VERSION: Final = Struct("<QHQ")
+
+_VERSION_PLACE: Final = slice(DIGEST_BYTES, DIGEST_BYTES + VERSION_BYTES)
+
+_MAX_CLOCK: Final = (1 << 64) - 1
+
+
+class LocationLookups(ViewTable):
+    """Views that can be asked for a key. `holders` may be called from any thread when `share` was given a lock."""
+
+    def __init__(
+        self,
+        config: DirectoryConfig | None = None,
+        salt: int = DEFAULT_SALT,
+        published: PublishedLocations | None = None,
+    ) -> None:
+        super().__init__(config, salt, published)
+        apart = published.apart if published else None
+        self._early = EarlyOperations(self.config.max_early, self.config.early_seconds, apart)
+        self._denials = Denials(self.config.max_stale, apart)
+
+    @exclusive
+    def early(
+        self,
+        member: Member,
+        incarnation: int,
+        sequences: Sequence[int],
+        operations: bytes,
+        now: float,
+        *,
+        hearsay: bool = False,
+    ) -> int:
+        """Note operations that arrived ahead of the log, from its owner or, as `hearsay`, from another. How many were
+        news.
+
+        Raises `ProtocolError`, and changes nothing, when sequences and whole records do not pair
+        up.
+        """
+        if check_run(operations) != len(sequences):
+            raise ProtocolError("a push has not one sequence number per location record")
+        if member in self.shares.refused:
+            return 0
+        news: set[bytes] = set()
+        count = 0
+        standing = self.position(member)
+        for index, sequence in enumerate(sequences):
+            operation = operations[index * LOCATION_BYTES : (index + 1) * LOCATION_BYTES]
+            position = (incarnation, sequence)
+            if position > standing and self._early.note(
+                member, position, operation, now, hearsay=hearsay
+            ):
+                news.add(operation[:DIGEST_BYTES])
+                count += 1
+        self._watched.heard_of(news)
+        return count
+
+    @exclusive
+    def expire_early(self, now: float) -> None:
+        """Drop what was pushed so long ago that the log must have told it."""
+        self._early.expire(now)
+
+    @exclusive
+    def mark_stale(self, member: Member, digest: bytes, incarnation: int, sequence: int) -> None:
+        """The owner denied the key at this place of its log: hide it until the view is past it."""
+        self._denials.note(member, digest, (incarnation, sequence))
+
+    @exclusive
+    def holders(self, digest: bytes) -> list[Location]:
+        """Who holds the key, hearsay included: owners believed alive first, among them the newest version first."""
+        found = [
+            Location(member, *position, decode_location(packed), hidden)
+            for member, position, packed, hidden in self._standing(digest)
+        ]
+        found += self._hearsay(digest)
+        if len(found) > 1:
+            found.sort(
+                key=lambda location: (
+                    location.hidden,
+                    -location.record.version.clock,
+                    -location.record.version.writer,
+                )
+            )
+        return found
+
+    @exclusive
+    def held(self, digests: Set[bytes], believed: Callable[[Member], range]) -> set[bytes]:
+        """Which of the keys have a holder that is not hidden, in a version whose clock is in the range that
+        is believed of that member. A fraction of a microsecond a key, however many members there are."""
+        keys = [digest for digest in digests if len(digest) == DIGEST_BYTES]
+        matches = self._index.find_many(b"".join(keys))
+        is_held = np.zeros(len(keys), np.bool_)
+        is_held[matches.queries[self._believed(matches, believed)]] = True
+        found = set(compress(keys, is_held.tolist()))
+        # Few: what was pushed ahead of the log counts instead, and what was denied does not.
+        apart = (self._early.digests | self._denials.digests) & digests if self._any_apart else ()
+        for digest in apart:
+            found.discard(digest)
+            if self._is_held(digest, believed):
+                found.add(digest)
+        return found
+
+    @exclusive
+    def mentioned(self, digests: Set[bytes]) -> set[bytes]:
+        """Which of the keys are in a log, or were pushed ahead of it."""
+        keys = list(digests)
+        found = {keys[place] for place in self._index.known(b"".join(keys))}
+        return found | (self._early.digests & digests)
+
+    @exclusive
+    def of_other_versions(self, versions: Mapping[bytes, Version]) -> set[bytes]:
+        """Those of the keys of which a log, or what was pushed ahead of it, names another version than this."""
+        keys = list(versions)
+        matches = self._index.find_many(b"".join(keys))
+        mine = np.frombuffer(
+            b"".join(starmap(_VERSION.pack, versions.values())), f"V{VERSION_BYTES}"
+        )
+        differ = matches.queries[self._index.versions(matches.rows) != mine[matches.queries]]
+        found = {keys[place] for place in differ.tolist()}
+        for digest in self._early.digests & versions.keys():
+            packed = _VERSION.pack(*versions[digest])
+            if any(
+                early.operation[_VERSION_PLACE] != packed
+                for early in self._early.of(digest).values()
+            ):
+                found.add(digest)
+        return found
+
+    def _believed(
+        self, matches: Matches, believed: Callable[[Member], range]
+    ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which of the records count, by their owner and clock."""
+        slots, of_slot = np.unique(matches.slots, return_inverse=True)
+        first, last = np.ones(slots.size, np.uint64), np.zeros(slots.size, np.uint64)
+        for place, slot in enumerate(slots.tolist()):
+            view = self._of_slot.get(slot)
+            clocks = range(0) if view is None or view.hidden else believed(view.member)
+            if clocks:
+                first[place] = max(clocks.start, 0)
+                last[place] = min(clocks.stop - 1, _MAX_CLOCK)
+        clocks_held = self._index.clocks(matches.rows)
+        return (clocks_held >= first[of_slot]) & (clocks_held <= last[of_slot])
+
+    @property
+    def _any_apart(self) -> bool:
+        return bool(self._early.digests or self._denials)
+
+    def _is_held(self, digest: bytes, believed: Callable[[Member], range]) -> bool:
+        return any(
+            not hidden and int.from_bytes(packed[_CLOCK], "little") in believed(member)
+            for member, _, packed, hidden in self._standing(digest)
+        )
+
+    def _standing(self, digest: bytes) -> Iterator[tuple[Member, Position, bytes, bool]]:
+        """What counts of a key: (owner, place in its log, packed record, whether it is hidden)."""
+        early = self._early.of(digest)
+        for slot, packed in self._index.find(digest):
+            view = self._of_slot.get(slot)
+            entry = None if view is None else early.get(view.member)
+            if view is None or (entry is not None and not entry.hearsay):
+                continue
+            if not self._denials.covers(view.member, digest, view.position):
+                yield view.member, view.position, packed, view.hidden
+        for member, entry in early.items():
+            if entry.hearsay:
+                continue
+            known = self._views.get(member)
+            position, operation = entry.position, entry.operation
+            if known is not None and position <= known.position:
+                position, operation = known.position, self._index.get(known.slot, digest) or b""
+            counts = operation and not operation[_FLAGS] & REMOVED
+            if counts and not self._denials.covers(member, digest, position):
+                yield member, position, operation, known is not None and known.hidden
+
+    def _hearsay(self, digest: bytes) -> Iterator[Location]:
+        """What others say of members whose own logs do not name the key. The place that is claimed counts for nothing:
+        else a denial might not reach it."""
+        for member, entry in self._early.of(digest).items():
+            view = self._views.get(member)
+            if not entry.hearsay or view is None or entry.operation[_FLAGS] & REMOVED:
+                continue
+            named = self._index.get(view.slot, digest) is not None
+            if not named and not self._denials.covers(member, digest, view.position):
+                record = decode_location(entry.operation)
+                yield Location(member, *view.position, record, view.hidden, hearsay=True)
+
+    def _move_on(self, view: View, operations: bytes) -> None:
+        self._index.apply(view.slot, operations)
+        view.sequence += len(operations) // LOCATION_BYTES
+        digests = set(digests_of(operations))
+        self._watched.heard_of(digests)
+        self._early.overtaken(view.member, view.position, digests)
+
+    def watch(self, held: Set[bytes], awaited: Set[bytes]) -> None:
+        """Note every change that concerns a digest in one of these live views of sets, for
+        `take_touched`."""
+        self._watched.watch(held, awaited)
+
+    @property
+    def any_touched(self) -> bool:
+        """Whether `take_touched` would give some."""
+        return self._watched.any_touched
+
+    def take_touched(self, limit: int) -> list[bytes]:
+        """Some of the watched digests that operations, pushes or snapshots of others were about, each once.
+        Those that somebody waits for come first: a member that is back touches all that is held in common."""
+        return self._watched.take(limit)
+
+    def touch(self, digest: bytes) -> None:
+        """Have a digest looked at, though nothing new was heard of it."""
+        self._watched.touch(digest)
+
+
+EXPIRED_AT_ONCE: Final = 1_024
+"""A microsecond each."""
+
+_NONE: Final[Mapping[Member, EarlyOperation]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyOperation:
+    """A packed operation at a place of its owner's log."""
+
+    position: Position
+    operation: bytes
+    hearsay: bool = False
+    """Its owner did not say so itself: it shows where to look, and nothing else."""
+
+
+class EarlyOperations:
+    """The newest operation of each key and owner. The oldest go after `kept_seconds`: the log must have told of them by
+    then. When there are over `limit`, the oldest of the owner that has most go: one that pushes much pushes out
+    nothing of others. What the log told of goes at once."""
+
+    def __init__(self, limit: int, kept_seconds: float, apart: ApartKeys | None = None) -> None:
+        self._limit = limit
+        self._apart = apart or ApartKeys()
+        self._kept_seconds = kept_seconds
+        self._entries: dict[bytes, dict[Member, EarlyOperation]] = {}
+        self._order: OrderedDict[tuple[bytes, Member], float] = OrderedDict()
+        """When each came, the oldest first."""
+        self._owners: dict[Member, OrderedDict[bytes, None]] = {}
+        """The same, by owner."""
+        self._largest: Member | None = None
+        """Who had most when that was looked for."""
+        self._until_look = 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def digests(self) -> KeysView[bytes]:
+        """What they are about."""
+        return self._entries.keys()
+
+    def of(self, digest: bytes) -> Mapping[Member, EarlyOperation]:
+        """The newest operation of each owner about this key."""
+        return self._entries.get(digest, _NONE)
+
+    def note(
+        self,
+        member: Member,
+        position: Position,
+        operation: bytes,
+        now: float,
+        *,
+        hearsay: bool = False,
+    ) -> bool:
+        """Keep an operation. False when one of the same key is as new. What the owner says itself goes before
+        hearsay, whatever place that claims."""
+        digest = operation[:DIGEST_BYTES]
+        known = self._entries.get(digest, _NONE).get(member)
+        if known is not None and (
+            hearsay > known.hearsay or (hearsay == known.hearsay and position <= known.position)
+        ):
+            return False
+        if digest not in self._entries:
+            self._entries[digest] = {}
+            self._apart.add(digest)
+        self._entries[digest][member] = EarlyOperation(position, operation, hearsay)
+        self._order[digest, member] = now
+        self._order.move_to_end((digest, member))
+        own = self._owners.setdefault(member, OrderedDict())
+        own[digest] = None
+        own.move_to_end(digest)
+        while len(self._order) > self._limit:
+            owner = self._who_makes_room(member)
+            self._drop(next(iter(self._owners[owner])), owner)
+        return True
+
+    def _who_makes_room(self, newest: Member) -> Member:
+        """An owner that has more than an even share. To look through all costs some: that is done once for as many
+        operations as there are owners; in between the owner of the oldest makes room where none is known."""
+        share = self._limit // len(self._owners)
+        for member in (self._largest, newest):
+            if member is not None and len(self._owners.get(member, ())) > share:
+                return member
+        if self._until_look > 0:
+            self._until_look -= 1
+            return next(iter(self._order))[1]
+        self._until_look = len(self._owners)
+        self._largest = max(self._owners, key=lambda member: len(self._owners[member]))
+        return self._largest
+
+    def expire(self, now: float) -> None:
+        """Drop some of what was pushed so long ago that the log must have told of it."""
+        for _ in range(min(EXPIRED_AT_ONCE, len(self._order))):
+            (digest, member), arrived_at = next(iter(self._order.items()))
+            if arrived_at + self._kept_seconds > now:
+                break
+            self._drop(digest, member)
+
+    def overtaken(self, member: Member, position: Position, digests: Set[bytes]) -> None:
+        """The owner's log, which told of these digests, is known up to `position` now."""
+        for digest in self._entries.keys() & digests:
+            entry = self._entries[digest].get(member)
+            if entry is not None and (entry.hearsay or entry.position <= position):
+                self._drop(digest, member)
+
+    def _drop(self, digest: bytes, member: Member) -> None:
+        del self._order[digest, member]
+        own = self._owners[member]
+        del own[digest]
+        if not own:
+            del self._owners[member]
+        entries = self._entries[digest]
+        del entries[member]
+        if not entries:
+            del self._entries[digest]
+            self._apart.remove(digest)
+
+
+class Denials:
+    """At most `limit` denials; the oldest go first. Each belongs to a place in its owner's log."""
+
+    def __init__(self, limit: int, apart: ApartKeys | None = None) -> None:
+        self._limit = limit
+        self._apart = apart or ApartKeys()
+        self._positions: dict[tuple[bytes, Member], Position] = {}
+        self._members: dict[bytes, set[Member]] = {}
+        """Who denied each digest."""
+
+    def __bool__(self) -> bool:
+        return bool(self._members)
+
+    @property
+    def digests(self) -> KeysView[bytes]:
+        """What anybody denied."""
+        return self._members.keys()
+
+    def note(self, member: Member, digest: bytes, position: Position) -> None:
+        """The owner lacked the key at this place of its log."""
+        key = (digest, member)
+        self._positions[key] = max(self._positions.pop(key, (0, 0)), position)
+        if digest not in self._members:
+            self._members[digest] = set()
+            self._apart.add(digest)
+        self._members[digest].add(member)
+        while len(self._positions) > self._limit:
+            self._forget(next(iter(self._positions)))
+
+    def covers(
+        self, member: Member, digest: bytes, position: Position, *, hearsay: bool = False
+    ) -> bool:
+        """Whether what the owner said at `position` is denied. A denial that is past is forgotten, but not because
+        others claim a place that is."""
+        key = (digest, member)
+        denied = self._positions.get(key)
+        if denied is None:
+            return False
+        if position <= denied:
+            return True
+        if not hearsay:
+            self._forget(key)
+        return False
+
+    def _forget(self, key: tuple[bytes, Member]) -> None:
+        digest, member = key
+        del self._positions[key]
+        members = self._members[digest]
+        members.discard(member)
+        if not members:
+            del self._members[digest]
+            self._apart.remove(digest)

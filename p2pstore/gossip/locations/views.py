@@ -1,0 +1,349 @@
+"""Views of other members' logs, one per owner. Pure.
+
+A view stands at (incarnation, sequence) and holds exactly the set that its owner's log had there. The records of all
+views are in one `LocationIndex`, a slot per view. The owner's signed head names the hash of the set at some sequence; a
+view that passes there with another hash is dropped until its owner gives a snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
+from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OperationRing
+from p2pstore.gossip.locations.log import Position as Position
+from p2pstore.gossip.locations.published_locations import PublishedLocations
+from p2pstore.gossip.locations.signed_runs import SignedRun
+from p2pstore.gossip.locations.watched_keys import WatchedKeys
+from p2pstore.gossip.records import (
+    LocationRecord,
+    LogHead,
+    Member,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryConfig:
+    """Bounds. `max_records` counts the records of all views."""
+
+    max_records: int = 20_000_000
+    relay_limit: int = 8_192
+    """Operations of each owner that are kept to pass on, while owners are few."""
+    relay_total: int = 131_072
+    """Of all owners together, about; but at least `relay_least` of each."""
+    relay_least: int = 512
+    max_early: int = 100_000
+    early_seconds: float = 60.0
+    max_stale: int = 100_000
+
+    @property
+    def max_rows(self) -> int:
+        """More than records: a snapshot is staged beside the view that it replaces."""
+        return self.max_records * 3 // 2 + (1 << 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A member's word that it holds a record, as of (`incarnation`, `sequence`) of its log.
+
+    `hidden`: the member is believed dead. `hearsay`: another one said so, not the member in its log, or as a push.
+    """
+
+    member: Member
+    incarnation: int
+    sequence: int
+    record: LocationRecord
+    hidden: bool = False
+    hearsay: bool = False
+
+
+class Outcome(Enum):
+    APPLIED = "applied"
+    GAP = "gap"
+    """Operations between the view and these are missing (or the owner's record is)."""
+    STALE = "stale"
+    """All of it was known already."""
+    DIVERGED = "diverged"
+    """The set's hash is not the owner's: the view was dropped and wants its owner's snapshot."""
+    FULL = "full"
+    """The directory has no room: the view was dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """How `apply` went; `count` operations were new."""
+
+    outcome: Outcome
+    count: int = 0
+
+
+@dataclass(slots=True)
+class View:
+    member: Member
+    incarnation: int
+    slot: int
+    ring: OperationRing | None = None
+    """What can be passed on, once there was something."""
+    sequence: int = 0
+    head: LogHead = field(default_factory=LogHead)
+    hidden: bool = False
+    diverged: bool = False
+
+    @property
+    def position(self) -> Position:
+        return self.incarnation, self.sequence
+
+
+_P = ParamSpec("_P")
+
+_R = TypeVar("_R")
+_T = TypeVar("_T", bound="ViewTable")
+
+
+def exclusive(
+    method: Callable[Concatenate[_T, _P], _R],
+) -> Callable[Concatenate[_T, _P], _R]:
+    """Under the lock that `share` was given."""
+
+    @wraps(method)
+    def locked(self: _T, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
+def changing(
+    method: Callable[Concatenate[_T, _P], _R],
+) -> Callable[Concatenate[_T, _P], _R]:
+    """Under that lock, and while clients are told that rows move."""
+
+    @wraps(method)
+    def locked(self: _T, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._lock:
+            published = self._published
+            if published is None:
+                return method(self, *args, **kwargs)
+            published.begin()
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                published.end()
+
+    return locked
+
+
+class ViewTable:
+    """All views, and where each stands.
+
+    `salt`: 128 bits that other members cannot guess, for the index. Or `published`: the index is its table, with
+    room for `max_rows` rows.
+    """
+
+    def __init__(
+        self,
+        config: DirectoryConfig | None = None,
+        salt: int = DEFAULT_SALT,
+        published: PublishedLocations | None = None,
+    ) -> None:
+        self.config = config or DirectoryConfig()
+        self._published = published
+        table = published.table if published else None
+        self._index = LocationIndex(self.config.max_rows, salt, table)
+        self._lock: AbstractContextManager[object] = nullcontext()
+        self._views: dict[Member, View] = {}
+        self._of_slot: dict[int, View] = {}
+        """The slots that count. A snapshot's does not before it is whole."""
+        self._watched = WatchedKeys(self._index)
+        self.shares = LocationShares()
+        self._relay_limit = self.config.relay_limit
+        self._unsettled: set[Member] = set()
+        self._moved: set[Member] = set()
+
+    @exclusive
+    def close(self) -> None:
+        """Let go of the table and forget all. Nothing but `holders` may be called after that."""
+        self._published = None
+        self._views.clear()
+        self._of_slot.clear()
+        index, self._index = self._index, LocationIndex(0)
+        index.close()
+
+    def share(self, lock: AbstractContextManager[object]) -> None:
+        """From now on other threads may call `holders`; `lock` keeps them apart."""
+        self._lock = lock
+
+    def has_view(self, member: Member) -> bool:
+        """Whether there is a view of the member's log, if only an empty one."""
+        return member in self._views
+
+    def position(self, member: Member) -> Position:
+        """Where the view stands; (0, 0) without one."""
+        view = self._views.get(member)
+        return (0, 0) if view is None else view.position
+
+    def wanted_after(self, member: Member, incarnation: int, log_sequence: int) -> int:
+        """Up to where no operations are wanted of a member's log of this incarnation, which stood at `log_sequence`
+        when its record was signed. A view that diverged waits for its owner's snapshot."""
+        view = self._views.get(member)
+        if view is None:
+            return 0
+        sequence = view.sequence if view.incarnation == incarnation else 0
+        return max(sequence, log_sequence) if view.diverged else sequence
+
+    def head(self, member: Member) -> LogHead:
+        """The latest signed head that was observed."""
+        view = self._views.get(member)
+        return LogHead() if view is None else view.head
+
+    def diverged(self, member: Member) -> bool:
+        """Whether the view was dropped for a wrong hash and takes nothing but a snapshot."""
+        view = self._views.get(member)
+        return view is not None and view.diverged
+
+    @property
+    def unsettled(self) -> Set[Member]:
+        """Whose views are not where their signed heads are, or are `diverged`. Changes with the directory."""
+        return self._unsettled
+
+    def take_moved(self) -> set[Member]:
+        """Whose views moved, were replaced or forgotten, or got a head since the last call."""
+        moved, self._moved = self._moved, set()
+        return moved
+
+    def since(self, member: Member, sequence: int, limit_bytes: int) -> list[SignedRun]:
+        """The runs with a member's operations after `sequence`, to pass on; none when they are not here."""
+        view = self._views.get(member)
+        ring = None if view is None else view.ring
+        return [] if ring is None else ring.since(sequence, limit_bytes)
+
+    def snapshot(self, member: Member) -> tuple[int, int, int, bytes] | None:
+        """(incarnation, sequence, set hash, packed records) of a view; None of an empty one."""
+        view = self._views.get(member)
+        if view is None or not view.sequence:
+            return None
+        return *view.position, self._index.hash(view.slot), self._index.pack(view.slot)
+
+    def lag(self, member: Member) -> int:
+        """How many operations the view is behind the latest signed head."""
+        view = self._views.get(member)
+        return 0 if view is None else max(0, view.head.sequence - view.sequence)
+
+    def open_view(self, member: Member, incarnation: int) -> View:
+        view = self._views[member] = View(member, incarnation, self._index.open())
+        self._claim_slot(view)
+        self._share_relay()
+        return view
+
+    def _agrees(self, view: View) -> bool:
+        """Whether the view may be right. A wrong one is dropped."""
+        held = self._index.hash(view.slot), self._index.count(view.slot)
+        if (
+            view.diverged
+            or view.sequence != view.head.sequence
+            or held == (view.head.set_hash, view.head.count)
+        ):
+            return True
+        self._reset(view)
+        view.diverged = True
+        return False
+
+    def _reset(self, view: View) -> None:
+        self._discard(view.slot)
+        view.slot = self._index.open()
+        self._claim_slot(view)
+        view.ring = None
+        view.sequence = 0
+        view.diverged = False
+
+    def _note_moved(self, view: View) -> None:
+        """Call it after each change of where a view or its head stands: others look at no other views."""
+        self._moved.add(view.member)
+        if view.diverged or view.sequence != view.head.sequence:
+            self._unsettled.add(view.member)
+        else:
+            self._unsettled.discard(view.member)
+
+    def _claim_slot(self, view: View) -> None:
+        self._of_slot[view.slot] = view
+        self._publish(view)
+
+    def _publish(self, view: View) -> None:
+        if self._published is not None:
+            self._published.count(view.slot, view.member, not view.hidden)
+
+    def _discard(self, slot: int) -> None:
+        if self._published is not None:
+            self._published.count(slot, 0, False)
+        del self._of_slot[slot]
+        self._watched.forget(slot)
+        self._index.discard(slot)
+
+    def _share_relay(self) -> None:
+        """What is kept to pass on is bounded over all owners: halve each one's share when there are many."""
+        config, limit = self.config, self.config.relay_limit
+        while limit > config.relay_least and limit * len(self._views) > config.relay_total:
+            limit = max(limit // 2, config.relay_least)
+        if limit != self._relay_limit:
+            self._relay_limit = limit
+            for view in self._views.values():
+                if view.ring is not None:
+                    view.ring.resize(limit)
+
+
+class LocationShares:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self._refused: set[Member] = set()
+        self._told: set[Member] = set()
+        self._news: dict[Member, int] = {}
+
+    @property
+    def refused(self) -> Set[Member]:
+        """Members whose locations are not taken. Changes with what they announce."""
+        return self._refused
+
+    def allows(self, member: Member, count: int) -> bool:
+        """Whether a member that announces, or has, so many locations is believed from now on."""
+        if count <= MAX_OWN_RECORDS:
+            self._refused.discard(member)
+            return True
+        self._refused.add(member)
+        if member not in self._told:
+            self._told.add(member)
+            self._news[member] = count
+        return False
+
+    def take_news(self) -> dict[Member, int]:
+        """Who was refused for the first time since the last call, and how many locations it announced."""
+        news, self._news = self._news, {}
+        return news
+
+    def forget(self, member: Member) -> None:
+        """The member is not known any more."""
+        self._refused.discard(member)
+        self._told.discard(member)
+
+
+def who_makes_room(
+    counts: Mapping[Member, int], member: Member, wanted: int, missing: int
+) -> list[Member]:
+    """Whose locations to drop, the most first, so that a member may have `wanted` of them where `missing` do not
+    fit: others who have more than that. Nobody when that does not give room enough."""
+    dropped: list[Member] = []
+    if missing > 0:
+        larger = [
+            (count, other) for other, count in counts.items() if other != member and count > wanted
+        ]
+        for count, other in sorted(larger, reverse=True):
+            dropped.append(other)
+            missing -= count
+            if missing <= 0:
+                return dropped
+    return []

@@ -1,0 +1,131 @@
+"""The protocol of the local socket: kinds of requests, their messages, and the hello. Pure.
+
+The client sends the preface `P2PSTORL` and HELLO. The reply carries, as SCM_RIGHTS, one descriptor for
+each memory of each segment, in the order of `segments` and their `pieces`: read-only for READ access, writable for
+WRITE. Afterwards requests may be pipelined; replies come in any order. The end of a connection ends its reservations
+and leases.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+from p2pstore.local import local_messages as local
+from p2pstore.wire import Empty, Message
+
+
+class LocalKind(IntEnum):
+    HELLO = 1
+    RESERVE = 16
+    COMMIT = 17
+    ABORT = 18
+    LEASE = 19
+    RELEASE = 20
+    PLAN = 21
+    REPORT = 22
+    CONTAINS = 23
+    LOCATE = 24
+    REMOVE = 25
+    LIST = 26
+    PEERS = 27
+    STATISTICS = 28
+    LEAVE = 29
+    REPLICATE = 30
+    PIN = 31
+    FLUSH = 32
+    PREFETCH = 33
+    MATCH_PREFIX = 34
+    PLACE = 36
+    STORED = 37
+    CHECKPOINT_PUBLISH = 48
+    CHECKPOINT_FETCH = 49
+    CHECKPOINT_PROGRESS = 50
+    CHECKPOINT_FOLLOW = 56
+    CHECKPOINT_FOLLOW_NEWS = 57
+    CHECKPOINT_UPDATE = 58
+    CHECKPOINT_UPDATE_NEWS = 59
+    CHECKPOINT_LIST = 60
+    CHECKPOINT_REMOVE = 61
+
+
+class Access(IntEnum):
+    READ = 0
+    WRITE = 1
+
+
+class Hello(Message, frozen=True):
+    min_version: int
+    max_version: int
+    namespace: str
+    access: int
+    process_id: int
+    client: str = ""
+    location_table: bool = False
+    """Whether the client can look keys up in the peer's table of locations."""
+    directory: bool = False
+    """Whether the descriptor of a directory comes along, for what is asked on this connection."""
+    checkpoint: bytes = b""
+    """The version of a checkpoint in the peer's memory that the client wants to map; nothing for none."""
+    hazards: bool = False
+    """Whether the client can lease objects without asking, by a page of its own (`transfer.hazards`)."""
+
+
+class SegmentInfo(Message, frozen=True):
+    """`pieces`: the bytes of each of the memories that it is made of, side by side, with a descriptor each; when there
+    are none, one descriptor is all of it."""
+
+    segment_id: bytes
+    total_bytes: int
+    pieces: list[int] = []
+
+
+class HelloReply(Message, frozen=True):
+    version: int
+    peer_id: bytes
+    name: str
+    incarnation: int
+    segments: list[SegmentInfo]
+    max_leased_bytes: int
+    software: str = ""
+    location_table_bytes: int = 0
+    """Of the table, whose read-only descriptor follows those of the segments; 0 when there is none."""
+    checkpoint_bytes: int = 0
+    """Of the version that the client wanted, whose read-only descriptor comes last: files as
+    `checkpoint.content.pieces.plan_memory` has them, and from `checkpoint_manifest` on the manifest."""
+    checkpoint_manifest: int = 0
+    hazards: bool = False
+    """Whether there is a page for that. Its writable descriptor comes after that of the table, and before a
+    checkpoint's."""
+    access: int = int(Access.WRITE)
+    """What the client may do: READ, with read-only descriptors, where it asked for more than its user may."""
+
+
+MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
+    LocalKind.HELLO: (Hello, HelloReply),
+    LocalKind.RESERVE: (local.Reserve, local.Reserved),
+    LocalKind.COMMIT: (local.Commit, local.Committed),
+    LocalKind.ABORT: (local.Abort, Empty),
+    LocalKind.LEASE: (local.Lease, local.Leased),
+    LocalKind.RELEASE: (local.Release, None),
+    LocalKind.PLAN: (local.Plan, local.Planned),
+    LocalKind.REPORT: (local.Report, None),
+    LocalKind.CONTAINS: (local.Contains, local.ContainsReply),
+    LocalKind.LOCATE: (local.Locate, local.Located),
+    LocalKind.REMOVE: (local.Remove, local.Removed),
+    LocalKind.LIST: (local.ListKeys, local.Keys),
+    LocalKind.PEERS: (local.Peers, local.PeersReply),
+    LocalKind.STATISTICS: (local.Statistics, local.StatisticsReply),
+    LocalKind.LEAVE: (local.Leave, Empty),
+    LocalKind.REPLICATE: (local.Replicate, local.PutOutcome),
+    LocalKind.PIN: (local.SetPin, local.Pinned),
+    LocalKind.FLUSH: (local.Flush, local.Flushed),
+    LocalKind.PREFETCH: (local.Prefetch, Empty),
+    LocalKind.MATCH_PREFIX: (local.MatchPrefix, local.MatchedPrefix),
+    LocalKind.PLACE: (local.Place, local.Placed),
+    LocalKind.STORED: (local.StoredElsewhere, Empty),
+}
+"""Request and reply of each kind; None where there is no reply."""
+REQUESTS: Final = {kind: request for kind, (request, _) in MESSAGES.items()}
+REPLIES: Final = {kind: reply for kind, (_, reply) in MESSAGES.items() if reply is not None}
+ONE_WAY_KINDS: Final = frozenset({LocalKind.RELEASE, LocalKind.REPORT})

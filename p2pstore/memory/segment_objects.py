@@ -1,0 +1,274 @@
+"""Every object of a segment, by digest and by slot: from publishing until its bytes are free. Pure."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Final
+
+from p2pstore.errors import StoreClosed
+from p2pstore.memory.areas import Areas
+from p2pstore.memory.entries import ObjectEntry, Reservation
+from p2pstore.memory.eviction import EvictionOrder
+from p2pstore.memory.expiry import ExpiryTimers
+from p2pstore.memory.key_listing import KeyListing
+from p2pstore.memory.most_read import MostRead
+from p2pstore.memory.object_table import ObjectTable
+from p2pstore.memory.references import References
+from p2pstore.memory.segment_layout import Geometry, Pin, SlotState
+from p2pstore.objects import Version
+
+SOFT_PIN_SECONDS: Final = 30 * 60.0
+
+EXPIRED_PER_STEP: Final = 32
+"""Objects withdrawn in one step of `expire`, at 20 us each."""
+
+
+class SegmentObjects:
+    """The states of objects: LIVE (published), RETURNED (of an earlier life, not yet published), DOOMED (withdrawn,
+    still referenced), FREE. Keeps table, listing, order of eviction, timers and areas in step. Times are Unix seconds.
+
+    `held`: slot number -> its object or reservation. `live` and `returned`: digest -> object.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        areas: Areas,
+        table: ObjectTable,
+        order: EvictionOrder,
+        held: dict[int, ObjectEntry | Reservation],
+        references: References,
+    ) -> None:
+        self.areas = areas
+        self.table = table
+        self.order = order
+        self.held = held
+        self.references = references
+        self.live: dict[bytes, ObjectEntry] = {}
+        self.returned: dict[bytes, ObjectEntry] = {}
+        self.listing = KeyListing()
+        self.timers = ExpiryTimers()
+        self.most_read = MostRead()
+        """Of all readers whose reads the owner hears of."""
+        self._data_offset = geometry.data_offset
+        self.is_closed = False
+        self._withdrawn: list[ObjectEntry] = []
+        references.on_unused = self.free
+
+    def check_open(self) -> None:
+        """Raise `StoreClosed` once the segment was closed."""
+        if self.is_closed:
+            raise StoreClosed("this peer's memory was closed: the peer is shutting down")
+
+    # --- appearing ---------------------------------------------------------------------------
+
+    def publish(
+        self, entry: ObjectEntry, capacity: int, packed: bytes, follows: bytes, now: float
+    ) -> None:
+        """Make a filled extent of `capacity` bytes the object of its key, in place of an older one. `packed` is its
+        trailer, `follows` the digest of the block before it, or empty."""
+        existing = self.live.get(entry.digest)
+        extent = entry.offset - self._data_offset
+        if entry.extent_bytes < capacity:
+            self.areas.shrink(extent, entry.extent_bytes)
+        entry.group = self.areas.at(extent).group_of(entry.namespace)
+        self.table.publish(entry, packed)
+        self.held[entry.slot] = entry
+        self.live[entry.digest] = entry
+        if existing is not None:
+            self._replaced(existing)
+        self.listing.add(entry)
+        before = self.live.get(follows) if follows else None
+        self.order.admit(entry, now, None if before is entry else before)
+        if self.areas.uses:
+            self.areas.count(entry, 1)
+        if entry.expires_unix_ms or entry.pin_until:
+            self.timers.set(entry)
+
+    def return_object(self, entry: ObjectEntry, now: float) -> None:
+        """Take in an object of an earlier life, which readers do not find until `publish_returned`."""
+        entry.state = SlotState.RETURNED
+        area = self.areas.at(entry.offset - self._data_offset)
+        entry.group = area.group_of(entry.namespace)
+        self.table.write_slot(entry)
+        self.held[entry.slot] = entry
+        self.returned[entry.digest] = entry
+        self.areas.count(entry, 1)
+        self.order.admit(entry, now)
+
+    def publish_returned(self, entry: ObjectEntry, now: float) -> bool:
+        """Let readers find a returned object, which is known to be good. False when it is gone: evicted meanwhile,
+        expired, or replaced by a version that is not older."""
+        if entry.state is not SlotState.RETURNED:
+            return False
+        existing = self.live.get(entry.digest)
+        if entry.expired(now) or (
+            existing is not None and existing.version >= entry.version and not existing.expired(now)
+        ):
+            self.withdraw(entry)
+            return False
+        del self.returned[entry.digest]
+        entry.state = SlotState.LIVE
+        self.table.publish_returned(entry)
+        self.live[entry.digest] = entry
+        if existing is not None:
+            self._replaced(existing)
+        self.listing.add(entry)
+        self.timers.set(entry)
+        return True
+
+    def _replaced(self, existing: ObjectEntry) -> None:
+        self.listing.remove(existing)
+        self._doom(existing)
+        self._withdrawn.append(existing)
+
+    # --- looking -----------------------------------------------------------------------------
+
+    def in_slots(self, first_slot: int, count: int) -> list[ObjectEntry]:
+        """The live objects in a range of slots, in order. Slot by slot all objects can be passed in steps, while
+        others come and go."""
+        found = map(self.held.get, range(first_slot, first_slot + count))
+        return [
+            held for held in found if isinstance(held, ObjectEntry) and held.state is SlotState.LIVE
+        ]
+
+    def touch(self, digest: bytes, count: int, now: float) -> None:
+        """Take in that a live object, if it is one, was read `count` times."""
+        entry = self.live.get(digest)
+        if entry is not None:
+            self.used(entry, count, now)
+
+    def used(self, entry: ObjectEntry, count: int, now: float) -> None:
+        """`touch` for an entry at hand. A `count` of 0 is a read that goes on."""
+        self.order.read(entry, count, now)
+        if count:
+            self.most_read.read(entry.digest, count, now)
+
+    # --- changing ----------------------------------------------------------------------------
+
+    def set_pin(self, entry: ObjectEntry, pin: Pin, until: float) -> None:
+        """Change a live entry's pin, in its trailer too. `until` is when it ends; 0 for never."""
+        _check_live(entry)
+        entry.pin = pin
+        entry.pin_until = until if pin is not Pin.NONE else 0.0
+        self.table.write_care(entry)
+        self.order.update(entry)
+        self.timers.set(entry)
+
+    def set_expiry(self, entry: ObjectEntry, expires_unix_ms: int) -> None:
+        """Change when a live entry's time to live ends, in its trailer too. 0: it has no end."""
+        _check_live(entry)
+        entry.expires_unix_ms = expires_unix_ms
+        self.table.write_care(entry)
+        self.timers.set(entry)
+
+    def strengthen(self, entry: ObjectEntry, *, pin: Pin, replicas: int, now: float) -> None:
+        """Make a live entry a firm copy with this pin and replica count."""
+        entry.soft = False
+        entry.replicas = replicas
+        self.table.write_slot(entry)
+        self.set_pin(entry, pin, now + SOFT_PIN_SECONDS if pin is Pin.SOFT else 0.0)
+
+    def make_firm(self, entry: ObjectEntry) -> None:
+        """Make a soft copy a firm one."""
+        entry.soft = False
+        self.table.write_slot(entry)
+        self.order.update(entry)
+
+    def renew_version(self, entry: ObjectEntry, version: Version) -> None:
+        """Give a live entry another version of the same bytes. A record on the SSD keeps the old one."""
+        if entry.state is not SlotState.LIVE or version.root != entry.version.root:
+            raise ValueError(f"{entry.key!r} was withdrawn, or the version is of other bytes")
+        entry.version = version
+        self.table.write_slot(entry)
+        self.set_on_ssd(entry, False)
+
+    def set_proof(self, entry: ObjectEntry, proof: bytes) -> None:
+        """Put the writer's proof into a live entry's trailer, where the extent has room for it."""
+        if entry.state is SlotState.LIVE:
+            self.table.write_proof(entry, proof)
+
+    def set_on_ssd(self, entry: ObjectEntry, on_ssd: bool) -> None:
+        """Take in whether the SSD has a live entry's version as well."""
+        if entry.on_ssd != on_ssd and entry.state is SlotState.LIVE:
+            entry.on_ssd = on_ssd
+            if entry in self.order:
+                self.order.update(entry)
+
+    # --- going -------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> list[ObjectEntry]:
+        """Withdraw up to 32 objects past their time to live and return them (`take_withdrawn` has them, too); end pins
+        that have run out. `expires_on` says whether there are more."""
+        self.references.settle()
+        self.order.end_some_aside()
+        gone: list[ObjectEntry] = []
+        for entry in islice(self.timers.due(now), EXPIRED_PER_STEP):
+            if entry.state is not SlotState.LIVE:
+                continue
+            if entry.expired(now):
+                self.withdraw(entry)
+                gone.append(entry)
+            elif 0 < entry.pin_until <= now:
+                self.set_pin(entry, Pin.NONE, 0.0)
+            else:
+                self.timers.set(entry)
+        self._withdrawn += gone
+        return gone
+
+    def expires_on(self, now: float) -> bool:
+        """Whether `expire` has something to do."""
+        return self.timers.any_due(now) or self.order.any_to_end_aside
+
+    def evict(self, entries: list[ObjectEntry]) -> None:
+        """Withdraw objects for the room they take."""
+        self._withdrawn += [entry for entry in entries if entry.state is SlotState.LIVE]
+        self.withdraw(*entries, evicted=True)
+
+    def take_withdrawn(self) -> list[ObjectEntry]:
+        """The objects evicted, expired or replaced since the last call: their locations are to be withdrawn."""
+        withdrawn, self._withdrawn = self._withdrawn, []
+        return withdrawn
+
+    def withdraw(self, *entries: ObjectEntry, evicted: bool = False) -> None:
+        """Hide live or returned objects from readers; each is freed when nothing refers to it."""
+        for entry in entries:
+            if entry.state is SlotState.RETURNED:
+                del self.returned[entry.digest]
+            else:
+                del self.live[entry.digest]
+                self.table.withdraw(entry)
+                self.listing.remove(entry)
+        self._doom(*entries, evicted=evicted)
+
+    def _doom(self, *entries: ObjectEntry, evicted: bool = False) -> None:
+        """LIVE -> DOOMED, and on to FREE when nothing refers to it."""
+        hazards = self.references.hazards
+        for entry in entries:
+            self.order.gone(entry, evicted=evicted)
+            self.timers.drop(entry)
+            self.areas.count(entry, -1)
+            entry.state = SlotState.DOOMED
+            if hazards:
+                self.table.write_slot(entry)
+        self.references.settle_withdrawn(entries)
+        for entry in entries:
+            if entry.state is SlotState.FREE:  # its last reference ended in this moment
+                continue
+            if entry.references:
+                self.table.write_slot(entry)
+            else:
+                self.free(entry)
+
+    def free(self, held: ObjectEntry | Reservation) -> None:
+        """Give slot and extent of a withdrawn object or an ended reservation back."""
+        if isinstance(held, ObjectEntry):
+            held.state = SlotState.FREE
+        del self.held[held.slot]
+        self.table.free_slot(held.slot)
+        self.areas.free(held.offset - self._data_offset)
+
+
+def _check_live(entry: ObjectEntry) -> None:
+    if entry.state is not SlotState.LIVE:
+        raise ValueError(f"{entry.key!r} was withdrawn: look it up again")

@@ -1,0 +1,203 @@
+"""The places of a read: each tried once, in order, until one delivers or nothing is left."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pstore.client.read_plan import (
+    FIRST_PLACES,
+    PLANS,
+    SSD,
+    OwnPlan,
+    Place,
+    ReadPlan,
+    blamed,
+    groups_by_holder,
+    places_of,
+)
+from p2pstore.errors import NoSuchKey, Unavailable
+from p2pstore.local.local_messages import OWN_COPY, Holder, ItemError, PlanItem
+from p2pstore.objects import SIZE_UNIT_BYTES
+from p2pstore.transfer.data_messages import Keeps
+from p2pstore.transfer.failover import HolderReport, SilentHolders
+from p2pstore.transfer.transport import SLICED_BYTES, PullReport
+from p2pstore.wire import Code
+
+OF_A_PLAN: Final = {Place.UNDER_LEASE, Place.THROUGH_PEER, Place.HOLDERS}
+CODES: Final = (Code.NO_SUCH_KEY, Code.STALE, Code.DEADLINE_EXCEEDED, Code.UNAVAILABLE, Code.BUSY)
+
+
+def holder(member: int, **facts: object) -> Holder:
+    plain: dict[str, object] = {
+        "peer_id": bytes([member]),
+        "member": member,
+        "name": f"p{member}",
+        "data": [f"10.0.0.{member}:1"],
+        "socket": "",
+        "same_host": False,
+        "slot": 0,
+        "size_units": 1,
+        "clock": 1,
+        "writer": member,
+        "tier": 0,
+        "ticket_claims": b"",
+        "ticket_signature": b"",
+        "ticket_secret": b"",
+    }
+    return Holder(**(plain | facts))  # type: ignore[arg-type]
+
+
+def report(*members: int, code: Code = Code.UNAVAILABLE, keep: bool = False) -> PullReport:
+    reports = tuple(HolderReport(each, code, "no", "tcp", keep=keep) for each in members)
+    error = NoSuchKey("gone") if code is Code.NO_SUCH_KEY else Unavailable("not reached")
+    return PullReport(None, None, reports, error)
+
+
+holders = st.lists(
+    st.builds(
+        holder,
+        st.integers(1, 5),
+        same_host=st.booleans(),
+        data=st.sampled_from([[], ["10.0.0.1:1"]]),
+        tier=st.sampled_from([0, SSD]),
+        size_units=st.sampled_from([1, SLICED_BYTES // SIZE_UNIT_BYTES]),
+    ),
+    max_size=3,
+    unique_by=lambda each: each.member,
+)
+items = st.builds(
+    PlanItem,
+    holders,
+    local=st.booleans(),
+    through_peer=st.booleans(),
+    error=st.sampled_from([ItemError(), ItemError(), ItemError(int(Code.NO_SUCH_KEY), "unknown")]),
+)
+
+
+@given(st.data(), st.booleans())
+def test_a_read_ends_and_tries_each_place_once(data: st.DataObject, hot: bool) -> None:
+    silent = SilentHolders()
+    plan = ReadPlan("k", FIRST_PLACES, silent, hot=hot)
+    tried: list[Place] = []
+    plans = 0
+    failed: set[int] = set()
+    while (place := plan.next()) is not None:
+        if place is Place.PLAN:
+            plans += 1
+            assert set(plan.failed_members) >= failed
+            plan.planned(data.draw(items))
+            tried = [each for each in tried if each not in OF_A_PLAN]
+            continue
+        assert place not in tried
+        tried.append(place)
+        match place:
+            case Place.OWN_PLAN if data.draw(st.booleans()):
+                plan.planned(OwnPlan(data.draw(holders.filter(bool))))
+            case Place.HOLDERS | Place.ONLY_HOLDER:
+                asked = [each.member for each in plan.holders] if place is Place.HOLDERS else [1]
+                assert asked
+                own = plan.is_own
+                told = report(
+                    *asked, code=data.draw(st.sampled_from(CODES)), keep=data.draw(st.booleans())
+                )
+                plan.failed(told)
+                failed |= {each.member for each in blamed(told, own=own)}
+            case Place.UNDER_LEASE if data.draw(st.booleans()):
+                plan.spoilt()
+                failed.add(OWN_COPY)
+    assert plans <= PLANS
+    assert tried.count(Place.KEPT) <= 1
+    assert plan.next() is None
+
+
+@given(items)
+def test_the_places_of_an_answer(item: PlanItem) -> None:
+    places = places_of(item)
+    assert places
+    if item.local:
+        assert places == (Place.UNDER_LEASE,)
+    else:
+        assert (Place.THROUGH_PEER in places) == item.through_peer
+
+
+def test_a_hot_object_is_kept_by_the_local_peer_and_asked_for_again_when_that_fails() -> None:
+    plan = ReadPlan("k")
+    assert plan.next() is Place.PLAN
+    plan.planned(PlanItem([holder(1), holder(2)]))
+    assert plan.next() is Place.HOLDERS
+    assert plan.keeps is None
+    plan.failed(report(1, 2, code=Code.BUSY, keep=True))
+    assert plan.next() is Place.KEPT
+    assert plan.next() is Place.PLAN
+    assert plan.failed_members == []  # they are well
+    plan.planned(PlanItem([holder(1)]))
+    assert plan.next() is Place.HOLDERS
+    assert plan.keeps is Keeps.NO
+
+
+def test_an_unknown_key_ends_the_read() -> None:
+    plan = ReadPlan("k")
+    assert plan.next() is Place.PLAN
+    plan.planned(PlanItem([], error=ItemError(int(Code.NO_SUCH_KEY), "unknown")))
+    assert plan.next() is None
+    assert isinstance(plan.error, NoSuchKey)
+    assert "'k'" in str(plan.error)
+
+
+def test_holders_that_could_not_be_reached_outweigh_an_unknown_key() -> None:
+    plan = ReadPlan("k", (Place.ONLY_HOLDER,))
+    assert plan.next() is Place.ONLY_HOLDER
+    plan.failed(report(1))
+    assert plan.next() is Place.PLAN
+    plan.planned(PlanItem([], error=ItemError(int(Code.NO_SUCH_KEY), "unknown")))
+    assert plan.next() is None
+    assert isinstance(plan.error, Unavailable)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_silent_holders_are_not_asked_again(own: bool) -> None:
+    silent = SilentHolders()
+    silent.add(1, hurried=False)
+    plan = ReadPlan("k", silent=silent)
+    plan.planned((OwnPlan if own else PlanItem)([holder(1)]))
+    if own:
+        assert plan.next() is Place.PLAN
+        plan.planned(PlanItem([holder(1)]))
+    assert plan.next() is None
+    assert isinstance(plan.error, Unavailable)
+
+
+def test_a_plan_that_was_asked_for_with_others_counts() -> None:
+    plan = ReadPlan("k")
+    plan.planned(PlanItem([holder(1)]))
+    assert plan.next() is Place.HOLDERS
+    plan.failed(report(1))
+    assert plan.next() is Place.PLAN
+    assert plan.failed_members == [1]
+    plan.planned(PlanItem([holder(2)]))
+    assert plan.next() is Place.HOLDERS
+    plan.failed(report(2))
+    assert plan.next() is None
+    assert isinstance(plan.error, Unavailable)
+
+
+@given(st.lists(items))
+def test_groups_are_of_one_holder_each(plans: list[PlanItem]) -> None:
+    by_number = dict(enumerate(plans))
+    groups = groups_by_holder(by_number)
+    numbers = [number for group in groups for number in group.numbers]
+    assert len(numbers) == len(set(numbers))
+    for group in groups:
+        for number in group.numbers:
+            first, *others = by_number[number].holders
+            assert first.member == group.holder.member
+            assert bool(others) == bool(group.others)
+            assert not by_number[number].through_peer
+            if first.same_host:
+                assert first.tier != SSD
+            else:
+                assert first.size_units * SIZE_UNIT_BYTES < SLICED_BYTES
