@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import trio
 
 from p2pstore.access.crowding import Strangers
-from p2pstore.config import is_wildcard, join_address, split_address
+from p2pstore.addresses import is_wildcard, join_address, split_address
 from p2pstore.errors import ConfigError
 from p2pstore.runtime.accepting import Accepting
 

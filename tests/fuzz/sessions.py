@@ -15,8 +15,8 @@ from typing import Any, Final
 import trio
 
 from p2pstore.access.keyring import KeyRing
+from p2pstore.addresses import split_address
 from p2pstore.checkpoint import checkpoint_messages
-from p2pstore.config import split_address
 from p2pstore.errors import P2PStoreError, ProtocolError
 from p2pstore.gossip.gossip_messages import REPLIES as CONTROL_REPLIES
 from p2pstore.gossip.gossip_messages import REQUESTS as CONTROL_REQUESTS

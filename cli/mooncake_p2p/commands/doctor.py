@@ -111,7 +111,7 @@ def doctor(
     if peer is None:
         _examine_machine(report, socket, directory, rdma_topology)
     else:
-        from p2pstore.state.state_directory import load_cluster_key_file
+        from p2pstore.state.key_files import load_cluster_key_file
         from p2pstore.state.user_key import ring_of_the_keyless
         from p2pstore.status.doctor.way import Way, examine_way
 

@@ -29,7 +29,7 @@ import trio
 from p2pstore.access.allowlist import AllowList
 from p2pstore.access.crowding import Strangers, host_group
 from p2pstore.access.keyring import KeyRing
-from p2pstore.config import join_address
+from p2pstore.addresses import join_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.connection_keeper import Attempts, ConnectionKeeper

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Any, Final
 
 import msgspec
@@ -14,14 +14,10 @@ from p2pstore.access.keyring import KeyRing, Role
 from p2pstore.checkpoint import checkpoint_messages
 from p2pstore.checkpoint.peer.client_requests import ClientRequests
 from p2pstore.core.copies.replicate import ReplicateOperation
-from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.gets.key_pages import ListedPage, ListOperation
-from p2pstore.core.gets.lookup import LookupOperation, split_digests
-from p2pstore.core.gets.presence_answers import is_known, known_keys
+from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.puts.pinning import PinEnd, PinOperation
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import AuthenticationFailed
-from p2pstore.gossip.gossip_messages import Status
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.local_protocol import LocalKind
@@ -29,26 +25,21 @@ from p2pstore.local.server import WRITING, LocalClient
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_page
 from p2pstore.memory.segment_layout import Pin
-from p2pstore.objects import DIGEST_BYTES, namespace_digest
+from p2pstore.objects import DIGEST_BYTES
 from p2pstore.peer.for_clients.erasing import Erasing
 from p2pstore.peer.for_clients.local_gets import LocalGets
 from p2pstore.peer.for_clients.local_puts import LocalPuts
 from p2pstore.peer.for_clients.local_queries import (
     MAX_WAIT_SECONDS,
     Answer,
+    LocalQueries,
     check_batch,
-    known_copy,
     no_such_key,
-    peer_entry,
 )
 from p2pstore.peer.node import Node
 from p2pstore.peer.segment_memory import SegmentMemory
-from p2pstore.peer.statistics import MEMBERS_PER_STEP, cluster_document, json_in_steps
 from p2pstore.put_facts import PutStatus
 from p2pstore.runtime import memory_barrier
-from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.trio_tasks import in_turns, take_turns
-from p2pstore.transfer.peer_messages import ListKeys
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Empty, Message
 
@@ -77,8 +68,6 @@ _FOR_WRITERS: Final = frozenset(
     {LocalKind.RESERVE, LocalKind.PLACE, LocalKind.STORED, LocalKind.REMOVE, LocalKind.FLUSH}
 )
 """Those that one with a writer's key does not refuse in its namespaces."""
-_KNOWN: Final = local.ContainsReply(b"\1")
-_UNKNOWN: Final = local.ContainsReply(b"\0")
 
 
 class PeerLocalBackend:
@@ -90,10 +79,11 @@ class PeerLocalBackend:
         memory: SegmentMemory,
         location_table: SharedMemory | None,
         office: TicketOffice,
-        max_leased_bytes: int,
         checkpoints: ClientRequests,
         erasing: Erasing,
     ) -> None:
+        config = node.config
+        max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
         self._erasing = erasing
         self._node = node
         self._core = node.core
@@ -112,6 +102,7 @@ class PeerLocalBackend:
         self._has_effects = False
         self._has_barriers = memory_barrier.is_available()
         self._hazard_pages: dict[int, SharedMemory] = {}
+        queries = LocalQueries(node)
         self._handlers: dict[LocalKind, Any] = {
             LocalKind.RESERVE: self._puts.reserve,
             LocalKind.COMMIT: self._puts.commit,
@@ -122,13 +113,13 @@ class PeerLocalBackend:
             LocalKind.RELEASE: self._gets.release,
             LocalKind.PLAN: self._gets.plan,
             LocalKind.REPORT: self._gets.report,
-            LocalKind.CONTAINS: self._contains,
-            LocalKind.LOCATE: self._locate,
-            LocalKind.MATCH_PREFIX: self._match_prefix,
+            LocalKind.CONTAINS: queries.contains,
+            LocalKind.LOCATE: queries.locate,
+            LocalKind.MATCH_PREFIX: queries.match_prefix,
             LocalKind.REMOVE: self._remove,
-            LocalKind.LIST: self._list,
-            LocalKind.PEERS: self._peers,
-            LocalKind.STATISTICS: self._statistics,
+            LocalKind.LIST: queries.list_keys,
+            LocalKind.PEERS: queries.peers,
+            LocalKind.STATISTICS: queries.statistics,
             LocalKind.LEAVE: self._leave,
             LocalKind.REPLICATE: self._replicate,
             LocalKind.PIN: self._pin,
@@ -247,110 +238,6 @@ class PeerLocalBackend:
     def _unix(self) -> float:
         return self._core.unix(self._node.now)
 
-    # --- asking ------------------------------------------------------------------------------
-
-    def _contains(self, client: LocalClient, message: local.Contains) -> Answer:
-        packed, space = message.digests, namespace_digest(client.namespace)
-        if not self._core.gossip.partitions.knows_all:
-            return self._ask_contains(packed, space)
-        if len(packed) == DIGEST_BYTES:  # its round trip should cost nothing else
-            return _KNOWN if is_known(self._core, packed, self._now, space) else _UNKNOWN
-        return local.ContainsReply(self._presence(packed, space))
-
-    async def _ask_contains(self, packed: bytes, space: bytes) -> local.ContainsReply:
-        return local.ContainsReply(await self._ask_presence(packed, space))
-
-    def _match_prefix(self, client: LocalClient, message: local.MatchPrefix) -> Answer:
-        packed, space = message.digests, namespace_digest(client.namespace)
-        if not self._core.gossip.partitions.knows_all:
-            return self._ask_match_prefix(packed, space)
-        return _matched(self._presence(packed, space))
-
-    async def _ask_match_prefix(self, packed: bytes, space: bytes) -> local.MatchedPrefix:
-        return _matched(await self._ask_presence(packed, space))
-
-    async def _ask_presence(self, packed_digests: bytes, namespace: bytes) -> bytes:
-        """As `_presence`, asking homes of keys that are not known here: it need not know all."""
-        digests = check_batch(split_digests(packed_digests))
-        known = known_keys(self._core, digests, self._now, namespace)
-        missing = [digest for digest in digests if digest not in known]
-        operation = LookupOperation(self._core, missing, namespace=namespace)
-        found = await self._node.complete(self._core.operations.start(operation, self._now))
-        for digest, copies in zip(missing, found, strict=True):
-            if any(copy.reachable for copy in copies):
-                known.add(digest)
-        return bytes([digest in known for digest in digests])
-
-    def _presence(self, packed_digests: bytes, namespace: bytes) -> bytes:
-        """A byte per digest: 1 when some live peer is known to hold it."""
-        digests = check_batch(split_digests(packed_digests))
-        known = known_keys(self._core, digests, self._now, namespace)
-        return bytes([digest in known for digest in digests])
-
-    async def _locate(self, client: LocalClient, message: local.Locate) -> local.Located:
-        digests = check_batch(split_digests(message.digests))
-        operation = LookupOperation(self._core, digests)
-        found = await self._node.complete(self._core.operations.start(operation, self._now))
-        return await take_turns(self._located(found))
-
-    def _located(self, found: Sequence[Sequence[KnownCopy]]) -> Steps[local.Located]:
-        items: list[list[local.Copy]] = []
-        for copies in found:
-            items.append([known_copy(self._core, copy) for copy in copies])
-            yield
-        return local.Located(items)
-
-    async def _list(self, client: LocalClient, message: local.ListKeys) -> local.Keys:
-        request = ListKeys(
-            message.namespace, message.prefix, message.after, message.limit, message.pinned
-        )
-        operation = self._core.operations.start(
-            ListOperation(self._core, request, local=message.local), self._now
-        )
-        page: ListedPage = await self._node.complete(operation)
-        silent = [self._core.name_of(peer_id) for peer_id in page.silent]
-        return local.Keys(page.items, page.more, silent)
-
-    def _peers(
-        self, client: LocalClient, message: local.Peers
-    ) -> local.PeersReply | Awaitable[local.PeersReply]:
-        return in_turns(self._peers_in_steps(message))
-
-    def _peers_in_steps(self, message: local.Peers) -> Steps[local.PeersReply]:
-        entries = []
-        for number, state in enumerate([*self._core.gossip.membership.states()]):
-            if number % MEMBERS_PER_STEP == 0:
-                yield
-            me = state.peer_id == self._core.peer_id
-            if state.record is not None and (message.everyone or state.alive or me):
-                entries.append(
-                    peer_entry(
-                        state.record,
-                        Status(state.status).name.lower(),
-                        me=me,
-                        leaving=me and self._core.closing,
-                        heard_seconds_ago=0.0 if me else max(0.0, self._now - state.heard_at),
-                        traffic=self._node.watch.traffic,
-                    )
-                )
-        return local.PeersReply(entries)
-
-    def _statistics(
-        self, client: LocalClient, message: local.Statistics
-    ) -> local.StatisticsReply | Awaitable[local.StatisticsReply]:
-        return in_turns(self._statistics_in_steps(message))
-
-    def _statistics_in_steps(self, message: local.Statistics) -> Steps[local.StatisticsReply]:
-        peer = self._node.statistics.document()
-        yield
-        look = self._node.statistics.checkup.look(peer)
-        peer["problems"] = look.documents()
-        yield
-        document: dict[str, Any] = {"peer": peer}
-        if message.cluster:
-            document["cluster"] = yield from cluster_document(self._core, self._now)
-        return local.StatisticsReply((yield from json_in_steps(document)))
-
     # --- changing ----------------------------------------------------------------------------
 
     async def _remove(self, client: LocalClient, message: local.Remove) -> local.Removed:
@@ -429,8 +316,3 @@ def check_rights(ring: KeyRing, kind: LocalKind, message: Message) -> None:
             f"this peer's key file may write in {', '.join(map(repr, ring.writers))} only, not in namespace "
             f"{namespace!r}"
         )
-
-
-def _matched(present: bytes) -> local.MatchedPrefix:
-    first_absent = present.find(0)
-    return local.MatchedPrefix(len(present) if first_absent < 0 else first_absent)

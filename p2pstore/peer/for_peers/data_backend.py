@@ -67,7 +67,7 @@ class PeerDataBackend:
     def __init__(self, node: Node, swarms: RunningSwarms, erasing: Erasing) -> None:
         self._node = node
         self._erasing = erasing
-        self._swarms = swarms
+        self.swarms = swarms
         self._core = node.core
         self._segment = node.core.segment
         self._hot = threading.Lock()
@@ -196,7 +196,7 @@ class PeerDataBackend:
         if isinstance(message, Remove | Flush):
             return await self._erasing.serve(message, claims.issuer), ()
         if isinstance(message, GetManifest):
-            return self._swarms.manifest(message)
+            return self.swarms.manifest(message)
         if isinstance(message, Snapshot):
             if message.member != self._core.member:
                 raise P2PStoreError("a peer gives a snapshot of its own log only")

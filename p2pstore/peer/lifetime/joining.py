@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 import trio
 
-from p2pstore.config import is_loopback, split_address
+from p2pstore.addresses import is_loopback, split_address
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.links.control_link import LinkError, OwnAddress, TwinAddress
 from p2pstore.gossip.links.sockets import resolve

@@ -12,13 +12,8 @@ from typing import Final
 
 import ifaddr
 
-from p2pstore.config import (
-    PeerConfig,
-    is_loopback,
-    is_wildcard,
-    join_address,
-    split_address,
-)
+from p2pstore.addresses import is_loopback, is_wildcard, join_address, split_address
+from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 
 logger = logging.getLogger("p2pstore.peer")

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import p2pstore
 from p2pstore import blocking
-from p2pstore.config import split_address
+from p2pstore.addresses import split_address
 from p2pstore.errors import ConfigError, NoLocalPeer, P2PStoreError, PeerNotInstalled
 from p2pstore.local.socket_paths import (
     SOCKET_VARIABLE,

@@ -11,7 +11,8 @@ import numpy as np
 import trio
 
 import p2pstore
-from p2pstore.config import PeerConfig, is_loopback
+from p2pstore.addresses import is_loopback
+from p2pstore.config import PeerConfig
 from p2pstore.errors import (
     AuthenticationFailed,
     DeadlineExceeded,
