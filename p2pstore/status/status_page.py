@@ -217,13 +217,13 @@ def _operation(operation: SlowOperation, *, with_keys: bool) -> dict[str, Any]:
     """Its outcome may name a key, so it is told only whether it failed."""
     longest = sorted(operation.stages, key=lambda stage: -stage.seconds)[:MAX_STAGES]
     return {
-        "what": operation.what,
-        "key": shown(operation.key, MAX_KEY_LETTERS) if with_keys else None,
-        "keys": operation.keys,
-        "unix": round(operation.unix, 3),
+        "what": operation.request.what,
+        "key": shown(operation.request.key, MAX_KEY_LETTERS) if with_keys else None,
+        "keys": operation.request.keys,
+        "unix": round(operation.request.unix, 3),
         "seconds": round(operation.seconds, 4),
         "waiting_seconds": round(operation.waiting_seconds, 4),
-        "failed": operation.outcome != "ok",
+        "failed": operation.request.outcome != "ok",
         "stages": [
             {
                 "what": stage.what,
@@ -247,7 +247,7 @@ def metrics_pages(peer: ObservedPeer, source: StatusSource) -> Pages:
     from prometheus_client.process_collector import ProcessCollector
     from prometheus_client.registry import CollectorRegistry
 
-    from p2pstore.status.metrics.metrics import CONTENT_TYPE, exposition
+    from p2pstore.status.metrics import CONTENT_TYPE, exposition
 
     html, headers = page_bytes(), page_headers()
 

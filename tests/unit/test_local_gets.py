@@ -29,7 +29,10 @@ def gets_of(world: Harness) -> LocalGets:
         return operation.result
 
     node: Any = SimpleNamespace(
-        core=world.core, now=world.now, complete=complete, reading_order=list
+        core=world.core,
+        now=world.now,
+        complete=complete,
+        routes=SimpleNamespace(reading_order=list),
     )
     return LocalGets(node, office=None, max_leased_bytes=0)  # type: ignore[arg-type]  # no ticket is asked for
 

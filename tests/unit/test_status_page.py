@@ -17,7 +17,7 @@ from p2pstore.gossip.records import Participation, TakesPart, member_of, sign_pe
 from p2pstore.objects import GIB
 from p2pstore.status.checkup import RecentCounts
 from p2pstore.status.doctor.finding import MAX_NAME_LETTERS, shown
-from p2pstore.status.slow_operations import SlowOperation, SlowOperations, Stage
+from p2pstore.status.slow_operations import Request, SlowOperation, SlowOperations, Stage
 from p2pstore.status.status_page import StatusSource, page_bytes, page_headers, slow_document
 from p2pstore.status.survey import (
     MAX_SHOWN,
@@ -156,7 +156,8 @@ def test_slow_operations_without_their_keys() -> None:
     stages = tuple(Stage(f"pull {n}", n / 10, HOSTILE, "tcp", "a secret key") for n in range(8))
     for number in range(9):
         what = f"get {number}"
-        slow.add(SlowOperation(what, "a secret key", 1, "c", 5.0, 1.5, 0.2, stages, "a secret key"))
+        request = Request(what, "a secret key", 1, "c", 5.0, "a secret key")
+        slow.add(SlowOperation(request, 1.5, 0.2, stages))
     document = slow_document(slow, with_keys=False)
     assert "secret" not in json.dumps(document)
     assert [each["what"] for each in document["latest"]] == [f"get {n}" for n in (8, 7, 6, 5, 4)]

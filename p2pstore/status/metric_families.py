@@ -1,4 +1,4 @@
-"""Families of metrics in prometheus-client's classes, from tables of what is counted. Pure."""
+"""Builders of metric families in prometheus-client's classes. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ SIZES: Final = tuple(range(12, 31, 2))
 """Of sizes, in bytes: 4 KiB to 1 GiB, each four times the one before."""
 MICROSECONDS: Final = 1e-6
 
+
 PREFIX: Final = "p2pstore_"
+
 
 Labelled = Iterable[tuple[Sequence[str], float]]
 """Values of labels, and the value that they have."""

@@ -1,15 +1,17 @@
-"""What the statistics say of a peer's SSD, as metrics. Pure."""
+"""Metrics of an SSD, from the statistics document. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from prometheus_client.core import Metric
+from prometheus_client.core import (
+    Metric,
+)
 
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.ssd_tier.write_admission import Refusal
-from p2pstore.status.metrics.metric_families import (
+from p2pstore.status.metric_families import (
     FINE_SECONDS,
     MICROSECONDS,
     counter,
@@ -19,7 +21,7 @@ from p2pstore.status.metrics.metric_families import (
     histograms,
 )
 
-_GAUGES: Final = (
+_SSD_GAUGES: Final = (
     ("capacity_bytes", "What its segments hold."),
     ("live_bytes", "Occupied by objects that can be read."),
     ("objects", "Objects on the SSD."),
@@ -27,7 +29,7 @@ _GAUGES: Final = (
     ("retired_segments", "Given up after an error."),
     ("write_amplification", "Bytes written for each byte stored."),
 )
-_COUNTERS: Final = (
+_SSD_COUNTERS: Final = (
     ("hits", "Objects read."),
     ("misses", "Objects asked for that were not there, or not readable."),
     ("damaged", "Objects found damaged."),
@@ -43,8 +45,8 @@ _COUNTERS: Final = (
     ("bytes_written", "Bytes written to the device."),
     ("syncs", "Syncs of the device."),
 )
-STATES: Final = ("ok", "read_only", "off")
-_NAMES: Final = {"bytes_read": "read_bytes", "bytes_written": "written_bytes"}
+SSD_STATES: Final = ("ok", "read_only", "off")
+_SSD_NAMES: Final = {"bytes_read": "read_bytes", "bytes_written": "written_bytes"}
 """Where the document has them otherwise than Prometheus' conventions, the unit at the end."""
 
 
@@ -54,12 +56,12 @@ def ssd_families(ssd: Mapping[str, Any]) -> Iterator[Metric]:
         "ssd_state",
         "1 for the state it is in.",
         ["state"],
-        [((state,), ssd["state"] == state) for state in STATES],
+        [((state,), ssd["state"] == state) for state in SSD_STATES],
     )
-    for field, text in _GAUGES:
+    for field, text in _SSD_GAUGES:
         yield gauge(f"ssd_{field}", text, ssd[field])
-    for field, text in _COUNTERS:
-        yield counter(f"ssd_{_NAMES.get(field, field)}", text, ssd[field])
+    for field, text in _SSD_COUNTERS:
+        yield counter(f"ssd_{_SSD_NAMES.get(field, field)}", text, ssd[field])
     yield gauges(
         "ssd_segments",
         "Segments by state.",

@@ -1,7 +1,7 @@
-"""What a peer counts, as metrics named by Prometheus' conventions. Pure.
+"""A peer's metrics, named by Prometheus' conventions, from the statistics document and the measures. Pure.
 
-Most of it is the statistics document: what people read in `stats`, dashboards read here. Labels are few and bounded:
-transports, kinds of requests, states, reasons, 32 namespaces, 16 checkpoints; never keys, and no other peers.
+Labels are few and bounded: transports, kinds of requests, states, reasons, 32 namespaces, 16 checkpoints; never keys or
+other peers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from prometheus_client.core import Metric
+from prometheus_client.core import (
+    Metric,
+)
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
@@ -17,7 +19,7 @@ from p2pstore.core.copies.cold_copies import Gone
 from p2pstore.core.copies.memory_return import FATES
 from p2pstore.runtime.stepping import Steps
 from p2pstore.status.measures import MAX_NAMESPACES, OTHERS, Measures
-from p2pstore.status.metrics.metric_families import (
+from p2pstore.status.metric_families import (
     COARSE_SECONDS,
     FINE_SECONDS,
     MICROSECONDS,
@@ -29,28 +31,143 @@ from p2pstore.status.metrics.metric_families import (
     histogram,
     histograms,
 )
-from p2pstore.status.metrics.metrics_ssd import ssd_families
+from p2pstore.status.metrics_ssd import ssd_families
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 Document = Mapping[str, Any]
 
-_GAUGES: Final = (
-    ("uptime_seconds", "Since the peer started."),
-    ("memory_capacity_bytes", "What objects can occupy."),
-    ("memory_used_bytes", "Occupied by objects and reservations."),
-    ("leased_bytes", "Under leases, or being sent."),
-    ("objects", "Objects in this peer's memory."),
-    ("operations", "Operations under way."),
-    ("known_locations", "Copies of others that this peer knows of."),
-    ("floors", "Removals that are remembered."),
-    ("floors_permille", "Of what there is room for: removals are slowed from 800 on."),
-    ("floors_refused", "Removals by others that had to wait, as there was no room."),
-    ("local_clients", "Clients on this machine that are connected."),
-    ("cluster_keys", "Keys that this peer accepts: more than one while a key is being replaced."),
-    ("bootstrap_addresses", "Addresses at which this peer is to find others."),
-    ("members_refused", "Members that there was no room for."),
+_SINGLE: Final = (
+    (gauge, "uptime_seconds", "Since the peer started.", "uptime_seconds"),
+    (gauge, "memory_capacity_bytes", "What objects can occupy.", "memory_capacity_bytes"),
+    (gauge, "memory_used_bytes", "Occupied by objects and reservations.", "memory_used_bytes"),
+    (gauge, "leased_bytes", "Under leases, or being sent.", "leased_bytes"),
+    (gauge, "objects", "Objects in this peer's memory.", "objects"),
+    (gauge, "operations", "Operations under way.", "operations"),
+    (gauge, "known_locations", "Copies of others that this peer knows of.", "known_locations"),
+    (gauge, "floors", "Removals that are remembered.", "floors"),
+    (
+        gauge,
+        "floors_permille",
+        "Of what there is room for: removals are slowed from 800 on.",
+        "floors_permille",
+    ),
+    (
+        gauge,
+        "floors_refused",
+        "Removals by others that had to wait, as there was no room.",
+        "floors_refused",
+    ),
+    (gauge, "local_clients", "Clients on this machine that are connected.", "local_clients"),
+    (
+        gauge,
+        "cluster_keys",
+        "Keys that this peer accepts: more than one while a key is being replaced.",
+        "cluster_keys",
+    ),
+    (
+        gauge,
+        "bootstrap_addresses",
+        "Addresses at which this peer is to find others.",
+        "bootstrap_addresses",
+    ),
+    (gauge, "members_refused", "Members that there was no room for.", "members_refused"),
+    (gauge, "joined", "1 once another peer has answered.", "joined"),
+    (
+        gauge,
+        "lacking_objects",
+        "Objects here with fewer copies than wanted and than peers offer memory.",
+        "repair.lacking",
+    ),
+    (counter, "repaired_copies", "Copies made again after a loss.", "repair.copies"),
+    (counter, "repaired_bytes", "Their bytes.", "repair.bytes"),
+    (
+        gauge,
+        "gossip_local_health",
+        "How little this peer trusts its own probes: 0 is best, 8 worst.",
+        "gossip.local_health",
+    ),
+    (gauge, "gossip_neighbours", "Members that gossip talks to now.", "connections.neighbours"),
+    (gauge, "control_connections", "Open control connections.", "connections.open"),
+    (
+        gauge,
+        "held_for_others_bytes",
+        "Incomplete or unanswered requests, and unread answers.",
+        "places.held_bytes",
+    ),
+    (
+        counter,
+        "hoarders_ended",
+        "Connections cut for the memory held for them.",
+        "places.hoarders_ended",
+    ),
+    (
+        gauge,
+        "stamps_ahead_seconds",
+        "How far this peer's next stamp is ahead of its own wall clock.",
+        "stamps_ahead_seconds",
+    ),
 )
+"""Metrics with one value: its kind, name and text, and the path of the value in the statistics document."""
+_BY_LABEL: Final = (
+    (
+        gauges,
+        "members",
+        "Members of the cluster by state, this peer included. Dead ones are remembered for a day.",
+        "status",
+        "gossip.members",
+        "",
+    ),
+    (
+        counters,
+        "gossip_bytes",
+        "Bytes on control connections.",
+        "direction",
+        "gossip.{}_bytes",
+        "sent received",
+    ),
+    (
+        gauges,
+        "connection_places_taken",
+        "Taken places for other members' connections.",
+        "kind",
+        "places.{}.taken",
+        "control data",
+    ),
+    (
+        gauges,
+        "connection_places",
+        "Places for other members' connections.",
+        "kind",
+        "places.{}.limit",
+        "control data",
+    ),
+    (
+        gauges,
+        "connection_places_largest",
+        "Of these, those of the member that has most.",
+        "kind",
+        "places.{}.largest.places",
+        "control data",
+    ),
+    (
+        counters,
+        "connections_yielded",
+        "Connections closed for one that was wanted when all places were taken.",
+        "kind",
+        "places.{}.yielded",
+        "control data",
+    ),
+    (
+        counters,
+        "connections_refused",
+        "Members' connections refused because all places were in use.",
+        "kind",
+        "places.{}.refused",
+        "control data",
+    ),
+)
+"""Metrics with a label: the path of each value, or of a table of them where no values of the label are named."""
 _CLIENTS: Final = (
     ("client_puts", "Puts of this machine's clients."),
     ("client_put_bytes", "Bytes that they put."),
@@ -60,26 +177,22 @@ _CLIENTS: Final = (
     ("client_reads", "Gets that read in place, in this peer's memory."),
     ("client_read_bytes", "Bytes that they got."),
     ("client_leases", "Gets that were given a view of this peer's memory."),
-    ("client_misses", "Gets that found nothing, or nobody who could be reached."),
+    ("client_misses", "Gets that found nothing, or no reachable holder."),
     ("transport_fallbacks", "Reads for which a transport gave way to another one."),
-    ("last_copies_dropped", "Objects given up that nobody else is known to have."),
+    ("last_copies_dropped", "Objects given up without another known copy."),
     ("holder_failures", "Reads at a holder that did not deliver."),
-    (
-        "holders_too_slow",
-        "Of these, the holder was silent, or slower than another one is expected to be.",
-    ),
+    ("holders_too_slow", "Of these, silent or slow holders."),
     ("version_signatures", "Signatures under what this peer wrote, for copies elsewhere."),
-    (
-        "contradicting_copies",
-        "Copies that members announced with other bytes than their writers did.",
-    ),
+    ("contradicting_copies", "Copies announced with other bytes than their writers'."),
     ("objects_spoilt", "Objects in this peer's memory whose bytes were found spoilt."),
-    (
-        "memory_restored",
-        "What clients changed in memory that only the peer may write, and it restored.",
-    ),
+    ("memory_restored", "Repairs of what clients wrote into memory of the peer alone."),
 )
 _GONE: Final = "gone_"
+_RDMA: Final = (
+    ("devices", "RDMA devices that know this peer's memory."),
+    ("lost_devices", "Of these, failed since the start."),
+    ("readers", "Queue pairs by which others read this peer."),
+)
 ANSWERS: Final = {
     "memory": ("client_reads", "client_leases"),
     "ssd": ("client_reads_from_ssd",),
@@ -92,7 +205,7 @@ ANSWERS: Final = {
 def exposition(peer: Document, cluster: str, measures: Measures) -> Steps[bytes]:
     """All metrics in Prometheus' text format; `cluster` is its name."""
     parts: list[bytes] = []
-    for metric in _Collected(peer, cluster, measures).collect():
+    for metric in _families(peer, cluster, measures):
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_One(metric))
         parts.append(generate_latest(registry))
@@ -110,35 +223,45 @@ class _One(Collector):
         yield self._metric
 
 
-class _Collected(Collector):
-    def __init__(self, peer: Document, cluster: str, measures: Measures) -> None:
-        self._peer = peer
-        self._cluster = cluster
-        self._measures = measures
+def _families(peer: Document, cluster: str, measures: Measures) -> Iterator[Metric]:
+    yield gauges(
+        "build_info",
+        "This peer.",
+        ["name", "cluster", "software"],
+        [((peer["name"], cluster, peer["software"]), 1)],
+    )
+    for kind, name, text, path in _SINGLE:
+        yield kind(name, text, _at(peer, path))
+    yield from _clients(peer["counters"])
+    yield from _latencies(measures)
+    yield from _namespaces(measures)
+    yield from _kept(peer)
+    yield from _quotas(peer["quotas"])
+    yield from _transfers(peer)
+    yield from _gossip(peer, measures)
+    yield from _checkpoints(peer["checkpoints"])
+    yield from _follows(peer["follows"])
+    for field, text in _RDMA:
+        yield gauge(f"rdma_{field}", text, peer.get("rdma", {}).get(field, 0))
+    if "ssd" in peer:
+        yield from ssd_families(peer["ssd"])
 
-    def collect(self) -> Iterator[Metric]:
-        peer, measures = self._peer, self._measures
-        yield gauges(
-            "build_info",
-            "This peer.",
-            ["name", "cluster", "software"],
-            [((peer["name"], self._cluster, peer["software"]), 1)],
+
+def _at(document: Document, path: str) -> Any:
+    value: Any = document
+    for name in path.split("."):
+        value = value[name]
+    return value
+
+
+def _labelled(peer: Document) -> Iterator[Metric]:
+    for kind, name, text, label, path, named in _BY_LABEL:
+        table = (
+            {each: _at(peer, path.format(each)) for each in named.split()}
+            if named
+            else _at(peer, path)
         )
-        for field, text in _GAUGES:
-            yield gauge(field, text, peer[field])
-        yield from _clients(peer["counters"])
-        yield from _latencies(measures)
-        yield from _namespaces(measures)
-        yield from _kept(peer)
-        yield from _quotas(peer["quotas"])
-        yield from _transfers(peer)
-        yield from _repair(peer)
-        yield from _gossip(peer, measures)
-        yield from _checkpoints(peer["checkpoints"])
-        yield from _follows(peer["follows"])
-        yield from _rdma(peer.get("rdma", {}))
-        if "ssd" in peer:
-            yield from ssd_families(peer["ssd"])
+        yield kind(name, text, [label], [((each,), value) for each, value in table.items()])
 
 
 def _clients(counted: Document) -> Iterator[Metric]:
@@ -297,136 +420,51 @@ def _transfers(peer: Document) -> Iterator[Metric]:
             )
 
 
-def _repair(peer: Document) -> Iterator[Metric]:
-    repair = peer["repair"]
-    yield counter("repaired_copies", "Copies made again after a loss.", repair["copies"])
-    yield counter("repaired_bytes", "Their bytes.", repair["bytes"])
-    yield gauge(
-        "lacking_objects",
-        "Objects here with fewer copies than wanted and than peers offer memory.",
-        repair["lacking"],
-    )
-
-
 def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
-    gossip = peer["gossip"]
-    yield gauges(
-        "members",
-        "Members of the cluster by state, this peer included. Dead ones are remembered for a day.",
-        ["status"],
-        [((status,), count) for status, count in gossip["members"].items()],
-    )
-    yield counters(
-        "member_changes",
-        "How often a member was found to be in this state.",
-        ["status"],
-        [((status,), measures.member_changes[status]) for status in gossip["members"]],
-    )
-    yield gauge("joined", "1 once another peer has answered.", peer["joined"])
-    yield gauge(
-        "gossip_local_health",
-        "How little this peer trusts its own probes: 0 is best, 8 worst.",
-        gossip["local_health"],
-    )
-    yield counters(
-        "gossip_messages",
-        "Requests of gossip, sent and received; each has an answer.",
-        ["kind", "direction"],
-        sorted(measures.messages.items()),
-    )
-    yield counters(
-        "gossip_message_failures",
-        "Requests of gossip that were not answered in time, or refused.",
-        ["kind"],
-        [
-            ((kind,), measures.message_failures[kind])
-            for kind in sorted({kind for kind, _ in measures.messages})
-        ],
-    )
-    yield counters(
-        "gossip_bytes",
-        "What control connections carried.",
-        ["direction"],
-        [(("sent",), gossip["sent_bytes"]), (("received",), gossip["received_bytes"])],
-    )
+    members, failures = peer["gossip"]["members"], measures.message_failures
+    sent = sorted({kind for kind, _ in measures.messages})
+    yield from _labelled(peer)
+    for name, text, labels, values in (
+        (
+            "member_changes",
+            "How often a member was found to be in this state.",
+            ["status"],
+            [((status,), measures.member_changes[status]) for status in members],
+        ),
+        (
+            "gossip_messages",
+            "Requests of gossip, sent and received; each has an answer.",
+            ["kind", "direction"],
+            sorted(measures.messages.items()),
+        ),
+        (
+            "gossip_message_failures",
+            "Requests of gossip that were not answered in time, or refused.",
+            ["kind"],
+            [((kind,), failures[kind]) for kind in sent],
+        ),
+    ):
+        yield counters(name, text, labels, values)
     yield histogram(
         "gossip_ping_seconds",
-        "How long pings of other members took.",
+        "Duration of pings of other members.",
         measures.pings,
         buckets=FINE_SECONDS,
         unit=MICROSECONDS,
     )
-    connections = peer["connections"]
-    yield gauge("control_connections", "Control connections that are open.", connections["open"])
-    places = peer["places"]
-    kinds = ("control", "data")
-    yield gauges(
-        "connection_places_taken",
-        "Places for other members' connections that are taken.",
-        ["kind"],
-        [((kind,), places[kind]["taken"]) for kind in kinds],
-    )
-    yield gauges(
-        "connection_places",
-        "Places for other members' connections.",
-        ["kind"],
-        [((kind,), places[kind]["limit"]) for kind in kinds],
-    )
-    yield gauges(
-        "connection_places_largest",
-        "Of these, those of the member that has most.",
-        ["kind"],
-        [((kind,), places[kind]["largest"]["places"]) for kind in kinds],
-    )
-    yield counters(
-        "connections_yielded",
-        "Connections closed for one that was wanted when all places were taken.",
-        ["kind"],
-        [((kind,), places[kind]["yielded"]) for kind in kinds],
-    )
-    yield counters(
-        "connections_refused",
-        "Members' connections refused because all places were in use.",
-        ["kind"],
-        [((kind,), places[kind]["refused"]) for kind in kinds],
-    )
-    yield gauge(
-        "held_for_others_bytes",
-        "Requests that are not whole or answered, and answers that are not read.",
-        places["held_bytes"],
-    )
-    yield counter(
-        "hoarders_ended",
-        "Connections cut for the memory held for them.",
-        places["hoarders_ended"],
-    )
-    yield gauge("gossip_neighbours", "Members that gossip talks to now.", connections["neighbours"])
-    yield counter(
-        "strangers_refused",
-        "Control connections dropped for what the other side did: wrong keys, or garbage.",
-        measures.strangers_refused,
-    )
-    yield counter(
-        "refused_by_members",
-        "Answers of members that do not admit this one.",
-        measures.refused_by_members,
-    )
+    for name, text in (
+        ("strangers_refused", "Control connections dropped for wrong keys, or garbage."),
+        ("refused_by_members", "Answers of members that do not admit this one."),
+    ):
+        yield counter(name, text, getattr(measures, name))
     if peer["clock_ahead_seconds"] is not None:
         yield gauge(
             "clock_ahead_seconds",
             "How far this machine's clock is ahead of the other members', by their median.",
             peer["clock_ahead_seconds"],
         )
-    yield gauge(
-        "stamps_ahead_seconds",
-        "How far what this peer stamps next is ahead of its own wall clock.",
-        peer["stamps_ahead_seconds"],
-    )
-    yield gauge(
-        "clock_is_wrong",
-        "1 where others would refuse what this peer writes, so that it writes nothing.",
-        int(bool(peer["clock_problem"])),
-    )
+    wrong = int(bool(peer["clock_problem"]))
+    yield gauge("clock_is_wrong", "1 where others would refuse this peer's writes.", wrong)
 
 
 def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:
@@ -461,12 +499,3 @@ def _follows(follows: list[Document]) -> Iterator[Metric]:
             ["namespace", "checkpoint"],
             [((each["namespace"], each["name"]), float(each[field])) for each in follows],
         )
-
-
-def _rdma(rdma: Document) -> Iterator[Metric]:
-    for field, text in (
-        ("devices", "RDMA devices that know this peer's memory."),
-        ("lost_devices", "Of these, what failed since the start."),
-        ("readers", "Queue pairs by which others read this peer."),
-    ):
-        yield gauge(f"rdma_{field}", text, rdma.get(field, 0))
