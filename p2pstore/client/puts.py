@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final
 
 import numpy as np
+from xxhash import xxh3_64
 
 from p2pstore.local.local_messages import Reservation, ReserveItem
 from p2pstore.local.local_protocol import LocalKind
@@ -27,6 +28,9 @@ WINDOW_ITEMS: Final = MOST_ITEMS[LocalKind.COMMIT]
 WINDOW_BYTES: Final = 32 * MIB
 WINDOW_SHARE: Final = 16
 """A window takes at most this fraction of the peer's memory: up to three have room at a time."""
+
+IN_CACHE_BYTES: Final = 256 * 1024
+"""Copied, then summed: of a whole chunk the beginning has left the second-level cache by then, which costs 10 %."""
 
 _TRAILER_FIXED_BYTES: Final = 96
 """Prefix, msgpack headers and numbers of a trailer, generously."""
@@ -51,8 +55,12 @@ def copy_and_sum(target: memoryview, source: memoryview) -> bytes:
     out_of = np.frombuffer(source, np.uint8)
     sums = []
     for start, end in chunk_bounds(len(source)):
-        np.copyto(into[start:end], out_of[start:end])
-        sums.append(chunk_sum(target[start:end]))
+        summed = xxh3_64()
+        for at in range(start, end, IN_CACHE_BYTES):
+            stop = min(at + IN_CACHE_BYTES, end)
+            np.copyto(into[at:stop], out_of[at:stop])
+            summed.update(target[at:stop])
+        sums.append(summed.intdigest())
     return np.array(sums, "<u8").tobytes()
 
 

@@ -7,8 +7,15 @@ scribbles there confuses it. Readers may miss a key for the moment in which it i
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
-from p2pstore.memory.segment_layout import INDEX_ENTRY_BYTES, encode_index_entry, index_home
+from p2pstore.memory.segment_layout import (
+    INDEX_ENTRY_BYTES,
+    INDEX_USED,
+    encode_index_entry,
+    index_home,
+    pack_index_entry_into,
+)
 
 _UNUSED = bytes(INDEX_ENTRY_BYTES)
 
@@ -22,13 +29,17 @@ class KeyIndex:
         self._digests: list[bytes | None] = [None] * entries
         self._slots = array("I", bytes(4 * entries))
 
-    def set(self, digest: bytes, slot: int) -> None:
-        """Publish that `digest` is in `slot`, in place of an earlier slot of the same digest."""
-        digests, mask = self._digests, self._entries - 1
-        position = index_home(digest, self._entries)
-        while (there := digests[position]) is not None and there != digest:
-            position = (position + 1) & mask
-        self._write(position, digest, slot)
+    def set_all(self, found: Iterable[tuple[bytes, int]]) -> None:
+        """Publish in which slot each digest is, in place of an earlier slot of the same digest."""
+        digests, slots, section = self._digests, self._slots, self._section
+        mask = self._entries - 1
+        for digest, slot in found:
+            position = int.from_bytes(digest[:8], "little") & mask  # `index_home`, without its call
+            while (there := digests[position]) is not None and there != digest:
+                position = (position + 1) & mask
+            digests[position] = digest
+            slots[position] = slot
+            pack_index_entry_into(section, position * INDEX_ENTRY_BYTES, digest, slot, INDEX_USED)
 
     def get(self, digest: bytes) -> int | None:
         """The slot published for `digest`."""
@@ -40,14 +51,14 @@ class KeyIndex:
         hole = self._find(digest)
         if hole is None:
             raise KeyError(digest)
-        mask = self._entries - 1
+        digests, slots, mask = self._digests, self._slots, self._entries - 1
         position = hole
-        while (moving := self._digests[position := (position + 1) & mask]) is not None:
-            home = index_home(moving, self._entries)
+        while (moving := digests[position := (position + 1) & mask]) is not None:
+            home = int.from_bytes(moving[:8], "little")  # `index_home`, without its call
             if (position - home) & mask >= (position - hole) & mask:
-                self._write(hole, moving, self._slots[position])
+                self._write(hole, moving, slots[position])
                 hole = position
-        self._digests[hole] = None
+        digests[hole] = None
         start = hole * INDEX_ENTRY_BYTES
         self._section[start : start + INDEX_ENTRY_BYTES] = _UNUSED
 
@@ -80,5 +91,4 @@ class KeyIndex:
     def _write(self, position: int, digest: bytes, slot: int) -> None:
         self._digests[position] = digest
         self._slots[position] = slot
-        start = position * INDEX_ENTRY_BYTES
-        self._section[start : start + INDEX_ENTRY_BYTES] = encode_index_entry(digest, slot)
+        pack_index_entry_into(self._section, position * INDEX_ENTRY_BYTES, digest, slot, INDEX_USED)

@@ -7,7 +7,7 @@ all, and may write anywhere. What they spoil is written anew (`restore_header` a
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from itertools import islice
 
 import msgspec
@@ -103,9 +103,22 @@ class ObjectTable:
 
     def take_slot(self) -> int | None:
         """A free slot number, the one freed last if there is one; None when all are taken."""
-        if self._free_slots:
-            return self._free_slots.pop()
-        return next(self._unused_slots, None)
+        taken = self.take_slots(1)
+        return taken[0] if taken else None
+
+    def take_slots(self, count: int) -> list[int]:
+        """`take_slot` up to `count` times: as many as there are."""
+        free = self._free_slots
+        if len(free) < count:
+            free[:0] = reversed(list(islice(self._unused_slots, count - len(free))))
+        taken = free[-count:]
+        del free[-count:]
+        taken.reverse()
+        return taken
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """The last ones of `take_slots` were not used."""
+        self._free_slots += reversed(slots)
 
     @property
     def has_free_slot(self) -> bool:
@@ -119,17 +132,19 @@ class ObjectTable:
         self._write(self._slot_offset(number), FREE_SLOT)
         self._free_slots.append(number)
 
-    def publish(self, entry: ObjectEntry, trailer: bytes) -> None:
-        """Make a filled extent an object that readers find, in place of one of the same digest."""
-        start = entry.offset + trailer_offset(entry.length)
-        self._buffer[start : start + len(trailer)] = trailer
-        self.write_slot(entry)
-        self._index.set(entry.digest, entry.slot)
+    def publish(self, entries: Sequence[ObjectEntry], trailers: Sequence[bytes]) -> None:
+        """Make filled extents objects that readers find, in place of those of the same digests."""
+        buffer = self._buffer
+        for entry, trailer in zip(entries, trailers, strict=True):
+            start = entry.offset + (entry.length + 7 & ~7)  # `trailer_offset`, without its call
+            buffer[start : start + len(trailer)] = trailer
+            self.write_slot(entry)
+        self._index.set_all([(entry.digest, entry.slot) for entry in entries])
 
     def publish_returned(self, entry: ObjectEntry) -> None:
         """Have readers find an object that lies there, trailer and all, as it was in an earlier life."""
         self.write_slot(entry)
-        self._index.set(entry.digest, entry.slot)
+        self._index.set_all([(entry.digest, entry.slot)])
 
     def write_reservation(self, reservation: Reservation) -> None:
         """Say in its slot that somebody may write there."""

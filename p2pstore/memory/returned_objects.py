@@ -50,7 +50,7 @@ class ReturnedObjects:
             references.let_go(self._leases.end(lease, EARLIER_CLIENTS))
         for number in self._reservations.of(EARLIER_CLIENTS):
             reservation = self._reservations.get(number, EARLIER_CLIENTS)
-            self._reservations.end(reservation)
+            self._reservations.end([reservation])
             self._objects.free(reservation)
 
     @property
@@ -73,8 +73,8 @@ class ReturnedObjects:
         extents += [(room.offset - base, room.size_bytes) for room in kept.rooms]
         self._objects.areas.take_at(sorted(extents))
         for room in kept.rooms:
-            reservation = self._reservations.add(
-                EARLIER_CLIENTS, room.offset, room.size_bytes, room.size_bytes, room.number
+            [reservation] = self._reservations.add(
+                EARLIER_CLIENTS, [room.offset], room.size_bytes, room.size_bytes, [room.number]
             )
             self._objects.held[room.number] = reservation
             self._objects.table.write_reservation(reservation)

@@ -13,7 +13,7 @@ import trio
 from p2pstore.runtime.byte_budget import Account
 from p2pstore.runtime.stepping import Result, Steps
 
-FIRST_TURN_SECONDS: Final = 0.0005
+FIRST_TURN_SECONDS: Final = 0.001
 """For so long steps follow each other where the work was asked for, after what that took itself."""
 TURN_SECONDS: Final = 0.002
 """For so long they do later, before others have their turn."""

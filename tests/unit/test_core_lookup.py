@@ -397,7 +397,7 @@ def test_many_keys_are_gone_through_in_steps(monkeypatch: pytest.MonkeyPatch) ->
         looked[world.now] += 1
         return sorted_copies(*arguments, **named)
 
-    monkeypatch.setattr(world.core, "sorted_copies", counted)
+    monkeypatch.setattr(world.core.copies, "sorted", counted)
     world.hold(world.others[0], "k3", b"known")
     keys = [f"k{number}" for number in range(7)]
     operation = look(world, *keys, "k3")

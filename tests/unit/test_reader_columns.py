@@ -63,7 +63,7 @@ def test_a_column_is_found_as_the_index_has_it(steps: list[tuple[bytes, bool]]) 
     for digest, adds in steps:
         if adds:
             slots[digest] = len(slots) + 1000 * (digest in slots)
-            index.set(digest, slots[digest])
+            index.set_all([(digest, slots[digest])])
         elif digest in slots:
             index.remove(digest)
             del slots[digest]
