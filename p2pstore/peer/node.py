@@ -176,7 +176,7 @@ class Node:
                 self.core.gossip.own_record.changed()
 
     async def _watch_event_loop(self) -> None:
-        """Measure how late a task wakes up. What holds the event loop up delays everybody, failure detection too."""
+        """Measure how late a task wakes up. A stalled event loop delays all requests, and failure detection."""
         while True:
             due = trio.current_time() + LOOP_LAG_SECONDS
             await trio.sleep_until(due)
@@ -184,17 +184,17 @@ class Node:
             self.watch.measures.loop_lag.add_seconds(late)
             if late >= STALL_SECONDS:
                 logger.info(
-                    "this process stood still for %.1f s: it was stopped, got no CPU, or did something for too long",
+                    "event loop stalled for %.1f s: the process was stopped, got no CPU, or a step took too long",
                     late,
                     extra={"event": "stalled", "seconds": round(late, 3)},
                 )
 
     def start_soon(self, function: Callable[[], Awaitable[None]]) -> None:
-        """In the background, as long as this peer runs."""
+        """Run in the background until this peer ends."""
         self._nursery.start_soon(function)
 
     def carry_out(self, steps: Steps[None]) -> None:
-        """Have this done soon: in turns as long as this peer runs, in one go when it has ended."""
+        """Carry out these steps: in turns while this peer runs, in one go when it has ended."""
         if self.running:
             self._nursery.start_soon(self._to_the_end, steps)
         else:
@@ -205,7 +205,7 @@ class Node:
             await take_turns(steps)
 
     def process(self) -> None:
-        """Carry out what the core has decided. Call it after everything that touches the core."""
+        """Carry out the core's effects. Call it after each access that may change the core."""
         if not self.running:
             return
         self.core.gossip_arrived(self.now)
@@ -233,14 +233,14 @@ class Node:
             self._tick_at(tick_due)
 
     def _tick_at(self, due: float) -> None:
-        """Have the next tick then; to move a deadline wakes nobody."""
+        """Move the next tick. Moving a deadline wakes no task."""
         self._tick_due = due
         self._nap.deadline = trio.current_time() + (due - self.now)
         if self.core.closing and not self.core.operations_under_way:
             self.leaving.drained.set()
 
     def _follow_checkpoints(self) -> None:
-        """Wake who waits for news of checkpoints, and keep whom this peer trusts."""
+        """Wake waiters for checkpoint news, and save pinned publishers."""
         checkpoints = self.core.checkpoints
         if checkpoints.version != self._checkpoints_version:
             self._checkpoints_version = checkpoints.version
@@ -263,15 +263,15 @@ class Node:
         return self._checkpoints_version
 
     def stir(self) -> None:
-        """Have it looked at soon what the core has to do: for who may be called in the middle of one of its steps."""
+        """Tick soon. For callbacks that the core may call in the middle of a step."""
         self._nap.deadline = -math.inf
 
     def _member_changed(self, change: MemberChange) -> None:
         self.watch.measures.member_changes[change.new.name.lower()] += 1
         logger.info(
-            "peer %s is %s",
+            "peer %s %s",
             self.core.name_of(change.peer_id),
-            change.new.name.lower(),
+            _said(change),
             extra={"event": _event(change), "peer_id": format_peer_id(change.peer_id)},
         )
         if change.new > Status.SUSPECT:
@@ -380,7 +380,7 @@ class Node:
                 await self.ssd.tier.discards_durable()
 
     async def make_room(self, length: int, namespace: str = "") -> None:
-        """Evict in turns what has to go for a value that is about to come: its reservation is made in one step."""
+        """Evict in turns for a value that is about to come; its reservation then takes one step."""
         await take_turns(self.core.objects.make_room(length, namespace, self.now))
 
     def check_open(self) -> None:
@@ -389,8 +389,15 @@ class Node:
             raise StoreClosed("this peer is leaving")
 
 
+def _said(change: MemberChange) -> str:
+    """A member's change in words."""
+    if change.new is Status.ALIVE:
+        return "joined" if change.old is None else "is back"
+    return {Status.SUSPECT: "is suspected", Status.DEAD: "is dead"}.get(change.new, "left")
+
+
 def _event(change: MemberChange) -> str:
-    """What happened to a member, as log lines call it."""
+    """The name of the event of a member's change."""
     if change.new is Status.ALIVE:
         return "peer_joined" if change.old is None else "peer_back"
     return f"peer_{change.new.name.lower()}"

@@ -142,7 +142,7 @@ def begin_with_kept(node: Node, memory: KeptMemory) -> None:
     if len(segment.returned):
         node.core.floors.return_with_memory(node.now)
         logger.info(
-            "memory: %s objects of earlier are in %s, and are checked",
+            "memory: checking %s objects from earlier runs in %s",
             f"{len(segment.returned):,}",
             memory.path,
             extra={"event": "memory_open", "path": str(memory.path)},

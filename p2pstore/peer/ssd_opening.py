@@ -70,7 +70,7 @@ async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
             guards.start_soon(_leave_alone_what_hangs, ssd, disk)
             ssd.begin(tier)
             logger.info(
-                "ssd: %s of %s, %s objects of earlier",
+                "ssd: %s of %s used, %s objects from earlier runs",
                 format_bytes(tier.live_bytes),
                 format_bytes(tier.capacity_bytes),
                 f"{len(tier):,}",

@@ -5,18 +5,15 @@ the namespaces that were used first.
 """
 
 from __future__ import annotations
-from collections import Counter
-from collections import deque
+
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.gossip.records import Member, PeerId
 from p2pstore.local.local_messages import PullCount
 from p2pstore.runtime.histograms import Histogram
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     pass
@@ -28,6 +25,7 @@ IN_PLACE: Final = "local"
 """In place of a transport: read in this peer's own memory."""
 ON_SSD: Final = "ssd"
 
+
 @dataclass(slots=True)
 class NamespaceUse:
     """What clients of this machine did in one namespace. `misses` are gets that found nothing."""
@@ -37,6 +35,7 @@ class NamespaceUse:
     reads: int = 0
     read_bytes: int = 0
     misses: int = 0
+
 
 class Measures:
     """Since the peer's start."""
@@ -140,11 +139,13 @@ class Measures:
             "event_loop_lag": _quantiles({"lag": self.loop_lag}),
         }
 
+
 def _of(histograms: dict[str, Histogram], label: str) -> Histogram:
     histogram = histograms.get(label)
     if histogram is None:
         histogram = histograms[label] = Histogram()
     return histogram
+
 
 def _quantiles(histograms: dict[str, Histogram]) -> dict[str, dict[str, float]]:
     return {
@@ -156,10 +157,12 @@ def _quantiles(histograms: dict[str, Histogram]) -> dict[str, dict[str, float]]:
         for label, histogram in sorted(histograms.items())
     }
 
+
 MAX_PEERS: Final = 10_000
 """As many as a cluster may have members."""
 ROUND_TRIPS: Final = 8
 """Round trips remembered per peer; the shortest of them is the way itself, the others met a busy process."""
+
 
 @dataclass(slots=True)
 class Use:
@@ -179,6 +182,7 @@ class Use:
     def document(self) -> dict[str, int]:
         """For JSON."""
         return {"objects": self.objects, "bytes": self.bytes, "failures": self.failures}
+
 
 class Traffic:
     """What came from other peers into this one and its clients, and how long a ping takes."""
@@ -235,7 +239,9 @@ class Traffic:
         """Totals for the statistics document."""
         return {name: use.document() for name, use in sorted(self.totals.items())}
 
+
 MAX_REMEMBERED: Final = 4096
+
 
 class Fallbacks:
     """Remembers what was said."""
@@ -256,9 +262,11 @@ class Fallbacks:
         """The transport works: its next failure is news."""
         self._said.discard((member, transport))
 
+
 INTERVAL_SECONDS: Final = 2.0
 WORTH_TELLING_PERMILLE: Final = 250
 """Each time it is told costs a signature, and everybody else a check of it."""
+
 
 class LoadMeter:
     """Measures what the process takes of a core, and its large answers of the upload slots, over some seconds each. The

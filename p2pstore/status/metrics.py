@@ -199,7 +199,7 @@ ANSWERS: Final = {
     "peers": ("client_reads_elsewhere",),
     "nobody": ("client_misses",),
 }
-"""Who has what clients get, and the counters that say so."""
+"""Sources of clients' gets, and their counters."""
 
 
 def exposition(peer: Document, cluster: str, measures: Measures) -> Steps[bytes]:

@@ -231,7 +231,7 @@ def _slow_process(facts: Facts) -> Iterator[Finding]:
     if stalls >= max(STALLS, STALLED * looks):
         yield warning(
             "stalls",
-            f"This peer stood still {_count(stalls, 'time', 'times')} for over 0.1 s{_lately(facts)}",
+            f"This peer's event loop stalled {_count(stalls, 'time', 'times')} for over 0.1 s{_lately(facts)}",
             "it gets too little CPU, its memory is swapped, or something in it takes too long; all who ask it wait",
             "look at the machine's load and the cgroup's CPU limit; else report it with `mooncake-p2p support-bundle`",
         )

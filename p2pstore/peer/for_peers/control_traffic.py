@@ -104,7 +104,7 @@ class ControlTraffic:
     async def ask(self, effect: Ask) -> None:
         reply: Message | None = None
         addresses = self._core.gossip.addresses.of(effect.peer_id)
-        begin = self._node.now
+        begin, is_first = self._node.now, False
         self._node.watch.measures.messages[_kind_name(effect.kind), "sent"] += 1
         try:
             reply = await self._node.host.ask(
@@ -120,20 +120,21 @@ class ControlTraffic:
                 reply = Failure(int(error.code), str(error))  # the helper is well
             logger.debug("control request to %s failed: %s", format_peer_id(effect.peer_id), error)
         else:
-            if not self.contacted.is_set():
-                logger.info(
-                    "joined through %s",
-                    self._core.name_of(effect.peer_id),
-                    extra={"event": "joined", "peer_id": format_peer_id(effect.peer_id)},
-                )
-                self.contacted.set()
-                self.settled.set()
+            is_first = not self.contacted.is_set()
+            self.contacted.set()
+            self.settled.set()
             if effect.kind == ControlKind.PING and isinstance(reply, Ack):
                 self._node.watch.pinged(effect.peer_id, self._node.now - begin)
         self.take(lambda: self._core.gossip.answered(effect.token, reply, self._node.now))
+        if is_first:  # only now its name is known
+            logger.info(
+                "joined through %s",
+                self._core.name_of(effect.peer_id),
+                extra={"event": "joined", "peer_id": format_peer_id(effect.peer_id)},
+            )
 
     def take(self, step: Callable[[], Sequence[GossipEffect]]) -> None:
-        """Feed the gossip machine what another peer sent. Nonsense is dropped with a log line."""
+        """Feed a peer's message to the gossip machine. A malformed one is dropped with a log line."""
         try:
             for effect in step():
                 self._core.emit(effect)
@@ -201,11 +202,11 @@ class ControlTraffic:
             self._node.fail(kind(f"{address} refuses this peer: {error}"))
 
     def stranger_refused(self, address: str, reason: str) -> None:
-        """Somebody was not let in."""
+        """A connection was refused admission."""
         self._node.watch.measures.strangers_refused += 1
 
     def _met_twin(self, address: str) -> None:
-        """Whoever is only about to join is the newer of two processes with one identity, and goes."""
+        """Of two processes with one identity the newer one, which has not joined yet, ends."""
         error = duplicate_identity(f" at {address}")
         if self.settled.is_set():
             logger.error("%s: a newer process does", error, extra={"event": "twin"})
