@@ -29,7 +29,7 @@ ENVIRONMENT_PREFIX: Final = "MOONCAKE_P2P_"
 MINIMUM_MEMORY_BYTES: Final = 1 * MIB
 LEAST_MEMORY_BYTES: Final = 64 * MIB
 MOST_MEMORY_BYTES: Final = 4 * GIB
-"""Between these two lies what is offered when nobody says how much."""
+"""Bounds of the default memory."""
 MEMORY_PIECE_BYTES: Final = 2 * MIB
 """Memory that is added has a multiple of this, as huge pages need."""
 MAX_MEMORY_PIECES: Final = 7
@@ -367,7 +367,7 @@ class PeerConfig(
 
     @property
     def memory_pieces(self) -> list[MemoryPiece]:
-        """What `more_memory` asks for."""
+        """The parts of `more_memory`."""
         return self._memory_pieces("more_memory")
 
     @property
@@ -382,12 +382,12 @@ class PeerConfig(
 
     @property
     def ssd_capacity_bytes(self) -> int | None:
-        """What is to be taken of the SSD; None when nobody says."""
+        """Bytes to take of the SSD; None by default."""
         return None if self.ssd_capacity is None else parse_bytes(self.ssd_capacity, "ssd_capacity")
 
     @property
     def ssd_bytes_per_day(self) -> int | None:
-        """What may be written to the SSD in a day; None for as much as there is."""
+        """Write budget of the SSD per day; None for no limit."""
         limit = self.ssd_writes_per_day
         return None if limit is None else parse_bytes(limit, "ssd_writes_per_day")
 
@@ -454,7 +454,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def usable_memory_bytes() -> int:
-    """What this process may use: the smallest of the host's memory and the limits of its cgroups."""
+    """Memory for this process: the smallest of the host's memory and the limits of its cgroups."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([host, *(limit for limit, _ in memory_limits())])
 
@@ -495,7 +495,7 @@ _KINDS: Final = {
 
 
 def _wanted(problem: str) -> str:
-    """What msgspec expected (``Expected `int | str`, got `float` ``), in plain words."""
+    """The type that msgspec expected (``Expected `int | str`, got `float` ``), in plain words."""
     expected = re.match(r"Expected `([^`]*)`", problem)
     if expected is None:
         return f"right: {problem.lower()}"

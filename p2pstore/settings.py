@@ -51,7 +51,7 @@ class ShownSetting:
 
 @dataclass(frozen=True)
 class Settings:
-    """What somebody said, and where. `origins` spells each setting as its author did."""
+    """Given settings and their origins. `origins` spells each setting as its author did."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)

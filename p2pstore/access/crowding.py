@@ -14,11 +14,11 @@ from typing import Final, Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 _NETWORK_BITS: Final = 64
-"""One IPv6 customer has at least so many addresses: they count as one host."""
+"""An IPv6 customer has at least a /64: its addresses count as one host."""
 
 
 def host_group(host: str) -> str:
-    """What counts as one host: an IPv4 address, or the /64 network of an IPv6 address."""
+    """The unit that counts as one host: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -77,7 +77,7 @@ HOST_SHARE: Final = 2
 
 
 class Holder(NamedTuple):
-    """Who has a place. `busy`: whether it is in use now; `used_at`: when it last was."""
+    """The owner of a place. `busy`: in use now; `used_at`: its last use."""
 
     host: str
     member: bytes
@@ -95,7 +95,7 @@ class Crowd(NamedTuple):
 
 
 def crowd(holders: Sequence[Holder]) -> Crowd:
-    """Of all that have places; nobody's where all are free."""
+    """The largest owners; empty where all places are free."""
     members = Counter(each.member for each in holders).most_common(1)
     hosts = Counter(each.host for each in holders).most_common(1)
     return Crowd(*(members[0] if members else (b"", 0)), *(hosts[0] if hosts else ("", 0)))

@@ -265,7 +265,7 @@ class Assembly:
         )
 
     def _describe(self, segment: Segment) -> PeerRecord:
-        """What this peer offers now; gossip fills in sequence and head, and signs."""
+        """This peer's record; gossip fills in sequence and head, and signs."""
         ssd = self.node.ssd if self.node is not None else None
         return PeerRecord(
             format=PEER_RECORD_FORMAT,

@@ -69,10 +69,10 @@ class PeerSsd:
         self._node = node
         self._core = node.core
         self.ending = trio.Event()
-        """This peer ends: what is under way there is waited for no longer than it takes a disk that works."""
+        """Set when this peer ends: I/O under way then has the time that a working disk takes."""
 
     def begin(self, tier: SsdTier) -> None:
-        """From now on there is an SSD. What is on it is shown when that is known to be good."""
+        """Attach the SSD. Its objects are announced once they are known to be good."""
         core = self._core
         self.tier = tier
         self._node.ssd, core.cold.store = self, tier
@@ -114,7 +114,7 @@ class PeerSsd:
         try:
             destination = core.operations.copy_destination(effect.operation, node.now)
         except NoSuchKey:
-            return  # whoever wanted it has gone
+            return  # its requester has gone
         load = _Load(node, effect)
         length, error, silent = -1, None, ""
         try:
@@ -129,7 +129,7 @@ class PeerSsd:
         load.ended(length, error, silent)
 
     async def _load_into(self, destination: CopyDestination, digest: bytes, load: _Load) -> int:
-        """The length of what was read and published; -1 when nobody waited for it any more."""
+        """The length of what was read and published; -1 when its waiters have gone."""
         spare_bytes = SPARE_TRAILER_BYTES
         patience = ALONE_SECONDS if self.is_last_copy(digest) else HURRIED_SECONDS
 
@@ -278,12 +278,12 @@ class PeerSsd:
 
     @property
     def capacity_bytes(self) -> int:
-        """What it can take; 0 when the SSD has failed."""
+        """Capacity in bytes; 0 when the SSD has failed."""
         return self.tier.capacity_bytes if self.tier.state is TierState.OK else 0
 
     @property
     def used_bytes(self) -> int:
-        """What of that is alive."""
+        """Bytes of live objects."""
         return self.tier.live_bytes
 
     # --- what the tier asks ------------------------------------------------------------------
@@ -314,7 +314,7 @@ class PeerSsd:
         self._node.stir()
 
     def shares(self) -> dict[str, Share]:
-        """What namespaces with a quota may count on and take, as both count what they have in memory as well."""
+        """Shares of namespaces with a quota or cap, less their use of memory."""
         return {
             namespace: Share(
                 max(0, use.quota_bytes - use.kept_bytes),
@@ -324,7 +324,7 @@ class PeerSsd:
         }
 
     def is_last_copy(self, digest: bytes) -> bool:
-        """Whether nobody else that is alive says to hold the object."""
+        """Whether no other live peer announces the object."""
         known = self._core.gossip.holders(digest, self._node.now)
         return all(holding.hidden or holding.hearsay for holding in known)
 
@@ -340,7 +340,7 @@ class PeerSsd:
 
 
 class _Load:
-    """A load that somebody waits for, until it ends or is overdue. What comes after that goes nowhere."""
+    """A load with waiters, until it ends or is overdue. A later result is dropped."""
 
     def __init__(self, node: Node, effect: LoadObject) -> None:
         self._node = node

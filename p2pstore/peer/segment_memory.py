@@ -173,7 +173,7 @@ def _log_what_returned(counted: Mapping[str, int]) -> None:
 
 
 async def watch_earlier_clients(segment: Segment, memory: KeptMemory) -> None:
-    """What clients of earlier lives look at, or may write to, stays until they have let go of the memory."""
+    """Keep extents of earlier clients until these have unmapped the memory."""
     while segment.returned.has_earlier_clients:
         if not memory.is_used_by_earlier():
             segment.returned.end_earlier_clients()

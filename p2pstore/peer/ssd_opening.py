@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("p2pstore.peer")
 
 OPENING_SECONDS: Final = 30.0
-"""A disk may be silent for so long while its log is opened."""
+"""Deadline of a silent disk while its log is opened."""
 ENDING_SECONDS: Final = 3.0
-"""What is under way when the peer ends has so long; then a disk that hangs is left alone."""
+"""Deadline of I/O under way when the peer ends; then a hanging disk is abandoned."""
 
 
 SEGMENTS_WANTED: Final = 16
@@ -118,7 +118,7 @@ async def _opening(
 
 
 async def _leave_alone_what_hangs(ssd: PeerSsd, disk: FileDisk) -> None:
-    """There is no way to end I/O that hangs, and the tasks that wait for it would keep this peer from ending."""
+    """Abandon a hanging disk: its I/O cannot be ended, and its waiters would keep this peer alive."""
     await ssd.ending.wait()
     await trio.sleep(ENDING_SECONDS)
     while True:
@@ -135,8 +135,8 @@ async def _leave_alone_what_hangs(ssd: PeerSsd, disk: FileDisk) -> None:
 
 
 async def _open_in_thread(config: PeerConfig) -> FileDisk:
-    """A path that hangs can be cancelled: what is opened after that is closed at once."""
-    wanted = [True]  # whoever takes it has the disk
+    """Opening a path that hangs can be cancelled: a disk opened later is closed at once."""
+    wanted = [True]  # the side that takes it owns the disk
     opened: list[FileDisk] = []
 
     def open_it() -> None:

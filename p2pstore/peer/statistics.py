@@ -1,4 +1,4 @@
-"""The statistics document: what is true of this peer, and of the cluster as this peer sees it. Fields are only added.
+"""The statistics document of this peer, and of the cluster as this peer sees it. Fields are only added.
 
 `p2pstore.status` renders it: the status page, the metrics, the problems of `stats` and `doctor`.
 """
@@ -337,7 +337,7 @@ def _seconds_ago(then: float, now: float) -> float | None:
 
 
 def cluster_document(core: PeerCore, now: float) -> Steps[dict[str, Any]]:
-    """What gossip says of the members that are believed alive."""
+    """The live members, as gossip knows them."""
     members = []
     for number, state in enumerate(core.gossip.membership.live()):
         if number % MEMBERS_PER_STEP == 0:

@@ -140,7 +140,7 @@ class Folder:
     def _unlink(self, name: str) -> None:
         try:
             os.unlink(name, dir_fd=self._descriptor)
-        except IsADirectoryError:  # somebody made one: it is put aside
+        except IsADirectoryError:  # a directory of that name is put aside
             aside = f"{name}.{secrets.token_hex(4)}"
             os.rename(name, aside, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
@@ -211,7 +211,7 @@ def not_regular(path: Path, what: str) -> ConfigError:
 
 def open_log_file(path: Path) -> int:
     """A descriptor that appends to the file at `path`, which is made if need be. Raises `OSError`, and `ConfigError`
-    for a link that somebody else may have put there: it could lead to any file of this user."""
+    for a link that another user may have put there: it could lead to any file of this user."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | SAFELY
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o644)

@@ -78,7 +78,7 @@ _INVITE_FILES: Final = (_INVITE, _KEYS)
 _FLOORS: Final = "floors.bin"
 _PUBLISHED: Final = "published"
 _PLAUSIBLE_UNIX_SECONDS: Final = 1_700_000_000.0
-"""A clock that is earlier was not set yet: what was written by a right one is not judged by it."""
+"""An earlier clock was not set yet: it does not judge records written by a right one."""
 _MAX_CLOCK: Final = (1 << 63) - 1
 """Of a reading that was kept: far in the future, with room for all that follow in the 64 bits of the format."""
 
@@ -128,7 +128,7 @@ class StateDirectory:
         self._folder = folder
         self._lock = lock
         self.damage: list[str] = []
-        """What was damaged or implausible, and what became of it; no path is in it."""
+        """Damage found at the start, and its consequences; without paths."""
         self._state = self._load_state()
         self._floors_bytes = max(0, self._state.floors_bytes)
         """Of `floors.bin`, that are on the disk."""
@@ -196,7 +196,7 @@ class StateDirectory:
         return before
 
     def restore_invite(self, before: list[bytes | None]) -> None:
-        """Keep what was kept before `save_invite`: nobody admitted this peer by that invite."""
+        """Undo `save_invite`: no peer admitted this one by that invite."""
         for name, content in zip(_INVITE_FILES, before, strict=True):
             if content is not None:
                 self._replace(name, content)
@@ -220,7 +220,7 @@ class StateDirectory:
 
     @property
     def last_segment_id(self) -> bytes:
-        """What the last incarnation had as its memory segment; empty when it is not known."""
+        """Segment id of the last incarnation; empty when unknown."""
         try:
             return bytes.fromhex(self._state.memory)
         except ValueError:
@@ -515,7 +515,7 @@ class StateDirectory:
     # --- files -------------------------------------------------------------------------------
 
     def _note(self, what: str, error: Exception | None = None) -> None:
-        """Say it: in the log, and to whoever looks at this peer's problems."""
+        """Note damage in the log and for this peer's problems."""
         logger.error(
             "the state directory %s is damaged: %s%s",
             self.path,

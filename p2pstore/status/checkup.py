@@ -210,7 +210,7 @@ def _facts(
 
 def _without_replaced(members: Survey, live: Sequence[MemberState]) -> list[MemberState]:
     """The dead, but for those whose name another member has by now: a peer without a state directory comes back as
-    somebody else."""
+    a new identity."""
     dead = members.by_state["dead"]
     if not dead:
         return []

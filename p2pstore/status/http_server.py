@@ -32,12 +32,12 @@ MAX_CONNECTIONS: Final = 64
 MAX_HOST_CONNECTIONS: Final = 32
 """Of one host: of these, too, the newest ones are refused."""
 PROBES: Final = frozenset({"/livez", "/readyz"})
-"""Answered by whatever name: they say nothing that anybody could want."""
+"""Answered under any name: they tell nothing confidential."""
 TEXT: Final = "text/plain; charset=utf-8"
 
 
 class Answer(NamedTuple):
-    """What a page says. `headers` are others than those that every answer has."""
+    """An answer. `headers` come on top of the common ones."""
 
     status: HTTPStatus
     content_type: str
@@ -119,7 +119,7 @@ async def _serve(
         try:
             host = str(stream.socket.getpeername()[0])
         except OSError:
-            return  # whoever asked has gone
+            return  # the client has gone
         with trio.CancelScope() as scope:
             dropped = guests.arrive(host, scope)
             if dropped is not None:
@@ -143,7 +143,7 @@ async def serve_request(pages: Pages, stream: trio.abc.Stream, *, by_any_name: b
         with trio.move_on_after(REQUEST_SECONDS):
             await _answer(pages, stream, by_any_name)
     except (trio.BrokenResourceError, trio.ClosedResourceError):
-        pass  # whoever asked has gone
+        pass  # the client has gone
     except Exception:
         logger.exception("a request for metrics failed by an internal error")
 
@@ -210,7 +210,7 @@ def is_own_name(host: str, own_names: Collection[str]) -> bool:
 
 
 def hosts_asked_for(head: bytes) -> list[str]:
-    """What the `Host` lines of a request say; none with HTTP/1.0, which browsers do not speak."""
+    """Values of a request's `Host` lines; none with HTTP/1.0, which browsers do not speak."""
     lines = head.decode("latin-1").split("\r\n")[1:]
     pairs = (line.partition(":") for line in lines)
     return [value for name, _, value in pairs if name.strip().lower() == "host"]

@@ -28,7 +28,7 @@ ON_SSD: Final = "ssd"
 
 @dataclass(slots=True)
 class NamespaceUse:
-    """What clients of this machine did in one namespace. `misses` are gets that found nothing."""
+    """Use of one namespace by clients of this machine. `misses` are gets that found nothing."""
 
     puts: int = 0
     put_bytes: int = 0
@@ -67,7 +67,7 @@ class Measures:
         self._namespaces: dict[str, NamespaceUse] = {}
 
     def namespace(self, name: str) -> NamespaceUse:
-        """What counts for a namespace."""
+        """The counts of a namespace."""
         use = self._namespaces.get(name)
         if use is None:
             if len(self._namespaces) >= MAX_NAMESPACES and name != OTHERS:
@@ -84,14 +84,14 @@ class Measures:
         _of(self.requests, kind).add_seconds(seconds)
 
     def put(self, namespace: str, length: int, count: int = 1) -> None:
-        """A client put so many objects of this length."""
+        """A client put objects of this length."""
         self.put_bytes.add(length, count)
         use = self.namespace(namespace)
         use.puts += count
         use.put_bytes += length * count
 
     def was_read(self, namespace: str, transport: str, objects: int, length_bytes: int) -> None:
-        """A client read objects of about the same length, together so many bytes."""
+        """A client read objects of about the same length; `length_bytes` in all."""
         if objects > 0:
             _of(self.read_bytes, transport).add(length_bytes // objects, objects)
             self.read_of(namespace, objects, length_bytes)
@@ -185,7 +185,7 @@ class Use:
 
 
 class Traffic:
-    """What came from other peers into this one and its clients, and how long a ping takes."""
+    """Traffic from other peers to this one and its clients, and round trips."""
 
     def __init__(self) -> None:
         self.totals: dict[str, Use] = {}
@@ -216,13 +216,13 @@ class Traffic:
                 use.durations.merge(durations, microseconds)
 
     def took(self, member: Member, transport: str, seconds: float) -> None:
-        """One object came from a member in so much time, as `came` was told."""
+        """Duration of one object that `came` counted."""
         for uses in (self.totals, self._by_member.get(member, {})):
             if transport in uses:
                 uses[transport].durations.add_seconds(seconds)
 
     def used(self, member: Member) -> dict[str, Use]:
-        """What a member was read by, by transport."""
+        """Use of transports with a member."""
         return self._by_member.get(member, {})
 
     def pinged(self, peer_id: PeerId, seconds: float) -> None:
@@ -265,7 +265,7 @@ class Fallbacks:
 
 INTERVAL_SECONDS: Final = 2.0
 WORTH_TELLING_PERMILLE: Final = 250
-"""Each time it is told costs a signature, and everybody else a check of it."""
+"""An announcement costs a signature here, and a check at each other peer."""
 
 
 class LoadMeter:

@@ -36,10 +36,9 @@ from p2pstore.status.metrics_ssd import ssd_families
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 Document = Mapping[str, Any]
-
 _SINGLE: Final = (
     (gauge, "uptime_seconds", "Since the peer started.", "uptime_seconds"),
-    (gauge, "memory_capacity_bytes", "What objects can occupy.", "memory_capacity_bytes"),
+    (gauge, "memory_capacity_bytes", "Memory for objects.", "memory_capacity_bytes"),
     (gauge, "memory_used_bytes", "Occupied by objects and reservations.", "memory_used_bytes"),
     (gauge, "leased_bytes", "Under leases, or being sent.", "leased_bytes"),
     (gauge, "objects", "Objects in this peer's memory.", "objects"),
@@ -297,7 +296,7 @@ def _clients(counted: Document) -> Iterator[Metric]:
 
 
 def _kept(peer: Document) -> Iterator[Metric]:
-    """What memory that outlives its peer had when this life began."""
+    """Objects of kept memory at this peer's start."""
     counted = peer["counters"]
     yield gauge("kept_objects_unchecked", "Not looked at yet.", peer["objects_returning"])
     for unit, text in (("objects", "Objects"), ("bytes", "Bytes")):

@@ -22,7 +22,7 @@ from p2pstore.status.metric_families import (
 )
 
 _SSD_GAUGES: Final = (
-    ("capacity_bytes", "What its segments hold."),
+    ("capacity_bytes", "Capacity of its segments."),
     ("live_bytes", "Occupied by objects that can be read."),
     ("objects", "Objects on the SSD."),
     ("queued_bytes", "On their way to the SSD."),
@@ -34,7 +34,7 @@ _SSD_COUNTERS: Final = (
     ("misses", "Objects asked for that were not there, or not readable."),
     ("damaged", "Objects found damaged."),
     ("expired", "Objects whose time to live was over when they were asked for."),
-    ("unanswered", "Reads that nobody waited for any more, as the disk did not answer."),
+    ("unanswered", "Reads abandoned because the disk did not answer."),
     ("stored_objects", "Objects written."),
     ("stored_bytes", "Their bytes."),
     ("compressed_parts", "Parts that were compressed."),

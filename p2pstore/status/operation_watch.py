@@ -45,7 +45,7 @@ from p2pstore.transfer.transport import PullReport
 from p2pstore.wire import Code, Failure, Message
 
 TRANSPORTS: Final = frozenset(get_args(TransportName)) | {""}
-"""What clients read by; nothing where no transport reaches a holder."""
+"""Transports of clients' reads; empty where none reaches a holder."""
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -315,7 +315,7 @@ class PeerWatch:
     def pulled_together(
         self, holder: PeerId, lengths: Sequence[int], failures: int, seconds: float
     ) -> None:
-        """Copies came from their writer in one pull; so many did not."""
+        """Copies came from their writer in one pull; `failures` did not."""
         member, total = member_of(holder), sum(lengths)
         self._came(member, "tcp", objects=len(lengths), length_bytes=total, failures=failures)
         for length in lengths:

@@ -160,7 +160,7 @@ class SlowOperations:
         return unlogged
 
     def latest(self, number: int) -> list[SlowOperation]:
-        """So many of those that are kept; the last one comes first."""
+        """The latest `number`, newest first."""
         return list(islice(reversed(self._ring), number))
 
     def document(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the page shows, as JSON: asked of the peer once a second at most, however many look."""
+"""The status page: its file, its JSON (made at most once a second), and the other pages of the port."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CURVES: Final = ("gets", "misses", "puts", "in_bytes", "out_bytes")
 
 
 class StatusSource:
-    """Of one peer. `with_keys`: the texts of keys are shown, to anybody who asks."""
+    """The page's data of one peer. `with_keys`: the public page shows keys."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class StatusSource:
         return self._made
 
     def document(self) -> dict[str, Any]:
-        """What the page shows. Sizes in bytes."""
+        """The page's data. Sizes in bytes."""
         source, core, now = self._peer, self._peer.core, self._now()
         watch, gossip = source.watch, core.gossip
         peer = source.document(private=False)
@@ -151,7 +151,7 @@ def _memory(peer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ssd(ssd: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What of the tier's statistics is shown."""
+    """The shown part of the tier's statistics."""
     if ssd is None:
         return None
     names = ("state", "capacity_bytes", "live_bytes", "objects", "hits", "misses", "damaged")
@@ -237,7 +237,7 @@ def _operation(operation: SlowOperation, *, with_keys: bool) -> dict[str, Any]:
 
 
 DATA_HEADERS: Final = (("Cross-Origin-Resource-Policy", "same-origin"),)
-"""Other sites' pages are not to have it, should they run in the browser of somebody who can reach this peer."""
+"""Keeps other sites' pages in the same browser from reading it."""
 
 
 def metrics_pages(peer: ObservedPeer, source: StatusSource) -> Pages:

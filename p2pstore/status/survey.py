@@ -100,7 +100,7 @@ def name_of(member: MemberState) -> str:
 def member_document(
     member: MemberState, state: str, now: float, round_trip_seconds: float | None
 ) -> dict[str, Any]:
-    """One member as the page shows it. Its addresses are not for everybody. `now` is monotonic."""
+    """One member as the page shows it. Addresses are private. `now` is monotonic."""
     record = member.record
     assert record is not None, "who has no record is not shown"
     return {
@@ -120,7 +120,7 @@ def member_document(
 
 
 def versions_of(members: Sequence[MemberState]) -> list[str]:
-    """What they run."""
+    """Their software versions."""
     records = [record for member in members if (record := member.record) is not None]
     return sorted({shown(record.software, 40) for record in records if record.software})
 
@@ -139,7 +139,7 @@ MAX_FAILED: Final = 100
 @dataclass(slots=True)
 class Progress:
     """Of a publisher's newest version of a name. `fetching_permille` has one figure for each member that fetches it.
-    `followers` follow the name, whatever they have; so many of them, `switched`, use the newest version."""
+    `followers` follow the name; `switched` of them use the newest version."""
 
     head: Head
     complete: int = 0
@@ -150,7 +150,7 @@ class Progress:
 
     @property
     def under_way(self) -> bool:
-        """Whether somebody fetches it, or could not."""
+        """Whether a member fetches it, or failed to."""
         return bool(self.fetching_permille or self.failed)
 
     def count(self, member: MemberState, part: Participation) -> None:
@@ -204,7 +204,7 @@ def progress_document(each: Progress, publisher: str, *, is_switched_to: bool) -
 def failures(
     all_of_them: Sequence[Progress], name_of: Callable[[MemberState], str]
 ) -> list[FailedCheckpoint]:
-    """Who could not get what, and why."""
+    """Members that could not fetch a checkpoint, and why."""
     return [
         FailedCheckpoint(shown(each.head.name), name_of(member), shown(why, 120))
         for each in all_of_them

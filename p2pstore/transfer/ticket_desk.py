@@ -44,7 +44,7 @@ class TicketOffice:
         any."""
         now = time.time() - self._ahead(audience)
         kept = self._kept.get((audience, scope, namespace))
-        # One from a time to come, of a clock that was fast, is good for nobody.
+        # A ticket from the future, of a clock that was fast, is invalid.
         if kept is not None and 0 <= now - kept[0] < TICKET_SECONDS / 2:
             return kept[1]
         if len(self._kept) > 10_000:

@@ -1,1 +1,1 @@
-"""What a peer answers to the clients of its host."""
+"""Answers to the clients of the peer's host."""

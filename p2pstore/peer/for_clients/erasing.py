@@ -34,12 +34,12 @@ logger = logging.getLogger("p2pstore.peer")
 MAX_MEMBERS_ASKED: Final = 3
 """Members that may fail or refuse before an order of a writer gives up."""
 ANSWER_SECONDS: Final = 10.0
-"""What a member may take for 512 keys: four seconds where removals are slowed down, and two for those that it tells."""
+"""Deadline for 512 keys: four seconds where removals are slowed down, and two to tell other members."""
 _NEXT_MEMBER: Final = (
     *(AuthenticationFailed, DeadlineExceeded, ProtocolMismatch, StoreClosed, Unavailable),
     OSError,
 )
-"""What says something of one member only."""
+"""Errors of one member, after which the next one is asked."""
 
 
 class Erasing:

@@ -1,4 +1,4 @@
-"""What the peer answers to the clients of its host. Requests of one step are answered at once."""
+"""Requests of local clients, dispatched to their handlers. Requests of one step are answered at once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _WITH_EFFECTS: Final = frozenset(
         LocalKind.PREFETCH,
     }
 )
-"""Requests answered at once that give the shell something to do; what is awaited sees to it itself."""
+"""Requests that leave effects for the shell."""
 
 _WHILE_LEAVING: Final = frozenset(
     {LocalKind.STATISTICS, LocalKind.PEERS, LocalKind.RELEASE, LocalKind.ABORT}
@@ -137,7 +137,7 @@ class PeerLocalBackend:
     def welcome(
         self, client: LocalClient, version: int
     ) -> tuple[local_protocol.HelloReply, list[int]]:
-        """Who this peer is, and the segment's descriptors."""
+        """This peer's introduction, and the segment's descriptors."""
         self._node.check_open()
         self._node.guard.restore_header()
         memory = self._memory

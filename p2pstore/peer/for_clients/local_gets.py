@@ -56,7 +56,7 @@ class LocalGets:
         self._max_leased_bytes = max_leased_bytes
 
     def lease(self, client: LocalClient, message: local.Lease) -> Answer:
-        """Hold objects in place; what is elsewhere is fetched first."""
+        """Lease objects; objects elsewhere are fetched first."""
         digests = check_batch(split_digests(message.digests))
         granted = in_turns(self._lease_all_here(client, digests))
         if isinstance(granted, list):
@@ -74,7 +74,7 @@ class LocalGets:
                 if grants:
                     yield
                 grants.append(self._lease_here(client, digest))
-        except BaseException:  # nobody will hear of them
+        except BaseException:  # the client will not release them
             for grant in grants:
                 if grant is not None and grant.lease:
                     self._segment.views.release(grant.lease, holder=client.holder)

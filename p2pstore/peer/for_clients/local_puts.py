@@ -50,7 +50,7 @@ class LocalPuts:
         self._core = node.core
         self._segment = node.core.segment
         self._next_put: tuple[local.ReserveItem, str] | None = None
-        """What a client that puts in a loop is likely to ask room for next, and in which namespace."""
+        """The likely next reservation of a client that puts in a loop."""
 
     def reserve(self, client: LocalClient, message: local.Reserve) -> Answer:
         """Room for each value, or why there is none."""
@@ -179,7 +179,7 @@ class LocalPuts:
                 if again:
                     yield
                 again.append((yield from self._reserve_ahead(client, item, message.namespace)))
-        except BaseException:  # nobody will hear of them
+        except BaseException:  # the client will not release them
             self._abort_all(client, [each.reservation for each in again])
             raise
         return local.Committed(outcomes, again)

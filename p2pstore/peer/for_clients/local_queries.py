@@ -32,9 +32,9 @@ from p2pstore.transfer.peer_messages import ListKeys
 from p2pstore.wire import Code, Message, code_of
 
 MAX_WAIT_SECONDS: Final = 24 * 3600.0
-"""What a client may have the peer wait at most."""
+"""Upper bound of a client's wait."""
 SIZE_UNIT_BYTES: Final = 4096
-"""What a location record counts lengths in."""
+"""Unit of lengths in location records."""
 
 Answer = Message | None | Awaitable[Message | None]
 """At once, or something to await."""

@@ -63,7 +63,7 @@ class LaterReplies:
         return reply
 
     def give(self, answer: Answer) -> None:
-        """The reply is there; dropped when nobody waits any more."""
+        """Deliver the reply; dropped when its waiter has gone."""
         event = self._waiting.get(answer.token)
         if event is not None:
             self._replies[answer.token] = answer.reply

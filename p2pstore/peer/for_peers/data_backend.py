@@ -1,4 +1,4 @@
-"""What the peer answers on data connections."""
+"""Answers on data connections."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PeerDataBackend:
         self._core = node.core
         self._segment = node.core.segment
         self._hot = threading.Lock()
-        """Who read which object, which the threads that send objects also note."""
+        """Guards the readers of hot objects, which sending threads note as well."""
 
     def must_bring(self, items: Sequence[GetItem]) -> bool:
         """Whether some of these are on the SSD alone, or on their way here."""
@@ -81,12 +81,12 @@ class PeerDataBackend:
         return any(item.first_chunk != SLOT_ONLY and self._comes(item, now) for item in items)
 
     def _comes(self, item: GetItem, now: float) -> bool:
-        """Whether it will be in memory, if somebody sees to it or waits for it."""
+        """Whether the object can come to memory."""
         is_on_its_way = item.first_chunk == 0 and self._core.operations.is_fetching(item.digest)
         return is_on_its_way or self._core.cold.find_only_here(item.digest, now) is not None
 
     async def bring(self, items: Sequence[GetItem]) -> None:
-        """Bring those to memory. What fails is not there when it is opened."""
+        """Bring these objects to memory. A failed one is absent when it is opened."""
         now = self._node.now
         operations = [
             self._core.operations.fetch(item.digest, now, only_here=True)
@@ -180,7 +180,7 @@ class PeerDataBackend:
         self._segment.views.end_loan(handle)
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
-        """These are served, each so many times."""
+        """Count reads of these objects."""
         unix = self._core.unix(self._node.now)
         for digest, count in counts.items():
             self._segment.objects.touch(digest, count, unix)

@@ -54,7 +54,7 @@ PULLED_AT_ONCE: Final = 4
 MAPPED_BYTES: Final = 32 * KIB
 """Up to here a value takes less time over a connection, together with others, than out of mapped memory, alone."""
 NO_WRITER: Final = -1
-"""Nobody's hash: only the announced version will do."""
+"""The hash of no writer: only the announced version will do."""
 
 
 class TakenCopies:
@@ -181,7 +181,7 @@ class DataRequests:
                 effect.operation, self._node.now
             )
         except NoSuchKey:
-            return  # whoever wanted it has gone
+            return  # its requester has gone
         destination.watch = ReadWatch(time.monotonic)
         failures: tuple[HolderReport, ...] = ()
         report: PullReport | None = None

@@ -28,7 +28,7 @@ _MAX_ALLOW_FILE_BYTES: Final = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What the files say."""
+    """Content of the key and allow files."""
 
     keys: Sequence[bytes]
     of_user: bool
@@ -38,7 +38,7 @@ class _Files:
 
 
 class Credentials:
-    """Ring and allow list, shared by all who let somebody in.
+    """Ring and allow list, shared by all admission.
 
     `on_change` is called after a reload that changed something: to end what would not be admitted any more.
     """
@@ -56,7 +56,7 @@ class Credentials:
         self._apply(self._read())
 
     def warn_if_open(self) -> None:
-        """Say that nothing keeps anybody out, if that is so."""
+        """Warn if nothing keeps strangers out."""
         if self._open:
             logger.warning(
                 "--insecure without a cluster key: every user and machine that reaches this peer's ports may read, "

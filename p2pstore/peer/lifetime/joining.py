@@ -35,7 +35,7 @@ MAX_RECORDS: Final = 8
 
 
 class Dialler(Protocol):
-    """What is needed of the control host."""
+    """The control host, as joining uses it."""
 
     async def discover(self, address: str, timeout_seconds: float) -> PeerId: ...
 

@@ -35,7 +35,7 @@ class Leaving:
 
     @property
     def handed_over(self) -> HandedOver | None:
-        """What this peer, as it leaves, has handed over by now; None before that begins."""
+        """Progress of the hand-over; None before it begins."""
         return None if self._hand_over is None else self._hand_over.handed_over
 
     def document(self) -> dict[str, Any] | None:

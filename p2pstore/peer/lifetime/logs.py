@@ -217,7 +217,7 @@ def _log_files() -> list[_LogFile]:
 
 
 def reopen_logs() -> None:
-    """Open the log file anew, for whoever renamed it. When that fails, the old one is written on."""
+    """Reopen a renamed log file. On failure the old one stays in use."""
     for file in _log_files():
         try:
             file.reopen()

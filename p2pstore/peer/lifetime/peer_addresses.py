@@ -181,7 +181,7 @@ def interface_addresses() -> dict[str, list[str]]:
 
 
 def link_bytes_per_second(address: str, root: Path = Path("/sys/class/net")) -> float | None:
-    """How fast the interface with this address is; None where nobody says so, as for loopback."""
+    """Speed of the interface with this address; None where the driver does not tell, as for loopback."""
     for name, addresses in interface_addresses().items():
         if address in addresses:
             with contextlib.suppress(OSError, ValueError):  # one that is down has no speed

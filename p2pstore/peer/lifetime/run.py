@@ -38,7 +38,7 @@ logger = logging.getLogger("p2pstore.peer")
 
 LOG_NAME: Final = "peer.log"
 ENDING_SECONDS: Final = 15.0
-"""What a peer takes to end at most, besides draining: goodbyes, and an SSD that hangs."""
+"""Upper bound of an end after draining: goodbyes, and an SSD that hangs."""
 _PATHS: Final = (
     *("cluster_key_file", "allow_file", "state_dir", "socket", "log_file", "memory_path", "ssd"),
 )
@@ -222,7 +222,7 @@ def _say_ready(document: dict[str, Any]) -> None:
     try:
         print("ready " + json.dumps(document), flush=True)
     except OSError as error:
-        # Nobody listens, or the file's disk is full; that is no reason to stop serving.
+        # A closed pipe or a full disk is no reason to stop serving.
         # What waits in the buffer goes there too, or the end of the process would complain.
         _send_to_nowhere(1)
         logger.warning("the ready line was not printed: standard output: %s", error.strerror)
@@ -301,7 +301,7 @@ class ServiceManager:
 
     def __init__(self, address: str | None = None, watchdog_seconds: float | None = None) -> None:
         self.watchdog_seconds = watchdog_seconds
-        """Whoever gives no sign of life for so long is ended and started again; None: nobody waits for one."""
+        """The manager restarts a process that is silent for longer; None: it has no watchdog."""
         self._waiting: deque[str] = deque(maxlen=MOST_WAITING)
         self._address = None if address is None else address.replace("@", "\0", 1)
         if address is not None and address[:1] not in ("/", "@"):
@@ -327,7 +327,7 @@ class ServiceManager:
         self._tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self, seconds: float) -> None:
-        """This peer leaves, and may take so long."""
+        """This peer leaves within `seconds`."""
         self._tell("STOPPING=1", "STATUS=leaving", f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     async def give_signs(self) -> None:

@@ -23,7 +23,7 @@ FLOORS_SLACK: Final = 1000
 """Superseded floors in the file before it is written anew."""
 SAVE_INTERVAL_SECONDS: Final = 10.0
 MEMBERS_SECONDS: Final = 0.5
-"""Members come in groups: those of so long are saved together."""
+"""Members come in groups: those within this time are saved together."""
 MAX_UNSAVED: Final = 100_000
 """Floors that wait for a disk that takes none. Beyond it the file is written anew when it takes some."""
 

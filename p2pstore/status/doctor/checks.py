@@ -103,7 +103,7 @@ LIBRARIES = ("libp2p", "trio", "msgspec", "numpy", "xxhash")
 def examine_machine(
     *, socket: str | None = None, directory: str | None = None, rdma_topology: str | None = None
 ) -> Iterator[Finding]:
-    """What is found on this machine, as it is found. `directory`: where to try a disk. `rdma_topology`: the peer's
+    """Findings on this machine, as they come. `directory`: where to try a disk. `rdma_topology`: the peer's
     setting of that name.
 
     Raises `ConfigError` when `socket` is too long to be one.
@@ -282,7 +282,7 @@ ANSWER_SECONDS: Final = 2.0
 
 @dataclass(slots=True)
 class LocalPeers:
-    """Who uses which port here; filled by the checks."""
+    """Ports of the local peers; filled by the checks."""
 
     ports: dict[int, str] = field(default_factory=dict)
 

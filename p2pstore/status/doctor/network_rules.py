@@ -16,7 +16,7 @@ from p2pstore.transfer.rdma.rdma_rules import GidEntry, choose_gid
 CONTROL_PORT: Final = 17946
 DATA_PORT: Final = 17947
 BACKLOG: Final = 512
-"""What the peer's listeners ask for."""
+"""Backlog of the peer's listeners."""
 JUMBO_SPEED_MEGABITS: Final = 25_000
 """From here on, 1,500-byte frames cost more CPU than the copy."""
 JUMBO_MTU_BYTES: Final = 4096
@@ -186,7 +186,7 @@ def judge_topology(machine: Machine, matrix: Matrix, *, told: bool) -> list[Find
 
 
 def judge_wrong_topology(problem: str) -> Finding:
-    """`problem`: what is wrong with the matrix that somebody gave."""
+    """`problem`: of the given matrix."""
     return broken(
         "rdma topology",
         "",
@@ -323,7 +323,7 @@ def _finding(name: str, problem: Mapping[str, str]) -> Finding:
 
 
 def absent_local_peer(socket: str, reason: str) -> Finding:
-    """The socket was named, and there is nobody, or nobody whom this user may ask."""
+    """The named socket has no peer, or none that this user may ask."""
     return broken(
         f"peer at {socket}",
         "none to talk to",
@@ -333,7 +333,7 @@ def absent_local_peer(socket: str, reason: str) -> Finding:
 
 
 def silent_local_peer(socket: str, reason: str) -> Finding:
-    """Somebody holds the socket and does not answer."""
+    """The process at the socket does not answer."""
     return broken(
         f"peer at {socket}",
         "no answer",

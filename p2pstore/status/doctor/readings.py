@@ -1,4 +1,4 @@
-"""What the kernel says about this machine: /proc, /sys, limits, clock. Shell; needs no root.
+"""Readings of this machine: /proc, /sys, limits, clock, speeds. Shell; needs no root.
 
 Every function raises `OSError` for what it cannot read.
 """

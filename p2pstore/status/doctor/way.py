@@ -52,7 +52,7 @@ Report = Callable[[Finding], None]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What to examine: the control address `HOST:PORT` of a peer, and with what."""
+    """The target: the control address `HOST:PORT` of a peer, and with what."""
 
     address: str
     ring: KeyRing
@@ -99,7 +99,7 @@ class _Examination:
             endpoint = await self._connect(await self._resolve())
             async with open_control_host(
                 identity=self.identity,
-                listen=("127.0.0.1", 0),  # it must listen somewhere; nobody is told where
+                listen=("127.0.0.1", 0),  # it must listen; the address is not announced
                 ring=self.way.ring,
                 cluster=self.way.cluster,
                 handler=_refuse_requests,
@@ -275,7 +275,7 @@ def _own_record(peer_id: PeerId, reply: Message) -> tuple[PeerRecord, int]:
 
 
 async def _greeting(sock: socket.socket) -> bytes | None:
-    """What the other side says without being asked; None for nothing within a quarter of a second."""
+    """The other side's first bytes; None for silence of a quarter of a second."""
     with trio.move_on_after(way_rules.GREETING_SECONDS):
         await trio.lowlevel.wait_readable(sock)
         try:

@@ -1,7 +1,7 @@
 """RDMA of one peer: devices of this machine, the segment registered with them, reading and being read.
 
 Where there is no device, nothing of pyverbs is imported. Registering memory holds the interpreter lock, so it happens
-before the peer serves anybody, and after the kernel has provided the pages, which takes most of the time.
+before the peer serves, and after the kernel has provided the pages, which takes most of the time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ which is registered."""
 
 @dataclass(frozen=True, slots=True)
 class PeerRdma:
-    """What a peer has of RDMA."""
+    """RDMA parts of a peer."""
 
     server: RdmaServer
     transport: RdmaTransport
@@ -132,7 +132,7 @@ class UsedDevices:
 
 
 def device_names(config: PeerConfig, folder: Path = DEVICES) -> Sequence[str]:
-    """The devices to try; none when this peer is not to use RDMA, or nobody asked for it and there is none. Raises
+    """The devices to try; none when this peer is not to use RDMA, or it is optional and absent. Raises
     `ConfigError` when there is none of those that it must use."""
     if config.transport not in ("auto", "rdma") or config.data_tls == "on":
         return ()
