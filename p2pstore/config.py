@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import socket
@@ -12,6 +11,13 @@ from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
+from p2pstore.addresses import (
+    is_loopback,
+    refuse_link_local,
+    refuse_wildcard,
+    split_address,
+    split_peer_address,
+)
 from p2pstore.errors import ConfigError
 from p2pstore.memory.areas import MAX_QUOTAS
 from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName
@@ -19,12 +25,11 @@ from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.objects import GIB, MIB, encode_namespace, format_bytes, parse_bytes
 from p2pstore.runtime.linux import memory_limits
 
-DEFAULT_CONTROL_PORT: Final = 17946
 ENVIRONMENT_PREFIX: Final = "MOONCAKE_P2P_"
 MINIMUM_MEMORY_BYTES: Final = 1 * MIB
 LEAST_MEMORY_BYTES: Final = 64 * MIB
 MOST_MEMORY_BYTES: Final = 4 * GIB
-"""Between these two lies what is offered when nobody says how much."""
+"""Bounds of the default memory."""
 MEMORY_PIECE_BYTES: Final = 2 * MIB
 """Memory that is added has a multiple of this, as huge pages need."""
 MAX_MEMORY_PIECES: Final = 7
@@ -35,12 +40,6 @@ USER_KEY_NAME: Final = "user.key"
 
 NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
 
-_PORT: Final = re.compile(r"[0-9]{1,5}")
-MAX_HOST_LENGTH: Final = 253
-_LABEL: Final = re.compile(r"(?!-)[\w-]{1,63}(?<!-)")
-"""One part of a host's name, between dots."""
-_SCOPE: Final = re.compile(r"[\w.-]{1,32}")
-"""The interface behind the `%` of an IPv6 address."""
 
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 NetworkName = Literal["lan", "wan", "local"]
@@ -338,7 +337,7 @@ class PeerConfig(
         listening += [("data_listen", address) for address in self.data_listen]
         for setting, address in listening:
             host, _ = split_address(address, says[setting])
-            _refuse_link_local(host, says[setting])
+            refuse_link_local(host, says[setting])
             if not is_loopback(host):
                 self.refuse_without_key(f"{says[setting]}: {address}")
         if self.metrics is not None:
@@ -349,8 +348,8 @@ class PeerConfig(
         told += [("data_advertise", address) for address in self.data_advertise]
         for setting, address in told:
             host, _ = split_address(address, says[setting], default_port=0)
-            _refuse_link_local(host, says[setting])
-            _refuse_wildcard(host, says[setting])
+            refuse_link_local(host, says[setting])
+            refuse_wildcard(host, says[setting])
 
     def refuse_without_key(self, what: str) -> None:
         """Raise `ConfigError` when strangers could reach `what` and nothing would keep them out."""
@@ -368,7 +367,7 @@ class PeerConfig(
 
     @property
     def memory_pieces(self) -> list[MemoryPiece]:
-        """What `more_memory` asks for."""
+        """The parts of `more_memory`."""
         return self._memory_pieces("more_memory")
 
     @property
@@ -383,12 +382,12 @@ class PeerConfig(
 
     @property
     def ssd_capacity_bytes(self) -> int | None:
-        """What is to be taken of the SSD; None when nobody says."""
+        """Bytes to take of the SSD; None by default."""
         return None if self.ssd_capacity is None else parse_bytes(self.ssd_capacity, "ssd_capacity")
 
     @property
     def ssd_bytes_per_day(self) -> int | None:
-        """What may be written to the SSD in a day; None for as much as there is."""
+        """Write budget of the SSD per day; None for no limit."""
         limit = self.ssd_writes_per_day
         return None if limit is None else parse_bytes(limit, "ssd_writes_per_day")
 
@@ -455,105 +454,9 @@ def _is_file_name(name: str) -> bool:
 
 
 def usable_memory_bytes() -> int:
-    """What this process may use: the smallest of the host's memory and the limits of its cgroups."""
+    """Memory for this process: the smallest of the host's memory and the limits of its cgroups."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([host, *(limit for limit, _ in memory_limits())])
-
-
-def split_address(address: str, setting: str, default_port: int | None = None) -> tuple[str, int]:
-    """(host, port) of `HOST:PORT` or `[v6]:PORT`; the port may be missing where there is a default. The host is an IP
-    address or can be a name. Raises `ConfigError` naming the setting."""
-    if "://" in address:
-        raise ConfigError(
-            f"{setting}: {address!r} is a URL; write HOST:PORT alone, such as 10.0.0.1:17946"
-        )
-    if "," in address or ";" in address:
-        raise ConfigError(f"{setting}: {address!r} is more than one address; write one HOST:PORT")
-    host, colon, port_text = address.rpartition(":")
-    if (not colon and default_port is not None) or (
-        address.endswith("]") and default_port is not None
-    ):
-        host, port_text = address, str(default_port)
-    in_brackets = host.startswith("[") and host.endswith("]")
-    if in_brackets:
-        host = host[1:-1]
-    elif ":" in host:
-        raise ConfigError(
-            f"{setting}: write an IPv6 address in brackets, such as [::1]:17946, not {address!r}"
-        )
-    if not host or not _PORT.fullmatch(port_text) or int(port_text) > 65535:
-        raise ConfigError(f"{setting}: {address!r} is not HOST:PORT, such as 10.0.0.1:17946")
-    if not (is_ip_address(host) or (not in_brackets and _is_host_name(host))):
-        raise ConfigError(f"{setting}: {host!r} is neither an IP address nor the name of a host")
-    return host, int(port_text)
-
-
-def split_peer_address(address: str, setting: str) -> tuple[str, int]:
-    """`split_address` of where a running peer is to be found: it can be connected to. Raises `ConfigError`."""
-    host, port = split_address(address, setting)
-    if port == 0:
-        raise ConfigError(f"{setting}: {address} has port 0; write the port of a running peer")
-    _refuse_link_local(host, setting)
-    _refuse_wildcard(host, setting)
-    return host, port
-
-
-def is_ip_address(host: str) -> bool:
-    """Whether it is an IPv4 or IPv6 address, without brackets and port."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    _, percent, scope = host.partition("%")
-    return not percent or _SCOPE.fullmatch(scope) is not None
-
-
-def _is_host_name(host: str) -> bool:
-    """Whether a name server may know it. What has only digits and dots is meant as an IPv4 address."""
-    if len(host) > MAX_HOST_LENGTH or re.fullmatch(r"[0-9.]+", host):
-        return False
-    return all(_LABEL.fullmatch(label) for label in host.removesuffix(".").split("."))
-
-
-def join_address(host: str, port: int) -> str:
-    """`HOST:PORT`, with brackets where the host is IPv6."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def is_wildcard(host: str) -> bool:
-    """Whether the address means every interface."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
-
-
-def _refuse_link_local(host: str, setting: str) -> None:
-    """A link-local IPv6 address means another interface on every machine."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return
-    if address.version == 6 and address.is_link_local:
-        raise ConfigError(
-            f"{setting}: {host} is a link-local address, which other machines cannot use as it is: give a "
-            "global (or unique local, fd..) address of the interface"
-        )
-
-
-def _refuse_wildcard(host: str, setting: str) -> None:
-    if is_wildcard(host):
-        raise ConfigError(f"{setting}: {host} is no address that one can connect to")
 
 
 def check_types(
@@ -592,7 +495,7 @@ _KINDS: Final = {
 
 
 def _wanted(problem: str) -> str:
-    """What msgspec expected (``Expected `int | str`, got `float` ``), in plain words."""
+    """The type that msgspec expected (``Expected `int | str`, got `float` ``), in plain words."""
     expected = re.match(r"Expected `([^`]*)`", problem)
     if expected is None:
         return f"right: {problem.lower()}"

@@ -16,15 +16,13 @@ from typing import Any, Final
 
 import msgspec
 
+from p2pstore.addresses import DEFAULT_CONTROL_PORT, is_loopback, split_address
 from p2pstore.config import (
-    DEFAULT_CONTROL_PORT,
     ENVIRONMENT_PREFIX,
     LEAST_MEMORY_BYTES,
     MOST_MEMORY_BYTES,
     PeerConfig,
     check_types,
-    is_loopback,
-    split_address,
     usable_memory_bytes,
 )
 from p2pstore.errors import ConfigError
@@ -53,7 +51,7 @@ class ShownSetting:
 
 @dataclass(frozen=True)
 class Settings:
-    """What somebody said, and where. `origins` spells each setting as its author did."""
+    """Given settings and their origins. `origins` spells each setting as its author did."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)

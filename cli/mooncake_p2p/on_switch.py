@@ -9,8 +9,7 @@ from typing import Final
 
 from mooncake_p2p.output import printable, remark
 from p2pstore.errors import ConfigError
-from p2pstore.state.folder import replace_file
-from p2pstore.state.regular_file import read_regular_file
+from p2pstore.state.folder import read_regular_file, replace_file
 
 RECORD: Final = ".p2pstore/exec"
 """In the directory: the version for which the command was run last, with success."""

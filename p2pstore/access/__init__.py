@@ -1,1 +1,1 @@
-"""Who may take part, and how much of a peer's places and memory each may take: keys, roles, allow list, strangers."""
+"""Admission to a cluster: keys, roles, allow list, invites, and fair shares of a peer's connections."""

@@ -18,9 +18,9 @@ _PREFIX: Final = "12D3KooW"
 
 
 class AllowList:
-    """The peers that may come in. Without a list, everybody who holds a key may.
+    """The peers that may come in. Without a list, each holder of a key may.
 
-    Whoever admits somebody holds the peer's one list, so that `replace` changes it for all at once.
+    All admission shares the peer's one list, so that `replace` changes it for all at once.
     """
 
     def __init__(self, peer_ids: Iterable[bytes] | None = None) -> None:
@@ -28,7 +28,7 @@ class AllowList:
         self.replace(peer_ids)
 
     def replace(self, peer_ids: Iterable[bytes] | None) -> None:
-        """These peers instead, from now on; None for everybody."""
+        """These peers instead, from now on; None for all."""
         self.peer_ids = None if peer_ids is None else frozenset(peer_ids)
 
     def allows(self, peer_id: bytes) -> bool:

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import xxhash
 
 from p2pstore.access.keyring import KEY_BYTES, KEYLESS, MAX_KEYS
-from p2pstore.config import split_peer_address
+from p2pstore.addresses import split_peer_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.objects import encode_namespace
 from p2pstore.wire import Message, decode_body, encode_body

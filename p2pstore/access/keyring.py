@@ -45,14 +45,14 @@ MAX_WRITTEN_NAMESPACES: Final = 64
 
 
 class Role(IntEnum):
-    """What the holder of a key may do."""
+    """The rights of a key's holder."""
 
     MEMBER = 0
     """Everything."""
     READER = 1
     """Read objects and follow gossip; nothing that it says is taken in."""
     WRITER = 2
-    """What a reader may; and put, remove and flush in some namespaces, by way of members."""
+    """A reader that may also put, remove and flush in some namespaces, through members."""
 
 
 def reader_key_of(key: bytes) -> bytes:
@@ -81,7 +81,7 @@ NO_WRITERS: Final[Mapping[str, bytes]] = MappingProxyType({})
 class KeyRing:
     """The cluster's keys: the first one proves, all are accepted. Without keys the keyless one stands in.
 
-    Whoever admits somebody holds the peer's one ring, so that `replace` changes it for all at once.
+    All admission shares the peer's one ring, so that `replace` changes it for all at once.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class KeyRing:
 
     @property
     def role(self) -> Role:
-        """What the holder of this ring may do."""
+        """The rights of this ring's holder."""
         if self.writers:
             return Role.WRITER
         return Role.READER if self.signers else Role.MEMBER
@@ -331,3 +331,9 @@ def new_cluster_key() -> str:
     import secrets  # here, because pure modules load this one
 
     return secrets.token_hex(KEY_BYTES)
+
+
+def rights_of(ring: KeyRing) -> str:
+    """The rights of the ring's holder, in words."""
+    role = ring.role.name.lower()
+    return f"{role} of {', '.join(map(repr, ring.writers))}" if ring.writers else role

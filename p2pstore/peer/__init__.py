@@ -4,10 +4,11 @@ Importing it raises `PeerNotInstalled` where the libraries of the extra `p2pstor
 """
 
 from p2pstore.errors import PeerNotInstalled
+from p2pstore.peer.lifetime.run import run_peer
 
 try:
     from p2pstore.peer.api import Peer, open_peer
-    from p2pstore.peer.run import run_peer
+    from p2pstore.peer.lifetime.run import run_peer
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] in ("p2pstore", "mooncake_p2p"):
         raise

@@ -3,98 +3,28 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from random import Random
-from typing import Final
 
 import trio
 
-import p2pstore
-from p2pstore.access.keyring import Role
-from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints
-from p2pstore.checkpoint.peer.client_requests import ClientRequests
 from p2pstore.client import answers
 from p2pstore.client.trio_client import Client, open_client, require_trio
 from p2pstore.config import PeerConfig
-from p2pstore.core.copies.repair import TIMING, RepairTiming
-from p2pstore.core.peer_core import PeerCore
-from p2pstore.errors import ConfigError, ProtocolError
-from p2pstore.gossip.gossip_config import preset
-from p2pstore.gossip.homes.directory_mode import ModeLimits
-from p2pstore.gossip.links.host import HostSettings, open_control_host
-from p2pstore.gossip.links.identity import Ed25519Verifier
-from p2pstore.gossip.machine import Gossip, GossipConfig
 from p2pstore.gossip.records import (
-    PEER_RECORD_FORMAT,
-    ClusterRecord,
-    LogHead,
-    PeerRecord,
-    SegmentOffer,
-    SignedRecord,
-    TransportOffer,
     format_peer_id,
 )
-from p2pstore.local.listener import serve_local
-from p2pstore.local.socket_paths import answers as somebody_answers
-from p2pstore.local.socket_paths import default_socket_path
-from p2pstore.location_table import LocationTable, block_count, format_table, table_bytes
-from p2pstore.memory.eviction_policies import make_policy
-from p2pstore.memory.mapped.kept_file import KeptMemory
-from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_table_memory
-from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
-from p2pstore.objects import HybridClock, clock_from_unix_seconds, key_digest, parse_bytes
-from p2pstore.peer.checkpoint_peer import CheckpointPeer
-from p2pstore.peer.credentials import Credentials, fitted_to_role, log_expelled, refuse_open_door
-from p2pstore.peer.data_backend import PeerDataBackend
-from p2pstore.peer.erasing import Erasing
-from p2pstore.peer.kept_memory import begin_with_kept, tell_what_returned, watch_earlier_clients
-from p2pstore.peer.local_answers import known_copy
-from p2pstore.peer.local_backend import PeerLocalBackend
-from p2pstore.peer.node import Node
-from p2pstore.peer.peer_addresses import (
-    advertised,
-    control_listen_address,
-    data_listen_addresses,
-    host_identity,
-    link_bytes_per_second,
+from p2pstore.objects import key_digest
+from p2pstore.peer.assembly import Assembly, open_memory
+from p2pstore.peer.for_clients.local_queries import known_copy
+from p2pstore.peer.lifetime.credentials import (
+    fitted_to_role,
 )
-from p2pstore.peer.peer_rdma import PeerRdma, open_rdma
-from p2pstore.peer.peer_ssd import open_ssd
-from p2pstore.peer.prefaulting import provide_pages
-from p2pstore.peer.segment_memory import SegmentMemory, create_segment_memory
-from p2pstore.peer.store_backend import PeerStoreBackend
-from p2pstore.peer.ticket_desk import TicketOffice
+from p2pstore.peer.node import Node
 from p2pstore.results import Location
-from p2pstore.runtime import memory_barrier
-from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.state.places import MAX_LOCAL_PEERS
-from p2pstore.state.state_directory import StateDirectory, ephemeral
-from p2pstore.status.metrics.metrics_server import address_of, open_metrics_listeners, serve_metrics
-from p2pstore.status.pages import metrics_pages
-from p2pstore.status.source import StatusSource
-from p2pstore.transfer.data_addresses import over_tls
-from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
-from p2pstore.transfer.rdma.rdma_rules import NAME as RDMA
-from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.reading.shm import ShmTransport
-from p2pstore.transfer.reading.tcp_transport import TcpTransport
-from p2pstore.transfer.serving.data_server import DataServer, open_data_listeners
-from p2pstore.transfer.transport import Transport
-from p2pstore.wire import decode_body
+from p2pstore.state.state_directory import StateDirectory
 
 logger = logging.getLogger("p2pstore.peer")
-
-REPAIR_SHARE: Final = 0.1
-"""Of the link, for copies that replace lost ones."""
 
 
 class Peer(Client):
@@ -178,393 +108,24 @@ async def open_peer(
             if checked.state_dir
             else None
         )
-        memory = await _open_memory(checked, state)
+        memory = await open_memory(checked, state)
         stack.callback(memory.close)
-        peer = await _Assembly(stack, checked, state, memory).start(namespace)
+        assembly = Assembly(stack, checked, state, memory)
+        node = await assembly.start()
+        socket_path = str(assembly.socket_path)
+        peer = await stack.enter_async_context(open_client(Peer, socket_path, namespace))
+        peer._node = node
+        peer.control, peer.data = assembly.control[0], assembly.data
+        peer.metrics = assembly.metrics
+        peer.socket = socket_path
         try:
             with trio.CancelScope() as scope:
-                peer.node.on_failure = scope.cancel
-                if peer.node.failure is not None:  # it was quicker than the start
+                node.on_failure = scope.cancel
+                if node.failure is not None:  # it failed during the start
                     scope.cancel()
                 yield peer
         finally:
             with trio.CancelScope(shield=True):
-                await peer.node.leave()
-    if peer.node.failure is not None:
-        raise peer.node.failure
-
-
-async def _open_memory(config: PeerConfig, state: StateDirectory | None) -> SegmentMemory:
-    if not config.keep_memory:
-        return create_segment_memory(config)
-    if state is None:
-        raise ConfigError(
-            "keep_memory: without a state directory (state_dir) the next life of this peer does not know what was "
-            "removed, and what is its own"
-        )
-    # All objects that are kept are looked at.
-    return await trio.to_thread.run_sync(create_segment_memory, config, state.last_segment_id)
-
-
-class _Assembly:
-    """Puts the parts of a peer together; each is closed by the stack, the last one first."""
-
-    def __init__(
-        self,
-        stack: AsyncExitStack,
-        config: PeerConfig,
-        state: StateDirectory | None,
-        memory: SegmentMemory,
-    ) -> None:
-        self.stack = stack
-        self.config = config
-        self.state = state
-        self.memory = memory
-        self.identity = state.identity() if state is not None else ephemeral()
-        self.credentials = Credentials(config, self.identity.peer_id)
-        self.verifier = Ed25519Verifier()
-        self.rng = Random(os.urandom(16))
-        unix_ms = int(time.time() * 1000)
-        self.segment_id = os.urandom(SEGMENT_ID_BYTES)
-        self.incarnation = (
-            state.next_incarnation(unix_ms, self.segment_id) if state is not None else unix_ms
-        )
-        self.socket_path = local_socket_path(config)
-        self.control: list[str] = []
-        self.metrics: str | None = None
-        self.data: list[str] = []
-        self.location_memory: SharedMemory | None = None
-        self.node: Node | None = None
-        self.rdma: PeerRdma | None = None
-
-    async def start(self, namespace: str) -> Peer:
-        """The running peer."""
-        config = self.config
-        listen = control_listen_address(config)
-        listeners = await self._listen_for_data(listen[0])
-        repair = self._repair_timing(listeners[0].getsockname()[0])
-        core = self._make_core(await trio.to_thread.run_sync(self._make_segment), repair)
-        if self.state is not None:
-            self._restore(core, self.state)
-            core.checkpoints.load_pins(self.state.load_publishers())
-            core.checkpoints.load_forgotten(self.state.load_forgotten())
-        node = Node(
-            config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng
-        )
-        node.credentials = self.credentials
-        office = TicketOffice(self.identity, self.credentials.ring, core.timekeeping.ahead_of)
-        await self._open_transports(node, office)
-        await self._open_control(node, listen)
-        core.gossip.addresses.add_bootstrap(config.bootstrap)
-        await self.stack.enter_async_context(open_ssd(config, node))
-        if isinstance(self.memory, KeptMemory):
-            begin_with_kept(node, self.memory)
-        core.timekeeping.started(node.now)
-        self.node = node
-        await self._serve(node, office, listeners)
-        self.credentials.warn_if_open()
-        if node.ssd is not None:  # the first thing of all when this peer ends
-            self.stack.callback(node.ssd.ending.set)
-        client = await self.stack.enter_async_context(
-            open_client(Peer, str(self.socket_path), namespace)
-        )
-        client._node = node
-        client.control, client.data = self.control[0], self.data
-        client.metrics = self.metrics
-        client.socket = str(self.socket_path)
-        return client
-
-    async def _listen_for_data(self, control_host: str) -> list[socket.socket]:
-        config = self.config
-        listeners = await open_data_listeners(data_listen_addresses(config, control_host))
-        for listener in listeners:
-            self.stack.callback(listener.close)
-            refuse_open_door(config, "data_listen", listener.getsockname()[:2])
-        self.data = advertised(
-            [listener.getsockname()[:2] for listener in listeners],
-            config.data_advertise,
-            config,
-            "data_advertise",
-        )
-        if config.data_tls == "on":
-            self.data = [over_tls(address) for address in self.data]
-        return listeners
-
-    def _make_segment(self) -> Segment:
-        segment = Segment(
-            self.memory.view,
-            segment_id=self.segment_id,
-            incarnation=self.incarnation,
-            geometry=plan_geometry(self.config.memory_bytes, self.config.max_objects),
-            policy=make_policy(self.config.eviction_policy),
-            quotas=self.config.quotas,
-            caps=self.config.caps,
-            marks=self.memory.marks if isinstance(self.memory, KeptMemory) else None,
-            kept=self.memory.kept if isinstance(self.memory, KeptMemory) else None,
-            now=time.time(),
-            barrier=memory_barrier.pass_through_all,
-        )
-        self.stack.callback(segment.detach)
-        self.stack.callback(segment.close)
-        return segment
-
-    def _make_location_table(self, max_rows: int) -> LocationTable | None:
-        """An empty one, in memory that clients may map; None where there can be no such memory."""
-        blocks = block_count(max_rows)
-        try:
-            memory = create_table_memory(table_bytes(blocks), "p2pstore-locations")
-        except ConfigError as error:
-            logger.warning("clients must ask this peer for what others hold: %s", error)
-            return None
-        self.stack.callback(memory.close)
-        self.location_memory = memory
-        return format_table(memory.mapping, blocks, self.rng.getrandbits(128))
-
-    def _repair_timing(self, data_host: str) -> RepairTiming:
-        timing = TIMING[self.config.network]
-        link = link_bytes_per_second(data_host)
-        return timing if link is None else replace(timing, bytes_per_second=REPAIR_SHARE * link)
-
-    def _make_core(self, segment: Segment, repair: RepairTiming) -> PeerCore:
-        clock = HybridClock(self.state.clock if self.state is not None else 0)
-        config = self._gossip_config()
-        table = self._make_location_table(config.directory.max_rows)
-        gossip = Gossip(
-            self.identity,
-            self.verifier,
-            self.incarnation,
-            lambda: self._describe(segment),
-            config,
-            self.rng,
-            wall_clock=lambda now: clock_from_unix_seconds(core.unix(now)),
-            accepts_clock=lambda stamp, now: clock.observe(stamp, core.believed_unix(now)),
-            accepts_peer=self.credentials.allowed.allows,
-            location_table=table,
-        )
-        self.stack.callback(gossip.close)
-        core = PeerCore(
-            signer=self.identity,
-            verifier=self.verifier,
-            gossip=gossip,
-            segment=segment,
-            clock=clock,
-            rng=self.rng,
-            unix_offset_seconds=time.time() - time.monotonic(),
-            repair=repair,
-        )
-        return core
-
-    def _gossip_config(self) -> GossipConfig:
-        config = self.config
-        index_bytes = parse_bytes(config.index_memory, "index_memory")
-        base, reads_only = preset(config.network), self.credentials.ring.role is not Role.MEMBER
-        return replace(
-            base,
-            cluster=config.cluster,
-            directory_setting=config.directory,
-            mode_limits=ModeLimits(index_bytes=index_bytes),
-            membership=replace(base.membership, observes=reads_only),
-        )
-
-    def _describe(self, segment: Segment) -> PeerRecord:
-        """What this peer offers now; gossip fills in sequence and head, and signs."""
-        ssd = self.node.ssd if self.node is not None else None
-        return PeerRecord(
-            format=PEER_RECORD_FORMAT,
-            peer_id=self.identity.peer_id,
-            cluster=self.config.cluster,
-            name=self.config.name,
-            incarnation=self.incarnation,
-            sequence=0,
-            host_id=host_identity(),
-            control=self.control,
-            data=self.data,
-            socket=str(self.socket_path),
-            transports=self._transport_offers(),
-            segments=[SegmentOffer(segment.segment_id, segment.data_bytes)],
-            memory_capacity=segment.data_bytes,
-            memory_used=segment.used_bytes,
-            ssd_capacity=ssd.capacity_bytes if ssd is not None else 0,
-            ssd_used=ssd.used_bytes if ssd is not None else 0,
-            load_permille=self.node.load.told_permille if self.node is not None else 0,
-            head=LogHead(),
-            software=p2pstore.__version__,
-            min_protocol=MIN_DATA_VERSION,
-            max_protocol=MAX_DATA_VERSION,
-            checkpoints=self.node.core.checkpoints.told if self.node is not None else [],
-        )
-
-    def _transport_offers(self) -> list[TransportOffer]:
-        names = ["tcp", "shm"]
-        if self.rdma is not None and self.rdma.works:
-            names.append(RDMA)
-        return [TransportOffer(name) for name in names]
-
-    def _restore(self, core: PeerCore, state: StateDirectory) -> None:
-        gossip = core.gossip
-        gossip.addresses.load((None, (address,)) for address in state.load_addresses())
-        # Signatures were checked when these came in; a peer that is told of one checks it again.
-        floors = _decoded(state)
-        gossip.cluster_records.load(floors, state.floors_horizon)
-        gossip.floors.load(state.floors_seen, state.clock)
-        stamps = (record.clock for record, _ in floors)
-        known = (*state.floors_horizon.values(), *state.floors_seen.values())
-        core.timekeeping.found(max((*stamps, *known), default=0))
-        state.replace_floors(gossip.cluster_records.dump())
-
-    async def _open_transports(self, node: Node, office: TicketOffice) -> None:
-        driver = TrioDriver()
-        node.pool = DataPool(driver, office.for_peers)
-        self.stack.callback(node.pool.close)
-        transports: list[Transport] = []
-        if self.config.transport in ("auto", "shm"):
-            node.shm = ShmTransport(driver)
-            self.stack.callback(node.shm.close)
-            transports.append(node.shm)
-        self.rdma = await self.stack.enter_async_context(
-            open_rdma(self.config, self.memory, node.pool)
-        )
-        node.rdma = self.rdma
-        if self.rdma is not None:
-            transports.append(self.rdma.transport)
-            # The next record tells the others to read by other ways.
-            self.rdma.when_lost(node.core.gossip.own_record.changed)
-        if self.config.transport in ("auto", "tcp"):
-            transports.append(TcpTransport(node.pool))
-        node.transports = transports
-
-    async def _open_control(self, node: Node, listen: tuple[str, int | None]) -> None:
-        config = self.config
-        node.host = await self.stack.enter_async_context(
-            open_control_host(
-                listen,
-                HostSettings(
-                    identity=self.identity,
-                    ring=self.credentials.ring,
-                    allowed=self.credentials.allowed,
-                    cluster=config.cluster,
-                    handler=node.serve_control,
-                    readers=node.serve_reader,
-                    on_lost=node.control_lost,
-                    on_refused=node.stranger_refused,
-                    software=p2pstore.__version__,
-                    budget=node.budget,
-                ),
-            )
-        )
-        refuse_open_door(config, "listen", node.host.listening)
-        self.control = advertised(
-            [node.host.listening],
-            [config.advertise] if config.advertise else [],
-            config,
-            "advertise",
-        )
-
-    async def _serve(
-        self, node: Node, office: TicketOffice, listeners: Sequence[socket.socket]
-    ) -> None:
-        config = self.config
-        nursery = await self.stack.enter_async_context(open_background_nursery())
-        await nursery.start(node.run)
-        nursery.start_soon(node.checkup.watch)
-        if node.shm is not None:
-            nursery.start_soon(node.shm.watch_holders)
-        max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
-        checkpoints = PeerCheckpoints(
-            CheckpointPeer(node),
-            self.identity,
-            self.verifier,
-            self.rng,
-            None
-            if config.checkpoint_memory is None
-            else parse_bytes(config.checkpoint_memory, "checkpoint_memory"),
-            self.state,
-        )
-        self.stack.callback(checkpoints.close)
-        checkpoint_requests = ClientRequests(checkpoints)
-        nursery.start_soon(checkpoint_requests.watch)
-        erasing = Erasing(node, office)
-        backend = PeerLocalBackend(
-            node,
-            self.memory,
-            self.location_memory,
-            office,
-            max_leased_bytes,
-            checkpoints=checkpoint_requests,
-            erasing=erasing,
-        )
-        self.stack.callback(backend.close)
-        data_server = DataServer(
-            PeerDataBackend(node, checkpoints.parts.swarms, erasing),
-            swarms=checkpoints.parts.swarms,
-            stores=PeerStoreBackend(node),
-            ring=self.credentials.ring,
-            allowed=self.credentials.allowed,
-            signer=self.identity,
-            verifier=self.verifier,
-            incarnation=self.incarnation,
-            rdma=self.rdma.server if self.rdma is not None else None,
-            tls=config.data_tls == "on",
-            budget=node.budget,
-        )
-        node.served = data_server.traffic
-        node.data_places = data_server.places
-
-        def credentials_changed() -> None:
-            office.renew()
-            node.pool.renew()
-            log_expelled(node.core.gossip.expel())
-            node.host.recheck()
-            data_server.recheck()
-            node.process()
-
-        self.credentials.on_change = credentials_changed
-        local_server = partial(
-            serve_local,
-            self.socket_path,
-            backend,
-            mode=config.socket_mode_bits(),
-            group=config.socket_group,
-            others_read_only=config.socket_others == "read",
-            observer=node.watch,
-        )
-        nursery.start_soon(data_server.serve, listeners)
-        if config.metrics is not None:
-            metrics_listeners = await open_metrics_listeners(config.metrics)
-            self.metrics = address_of(metrics_listeners)
-            status = StatusSource(node, with_keys=config.metrics_keys)
-            nursery.start_soon(serve_metrics, metrics_listeners, metrics_pages(node, status))
-        await nursery.start(local_server)
-        if isinstance(self.memory, KeptMemory):
-            nursery.start_soon(watch_earlier_clients, node.core.segment, self.memory)
-            nursery.start_soon(tell_what_returned, node)
-        if self.rdma is None:  # it has all pages provided
-            nursery.start_soon(provide_pages, self.memory, self.config)
-
-
-def local_socket_path(config: PeerConfig) -> Path:
-    """Where this peer's socket goes: as configured, else the default place for its name; with a number
-    behind the name when another peer of that name runs here."""
-    if config.socket is not None:
-        return Path(config.socket)
-    for number in range(1, MAX_LOCAL_PEERS + 1):
-        name = config.name if number == 1 else f"{config.name}-{number}"
-        path = default_socket_path(name, shared=bool(config.socket_mode_bits() & 0o077))
-        if not somebody_answers(path):
-            return path
-    raise ConfigError(
-        f"socket: {MAX_LOCAL_PEERS} peers named {config.name} run here; give --socket, or PeerConfig(socket=...)"
-    )
-
-
-def _decoded(state: StateDirectory) -> list[tuple[ClusterRecord, SignedRecord]]:
-    """The records that the state directory keeps."""
-    kept, unreadable = [], 0
-    for signed in state.load_floors():
-        try:
-            kept.append((decode_body(ClusterRecord, signed.body), signed))
-        except ProtocolError:
-            unreadable += 1
-    if unreadable:
-        state.floors_lost(f"floors.bin has {unreadable:,} records that are none")
-    return kept
+                await node.leaving.run()
+    if node.failure is not None:
+        raise node.failure

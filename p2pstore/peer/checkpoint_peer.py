@@ -73,7 +73,7 @@ class CheckpointPeer:
         state = self._state(member)
         if state is None or not state.live:
             return None
-        return self._node.remote_peer(state.peer_id)
+        return self._node.routes.remote_peer(state.peer_id)
 
     def is_gone(self, member: Member) -> bool:
         state = self._state(member)
@@ -82,7 +82,7 @@ class CheckpointPeer:
     def is_here(self, member: Member) -> bool:
         state = self._state(member)
         record = None if state is None else state.record
-        return record is not None and record.host_id == self._node.host_id
+        return record is not None and record.host_id == self._node.routes.host_id
 
     def is_alive(self, peer_id: PeerId) -> bool:
         state = self._membership.get(peer_id)

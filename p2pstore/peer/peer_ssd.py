@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import logging
-import shutil
 import struct
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import trio
 
-from p2pstore.config import MINIMUM_SSD_BYTES, PeerConfig
 from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copies.copy_destination import CopyDestination
 from p2pstore.core.core_effects import LoadObject, PullFailure, PullOutcome, WriteObject
-from p2pstore.errors import CapacityExceeded, ConfigError, NoSuchKey, P2PStoreError, Unavailable
+from p2pstore.errors import CapacityExceeded, NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import (
     MAX_TRAILER_BYTES,
@@ -30,17 +25,13 @@ from p2pstore.memory.segment_layout import (
     decode_trailer,
     encode_trailer,
 )
-from p2pstore.objects import MIB, chunk_count, format_bytes, namespace_digest
-from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.ssd_tier.cold_log import TierHooks
-from p2pstore.ssd_tier.disk import FileDisk, open_disk
+from p2pstore.objects import chunk_count, namespace_digest
 from p2pstore.ssd_tier.health import PATIENCE_SECONDS as ALONE_SECONDS
 from p2pstore.ssd_tier.health import ColdMiss, Health, Miss, TierState
 from p2pstore.ssd_tier.index import ColdEntry
-from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES, ColdFacts
-from p2pstore.ssd_tier.opening import FILE_NAME
-from p2pstore.ssd_tier.tier import SsdTier, open_tier
-from p2pstore.ssd_tier.write_admission import AdmissionPolicy, Refusal, Share
+from p2pstore.ssd_tier.log_layout import ColdFacts
+from p2pstore.ssd_tier.tier import SsdTier
+from p2pstore.ssd_tier.write_admission import Refusal, Share
 from p2pstore.wire import Code
 
 if TYPE_CHECKING:
@@ -56,170 +47,13 @@ LATER_SECONDS: Final = 60.0
 HURRIED_SECONDS: Final = 1.0
 """How long a read waits for a disk that hangs when others hold the object: less than the 1.5 s for which readers do."""
 LOOK_SECONDS: Final = 0.5
-OPENING_SECONDS: Final = 30.0
-"""A disk may be silent for so long while its log is opened."""
-ENDING_SECONDS: Final = 3.0
-"""What is under way when the peer ends has so long; then a disk that hangs is left alone."""
 KEPT_AT_ONCE: Final = 8
 """Objects that are written side by side when the peer leaves."""
 SLOTS_PER_STEP: Final = 2_000
 """Passed in a millisecond."""
-SEGMENTS_WANTED: Final = 16
-LEAST_SEGMENT_BYTES: Final = 16 * MIB
 SPARE_TRAILER_BYTES: Final = 512
 """Room for what belongs to a tensor, which is not known before it is read."""
 _FOR_NOW: Final = (Refusal.QUEUE_FULL, Refusal.WRITE_BUDGET_SPENT, Refusal.NO_ROOM)
-
-
-@asynccontextmanager
-async def open_ssd(config: PeerConfig, node: Node) -> AsyncIterator[None]:
-    """The node's SSD tier, if it is to have one, for as long as the block runs. Call it before the node runs. Raises
-    `ConfigError` when the SSD cannot be used."""
-    if config.ssd is None:
-        yield
-        return
-    disk = await _open_in_thread(config)
-    ssd = PeerSsd(node)
-    policy = AdmissionPolicy(write_bytes_per_day=config.ssd_bytes_per_day)
-    try:
-        async with (
-            open_background_nursery() as guards,
-            _opening(disk, config, guards) as opened,
-            open_tier(
-                disk,
-                policy,
-                TierHooks(
-                    withdraw=ssd.withdraw,
-                    is_last_copy=ssd.is_last_copy,
-                    state_changed=ssd.state_changed,
-                    shares=ssd.shares,
-                ),
-                segment_bytes=segment_bytes_for(disk.size_bytes),
-                cluster=config.cluster,
-            ) as tier,
-        ):
-            opened.set()
-            guards.start_soon(_leave_alone_what_hangs, ssd, disk)
-            ssd.begin(tier)
-            logger.info(
-                "ssd: %s of %s, %s objects of earlier",
-                format_bytes(tier.live_bytes),
-                format_bytes(tier.capacity_bytes),
-                f"{len(tier):,}",
-                extra={"event": "ssd_open", "path": str(disk.path)},
-            )
-            try:
-                yield
-            finally:
-                ssd.ending.set()
-    except OSError as error:
-        raise ConfigError(f"ssd: {config.ssd} fails: {error}") from error
-    finally:
-        with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(disk.close)
-
-
-@asynccontextmanager
-async def _opening(
-    disk: FileDisk, config: PeerConfig, guards: trio.Nursery
-) -> AsyncIterator[trio.Event]:
-    """Raises `ConfigError` when the disk hangs before the event is set; others then say which disk it was."""
-    opened, abandoned = trio.Event(), trio.Event()
-
-    async def guard() -> None:
-        while not opened.is_set():
-            with trio.move_on_after(LOOK_SECONDS):
-                await opened.wait()
-            if not opened.is_set() and disk.waits.silent_seconds >= OPENING_SECONDS:
-                abandoned.set()
-                disk.abandon()
-                return
-
-    guards.start_soon(guard)
-    try:
-        yield opened
-    except Exception as error:
-        if isinstance(error, ConfigError) and not opened.is_set():
-            raise ConfigError(f"ssd: {disk.path}: {error}") from error
-        if not abandoned.is_set():
-            raise
-        raise ConfigError(
-            f"ssd: {config.ssd} does not answer: nothing came from it for {OPENING_SECONDS:g} s. Look at the kernel's "
-            "log for that disk, or start this peer without it"
-        ) from error
-
-
-async def _leave_alone_what_hangs(ssd: PeerSsd, disk: FileDisk) -> None:
-    """There is no way to end I/O that hangs, and the tasks that wait for it would keep this peer from ending."""
-    await ssd.ending.wait()
-    await trio.sleep(ENDING_SECONDS)
-    while True:
-        if disk.waits.longest_seconds >= ENDING_SECONDS:
-            break
-        await trio.sleep(LOOK_SECONDS)
-    logger.warning(
-        "the SSD has not answered for %.0f s: this peer ends without what is under way there",
-        disk.waits.longest_seconds,
-        extra={"event": "ssd_left_alone"},
-    )
-    ssd.tier.stop()
-    disk.abandon()
-
-
-async def _open_in_thread(config: PeerConfig) -> FileDisk:
-    """A path that hangs can be cancelled: what is opened after that is closed at once."""
-    wanted = [True]  # whoever takes it has the disk
-    opened: list[FileDisk] = []
-
-    def open_it() -> None:
-        disk = _open_disk(config)
-        opened.append(disk)
-        try:
-            wanted.pop()
-        except IndexError:
-            disk.close()
-
-    try:
-        await trio.to_thread.run_sync(open_it, abandon_on_cancel=True)
-    except trio.Cancelled:
-        try:
-            wanted.pop()
-        except IndexError:  # it was opened in this moment
-            opened[0].close()
-        raise
-    return opened[0]
-
-
-def _open_disk(config: PeerConfig) -> FileDisk:
-    path = config.ssd
-    assert path is not None
-    return open_disk(path, config.ssd_capacity_bytes or default_capacity(path))
-
-
-def segment_bytes_for(capacity_bytes: int) -> int:
-    """A power of two: 256 MiB, or on a small disk what makes some sixteen of them. Reclaim goes by whole segments, and
-    parts of large objects are 64 MiB."""
-    wanted = max(LEAST_SEGMENT_BYTES, capacity_bytes // SEGMENTS_WANTED)
-    return min(SEGMENT_BYTES, 1 << (wanted.bit_length() - 1))
-
-
-def default_capacity(path: str) -> int | None:
-    """What is taken when nobody says how much: of a directory what was taken before, else half of what is free; None
-    for a whole device. Raises `ConfigError` when that is too little."""
-    place = Path(path)
-    if not place.is_dir():
-        return None
-    with contextlib.suppress(OSError):  # what is wrong there is said when it is opened
-        if taken := (place / FILE_NAME).stat().st_size:
-            return taken
-    half = shutil.disk_usage(place).free // 2
-    if half < MINIMUM_SSD_BYTES:
-        raise ConfigError(
-            f"ssd: half of what is free in {path} is {format_bytes(half)}, and the SSD tier needs "
-            f"{format_bytes(MINIMUM_SSD_BYTES)}: make room there, name another directory, or say how much to take "
-            "(--ssd-capacity)"
-        )
-    return half
 
 
 def _least_unused(entry: ObjectEntry) -> float:
@@ -235,10 +69,10 @@ class PeerSsd:
         self._node = node
         self._core = node.core
         self.ending = trio.Event()
-        """This peer ends: what is under way there is waited for no longer than it takes a disk that works."""
+        """Set when this peer ends: I/O under way then has the time that a working disk takes."""
 
     def begin(self, tier: SsdTier) -> None:
-        """From now on there is an SSD. What is on it is shown when that is known to be good."""
+        """Attach the SSD. Its objects are announced once they are known to be good."""
         core = self._core
         self.tier = tier
         self._node.ssd, core.cold.store = self, tier
@@ -280,7 +114,7 @@ class PeerSsd:
         try:
             destination = core.operations.copy_destination(effect.operation, node.now)
         except NoSuchKey:
-            return  # whoever wanted it has gone
+            return  # its requester has gone
         load = _Load(node, effect)
         length, error, silent = -1, None, ""
         try:
@@ -295,7 +129,7 @@ class PeerSsd:
         load.ended(length, error, silent)
 
     async def _load_into(self, destination: CopyDestination, digest: bytes, load: _Load) -> int:
-        """The length of what was read and published; -1 when nobody waited for it any more."""
+        """The length of what was read and published; -1 when its waiters have gone."""
         spare_bytes = SPARE_TRAILER_BYTES
         patience = ALONE_SECONDS if self.is_last_copy(digest) else HURRIED_SECONDS
 
@@ -444,12 +278,12 @@ class PeerSsd:
 
     @property
     def capacity_bytes(self) -> int:
-        """What it can take; 0 when the SSD has failed."""
+        """Capacity in bytes; 0 when the SSD has failed."""
         return self.tier.capacity_bytes if self.tier.state is TierState.OK else 0
 
     @property
     def used_bytes(self) -> int:
-        """What of that is alive."""
+        """Bytes of live objects."""
         return self.tier.live_bytes
 
     # --- what the tier asks ------------------------------------------------------------------
@@ -480,7 +314,7 @@ class PeerSsd:
         self._node.stir()
 
     def shares(self) -> dict[str, Share]:
-        """What namespaces with a quota may count on and take, as both count what they have in memory as well."""
+        """Shares of namespaces with a quota or cap, less their use of memory."""
         return {
             namespace: Share(
                 max(0, use.quota_bytes - use.kept_bytes),
@@ -490,7 +324,7 @@ class PeerSsd:
         }
 
     def is_last_copy(self, digest: bytes) -> bool:
-        """Whether nobody else that is alive says to hold the object."""
+        """Whether no other live peer announces the object."""
         known = self._core.gossip.holders(digest, self._node.now)
         return all(holding.hidden or holding.hearsay for holding in known)
 
@@ -506,7 +340,7 @@ class PeerSsd:
 
 
 class _Load:
-    """A load that somebody waits for, until it ends or is overdue. What comes after that goes nowhere."""
+    """A load with waiters, until it ends or is overdue. A later result is dropped."""
 
     def __init__(self, node: Node, effect: LoadObject) -> None:
         self._node = node

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import trio
 
 from p2pstore.config import MemoryPiece, PeerConfig
+from p2pstore.core.copies.memory_return import FATES
 from p2pstore.errors import ConfigError
-from p2pstore.memory.kept_memory import Expected, checksum_of, checksum_of_quotas
+from p2pstore.memory.kept_memory import Expected, Kept, checksum_of, checksum_of_quotas
 from p2pstore.memory.mapped.joined_memory import PIECE_BYTES, JoinedMemory
-from p2pstore.memory.mapped.kept_file import boot_id, open_kept_memory
-from p2pstore.memory.mapped.mapped_memory import SharedMemory, advise_huge_pages, create_memory
+from p2pstore.memory.mapped.kept_file import KeptMemory, boot_id, open_kept_memory
+from p2pstore.memory.mapped.mapped_memory import (
+    SharedMemory,
+    advise_huge_pages,
+    create_memory,
+    prefault,
+)
 from p2pstore.memory.mapped.memory_file import create_file_memory
+from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import plan_geometry, round_up
+from p2pstore.objects import format_bytes
+
+if TYPE_CHECKING:
+    from p2pstore.peer.node import Node
 
 SegmentMemory = SharedMemory | JoinedMemory
 
@@ -77,3 +94,88 @@ def _piece(config: PeerConfig, piece: MemoryPiece, besides_bytes: int) -> Shared
         numa_node=piece.node,
         besides_bytes=besides_bytes,
     )
+
+
+PAUSE_SECONDS: Final = 0.001
+
+
+async def provide_pages(memory: SegmentMemory, config: PeerConfig) -> None:
+    """Have the kernel provide the memory, on a thread: fresh pages fill at 1.3 GB/s, used ones at 13. Stops early
+    when there is no more memory to give."""
+    stopped = False
+    # A file has all its pages from the start. They would have to be copied.
+    huge_pages = config.huge_pages != "never" and config.memory_path is None
+
+    def run() -> None:
+        prefault(
+            memory.view,
+            lambda: stopped,
+            lambda: time.sleep(PAUSE_SECONDS),
+            huge_pages=huge_pages,
+        )
+
+    async with trio.open_nursery() as nursery:
+
+        async def stop_when_cancelled() -> None:
+            nonlocal stopped
+            try:
+                await trio.sleep_forever()
+            finally:
+                stopped = True
+
+        nursery.start_soon(stop_when_cancelled)
+        await trio.to_thread.run_sync(run)
+        nursery.cancel_scope.cancel()
+
+
+logger = logging.getLogger("p2pstore.peer")
+
+LOOK_SECONDS: Final = 1.0
+
+
+def begin_with_kept(node: Node, memory: KeptMemory) -> None:
+    """Have the core look at what an earlier life left. Call it before the node runs."""
+    node.kept_memory = memory
+    memory.is_kept = True
+    memory.kept = Kept()  # the segment has it all by now
+    segment = node.core.segment
+    if len(segment.returned):
+        node.core.floors.return_with_memory(node.now)
+        logger.info(
+            "memory: checking %s objects from earlier runs in %s",
+            f"{len(segment.returned):,}",
+            memory.path,
+            extra={"event": "memory_open", "path": str(memory.path)},
+        )
+
+
+async def tell_what_returned(node: Node) -> None:
+    """Log what became of what an earlier life left, when all of it was looked at."""
+    while True:
+        if not len(node.core.segment.returned):
+            _log_what_returned(node.core.counters)
+            return
+        await trio.sleep(LOOK_SECONDS)
+
+
+def _log_what_returned(counted: Mapping[str, int]) -> None:
+    objects = {fate: counted.get(f"kept_objects_{fate}", 0) for fate in FATES}
+    if any(objects.values()):
+        logger.log(
+            logging.WARNING if objects["damaged"] else logging.INFO,
+            "memory: of what was kept, %s objects (%s) are back, %s were damaged, %s may have been removed meanwhile",
+            f"{objects['returned']:,}",
+            format_bytes(counted.get("kept_bytes_returned", 0)),
+            f"{objects['damaged']:,}",
+            f"{objects['discarded']:,}",
+            extra={"event": "memory_returned", **objects},
+        )
+
+
+async def watch_earlier_clients(segment: Segment, memory: KeptMemory) -> None:
+    """Keep extents of earlier clients until these have unmapped the memory."""
+    while segment.returned.has_earlier_clients:
+        if not memory.is_used_by_earlier():
+            segment.returned.end_earlier_clients()
+            return
+        await trio.sleep(LOOK_SECONDS)

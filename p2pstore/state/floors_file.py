@@ -35,7 +35,7 @@ _BEGINNING: Final = re.compile(rb"..[\x00-\x01]\x00.{8}\x92", re.DOTALL)
 
 @dataclass(slots=True)
 class FoundFloors:
-    """What a file holds. `end` is where its last whole record ends."""
+    """Content of a floors file. `end` is where its last whole record ends."""
 
     records: list[SignedRecord] = field(default_factory=list)
     end: int = 0

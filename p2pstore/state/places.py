@@ -1,4 +1,4 @@
-"""What a peer of this host calls its own when nobody says: a free name, and the state directory of that name,
+"""Defaults of a peer of this host: a free name, and the state directory of that name,
 with the invite that it joined by. A name that somebody said is taken as it is, or not at all. Shell.
 """
 
@@ -22,7 +22,7 @@ STATE_DIRECTORY_NAME: Final = "mooncake-p2p"
 MAX_LOCAL_PEERS: Final = 64
 HOST_NAME: Final = "default: this host's name"
 BY_NAME: Final = "default: by name"
-"""The origin of a state directory that nobody named."""
+"""The origin of a state directory chosen by name."""
 
 
 def settle(settings: Settings, invite: Invite | None = None) -> Settings:
@@ -70,12 +70,12 @@ def kept(invite: Invite | None, state_dir: str | None) -> Iterator[None]:
 
 
 def chose_name(settings: Settings) -> bool:
-    """Whether the name is one that `settle` chose, as nobody said any."""
+    """Whether `settle` chose the name."""
     return settings.origins.get("name", "").startswith(HOST_NAME)
 
 
 def name_in_use(settings: Settings) -> ConfigError | None:
-    """What is wrong when a live peer of this host uses the name that was said; None when it is free. The state
+    """The problem of a name that a live peer of this host uses; None when it is free. The state
     directory and the socket of that name tell, where no other ones were said."""
     name, state_dir = settings.values.get("name"), settings.values["state_dir"]
     if chose_name(settings) or not name:

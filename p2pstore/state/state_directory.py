@@ -31,7 +31,6 @@ import fcntl
 import logging
 import os
 import secrets
-import stat
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -42,8 +41,7 @@ import xxhash
 
 from p2pstore.access.allowlist import parse_peer_id
 from p2pstore.access.invite import Invite, KeptInvite, format_invite
-from p2pstore.access.keyring import KeyRing, parse_cluster_keys, reader_keys
-from p2pstore.config import split_address
+from p2pstore.addresses import split_address
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.floors.floor_stamps import Stamps, stamps_as_text, stamps_from_text
 from p2pstore.gossip.links.identity import SEED_BYTES, Identity
@@ -53,14 +51,24 @@ from p2pstore.gossip.records import PeerId, SignedRecord, format_peer_id
 from p2pstore.objects import newest_accepted_clock
 from p2pstore.runtime.linux import is_shortage, shortage
 from p2pstore.state.floors_file import NewerFormat, floor_frames, floors_file, read_floors
-from p2pstore.state.folder import Folder, refuse_files_of_others, refuse_folder_of_another
-from p2pstore.state.regular_file import SAFELY, open_regular_file
+from p2pstore.state.folder import (
+    SAFELY,
+    Folder,
+    refuse_files_of_others,
+    refuse_folder_of_another,
+)
+from p2pstore.state.key_files import (
+    FORMAT,
+    IDENTITY_HEADER,
+    check_format,
+    parse_identity,
+    read_private,
+)
 
 logger = logging.getLogger("p2pstore.state.state_directory")
 
 T = TypeVar("T")
 
-FORMAT: Final = 1
 MAX_ADDRESSES: Final = 1024
 MAX_DAMAGE: Final = 20
 
@@ -69,10 +77,8 @@ _KEYS: Final = "cluster.key"
 _INVITE_FILES: Final = (_INVITE, _KEYS)
 _FLOORS: Final = "floors.bin"
 _PUBLISHED: Final = "published"
-_IDENTITY_HEADER: Final = "p2pstore identity "
-_MAX_KEY_FILE_BYTES: Final = 64 * 1024
 _PLAUSIBLE_UNIX_SECONDS: Final = 1_700_000_000.0
-"""A clock that is earlier was not set yet: what was written by a right one is not judged by it."""
+"""An earlier clock was not set yet: it does not judge records written by a right one."""
 _MAX_CLOCK: Final = (1 << 63) - 1
 """Of a reading that was kept: far in the future, with room for all that follow in the 64 bits of the format."""
 
@@ -122,7 +128,7 @@ class StateDirectory:
         self._folder = folder
         self._lock = lock
         self.damage: list[str] = []
-        """What was damaged or implausible, and what became of it; no path is in it."""
+        """Damage found at the start, and its consequences; without paths."""
         self._state = self._load_state()
         self._floors_bytes = max(0, self._state.floors_bytes)
         """Of `floors.bin`, that are on the disk."""
@@ -170,12 +176,12 @@ class StateDirectory:
         """The identity kept here; a new one is made the first time."""
         path = self.path / "identity.key"
         try:
-            text = _read_private(path, "is this peer's identity", self._folder)
+            text = read_private(path, "is this peer's identity", self._folder)
         except FileNotFoundError:
             seed = secrets.token_bytes(SEED_BYTES)
-            self._replace(path.name, f"{_IDENTITY_HEADER}{FORMAT}\n{seed.hex()}\n".encode())
+            self._replace(path.name, f"{IDENTITY_HEADER}{FORMAT}\n{seed.hex()}\n".encode())
             return Identity(seed)
-        return Identity(_parse_identity(path, text))
+        return Identity(parse_identity(path, text))
 
     # --- invite ------------------------------------------------------------------------------
 
@@ -190,7 +196,7 @@ class StateDirectory:
         return before
 
     def restore_invite(self, before: list[bytes | None]) -> None:
-        """Keep what was kept before `save_invite`: nobody admitted this peer by that invite."""
+        """Undo `save_invite`: no peer admitted this one by that invite."""
         for name, content in zip(_INVITE_FILES, before, strict=True):
             if content is not None:
                 self._replace(name, content)
@@ -214,7 +220,7 @@ class StateDirectory:
 
     @property
     def last_segment_id(self) -> bytes:
-        """What the last incarnation had as its memory segment; empty when it is not known."""
+        """Segment id of the last incarnation; empty when unknown."""
         try:
             return bytes.fromhex(self._state.memory)
         except ValueError:
@@ -439,7 +445,7 @@ class StateDirectory:
         try:
             found = read_floors(data, self._state.floors_bytes)
         except NewerFormat as error:
-            _check_format(path, error.version)
+            check_format(path, error.version)
             raise ConfigError(f"{path}: {error}") from None
         except ProtocolError:
             raise ConfigError(
@@ -509,7 +515,7 @@ class StateDirectory:
     # --- files -------------------------------------------------------------------------------
 
     def _note(self, what: str, error: Exception | None = None) -> None:
-        """Say it: in the log, and to whoever looks at this peer's problems."""
+        """Note damage in the log and for this peer's problems."""
         logger.error(
             "the state directory %s is damaged: %s%s",
             self.path,
@@ -542,7 +548,7 @@ class StateDirectory:
         except OSError as error:
             _fail(path, "read", error)
         try:
-            _check_format(path, msgspec.json.decode(data, type=_FormatOnly).format)
+            check_format(path, msgspec.json.decode(data, type=_FormatOnly).format)
             return msgspec.json.decode(data, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _damaged(path, error) from None
@@ -568,7 +574,7 @@ def kept_invite(path: str | os.PathLike[str]) -> str | None:
     if not os.path.isdir(path):  # `StateDirectory.open` makes it, or says what is wrong
         return None
     try:
-        return _read_private(Path(path) / _INVITE, "is how this peer joined")
+        return read_private(Path(path) / _INVITE, "is how this peer joined")
     except FileNotFoundError:
         return None
 
@@ -576,39 +582,6 @@ def kept_invite(path: str | os.PathLike[str]) -> str | None:
 def kept_cluster_key(path: str | os.PathLike[str]) -> Path:
     """Where the keys of that invite are, if it came with any."""
     return Path(path) / _KEYS
-
-
-def ephemeral() -> Identity:
-    """A new identity that is kept nowhere: for a peer without a state directory."""
-    return Identity(secrets.token_bytes(SEED_BYTES))
-
-
-def load_cluster_key_file(path: str | os.PathLike[str]) -> KeyRing:
-    """The cluster's keys: one in hexadecimal a line, the first one proves, `#` comments.
-
-    Raises `ConfigError` when the file cannot be read, may be read by others, or holds something else.
-    """
-    where = Path(path)
-    try:
-        text = _read_private(where, "is the cluster's key")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"the cluster key file {where} does not exist; `mooncake-p2p keygen {where}` makes one"
-        ) from None
-    return parse_cluster_keys(text, str(where))
-
-
-def readers_key_file(path: str | os.PathLike[str], namespaces: Sequence[str] = ()) -> str:
-    """The text of the key file for readers, or for writers of `namespaces`, that goes with a cluster key file. Raises
-    as `load_cluster_key_file` and `reader_keys`."""
-    ring = load_cluster_key_file(path)
-    return reader_keys(ring, lambda seed: format_peer_id(Identity(seed).peer_id), namespaces)
-
-
-def parse_private_keys(folder: Folder, name: str, what: str) -> KeyRing:
-    """The keys of a file in `folder`, which is `what`. Raises as `load_cluster_key_file`, and `OSError`."""
-    path = folder.path / name
-    return parse_cluster_keys(_read_private(path, what, folder), str(path))
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -646,59 +619,6 @@ def _fail(path: Path, what: str, error: OSError) -> NoReturn:
     raise OSError(
         error.errno, f"{path} cannot be {what}: {os.strerror(error.errno or 0)}; {advice}"
     ) from None
-
-
-def _read_private(path: Path, what: str, folder: Folder | None = None) -> str:
-    """The text of a file with a secret in it, which lies in that folder or where a user said. Raises
-    `FileNotFoundError`, and `ConfigError` for the rest."""
-    try:
-        with (
-            open_regular_file(path)
-            if folder is None
-            else os.fdopen(folder.open(path.name, os.O_RDONLY), "rb")
-        ) as file:
-            status = os.fstat(file.fileno())
-            if status.st_mode & 0o077:
-                raise ConfigError(
-                    f"{path} {what}, but others may read it (mode {stat.S_IMODE(status.st_mode):04o}): "
-                    f"run `chmod 600 {path}`; if it was exposed, make a new one"
-                )
-            data = file.read(_MAX_KEY_FILE_BYTES + 1)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    if len(data) > _MAX_KEY_FILE_BYTES:
-        raise ConfigError(f"{path} is too long to be a key file")
-    try:
-        return data.decode("ascii")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not a text file") from None
-
-
-def _parse_identity(path: Path, text: str) -> bytes:
-    header, _, rest = text.partition("\n")
-    version = header.removeprefix(_IDENTITY_HEADER)
-    if header.startswith(_IDENTITY_HEADER) and version.isdigit():
-        _check_format(path, int(version))
-        with contextlib.suppress(ValueError):
-            seed = bytes.fromhex(rest.strip())
-            if len(seed) == SEED_BYTES:
-                return seed
-    raise ConfigError(
-        f'{path} is not an identity ("{_IDENTITY_HEADER}{FORMAT}" and 64 hexadecimal digits): restore '
-        "it from a backup, or move it away and this peer starts as a new one"
-    )
-
-
-def _check_format(path: Path, version: int) -> None:
-    if version > FORMAT:
-        raise ConfigError(
-            f"{path} has format {version}, this program knows up to {FORMAT}: upgrade it, or use "
-            "another --state-dir"
-        )
-    if version < 1:
-        raise ConfigError(f"{path} has format {version}, which never existed: move it away")
 
 
 def _is_stamp(value: object, limit: int) -> bool:

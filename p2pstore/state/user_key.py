@@ -19,8 +19,8 @@ from p2pstore.config import USER_KEY_NAME
 from p2pstore.errors import ConfigError
 from p2pstore.local.socket_paths import distrust, own_directory
 from p2pstore.state.folder import Folder, refuse_folder_of_another
+from p2pstore.state.key_files import parse_private_keys
 from p2pstore.state.places import state_root
-from p2pstore.state.state_directory import parse_private_keys
 
 _HEADER: Final = "# Peers of this user that have no cluster key admit each other with this one.\n"
 

@@ -1,37 +1,34 @@
-"""What is wrong with a peer, and with its cluster as it sees it: asked once, told alike by the status page, `stats` and
-`doctor`."""
+"""Problems of a peer, and of its cluster as it sees it: found once, for the status page, `stats` and `doctor`."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from itertools import islice, pairwise
+from typing import Any, Final, NamedTuple, Protocol
 
 import trio
 
+from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.members.member_table import MemberState
-from p2pstore.status.checkpoint_status import Progress, failures, progress
-from p2pstore.status.doctor.finding import Finding
-from p2pstore.status.doctor.network_rules import SsdReading
-from p2pstore.status.member_list import Survey, name_of, survey, versions_of
-from p2pstore.status.problems import (
-    MAX_PROBLEMS,
-    Facts,
-    TakenPlaces,
-    problem_document,
-    problems,
+from p2pstore.status.doctor.finding import Finding, shown
+from p2pstore.status.doctor.network_rules import ssd_reading
+from p2pstore.status.operation_watch import PeerWatch
+from p2pstore.status.problems import MAX_PROBLEMS, Facts, TakenPlaces, problem_document, problems
+from p2pstore.status.survey import (
+    Progress,
+    Survey,
+    failures,
+    name_of,
+    progress,
+    survey,
+    versions_of,
 )
-from p2pstore.status.recent import INTERVAL_SECONDS, RecentCounts
-from p2pstore.status.text import shown
-
-if TYPE_CHECKING:
-    from p2pstore.peer.node import Node
 
 MAX_NAMES_LOOKED_AT: Final = 1000
-"""Of living members, for whether one that is dead was replaced by another of its name."""
-MAX_REASONS: Final = 3
-"""Of bootstrap addresses, why each was not reached."""
+"""Living members compared by name with the dead ones, which they may replace."""
 
 SHOWN_COUNTERS: Final = (
     *("client_puts", "client_put_bytes", "client_puts_failed", "client_reads", "client_leases"),
@@ -43,13 +40,58 @@ _ADDED_UP: Final = (
     *("stalls", "looks", "refused_by_members", "slow"),
     *("control_refused", "data_refused", "hoarders_ended"),
 )
-_STALL_BUCKET: Final = 18
-"""From here on the event loop was late by more than 131 ms (`histograms`)."""
+_SAME_IN_BOTH: Final = (
+    *("joined", "load_permille", "clock_ahead_seconds", "clock_problem", "stamps_ahead_seconds"),
+    *("wrong_clocks", "members_refused", "floors_permille", "floors_wait_for"),
+    *("floors_disbelieved", "state_problem", "state_damage"),
+)
+"""Fields of the statistics document that `Facts` has under the same name."""
+INTERVAL_SECONDS: Final = 10.0
+INTERVALS: Final = 120
+"""Twenty minutes of them."""
+
+
+class _Sample(NamedTuple):
+    at: float
+    totals: tuple[int, ...]
+
+
+class RecentCounts:
+    """Counters that only grow, looked at every `INTERVAL_SECONDS`. Times are monotonic seconds."""
+
+    def __init__(self, names: Sequence[str], intervals: int = INTERVALS) -> None:
+        self._names = tuple(names)
+        self._samples: deque[_Sample] = deque(maxlen=intervals + 1)
+
+    def sample(self, totals: Mapping[str, int], now: float) -> None:
+        """The counters stand so; one that is missing stands at 0."""
+        self._samples.append(_Sample(now, self._values(totals)))
+
+    def since(self, totals: Mapping[str, int], now: float) -> tuple[float, dict[str, int]]:
+        """Over how many seconds up to now it is known what was counted, and how much each counter has grown."""
+        first = self._samples[0] if self._samples else _Sample(now, self._values(totals))
+        grown = map(int.__sub__, self._values(totals), first.totals)
+        return now - first.at, dict(zip(self._names, grown, strict=True))
+
+    def document(self, names: Sequence[str]) -> dict[str, Any]:
+        """How much these grew in each interval, the oldest first, and how many seconds each interval took."""
+        steps = list(pairwise(self._samples))
+        places = [self._names.index(name) for name in names]
+        return {
+            "seconds": [round(later.at - sooner.at, 1) for sooner, later in steps],
+            "grown": {
+                name: [later.totals[place] - sooner.totals[place] for sooner, later in steps]
+                for name, place in zip(names, places, strict=True)
+            },
+        }
+
+    def _values(self, totals: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(totals.get(name, 0) for name in self._names)
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One look at the peer. `lately`: what was counted over the last `seconds`."""
+    """One look at the peer. `lately`: growth of its counters over the last `seconds`."""
 
     members: Survey
     checkpoints: Sequence[Progress]
@@ -67,146 +109,108 @@ class Look:
         return max(0, len(self.problems) - MAX_PROBLEMS)
 
 
-class Checkup:
-    """Of one peer, while it runs."""
+class ObservedPeer(Protocol):
+    """A running peer as `p2pstore.status` reads it."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    core: PeerCore
+    watch: PeerWatch
+    checkup: Checkup
+
+    def state(self) -> str:
+        """`leaving`, `joining`, or `ready`."""
+
+    def totals(self) -> Mapping[str, int]:
+        """Counters since the peer's start."""
+
+    def document(self, *, private: bool = True) -> dict[str, Any]:
+        """The statistics document; `private` adds keys and addresses."""
+
+    def hottest(self, *, with_keys: bool) -> list[dict[str, Any]]:
+        """The objects in memory that are read most."""
+
+
+class Checkup:
+    """Problems and recent counts of one running peer."""
+
+    def __init__(self, peer: ObservedPeer) -> None:
+        self._peer = peer
+        self._gossip = peer.core.gossip
+        self._known = peer.core.checkpoints
         self.recent = RecentCounts((*_ADDED_UP, *SHOWN_COUNTERS))
         self._checkpoints_version: tuple[int, int, int] | None = None
         self._checkpoints: list[Progress] = []
 
     async def watch(self) -> None:
-        """Note what is counted, also while nobody looks; until cancelled."""
+        """Sample the counters until cancelled."""
         while True:
-            self.recent.sample(self.totals(), self._node.now)
+            self.recent.sample(self._peer.totals(), time.monotonic())
             await trio.sleep(INTERVAL_SECONDS)
 
-    def look(self, peer: Mapping[str, Any], *, private: bool) -> Look:
-        """`peer` is its statistics document. `private`: with addresses, for this machine's users; anybody may have the
-        rest."""
-        core = self._node.core
-        membership = core.gossip.membership
-        members = survey(membership.states(), core.peer_id)
+    def look(self, peer: Mapping[str, Any]) -> Look:
+        """The problems of a peer by its statistics document: with addresses where that is a private one."""
+        membership = self._gossip.membership
+        members = survey(membership.states(), self._peer.core.peer_id)
         dead = _without_replaced(members, membership.live())
         checkpoints = self._look_at_checkpoints()
-        seconds, lately = self.recent.since(self.totals(), self._node.now)
-        facts = self._facts(peer, members, dead, checkpoints, seconds, lately, private=private)
+        seconds, lately = self.recent.since(self._peer.totals(), time.monotonic())
+        facts = _facts(peer, members, dead, checkpoints, (seconds, lately))
         return Look(members, checkpoints, seconds, lately, problems(facts))
 
-    def state(self) -> str:
-        """`leaving`, `joining`, or `ready`."""
-        node = self._node
-        if node.leave_requested.is_set() or node.core.closing:
-            return "leaving"
-        if node.config.bootstrap and not node.settled.is_set():
-            return "joining"
-        return "ready"
-
-    def totals(self) -> dict[str, int]:
-        """Counters since the peer's start, as they are shown."""
-        node = self._node
-        counters: Mapping[str, int] = node.core.counters
-        totals = {name: counters.get(name, 0) for name in SHOWN_COUNTERS}
-        gets = ("client_reads", "client_leases", "client_reads_elsewhere")
-        came = node.watch.traffic.totals.values()
-        measures = node.watch.measures
-        return {
-            "gets": sum(totals[name] for name in gets),
-            "misses": totals["client_misses"],
-            "puts": totals["client_puts"],
-            "in_bytes": sum(use.bytes for use in came),
-            "in_objects": sum(use.objects for use in came),
-            "in_failures": sum(use.failures for use in came),
-            "out_bytes": node.served.bytes,
-            "stalls": sum(measures.loop_lag.counts[_STALL_BUCKET:]),
-            "looks": measures.loop_lag.count,
-            "refused_by_members": measures.refused_by_members,
-            "slow": node.watch.slow.total,
-            "control_refused": node.host.keeper.counts.refused_full,
-            "data_refused": node.data_places.refused,
-            "hoarders_ended": node.budget.ended,
-            **totals,
-        }
-
-    def _may_wait(self) -> bool:
-        """Whether it is too soon to say that nobody answers, or nobody is to answer."""
-        node = self._node
-        joining = not node.contacted.is_set() and node.uptime_seconds < node.config.join_timeout
-        return joining or (node.settled.is_set() and not node.contacted.is_set())
-
-    def _facts(
-        self,
-        peer: Mapping[str, Any],
-        members: Survey,
-        dead: Sequence[MemberState],
-        checkpoints: Sequence[Progress],
-        seconds: float,
-        lately: Mapping[str, int],
-        *,
-        private: bool,
-    ) -> Facts:
-        node = self._node
-        suspect = members.by_state["suspect"]
-        replaced = len(members.by_state["dead"]) - len(dead)
-        return Facts(
-            seconds=seconds,
-            leaving=self.state() == "leaving",
-            bootstrap_count=0 if self._may_wait() else len(node.config.bootstrap),
-            joined=node.contacted.is_set(),
-            live=members.live,
-            dead=[name_of(member) for member in dead],
-            dead_count=members.counts["dead"] - replaced,
-            suspect=[name_of(member) for member in suspect],
-            suspect_count=members.counts["suspect"],
-            versions=versions_of([member for _, member in members.shown if member.alive]),
-            load_permille=node.load.told_permille,
-            local_health=peer["gossip"]["local_health"],
-            clock_ahead_seconds=peer["clock_ahead_seconds"],
-            clock_problem=peer["clock_problem"],
-            stamps_ahead_seconds=peer["stamps_ahead_seconds"],
-            wrong_clocks=[
-                f"{shown(node.core.name_of(peer_id))} ({-ahead:+,.0f} s)"
-                for peer_id, ahead in node.core.timekeeping.wrong_peers(node.now)
-            ],
-            members_refused=peer["members_refused"],
-            memory_share=_share(peer["memory_used_bytes"], peer["memory_capacity_bytes"]),
-            leased_share=_share(peer["leased_bytes"], peer["memory_capacity_bytes"]),
-            lost_rdma_devices=peer.get("rdma", {}).get("lost_devices", 0),
-            lacking=peer["repair"]["lacking"],
-            floors_permille=peer["floors_permille"],
-            floors_wait_for=node.core.floors.waits_for(),
-            floors_disbelieved=node.core.floors.disbelieved(node.now),
-            distrusted=node.core.counters["horizons_missed"],
-            ssd=_ssd_reading(peer.get("ssd")),
-            lately=lately,
-            state_problem=node.saver.problem if node.saver is not None else "",
-            state_damage=node.saver.state.damage if node.saver is not None else (),
-            kept_damaged=node.core.counters["kept_objects_damaged"],
-            spoilt=node.core.counters["objects_spoilt"],
-            memory_restored=node.core.counters["memory_restored"],
-            puts=lately.get("client_puts", 0),
-            bootstrap=node.config.bootstrap if private else (),
-            unreached=list(islice(node.joining.unreached.values(), MAX_REASONS)) if private else (),
-            failed_checkpoints=failures(checkpoints, name_of),
-            places=[
-                _taken_places(what, peer["places"][what], lately.get(f"{what}_refused", 0))
-                for what in ("control", "data")
-            ],
-        )
-
     def _look_at_checkpoints(self) -> list[Progress]:
-        """Anew when there is news of them: there may be thousands."""
-        core = self._node.core
-        if self._checkpoints_version != core.checkpoints.version:
-            self._checkpoints_version = core.checkpoints.version
-            self._checkpoints = progress(core.checkpoints.heads(), core.gossip.membership.live())
+        """Progress of all checkpoints, renewed when it changed: there may be thousands."""
+        if self._checkpoints_version != self._known.version:
+            self._checkpoints_version = self._known.version
+            self._checkpoints = progress(self._known.heads(), self._gossip.membership.live())
         return self._checkpoints
+
+
+def _facts(
+    peer: Mapping[str, Any],
+    members: Survey,
+    dead: Sequence[MemberState],
+    checkpoints: Sequence[Progress],
+    lately: tuple[float, Mapping[str, int]],
+) -> Facts:
+    replaced = len(members.by_state["dead"]) - len(dead)
+    (seconds, grown), counters = lately, peer["counters"]
+    suspect = members.by_state["suspect"]
+    told = peer["joined"] or peer["bootstrap_silent"]
+    return Facts(
+        **{name: peer[name] for name in _SAME_IN_BOTH},
+        seconds=seconds,
+        lately=grown,
+        leaving=peer["state"] == "leaving",
+        bootstrap_count=peer["bootstrap_addresses"] if told else 0,
+        bootstrap=peer.get("bootstrap", ()),
+        unreached=peer.get("unreached", ()),
+        live=members.live,
+        dead=[name_of(member) for member in dead],
+        dead_count=members.counts["dead"] - replaced,
+        suspect=[name_of(member) for member in suspect],
+        suspect_count=members.counts["suspect"],
+        versions=versions_of([member for _, member in members.shown if member.alive]),
+        local_health=peer["gossip"]["local_health"],
+        memory_share=_share(peer["memory_used_bytes"], peer["memory_capacity_bytes"]),
+        leased_share=_share(peer["leased_bytes"], peer["memory_capacity_bytes"]),
+        lost_rdma_devices=peer.get("rdma", {}).get("lost_devices", 0),
+        lacking=peer["repair"]["lacking"],
+        distrusted=counters.get("horizons_missed", 0),
+        kept_damaged=counters.get("kept_objects_damaged", 0),
+        spoilt=counters.get("objects_spoilt", 0),
+        memory_restored=counters.get("memory_restored", 0),
+        puts=grown.get("client_puts", 0),
+        ssd=ssd_reading(peer["ssd"]) if "ssd" in peer else None,
+        failed_checkpoints=failures(checkpoints, name_of),
+        places=[
+            _taken_places(what, peer["places"][what], grown.get(f"{what}_refused", 0))
+            for what in ("control", "data")
+        ],
+    )
 
 
 def _without_replaced(members: Survey, live: Sequence[MemberState]) -> list[MemberState]:
     """The dead, but for those whose name another member has by now: a peer without a state directory comes back as
-    somebody else."""
+    a new identity."""
     dead = members.by_state["dead"]
     if not dead:
         return []
@@ -230,18 +234,3 @@ def _taken_places(what: str, document: Mapping[str, Any], refused: int) -> Taken
 
 def _share(used: int, capacity: int) -> float:
     return used / capacity if capacity else 0.0
-
-
-def _ssd_reading(ssd: Mapping[str, Any] | None) -> SsdReading | None:
-    if ssd is None:
-        return None
-    return SsdReading(
-        state=ssd["state"],
-        why=ssd["why"],
-        capacity_bytes=ssd["capacity_bytes"],
-        live_bytes=ssd["live_bytes"],
-        objects=ssd["objects"],
-        damaged=ssd["damaged"],
-        read_p99_ms=ssd["read_latency"].get("p99_ms") or 0.0,
-        cure=ssd["cure"],
-    )

@@ -6,12 +6,17 @@ the namespaces that were used first.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-from typing import Any, Final
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
+from p2pstore.gossip.records import Member, PeerId
 from p2pstore.local.local_messages import PullCount
 from p2pstore.runtime.histograms import Histogram
+
+if TYPE_CHECKING:
+    pass
 
 MAX_NAMESPACES: Final = 32
 """Namespaces with labels of their own: those that were used first. What all others do counts as that of `OTHERS`."""
@@ -23,7 +28,7 @@ ON_SSD: Final = "ssd"
 
 @dataclass(slots=True)
 class NamespaceUse:
-    """What clients of this machine did in one namespace. `misses` are gets that found nothing."""
+    """Use of one namespace by clients of this machine. `misses` are gets that found nothing."""
 
     puts: int = 0
     put_bytes: int = 0
@@ -62,7 +67,7 @@ class Measures:
         self._namespaces: dict[str, NamespaceUse] = {}
 
     def namespace(self, name: str) -> NamespaceUse:
-        """What counts for a namespace."""
+        """The counts of a namespace."""
         use = self._namespaces.get(name)
         if use is None:
             if len(self._namespaces) >= MAX_NAMESPACES and name != OTHERS:
@@ -79,14 +84,14 @@ class Measures:
         _of(self.requests, kind).add_seconds(seconds)
 
     def put(self, namespace: str, length: int, count: int = 1) -> None:
-        """A client put so many objects of this length."""
+        """A client put objects of this length."""
         self.put_bytes.add(length, count)
         use = self.namespace(namespace)
         use.puts += count
         use.put_bytes += length * count
 
     def was_read(self, namespace: str, transport: str, objects: int, length_bytes: int) -> None:
-        """A client read objects of about the same length, together so many bytes."""
+        """A client read objects of about the same length; `length_bytes` in all."""
         if objects > 0:
             _of(self.read_bytes, transport).add(length_bytes // objects, objects)
             self.read_of(namespace, objects, length_bytes)
@@ -151,3 +156,141 @@ def _quantiles(histograms: dict[str, Histogram]) -> dict[str, dict[str, float]]:
         }
         for label, histogram in sorted(histograms.items())
     }
+
+
+MAX_PEERS: Final = 10_000
+"""As many as a cluster may have members."""
+ROUND_TRIPS: Final = 8
+"""Round trips remembered per peer; the shortest of them is the way itself, the others met a busy process."""
+
+
+@dataclass(slots=True)
+class Use:
+    """One transport's use: objects and bytes that came, and attempts that failed; and how many microseconds those took
+    that were read one by one."""
+
+    objects: int = 0
+    bytes: int = 0
+    failures: int = 0
+    durations: Histogram = field(default_factory=Histogram)
+
+    def add(self, objects: int, length_bytes: int, failures: int) -> None:
+        self.objects += objects
+        self.bytes += length_bytes
+        self.failures += failures
+
+    def document(self) -> dict[str, int]:
+        """For JSON."""
+        return {"objects": self.objects, "bytes": self.bytes, "failures": self.failures}
+
+
+class Traffic:
+    """Traffic from other peers to this one and its clients, and round trips."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Use] = {}
+        """By transport, over all peers."""
+        self._by_member: dict[Member, dict[str, Use]] = {}
+        self._round_trips: dict[PeerId, deque[float]] = {}
+
+    def came(
+        self,
+        member: Member,
+        transport: str,
+        *,
+        objects: int = 0,
+        length_bytes: int = 0,
+        failures: int = 0,
+        durations: Sequence[int] = (),
+        microseconds: int = 0,
+    ) -> None:
+        """Objects arrived from a member, or attempts to get them failed. `durations`: counts of a `Histogram`."""
+        if member not in self._by_member and len(self._by_member) >= MAX_PEERS:
+            del self._by_member[next(iter(self._by_member))]
+        for uses in (self.totals, self._by_member.setdefault(member, {})):
+            use = uses.get(transport)
+            if use is None:
+                use = uses[transport] = Use()
+            use.add(objects, length_bytes, failures)
+            if durations:
+                use.durations.merge(durations, microseconds)
+
+    def took(self, member: Member, transport: str, seconds: float) -> None:
+        """Duration of one object that `came` counted."""
+        for uses in (self.totals, self._by_member.get(member, {})):
+            if transport in uses:
+                uses[transport].durations.add_seconds(seconds)
+
+    def used(self, member: Member) -> dict[str, Use]:
+        """Use of transports with a member."""
+        return self._by_member.get(member, {})
+
+    def pinged(self, peer_id: PeerId, seconds: float) -> None:
+        """A peer answered a ping over a connection that was open before."""
+        if peer_id not in self._round_trips and len(self._round_trips) >= MAX_PEERS:
+            del self._round_trips[next(iter(self._round_trips))]
+        self._round_trips.setdefault(peer_id, deque(maxlen=ROUND_TRIPS)).append(seconds)
+
+    def round_trip_seconds(self, peer_id: PeerId) -> float | None:
+        """The shortest of the latest round trips; None when there was none."""
+        return min(self._round_trips.get(peer_id, ()), default=None)
+
+    def document(self) -> dict[str, Any]:
+        """Totals for the statistics document."""
+        return {name: use.document() for name, use in sorted(self.totals.items())}
+
+
+MAX_REMEMBERED: Final = 4096
+
+
+class Fallbacks:
+    """Remembers what was said."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[Member, str]] = set()
+
+    def failed(self, member: Member, transport: str) -> bool:
+        """A transport to a peer gave way to another one. Whether that was not said yet: now it is."""
+        if (member, transport) in self._said:
+            return False
+        if len(self._said) >= MAX_REMEMBERED:
+            self._said.clear()
+        self._said.add((member, transport))
+        return True
+
+    def worked(self, member: Member, transport: str) -> None:
+        """The transport works: its next failure is news."""
+        self._said.discard((member, transport))
+
+
+INTERVAL_SECONDS: Final = 2.0
+WORTH_TELLING_PERMILLE: Final = 250
+"""An announcement costs a signature here, and a check at each other peer."""
+
+
+class LoadMeter:
+    """Measures what the process takes of a core, and its large answers of the upload slots, over some seconds each. The
+    larger share is its load: at 1000 permille of either, who asks for more is late. Readers take the less loaded of
+    two holders, and schedulers look at it (`p2pstore.routing`)."""
+
+    def __init__(self, now: float, cpu_seconds: float, upload_slots: int) -> None:
+        self.told_permille = 0
+        self._slots = upload_slots
+        self._since = now
+        self._cpu_seconds = cpu_seconds
+        self._upload_seconds = 0.0
+
+    def sample(self, now: float, cpu_seconds: float, upload_seconds: float) -> bool:
+        """The process has taken so much processor time since it began, and large answers so much time of all slots
+        together. Whether `told_permille` is another now."""
+        elapsed = now - self._since
+        if elapsed < INTERVAL_SECONDS:
+            return False
+        of_a_core = (cpu_seconds - self._cpu_seconds) / elapsed
+        of_slots = (upload_seconds - self._upload_seconds) / elapsed / self._slots
+        permille = round(1000 * max(0.0, of_a_core, of_slots))
+        self._since, self._cpu_seconds, self._upload_seconds = now, cpu_seconds, upload_seconds
+        if abs(permille - self.told_permille) < WORTH_TELLING_PERMILLE:
+            return False
+        self.told_permille = permille
+        return True

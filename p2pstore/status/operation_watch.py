@@ -20,18 +20,17 @@ from p2pstore.local.local_messages import MAX_BATCH
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.memory.segment_layout import digests_in_slots
 from p2pstore.objects import DIGEST_BYTES, key_digest
-from p2pstore.peer.fallbacks import Fallbacks
 from p2pstore.put_facts import PutStatus
-from p2pstore.status.measures import IN_PLACE, ON_SSD, Measures
+from p2pstore.status.measures import IN_PLACE, ON_SSD, Fallbacks, Measures, Traffic
 from p2pstore.status.slow_operations import (
     MAX_DIGESTS,
+    Request,
     SlowOperation,
     SlowOperations,
     Stage,
     Watched,
     describe,
 )
-from p2pstore.status.traffic import Traffic
 from p2pstore.transfer.data_messages import DataKind, Get
 from p2pstore.transfer.peer_messages import (
     CheckCopy,
@@ -46,7 +45,7 @@ from p2pstore.transfer.transport import PullReport
 from p2pstore.wire import Code, Failure, Message
 
 TRANSPORTS: Final = frozenset(get_args(TransportName)) | {""}
-"""What clients read by; nothing where no transport reaches a holder."""
+"""Transports of clients' reads; empty where none reaches a holder."""
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -110,23 +109,19 @@ class PeerWatch:
             self.measures.requested(_REQUEST_NAMES[kind], seconds)
         if isinstance(began, Watched):
             self._note(
-                self.slow.end(began, time.monotonic(), **self._named(client, kind, message, answer))
+                self.slow.end(began, self._request(client, kind, message, answer), time.monotonic())
             )
         elif 0 < self.slow.threshold_seconds <= seconds:
-            named = self._named(client, kind, message, answer)
-            self._note(
-                self.slow.add(
-                    SlowOperation(**named, seconds=seconds, waiting_seconds=0.0, stages=())
-                )
-            )
+            request = self._request(client, kind, message, answer)
+            self._note(self.slow.add(SlowOperation(request, seconds, waiting_seconds=0.0)))
 
-    def _named(
+    def _request(
         self,
         client: LocalClient,
         kind: LocalKind,
         message: Message,
         answer: Message | Exception | None,
-    ) -> dict[str, Any]:
+    ) -> Request:
         keys = _keys_of(message)
         count = len(keys)
         key = keys[0] if keys else ""
@@ -135,14 +130,8 @@ class PeerWatch:
             count = len(getattr(message, "digests", b"")) // DIGEST_BYTES or len(digests)
             said = getattr(message, "key", "")
             key = self._key_text(digests[0], said, client.namespace) if digests else ""
-        return {
-            "what": kind.name.lower(),
-            "key": key,
-            "keys": count,
-            "client": client.name or str(client.process_id),
-            "unix": time.time(),
-            "outcome": _outcome(answer),
-        }
+        name = client.name or str(client.process_id)
+        return Request(kind.name.lower(), key, count, name, time.time(), _outcome(answer))
 
     def _key_text(self, digest: bytes, said: str, namespace: str) -> str:
         """A key's text: as the client says, if it is that key's, else as the object here has it."""
@@ -250,12 +239,14 @@ class PeerWatch:
         self._note(
             self.slow.add(
                 SlowOperation(
-                    what="get",
-                    key=self._key_text(read.digest, read.key, client.namespace),
-                    keys=1,
-                    client=client.name or str(client.process_id),
-                    unix=time.time(),
-                    outcome=outcome,
+                    Request(
+                        what="get",
+                        key=self._key_text(read.digest, read.key, client.namespace),
+                        keys=1,
+                        client=client.name or str(client.process_id),
+                        unix=time.time(),
+                        outcome=outcome,
+                    ),
                     seconds=read.seconds,
                     waiting_seconds=0.0,
                     stages=(Stage("pull", read.seconds, name, transport, outcome),),
@@ -324,7 +315,7 @@ class PeerWatch:
     def pulled_together(
         self, holder: PeerId, lengths: Sequence[int], failures: int, seconds: float
     ) -> None:
-        """Copies came from their writer in one pull; so many did not."""
+        """Copies came from their writer in one pull; `failures` did not."""
         member, total = member_of(holder), sum(lengths)
         self._came(member, "tcp", objects=len(lengths), length_bytes=total, failures=failures)
         for length in lengths:

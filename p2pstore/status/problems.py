@@ -1,7 +1,7 @@
-"""What is wrong with a running peer, in words: what it is, why, and what to do. Pure.
+"""Problems of a running peer: what, why, and what to do. Pure.
 
 The one set of rules for the status page, `stats` and `doctor`, which adds what it finds out about the machine. Nothing
-here is secret, but for the addresses in facts that were gathered for this machine's users: who reads it may be anybody.
+here is secret, but for the addresses in facts that were gathered for this machine's users: the page is public.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS
-from p2pstore.status.doctor.finding import Finding, Status, broken, warning
+from p2pstore.status.doctor.finding import MAX_TEXT_LETTERS, Finding, Status, broken, shown, warning
 from p2pstore.status.doctor.network_rules import SsdReading, judge_ssd
-from p2pstore.status.text import MAX_TEXT_LETTERS, shown
 
 MAX_PROBLEMS: Final = 20
 MAX_NAMES: Final = 5
@@ -50,7 +49,7 @@ class FailedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class TakenPlaces:
-    """Places for other members' connections: who has most of them."""
+    """Places for other members' connections, and their largest owner."""
 
     what: str
     """`data` or `control`."""
@@ -68,7 +67,7 @@ class TakenPlaces:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is judged. `lately` are counters of this peer over the last `seconds`; `live` counts this peer too. Names
+    """Facts to judge. `lately` are counters of this peer over the last `seconds`; `live` counts this peer too. Names
     are fit to be shown."""
 
     seconds: float = 0.0
@@ -111,18 +110,18 @@ class Facts:
     spoilt: int = 0
     """Objects, since this peer's start."""
     memory_restored: int = 0
-    """Since its start: what clients wrote where only this peer may."""
+    """Client writes into memory of the peer alone, since its start."""
     state_problem: str = ""
     """Why this peer's state directory cannot be written."""
     state_damage: Sequence[str] = ()
-    """What of the state directory this peer could not begin with."""
+    """Damage of the state directory at this peer's start."""
     kept_damaged: int = 0
     """Objects of kept memory that this life began with."""
     puts: int = 0
     """That succeeded lately."""
     bootstrap: Sequence[str] = ()
     unreached: Sequence[str] = ()
-    """Bootstrap addresses, and why they were not reached. Nothing where the reader may be anybody."""
+    """Bootstrap addresses, and why they were not reached. Empty on the public page."""
 
 
 def problems(facts: Facts) -> list[Finding]:
@@ -232,7 +231,7 @@ def _slow_process(facts: Facts) -> Iterator[Finding]:
     if stalls >= max(STALLS, STALLED * looks):
         yield warning(
             "stalls",
-            f"This peer stood still {_count(stalls, 'time', 'times')} for over 0.1 s{_lately(facts)}",
+            f"This peer's event loop stalled {_count(stalls, 'time', 'times')} for over 0.1 s{_lately(facts)}",
             "it gets too little CPU, its memory is swapped, or something in it takes too long; all who ask it wait",
             "look at the machine's load and the cgroup's CPU limit; else report it with `mooncake-p2p support-bundle`",
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Final
 
@@ -49,8 +49,8 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class SlowOperation:
-    """One slow operation. `key` is its text where the peer knows it, else the digest in hexadecimal;
+class Request:
+    """A client's request that has ended. `key` is its text where the peer knows it, else the digest in hexadecimal;
     `keys` counts those of a batch. `unix` is when it ended."""
 
     what: str
@@ -58,23 +58,26 @@ class SlowOperation:
     keys: int
     client: str
     unix: float
+    outcome: str = "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class SlowOperation:
+    """A slow request, and where its time went."""
+
+    request: Request
     seconds: float
     waiting_seconds: float
-    stages: tuple[Stage, ...]
-    outcome: str
+    stages: tuple[Stage, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """For the statistics document."""
         return {
-            "what": self.what,
-            "key": self.key,
-            "keys": self.keys,
-            "client": self.client,
-            "unix": round(self.unix, 3),
+            **asdict(self.request),
+            "unix": round(self.request.unix, 3),
             "seconds": round(self.seconds, 6),
             "waiting_seconds": round(self.waiting_seconds, 6),
             "stages": [stage.document() for stage in self.stages],
-            "outcome": self.outcome,
         }
 
 
@@ -122,19 +125,8 @@ class SlowOperations:
                 watched.stages.append(stage)
             watched.busy.append((max(watched.began, now - stage.seconds), now))
 
-    def end(
-        self,
-        watched: Watched,
-        now: float,
-        *,
-        what: str,
-        key: str,
-        keys: int,
-        client: str,
-        unix: float,
-        outcome: str,
-    ) -> SlowOperation | None:
-        """The operation is over: what was kept of it, if it was slow."""
+    def end(self, watched: Watched, request: Request, now: float) -> SlowOperation | None:
+        """The operation is over; returned if it was slow."""
         for digest in watched.digests:
             others = self._under_way[digest]
             others.remove(watched)
@@ -143,9 +135,7 @@ class SlowOperations:
         seconds = now - watched.began
         waiting = seconds - _covered(watched.busy)
         return self.add(
-            SlowOperation(
-                what, key, keys, client, unix, seconds, waiting, tuple(watched.stages), outcome
-            ),
+            SlowOperation(request, seconds, waiting, tuple(watched.stages)),
             asked_to_wait_seconds=min(waiting, watched.may_wait_seconds),
         )
 
@@ -170,7 +160,7 @@ class SlowOperations:
         return unlogged
 
     def latest(self, number: int) -> list[SlowOperation]:
-        """So many of those that are kept; the last one comes first."""
+        """The latest `number`, newest first."""
         return list(islice(reversed(self._ring), number))
 
     def document(self) -> dict[str, Any]:
@@ -185,10 +175,11 @@ class SlowOperations:
 def describe(operation: SlowOperation) -> str:
     """One line for the log."""
     stages = "".join(f", {_described(stage)}" for stage in operation.stages)
-    many = f" and {operation.keys - 1:,} more" if operation.keys > 1 else ""
+    request = operation.request
+    many = f" and {request.keys - 1:,} more" if request.keys > 1 else ""
     return (
-        f"slow {operation.what} of {operation.key or '-'}{many}: {operation.seconds:.3f} s, "
-        f"waiting {operation.waiting_seconds:.3f} s{stages}; {operation.outcome}"
+        f"slow {request.what} of {request.key or '-'}{many}: {operation.seconds:.3f} s, "
+        f"waiting {operation.waiting_seconds:.3f} s{stages}; {request.outcome}"
     )
 
 

@@ -5,13 +5,15 @@ A file that is missing or says nothing is not an error: machines differ in what 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 from p2pstore.errors import ConfigError
-from p2pstore.state.regular_file import open_regular_file
+from p2pstore.state.folder import open_regular_file
 from p2pstore.topology.hardware import Machine, Nic, NumaNode, Place
 from p2pstore.topology.matrix import Matrix, is_matrix, matrix_of, natural_order, overridden
 
@@ -143,3 +145,10 @@ def location_of(address: int, length_bytes: int, maps: Path = NUMA_MAPS) -> str:
         for node, count in re.findall(r"\bN([0-9]+)=([0-9]+)", rest):
             pages[int(node)] = pages.get(int(node), 0) + int(count)
     return f"cpu:{max(pages, key=lambda node: pages[node], default=0)}"
+
+
+@cache
+def host_identity() -> bytes:
+    """16 bytes that processes of one running machine share: a hash of the kernel's boot id."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return hashlib.blake2b(boot_id.encode(), digest_size=16, person=b"p2pstore.host.1").digest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from p2pstore.config import split_address
+from p2pstore.addresses import split_address
 
 TLS_SCHEME: Final = "tls://"
 

@@ -39,7 +39,6 @@ MAX_PUSHED_OPERATIONS: Final = 32_768
 MAX_PUSHED_RECORDS: Final = 256
 """Each costs the receiver a signature check."""
 
-
 MAX_PUSHED_SETS: Final = 1_024
 MAX_RIVALS: Final = 64
 
@@ -269,7 +268,7 @@ class Statistics(Message, frozen=True):
 
 
 class StatisticsReply(Message, frozen=True):
-    """A JSON document (see `p2pstore.status.statistics`): for people and dashboards, it only grows."""
+    """A JSON document (see `p2pstore.peer.statistics`): for people and dashboards, it only grows."""
 
     document: bytes
 

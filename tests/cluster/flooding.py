@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from p2pstore.config import split_address
+from p2pstore.addresses import split_address
 
 
 def flood(address: str, count: int, hosts: int, beginning: bytes) -> Iterator[socket.socket]:

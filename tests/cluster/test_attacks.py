@@ -30,7 +30,6 @@ from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
-from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.state.state_directory import StateDirectory
@@ -49,6 +48,7 @@ from p2pstore.transfer.peer_messages import (
 )
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Empty, Message
 from simulation.segment_checks import check_segment
@@ -342,7 +342,7 @@ async def test_addresses_that_are_none(tmp_path: Path, address: str) -> None:
         await c.put("k", os.urandom(5000), replicas=2)
         b.node.core.gossip.own_record.describe = lie
         b.node.core.gossip.own_record.changed()
-        record = a.node.record_of
+        record = a.node.routes.record_of
         await until(lambda: [address] == record(b.node.core.peer_id).data)  # type: ignore[union-attr]
         with trio.fail_after(20):
             await b.put("there", b"value")

@@ -16,7 +16,6 @@ from p2pstore import errors
 from p2pstore.checkpoint.peer import following as updating
 from p2pstore.peer import Peer
 from p2pstore.results import FollowedCheckpoint
-from p2pstore.status.statistics import peer_document
 from tests.cluster.test_open_peer import cluster, until
 from tests.contract.swarm_world import make_files, same_files
 
@@ -109,7 +108,7 @@ async def test_followers_prepare_and_switch_together(
             for follow in (one, two):
                 await follow.until("verified", first)
                 assert follow.current is None, "there was no switch"
-            (told,) = peer_document(b.node)["follows"]
+            (told,) = b.node.statistics.document()["follows"]
             assert (told["name"], told["ready"], told["current"]) == ("model", True, True)
             await until_followed(a, 2)
             done = await a.checkpoints.update("model", timeout=DEADLINE)
@@ -130,7 +129,7 @@ async def test_followers_prepare_and_switch_together(
                 await a.checkpoints.update("model", timeout=DEADLINE)
             assert given_up.cancelled_caught
             assert (await c.checkpoints.status("model"))[0].switched == first
-            assert peer_document(b.node)["follows"][0]["behind_seconds"] == 0
+            assert b.node.statistics.document()["follows"][0]["behind_seconds"] == 0
             monkeypatch.setattr(updating, "ACQUAINTED_SECONDS", 0.0)
             assert (await a.checkpoints.update("model", timeout=DEADLINE)).using == 2
             assert {one.current, two.current} == {second}

@@ -20,7 +20,6 @@ from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.host import ControlHost, HostSettings
 from p2pstore.gossip.records import PeerId
-from p2pstore.status.statistics import peer_document
 from p2pstore.wire import Empty, Message
 from tests.cluster.test_control_host import Seen, address_of, opened, peer_id, ping, until
 from tests.cluster.test_open_peer import cluster
@@ -220,7 +219,7 @@ async def test_peers_keep_the_connections_with_their_neighbours(
         with trio.move_on_after(1.5):
             await until(lambda: any(node.host.keeper.counts.closed_idle for node in nodes))
         assert [node.host.keeper.counts.opened for node in nodes] == before
-        document = peer_document(nodes[0])["connections"]
+        document = nodes[0].statistics.document()["connections"]
         assert (document["neighbours"], document["closed_idle"]) == (2, 0)
         assert document["open"] >= 2
         assert document["opened"] + document["accepted"] >= 2

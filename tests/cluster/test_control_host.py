@@ -28,7 +28,7 @@ from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicat
 from libp2p.security.noise.transport import Transport as NoiseTransport
 
 from p2pstore.access.keyring import KeyRing
-from p2pstore.config import DEFAULT_CONTROL_PORT
+from p2pstore.addresses import DEFAULT_CONTROL_PORT
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.gossip_messages import Ack, ControlKind, Exchange, Ping, PingRequest
 from p2pstore.gossip.links import control_connection as connection_module

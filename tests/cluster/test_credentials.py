@@ -25,12 +25,12 @@ from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_h
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import format_peer_id
 from p2pstore.peer import Peer, open_peer
-from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.data_messages import Ping as DataPing
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_pool import DataPool
+from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from tests.cluster.test_cli import Machine, eventually, machine
 from tests.cluster.test_cli import Peer as Process

@@ -19,7 +19,7 @@ import trio
 
 from p2pstore import errors
 from p2pstore.access.keyring import KeyRing
-from p2pstore.config import split_address
+from p2pstore.addresses import split_address
 from p2pstore.gossip.gossip_messages import ControlKind
 from p2pstore.gossip.gossip_messages import Ping as ControlPing
 from p2pstore.gossip.links import control_frames, secured_connections

@@ -90,7 +90,7 @@ async def test_who_cannot_be_reached_from_here_is_kept_by_those_who_reach_it(
         assert all(isinstance(reply, Ack) for reply in relayed(seen, c))
         assert doubts == []
         assert holds(a, c, Status.ALIVE)
-        assert len(b.node._later_replies) == 0
+        assert len(b.node.control.later_replies) == 0
 
 
 async def test_helpers_say_when_they_cannot_reach_it_either(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from p2pstore import open_peer
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB
-from p2pstore.status.metrics.metrics_server import MAX_HOST_CONNECTIONS
+from p2pstore.status.http_server import MAX_HOST_CONNECTIONS
 from tests.cluster.processes import PeerProcess, new_cluster, until
 
 SECONDS = 10.0

@@ -25,7 +25,8 @@ from p2pstore.memory.policies.least_recently_used import LeastRecentlyUsed
 from p2pstore.memory.policies.prefix_aware import PrefixAware
 from p2pstore.memory.segment_layout import SLOT_BYTES, trailer_offset
 from p2pstore.objects import key_digest
-from p2pstore.peer import Peer, open_peer, saving
+from p2pstore.peer import Peer, open_peer
+from p2pstore.peer.lifetime import saving
 from p2pstore.routing import Costs, Router
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.transfer.data_messages import DataKind
@@ -174,11 +175,11 @@ async def test_readers_spread_over_the_holders(tmp_path: Path) -> None:
         digest = key_digest("k")
         await until(lambda: len(core.copies.known(digest, reader.node.now)) == 2)
         copies = core.copies.known(digest, reader.node.now)
-        firsts = {reader.node.reading_order(copies)[0].member for _ in range(100)}
+        firsts = {reader.node.routes.reading_order(copies)[0].member for _ in range(100)}
         assert firsts == {copy.member for copy in copies}
         core.holders.peer_failed(copies[0].peer_id, reader.node.now)
         copies = core.copies.known(digest, reader.node.now)
-        firsts = {reader.node.reading_order(copies)[0].member for _ in range(100)}
+        firsts = {reader.node.routes.reading_order(copies)[0].member for _ in range(100)}
         assert firsts == {copies[0].member}
 
 
@@ -618,7 +619,7 @@ async def test_a_peer_that_has_left_refuses_what_others_still_ask(tmp_path: Path
     async with open_peer(config(tmp_path, "gone")) as peer:
         node = peer.node
     with pytest.raises(errors.StoreClosed, match="has left"):
-        await node.serve_control(node.core.peer_id, ControlKind.PING, Ping(1, []))
+        await node.control.serve(node.core.peer_id, ControlKind.PING, Ping(1, []))
     node.process()
 
 
@@ -725,7 +726,7 @@ async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies
         entry = first.node.core.objects.find(key_digest("k", "default"), first.node.now)
         assert entry is not None
         second.node.core.closing = True
-        leaving = first.node.remote_peer(second.node.core.peer_id)
+        leaving = first.node.routes.remote_peer(second.node.core.peer_id)
         found = await first.node.pool.request(leaving, DataKind.LOOKUP, Lookup(entry.digest))
         assert isinstance(found, Locations)
         with pytest.raises(errors.Unavailable, match="this peer is leaving"):

@@ -29,13 +29,13 @@ from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import MIB, chunk_sums, clock_from_unix_seconds, key_digest, root_checksum
 from p2pstore.peer import Peer, open_peer
 from p2pstore.peer import api as peer_api
-from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, Store, Stored, Ticket
 from p2pstore.transfer.peer_messages import Statistics
 from p2pstore.transfer.read_tickets import GrantedTicket, Scope
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.serving import data_server
+from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from simulation.segment_checks import check_segment
 from tests.cluster.test_cli import eventually, new_machine

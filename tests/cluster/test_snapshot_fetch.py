@@ -13,13 +13,11 @@ from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
 from p2pstore.objects import Version
 from p2pstore.peer import Peer, node
-from p2pstore.peer.data_backend import PeerDataBackend
+from p2pstore.peer.for_peers.data_backend import PeerDataBackend
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Snapshot
 from tests.cluster.test_open_peer import cluster, until
-from tests.unit.gossip_network import (
-    digest_of,
-)
+from tests.unit.gossip_network import digest_of
 
 COUNT = 3 * STEP_RECORDS
 
@@ -130,5 +128,5 @@ async def test_a_peer_gives_a_snapshot_of_its_own_log_only(tmp_path: Path) -> No
         asked = Snapshot(a.node.core.gossip.member)
         with pytest.raises(P2PStoreError, match="its own log only"):
             await a.node.pool.request_bulk(
-                a.node.remote_peer(b.node.core.peer_id), DataKind.SNAPSHOT, asked, 1 << 20
+                a.node.routes.remote_peer(b.node.core.peer_id), DataKind.SNAPSHOT, asked, 1 << 20
             )

@@ -212,7 +212,7 @@ def test_a_slow_read_from_another_peer_is_told_by_the_client(pair: tuple[Peer, P
             if (each["what"], each["key"]) == ("get", "slow/get")
         ]
 
-    eventually(lambda: "this process stood still for" in first.log.read_text())
+    eventually(lambda: "event loop stalled for" in first.log.read_text())
     eventually(lambda: bool(told()))
     (stage,) = told()[0]["stages"]
     assert (stage["what"], stage["peer"], stage["transport"]) == ("pull", "first", "tcp")

@@ -76,12 +76,12 @@ async def test_by_rdma_alone_the_copy_is_offered(tmp_path: Path) -> None:
         await until(lambda: tiers(reader) == ["ssd"])
         [copy] = reader.node.core.copies.known(key_digest("k"), reader.node.now)
         assert copy.record.tier is Tier.SSD
-        record = reader.node.record_of(copy.peer_id)
+        record = reader.node.routes.record_of(copy.peer_id)
         assert record is not None
         record.transports.append(type(record.transports[0])("rdma"))
-        assert not reader.node.remote_copy(copy).rdma
+        assert not reader.node.routes.remote_copy(copy).rdma
         reader.node.config.transport = "rdma"
-        way = reader.node.remote_copy(copy)
+        way = reader.node.routes.remote_copy(copy)
         assert way.rdma
         assert way.on_ssd
         slot, trailer = await reader.node.pool.look(way, key_digest("k"))  # as that transport does

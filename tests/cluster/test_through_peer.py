@@ -28,7 +28,9 @@ async def pair(folder: Path) -> AsyncIterator[tuple[Peer, Peer]]:
     """The second one as if it used RDMA alone."""
     async with cluster(folder, 2) as (first, second):
         second.node.config.transport = "rdma"
-        second.node.transports = [each for each in second.node.transports if each.name == "tcp"]
+        second.node.routes.transports = [
+            each for each in second.node.routes.transports if each.name == "tcp"
+        ]
         yield first, second
 
 
@@ -100,14 +102,14 @@ async def test_what_cannot_be_brought(tmp_path: Path) -> None:
             await second.get_into("k", bytearray(5))
         await first.put("other", VALUE)
         await until(lambda: second.contains_nowait("other"))
-        second.node.transports = []
+        second.node.routes.transports = []
         trace = FetchTrace()
         with pytest.raises(errors.Unavailable):
             await second.get_into("other", bytearray(len(VALUE)), trace=trace)
         assert trace.tries[0].outcome
         await first.put("large", bytes(20 * MIB))  # one client may hold half of 32 MiB
         await until(lambda: second.contains_nowait("large"))
-        second.node.transports = first.node.transports
+        second.node.routes.transports = first.node.routes.transports
         with pytest.raises(errors.LeaseLimitExceeded):
             await second.get("large")
 
@@ -142,8 +144,10 @@ async def auto_pair(
     """The second one as if on another host, with RDMA as its best way."""
     async with cluster(folder, 2) as (first, second):
         rdma = AsIfRdma(second, works=works)
-        second.node.host_id = b"another"
-        second.node.transports = [rdma] if not works else [rdma, TcpTransport(second.node.pool)]
+        second.node.routes.host_id = b"another"
+        second.node.routes.transports = (
+            [rdma] if not works else [rdma, TcpTransport(second.node.pool)]
+        )
         yield first, second, rdma
 
 

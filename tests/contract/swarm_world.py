@@ -32,7 +32,6 @@ from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import member_of
 from p2pstore.memory.entries import SmallObjectsLent
-from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.runtime.streams import BytesLike
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_addresses import over_tls
@@ -41,6 +40,7 @@ from p2pstore.transfer.read_tickets import TicketClaims
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.serving.data_server import DataServer, listener_address, open_data_listeners
 from p2pstore.transfer.serving.read_answers import LentObject
+from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Message
 

@@ -10,7 +10,6 @@ import trio
 
 from p2pstore.access.keyring import KeyRing
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, Ping
@@ -18,6 +17,7 @@ from p2pstore.transfer.peer_messages import Replicate, Replicated
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server
+from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from tests.contract import test_transport as transport
 from tests.contract.test_transport import OWNER, RING, TcpHarness, grant, segment_of

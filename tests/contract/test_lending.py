@@ -9,7 +9,7 @@ import pytest
 
 from p2pstore.core.gets.hot_objects import HOT_READS
 from p2pstore.objects import MIB, key_digest
-from p2pstore.peer.data_backend import PeerDataBackend
+from p2pstore.peer.for_peers.data_backend import PeerDataBackend
 from p2pstore.transfer.data_messages import GetItem, GetSmall, Keeps
 from p2pstore.transfer.serving.read_answers import LentObject
 from tests.contract.worlds import Cluster, open_cluster

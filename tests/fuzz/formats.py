@@ -17,6 +17,7 @@ import xxhash
 from p2pstore.access.allowlist import parse_peer_ids
 from p2pstore.access.invite import Invite, format_invite, parse_invite
 from p2pstore.access.keyring import KeyRing, add_key, parse_cluster_keys, promote_key, retire_keys
+from p2pstore.addresses import split_address
 from p2pstore.checkpoint.content.manifest import (
     HASH_BYTES,
     FileEntry,
@@ -26,7 +27,6 @@ from p2pstore.checkpoint.content.manifest import (
 )
 from p2pstore.checkpoint.content.pieces import PieceLayout
 from p2pstore.checkpoint.content.safetensors import BrokenFile, read_header
-from p2pstore.config import split_address
 from p2pstore.errors import AuthenticationFailed, CheckpointRefused, ConfigError, ProtocolError
 from p2pstore.gossip.checkpoint_records import HeadBody, SwitchBody, checkpoint_digest
 from p2pstore.gossip.exchange.digests import (

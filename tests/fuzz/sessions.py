@@ -15,8 +15,8 @@ from typing import Any, Final
 import trio
 
 from p2pstore.access.keyring import KeyRing
+from p2pstore.addresses import split_address
 from p2pstore.checkpoint import checkpoint_messages
-from p2pstore.config import split_address
 from p2pstore.errors import P2PStoreError, ProtocolError
 from p2pstore.gossip.gossip_messages import REPLIES as CONTROL_REPLIES
 from p2pstore.gossip.gossip_messages import REQUESTS as CONTROL_REQUESTS
@@ -356,7 +356,7 @@ async def control_requests(victim: Victim, rng: Random, sent: Sent) -> None:
     async def answer() -> None:
         try:
             listener = _side(Listener, victim, node.core.peer_id, sender)
-            answering = await admit_stream(theirs, listener, node.serve_control)
+            answering = await admit_stream(theirs, listener, node.control.serve)
             await answering.run()
         except (ProtocolError, OSError):
             pass
@@ -389,7 +389,7 @@ async def control_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
     async def answer() -> None:
         listener = _side(Listener, victim, me, victim.mallory.peer_id)
         try:
-            await admit_stream(theirs, listener, victim.peer.node.serve_control)
+            await admit_stream(theirs, listener, victim.peer.node.control.serve)
         except (ProtocolError, AdmissionRefused, OSError):
             pass
         finally:
@@ -455,7 +455,7 @@ async def control_replies(victim: Victim, rng: Random, sent: Sent) -> None:
                 reply: Message | None = None
                 with suppress(LinkError), trio.move_on_after(0.05):
                     reply = await asking.ask(kind, request)
-                node._take(
+                node.control.take(
                     lambda asked=asked, reply=reply: node.core.gossip.answered(  # type: ignore[misc]
                         asked.token, reply, node.now
                     )

@@ -19,7 +19,7 @@ from p2pstore.gossip.exchange.message_budget import SharedBudget
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import PeerId
 from p2pstore.peer import Peer, open_peer
-from p2pstore.peer.ticket_desk import TicketOffice
+from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Message, encode_frame
 from simulation.segment_checks import check_segment
 

@@ -10,8 +10,8 @@ import pytest
 
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
-from p2pstore.peer import peer_addresses as addresses
-from p2pstore.peer.peer_addresses import (
+from p2pstore.peer.lifetime import peer_addresses as addresses
+from p2pstore.peer.lifetime.peer_addresses import (
     advertised,
     control_listen_address,
     data_listen_addresses,

@@ -9,14 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore import config
-from p2pstore.config import (
-    PeerConfig,
-    is_loopback,
-    is_wildcard,
-    join_address,
-    split_address,
-    usable_memory_bytes,
-)
+from p2pstore.addresses import is_loopback, is_wildcard, join_address, split_address
+from p2pstore.config import PeerConfig, usable_memory_bytes
 from p2pstore.errors import ConfigError
 from p2pstore.objects import GIB, MIB
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.config import split_address
+from p2pstore.addresses import split_address
 from p2pstore.errors import ConfigError
 from p2pstore.transfer.data_addresses import DataAddress, over_tls, split_data_address
 

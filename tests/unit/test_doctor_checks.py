@@ -16,10 +16,10 @@ from mooncake_p2p.main import run
 from p2pstore.errors import ConfigError
 from p2pstore.memory.mapped import numa
 from p2pstore.objects import MIB
-from p2pstore.status.doctor import readings, speed
-from p2pstore.status.doctor.checks import Check, run_check
+from p2pstore.status.doctor import readings
+from p2pstore.status.doctor import readings as speed
+from p2pstore.status.doctor.checks import Check, examine_machine, run_check
 from p2pstore.status.doctor.finding import Finding, Status, fine
-from p2pstore.status.doctor.host_checks import examine_machine
 
 
 def test_a_check_that_hangs_is_left_behind() -> None:

@@ -11,7 +11,7 @@ import pytest
 from p2pstore.objects import GIB, MIB
 from p2pstore.status.doctor import machine_rules as machine
 from p2pstore.status.doctor import network_rules as network
-from p2pstore.status.doctor import peer_rules as peers
+from p2pstore.status.doctor import network_rules as peers
 from p2pstore.status.doctor import way_rules as way
 from p2pstore.status.doctor.finding import (
     Failure,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pstore.peer.fallbacks import MAX_REMEMBERED, Fallbacks
+from p2pstore.status.measures import MAX_REMEMBERED, Fallbacks
 from p2pstore.transfer.failover import PullAttempts, PullFailed
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import Code

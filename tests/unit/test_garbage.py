@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import gc, time
-from p2pstore.peer import garbage
+from p2pstore.peer.lifetime import run as garbage
 
 class Holder:
     def __init__(self):

@@ -16,8 +16,8 @@ from p2pstore.gossip.links.control_link import LinkError, OwnAddress, TwinAddres
 from p2pstore.gossip.machine import Gossip
 from p2pstore.gossip.members.contacts import Contacts
 from p2pstore.gossip.records import PeerId
-from p2pstore.peer import joining
-from p2pstore.peer.joining import NAME_SECONDS, Joining, is_name
+from p2pstore.peer.lifetime import joining
+from p2pstore.peer.lifetime.joining import NAME_SECONDS, Joining, is_name
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pstore.peer.load import INTERVAL_SECONDS, LoadMeter
+from p2pstore.status.measures import INTERVAL_SECONDS, LoadMeter
 
 
 def test_the_share_of_a_core_is_told_after_an_interval() -> None:

@@ -13,7 +13,7 @@ from p2pstore.local import local_messages as local
 from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_protocol import Access
 from p2pstore.objects import key_digest
-from p2pstore.peer.local_gets import LocalGets
+from p2pstore.peer.for_clients.local_gets import LocalGets
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
@@ -29,7 +29,10 @@ def gets_of(world: Harness) -> LocalGets:
         return operation.result
 
     node: Any = SimpleNamespace(
-        core=world.core, now=world.now, complete=complete, reading_order=list
+        core=world.core,
+        now=world.now,
+        complete=complete,
+        routes=SimpleNamespace(reading_order=list),
     )
     return LocalGets(node, office=None, max_leased_bytes=0)  # type: ignore[arg-type]  # no ticket is asked for
 

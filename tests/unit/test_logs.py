@@ -14,8 +14,8 @@ import pytest
 
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
-from p2pstore.peer.logs import BURST, configure_logs, reopen_logs
-from p2pstore.state.regular_file import open_log_file
+from p2pstore.peer.lifetime.logs import BURST, configure_logs, reopen_logs
+from p2pstore.state.folder import open_log_file
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pstore.access.member_places import Holder, crowd, yielding
+from p2pstore.access.crowding import Holder, crowd, yielding
 
 
 def holder(host: str, member: bytes, used_at: float, *, busy: bool = False) -> Holder:

@@ -9,7 +9,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from p2pstore.runtime.histograms import Histogram
-from p2pstore.status.metrics.metric_families import MICROSECONDS, histogram, histograms
+from p2pstore.status.metric_families import MICROSECONDS, histogram, histograms
 
 
 def written(*families: Metric) -> list[str]:

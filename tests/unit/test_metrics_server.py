@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from p2pstore.status.metrics.metrics_server import (
+from p2pstore.status.http_server import (
     MAX_HOST_CONNECTIONS,
     MAX_REQUEST_BYTES,
     REQUEST_SECONDS,

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError, Unavailable
 from p2pstore.memory.mapped.mapped_memory import create_memory
-from p2pstore.peer import peer_rdma
-from p2pstore.peer.peer_rdma import device_names, near_memory
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.topology.matrix import Choice
+from p2pstore.transfer.rdma import rdma_opening as peer_rdma
+from p2pstore.transfer.rdma.rdma_opening import device_names, near_memory
 from p2pstore.transfer.reading.data_pool import DataPool
 
 
@@ -63,7 +64,9 @@ async def test_a_topology_for_a_machine_without_devices(monkeypatch: pytest.Monk
     config = PeerConfig(rdma_topology='{"cpu:0": [["nope0"], []]}')
     memory = create_memory(4096, "test")
     with pytest.raises(ConfigError, match="rdma_topology: cpu:0 names nope0"):
-        async with peer_rdma.open_rdma(config, memory, DataPool(TrioDriver())):
+        async with peer_rdma.open_rdma(
+            config, memory.view, DataPool(TrioDriver()), trio.lowlevel.checkpoint
+        ):
             raise AssertionError
     memory.close()
 
@@ -73,11 +76,11 @@ import sys
 from pathlib import Path
 import trio
 import p2pstore
-import p2pstore.peer.peer_rdma as rdma
+import p2pstore.transfer.rdma.rdma_opening as rdma
 rdma.device_names.__defaults__ = (Path("/nowhere"),)
 async def main():
     async with p2pstore.open_peer(p2pstore.PeerConfig(memory="1MiB", name="a")) as peer:
-        assert peer.node.transports[-1].name == "tcp"
+        assert peer.node.routes.transports[-1].name == "tcp"
 trio.run(main)
 print("pyverbs" in sys.modules)
 """

@@ -11,7 +11,7 @@ import trio
 
 from p2pstore.gossip.records import SignedRecord
 from p2pstore.objects import Version
-from p2pstore.peer.saving import StateSaver
+from p2pstore.peer.lifetime.saving import StateSaver
 from p2pstore.state.state_directory import StateDirectory
 from tests.unit.core_harness import Harness, digest_of
 

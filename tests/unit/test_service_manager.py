@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from p2pstore.peer.service_manager import ServiceManager
+from p2pstore.peer.lifetime.run import ServiceManager
 
 
 @pytest.fixture(params=["path", "abstract"])

@@ -10,6 +10,7 @@ from p2pstore.status.slow_operations import (
     LOG_INTERVAL_SECONDS,
     MAX_DIGESTS,
     MAX_STAGES,
+    Request,
     SlowOperation,
     SlowOperations,
     Stage,
@@ -29,7 +30,7 @@ def end(slow: SlowOperations, watched: Watched, now: float, **changes: Any) -> S
         "unix": 1000.0 + now,
         "outcome": "ok",
     }
-    return slow.end(watched, now, **{**facts, **changes})
+    return slow.end(watched, Request(**{**facts, **changes}), now)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_lines_in_the_log_are_few_and_say_how_many_were_left_out() -> None:
 
 def test_a_line_says_where_the_time_went() -> None:
     stages = (Stage("lookup", 0.1, "b", "tcp", "no answer"), Stage("pull", 1.0, "c", "shm"))
-    operation = SlowOperation("lease", "k", 3, "c", 0.0, 1.5, 0.4, stages, "ok")
+    operation = SlowOperation(Request("lease", "k", 3, "c", 0.0), 1.5, 0.4, stages)
     assert describe(operation) == (
         "slow lease of k and 2 more: 1.500 s, waiting 0.400 s, lookup from b by tcp 0.100 s "
         "(no answer), pull from c by shm 1.000 s; ok"

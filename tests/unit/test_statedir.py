@@ -21,7 +21,8 @@ from p2pstore.access.keyring import new_cluster_key
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.records import SignedRecord
 from p2pstore.objects import clock_from_unix_seconds
-from p2pstore.state.state_directory import StateDirectory, ephemeral, load_cluster_key_file
+from p2pstore.state.key_files import ephemeral, load_cluster_key_file
+from p2pstore.state.state_directory import StateDirectory
 
 
 def mode(path: Path) -> int:

@@ -6,7 +6,6 @@ import json
 import re
 import time
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,21 +15,21 @@ from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import Participation, TakesPart, member_of, sign_peer_record
 from p2pstore.objects import GIB
-from p2pstore.status.checkpoint_status import failures, progress, progress_document
-from p2pstore.status.member_list import (
+from p2pstore.status.checkup import RecentCounts
+from p2pstore.status.doctor.finding import MAX_NAME_LETTERS, shown
+from p2pstore.status.slow_operations import Request, SlowOperation, SlowOperations, Stage
+from p2pstore.status.status_page import StatusSource, page_bytes, page_headers, slow_document
+from p2pstore.status.survey import (
     MAX_SHOWN,
     MAX_WRONG,
+    failures,
     member_document,
     name_of,
+    progress,
+    progress_document,
     survey,
     versions_of,
 )
-from p2pstore.status.page import page_bytes, page_headers
-from p2pstore.status.recent import RecentCounts
-from p2pstore.status.slow_list import slow_document
-from p2pstore.status.slow_operations import SlowOperation, SlowOperations, Stage
-from p2pstore.status.source import StatusSource
-from p2pstore.status.text import MAX_NAME_LETTERS, shown
 from tests.unit.gossip_network import FakeSigner, peer_id_of, peer_record
 
 HOSTILE = "<script>alert(1)</script>\u202e\n\x1b[2J"
@@ -157,7 +156,8 @@ def test_slow_operations_without_their_keys() -> None:
     stages = tuple(Stage(f"pull {n}", n / 10, HOSTILE, "tcp", "a secret key") for n in range(8))
     for number in range(9):
         what = f"get {number}"
-        slow.add(SlowOperation(what, "a secret key", 1, "c", 5.0, 1.5, 0.2, stages, "a secret key"))
+        request = Request(what, "a secret key", 1, "c", 5.0, "a secret key")
+        slow.add(SlowOperation(request, 1.5, 0.2, stages))
     document = slow_document(slow, with_keys=False)
     assert "secret" not in json.dumps(document)
     assert [each["what"] for each in document["latest"]] == [f"get {n}" for n in (8, 7, 6, 5, 4)]
@@ -186,11 +186,11 @@ def test_the_document_is_made_once_a_second_for_all_who_look(
     takes_seconds: float, times: int
 ) -> None:
     """Or less often, where it takes more than a hundredth of that time."""
-    node: Any = SimpleNamespace(now=100.0)
-    clock = count(0, step=takes_seconds)
-    source = Counted(node, with_keys=False, cpu_seconds=lambda: next(clock))
+    peer: Any = None
+    clock, now = count(0, step=takes_seconds), 100.0
+    source = Counted(peer, with_keys=False, cpu_seconds=lambda: next(clock), now=lambda: now)
     for tick in range(300):  # ten viewers that each ask every two seconds, for a minute
-        node.now = 100.0 + tick / 5
+        now = 100.0 + tick / 5
         assert json.loads(source.document_bytes())["made"] == source.made
     assert source.made == times
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from p2pstore.objects import GIB
-from p2pstore.status.doctor.finding import Finding, Status
+from p2pstore.status.doctor.finding import MAX_TEXT_LETTERS, Finding, Status
 from p2pstore.status.doctor.network_rules import SsdReading
 from p2pstore.status.problems import (
     Facts,
@@ -16,7 +16,6 @@ from p2pstore.status.problems import (
     problem_document,
     problems,
 )
-from p2pstore.status.text import MAX_TEXT_LETTERS
 
 
 def only(**facts: Any) -> Finding:
@@ -61,7 +60,7 @@ def test_nothing_is_wrong() -> None:
         ),
         ({"stamps_ahead_seconds": 3600.0}, "warning", "stamps is 3,600 s ahead of its own clock"),
         ({"wrong_clocks": ["b (+60 s)"]}, "warning", "The clock of b (+60 s) is wrong"),
-        ({"lately": {"stalls": 250, "looks": 24_000}}, "warning", "stood still 250 times"),
+        ({"lately": {"stalls": 250, "looks": 24_000}}, "warning", "stalled 250 times"),
         ({"local_health": 5}, "warning", "does not trust its own view"),
         ({"lately": {"in_failures": 150, "in_objects": 999}}, "warning", "150 of 1,149 reads"),
         ({"leased_share": 0.95}, "warning", "95 % of this peer's memory are leased"),

@@ -46,12 +46,12 @@ from p2pstore.memory.stretches import LOOKED_AT_PER_STEP
 from p2pstore.memory.victims import EVICTED_PER_STEP
 from p2pstore.memory.views import DROPPED_PER_STEP
 from p2pstore.objects import Version, chunk_sums, root_checksum
-from p2pstore.peer.local_gets import LocalGets
-from p2pstore.peer.local_puts import LocalPuts
+from p2pstore.peer import statistics
+from p2pstore.peer.for_clients.local_gets import LocalGets
+from p2pstore.peer.for_clients.local_puts import LocalPuts
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.stepping import Steps, run_through
 from p2pstore.runtime.trio_tasks import in_turns, take_turns
-from p2pstore.status import statistics
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import ClusterRecords, Lookup
 from p2pstore.wire import decode_body, encode_body

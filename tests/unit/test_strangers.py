@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.access.strangers import Strangers, host_group
+from p2pstore.access.crowding import Strangers, host_group
 
 
 def test_up_to_the_limits_everybody_may_wait() -> None:

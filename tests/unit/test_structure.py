@@ -36,7 +36,7 @@ CHECKPOINT_KNOWS = (
     "p2pstore.wire",
     "p2pstore.runtime.trio_tasks",
     "p2pstore.state.folder",
-    "p2pstore.state.regular_file",
+    "p2pstore.state.folder",
 )
 CHECKPOINT_ALONE = ("p2pstore.checkpoint.content", "p2pstore.checkpoint.swarm")
 """A swarm is told who there is, and its pieces are moved by others."""
@@ -98,20 +98,19 @@ PURE = (
     "p2pstore/checkpoint/peer/piece_flow.py",
     "p2pstore/checkpoint/checkpoint_messages.py",
     *(f"p2pstore/status/doctor/{name}.py" for name in ("finding", "*_rules", "redaction")),
-    *(f"p2pstore/status/{name}.py" for name in ("slow_operations", "traffic", "measures")),
     *(
-        f"p2pstore/status/metrics/{name}.py"
-        for name in ("metrics", "metrics_ssd", "metric_families")
+        f"p2pstore/status/{name}.py"
+        for name in ("slow_operations", "measures", "metric*", "problems", "survey")
     ),
     *(f"p2pstore/topology/{name}.py" for name in ("hardware", "matrix")),
     "p2pstore/integrations/mooncake/mooncake_types.py",
     *(
         f"p2pstore/{name}.py"
-        for name in ("objects", "location_table", "wire", "put_facts", "arguments")
+        for name in ("addresses", "objects", "location_table", "wire", "put_facts", "arguments")
     ),
     "p2pstore/local/local_messages.py",
     "p2pstore/local/local_protocol.py",
-    *(f"p2pstore/access/{name}.py" for name in ("allowlist", "strangers")),
+    *(f"p2pstore/access/{name}.py" for name in ("allowlist", "crowding")),
     "p2pstore/client/read_plan.py",
     "p2pstore/runtime/histograms.py",
 )

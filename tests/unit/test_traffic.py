@@ -17,8 +17,8 @@ from p2pstore.local.local_messages import PullCount, SlowRead, TransportFallback
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody
 from p2pstore.objects import Version
 from p2pstore.runtime.histograms import Histogram
-from p2pstore.status import traffic
-from p2pstore.status.traffic import ROUND_TRIPS, Traffic
+from p2pstore.status import measures as traffic
+from p2pstore.status.measures import ROUND_TRIPS, Traffic
 from p2pstore.transfer.failover import HolderReport
 from p2pstore.transfer.transport import Pulled, PullReport, RemoteCopy
 from p2pstore.wire import Code

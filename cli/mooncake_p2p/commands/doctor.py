@@ -147,7 +147,7 @@ def _examine_way(
     measure_seconds: float,
     timeout_seconds: float,
 ) -> None:
-    from p2pstore.state.state_directory import load_cluster_key_file
+    from p2pstore.state.key_files import load_cluster_key_file
     from p2pstore.state.user_key import ring_of_the_keyless
     from p2pstore.status.doctor.way import Way, examine_way
 
@@ -162,7 +162,7 @@ def _examine_machine(
     directory: str | None,
     rdma_topology: str | None,
 ) -> None:
-    from p2pstore.status.doctor.host_checks import examine_machine
+    from p2pstore.status.doctor.checks import examine_machine
 
     for finding in examine_machine(socket=socket, directory=directory, rdma_topology=rdma_topology):
         report(finding)
@@ -269,8 +269,8 @@ def support_bundle(
 
 
 def _doctor(socket: str | None) -> str:
+    from p2pstore.status.doctor.checks import examine_machine
     from p2pstore.status.doctor.finding import summary
-    from p2pstore.status.doctor.host_checks import examine_machine
     from p2pstore.status.doctor.support_bundle import to_json
 
     found = list(examine_machine(socket=socket))

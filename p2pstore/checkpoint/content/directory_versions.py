@@ -29,8 +29,7 @@ from p2pstore.checkpoint.content.pieces import (
     unpack_map,
 )
 from p2pstore.errors import CheckpointRefused, ConfigError, ProtocolError
-from p2pstore.state.folder import Folder, replace_file
-from p2pstore.state.regular_file import read_regular_file
+from p2pstore.state.folder import Folder, read_regular_file, replace_file
 from p2pstore.wire import Message, decode_body, encode_body
 
 STATE: Final = RESERVED_PREFIX

@@ -22,7 +22,7 @@ from p2pstore.checkpoint.content.version_files import (
     reader,
 )
 from p2pstore.errors import CapacityExceeded, CheckpointRefused, ConfigError, ProtocolError
-from p2pstore.state.regular_file import read_regular_file
+from p2pstore.state.folder import read_regular_file
 from p2pstore.wire import decode_body
 
 

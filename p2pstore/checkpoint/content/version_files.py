@@ -15,8 +15,7 @@ from p2pstore.checkpoint.content.directory_versions import STATE, sync
 from p2pstore.checkpoint.content.manifest import Manifest, format_version
 from p2pstore.checkpoint.content.pieces import Extent, PieceMap, full_map, map_of
 from p2pstore.errors import ConfigError
-from p2pstore.state.folder import Folder
-from p2pstore.state.regular_file import SAFELY
+from p2pstore.state.folder import SAFELY, Folder
 
 FILES_A_STEP: Final = 32
 """A disk that takes a second a file still shows progress twice a minute."""

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import trio
 
-from p2pstore.access.strangers import Strangers
-from p2pstore.config import join_address
+from p2pstore.access.crowding import Strangers
+from p2pstore.addresses import join_address
 from p2pstore.gossip.links.control_connection import Connection
 from p2pstore.gossip.links.secured_connections import UPGRADE_BYTES, Securing, reason_of
 from p2pstore.gossip.links.sockets import (

@@ -8,7 +8,7 @@ from typing import Final, Generic, TypeVar
 
 import trio
 
-from p2pstore.access.member_places import Holder, yielding
+from p2pstore.access.crowding import Holder, yielding
 from p2pstore.gossip.links.connection_limits import (
     SPARE_AFTER_SECONDS,
     ConnectionLimits,

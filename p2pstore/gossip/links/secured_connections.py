@@ -15,7 +15,7 @@ from typing import Final
 
 import trio
 
-from p2pstore.access.strangers import host_group
+from p2pstore.access.crowding import host_group
 from p2pstore.gossip.links.control_connection import Connection
 from p2pstore.gossip.links.control_frames import printable
 from p2pstore.gossip.links.control_link import (

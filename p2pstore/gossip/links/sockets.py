@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import trio
 
-from p2pstore.config import DEFAULT_CONTROL_PORT, join_address, split_address
+from p2pstore.addresses import DEFAULT_CONTROL_PORT, join_address, split_address
 from p2pstore.errors import ConfigError
 from p2pstore.runtime.streams import tune_tcp
 

@@ -10,8 +10,8 @@ import weakref
 from typing import Final, Protocol
 
 from p2pstore import blocking
+from p2pstore.addresses import split_address
 from p2pstore.blocking import BlockingClient
-from p2pstore.config import split_address
 from p2pstore.errors import (
     AmbiguousLocalPeer,
     ConfigError,

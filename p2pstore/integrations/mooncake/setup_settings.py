@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from p2pstore.config import (
-    MAX_NAME_BYTES,
+from p2pstore.addresses import (
     is_ip_address,
     is_loopback,
     join_address,
     split_address,
     split_peer_address,
 )
+from p2pstore.config import MAX_NAME_BYTES
 from p2pstore.errors import ConfigError
 from p2pstore.objects import DEFAULT_NAMESPACE, encode_namespace
 

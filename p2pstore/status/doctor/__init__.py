@@ -1,1 +1,1 @@
-"""What `mooncake-p2p doctor` checks: this machine, the peers on it, and the way to another peer."""
+"""Checks of `mooncake-p2p doctor`: this machine, the peers on it, and the way to another peer."""

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
-from p2pstore.errors import P2PStoreError, PeerNotInstalled
-from p2pstore.status.doctor.finding import Finding, broken, skipped, warning
+import p2pstore
+from p2pstore import blocking
+from p2pstore.addresses import split_address
+from p2pstore.errors import ConfigError, NoLocalPeer, P2PStoreError, PeerNotInstalled
+from p2pstore.local.socket_paths import (
+    SOCKET_VARIABLE,
+    find_socket,
+    live_sockets,
+    socket_directories,
+)
+from p2pstore.memory.mapped.mapped_memory import makes_huge_pages
+from p2pstore.status.doctor import machine_rules, network_rules, readings
+from p2pstore.status.doctor import readings as speed
+from p2pstore.status.doctor.finding import Finding, broken, fine, skipped, warning
+from p2pstore.status.doctor.network_rules import (
+    LocalPeerReading,
+    absent_local_peer,
+    judge_local_peer,
+    silent_local_peer,
+    ssd_reading,
+)
+from p2pstore.topology.sysfs import read_machine, read_matrix
 
 CHECK_SECONDS: Final = 5.0
 
@@ -67,3 +94,230 @@ def _guarded(check: Check) -> list[Finding]:
                 "please report it",
             )
         ]
+
+
+DISK_SECONDS = 20.0
+LIBRARIES = ("libp2p", "trio", "msgspec", "numpy", "xxhash")
+
+
+def examine_machine(
+    *, socket: str | None = None, directory: str | None = None, rdma_topology: str | None = None
+) -> Iterator[Finding]:
+    """Findings on this machine, as they come. `directory`: where to try a disk. `rdma_topology`: the peer's
+    setting of that name.
+
+    Raises `ConfigError` when `socket` is too long to be one.
+    """
+    peers = LocalPeers()
+    named = socket is not None or SOCKET_VARIABLE in os.environ
+    groups: list[Callable[[], Sequence[Check]]] = [
+        _software_checks,
+        _memory_checks,
+        _place_checks,
+        lambda: peers.checks(socket, named),
+        lambda: _network_checks(peers),
+        lambda: _device_checks(rdma_topology),
+        lambda: _speed_checks(directory),
+    ]
+    for group in groups:
+        for check in group():
+            yield from run_check(check)
+
+
+def _software_checks() -> list[Check]:
+    return [
+        Check(
+            "python",
+            lambda: [
+                machine_rules.judge_python(sys.version_info[:3], platform.python_implementation())
+            ],
+        ),
+        Check(
+            "kernel",
+            lambda: [machine_rules.judge_kernel(platform.system(), platform.release())],
+        ),
+        Check("libraries", _check_libraries, 15.0),
+        Check("clock", lambda: [machine_rules.judge_clock(readings.read_clock())]),
+    ]
+
+
+def _check_libraries() -> list[Finding]:
+    problem = ""
+    try:
+        importlib.import_module("p2pstore.peer")
+    except PeerNotInstalled:
+        raise
+    except ImportError as error:
+        problem = f"a peer cannot be started: {error}"
+    versions = {name: importlib.metadata.version(name) for name in LIBRARIES} if not problem else {}
+    return [machine_rules.judge_libraries(versions, problem)]
+
+
+def _memory_checks() -> list[Check]:
+    def locked() -> list[Finding]:
+        soft, _ = readings.read_limit(resource.RLIMIT_MEMLOCK)
+        unlimited = readings.may_lock_all_memory()
+        rdma = bool(readings.read_rdma_ports())
+        return [machine_rules.judge_memlock(soft, unlimited=unlimited, rdma=rdma)]
+
+    def huge_pages() -> list[Finding]:
+        rdma = bool(readings.read_rdma_ports())
+        made = makes_huge_pages()
+        return [machine_rules.judge_huge_pages(*readings.read_huge_pages(), made=made, rdma=rdma)]
+
+    return [
+        Check("memory", lambda: [machine_rules.judge_memory(readings.read_memory())]),
+        Check("huge pages", huge_pages),
+        Check("numa", lambda: [machine_rules.judge_numa(*readings.read_numa())]),
+        Check("shared memory", lambda: [machine_rules.judge_memfd(readings.try_memfd())]),
+        Check(
+            "/dev/shm",
+            lambda: [machine_rules.judge_shm_directory(*readings.read_shm_directory())],
+        ),
+        Check("locked memory", locked),
+        Check(
+            "open files",
+            lambda: [machine_rules.judge_open_files(*readings.read_limit(resource.RLIMIT_NOFILE))],
+        ),
+    ]
+
+
+def _place_checks() -> list[Check]:
+    def state() -> list[Finding]:
+        from p2pstore.state.places import state_root
+
+        path = state_root()
+        return [machine_rules.judge_state_directory(str(path), *readings.read_directory(path))]
+
+    return [Check("socket directory", _check_socket_directories), Check("state directory", state)]
+
+
+def _check_socket_directories() -> list[Finding]:
+    reasons = []
+    for directory in socket_directories():
+        # The peer makes the directory itself, not the ones above it.
+        place = directory if directory.exists() else directory.parent
+        problem = "" if place.exists() else f"{place} is not there"
+        problem = problem or readings.read_directory(place)[0]
+        if not problem:
+            return [machine_rules.judge_socket_directories(str(directory), [])]
+        reasons.append(problem)
+    return [machine_rules.judge_socket_directories("", reasons)]
+
+
+def _network_checks(peers: LocalPeers) -> list[Check]:
+    def port(number: int, what: str) -> Check:
+        return Check(
+            f"port {number}",
+            lambda: [
+                network_rules.judge_port(
+                    number, what, readings.try_port(number), peers.ports.get(number, "")
+                )
+            ],
+        )
+
+    return [
+        port(network_rules.CONTROL_PORT, "control"),
+        port(network_rules.DATA_PORT, "data"),
+        Check(
+            "congestion control",
+            lambda: [network_rules.judge_congestion_control(*readings.read_congestion_control())],
+        ),
+        Check(
+            "somaxconn",
+            lambda: [
+                network_rules.judge_backlog(int(readings.read_text("/proc/sys/net/core/somaxconn")))
+            ],
+        ),
+    ]
+
+
+def _device_checks(rdma_topology: str | None) -> list[Check]:
+    def rdma() -> list[Finding]:
+        ports = readings.read_rdma_ports()
+        problem = readings.read_pyverbs_problem() if ports else ""
+        return network_rules.judge_rdma(ports, pyverbs_problem=problem)
+
+    def topology() -> list[Finding]:
+        machine = read_machine()
+        try:
+            matrix = read_matrix(rdma_topology, "rdma_topology")
+        except ConfigError as error:
+            return [network_rules.judge_wrong_topology(str(error))]
+        return network_rules.judge_topology(machine, matrix, told=rdma_topology is not None)
+
+    return [
+        Check(
+            "interfaces",
+            lambda: [network_rules.judge_interface(each) for each in readings.read_interfaces()],
+        ),
+        Check("rdma", rdma),
+        Check("rdma topology", topology),
+        Check("gpus", lambda: [network_rules.judge_gpus(readings.read_gpus())]),
+    ]
+
+
+def _speed_checks(directory: str | None) -> list[Check]:
+    checks = [
+        Check("memory copy", lambda: [machine_rules.judge_copy(speed.measure_copy())]),
+        Check("checksums", lambda: [machine_rules.judge_hash(speed.measure_hash())]),
+    ]
+    if directory is not None:
+        checks.append(
+            Check(
+                "disk",
+                lambda: [
+                    machine_rules.judge_disk(
+                        directory, *speed.measure_disk(Path(directory)), speed.DISK_BYTES
+                    )
+                ],
+                DISK_SECONDS,
+            )
+        )
+    return checks
+
+
+ANSWER_SECONDS: Final = 2.0
+
+
+@dataclass(slots=True)
+class LocalPeers:
+    """Ports of the local peers; filled by the checks."""
+
+    ports: dict[int, str] = field(default_factory=dict)
+
+    def checks(self, socket: str | None, named: bool) -> list[Check]:
+        """A check per peer. `named`: the socket was named, by option or environment, so it must answer."""
+        paths = [find_socket(socket)] if named else live_sockets()
+        if not paths:
+            return [Check("peer", lambda: [fine("peer", "none runs on this machine")])]
+        return [
+            Check(f"peer at {path}", lambda path=path: self._examine(path), 2 * CHECK_SECONDS)  # type: ignore[misc]  # bound now
+            for path in paths
+        ]
+
+    def _examine(self, path: Path) -> Sequence[Finding]:
+        try:
+            with blocking.connect(path, timeout=ANSWER_SECONDS) as client:
+                document = client.statistics()
+        except NoLocalPeer as error:
+            return [absent_local_peer(str(path), str(error))]
+        except (P2PStoreError, OSError) as error:
+            return [silent_local_peer(str(path), str(error) or type(error).__name__)]
+        peer = document["peer"]
+        for address in (*peer.get("control", ()), *peer.get("data", ())):
+            self.ports[split_address(address, "address")[1]] = peer["name"]
+        return judge_local_peer(_reading(document), p2pstore.__version__)
+
+
+def _reading(document: dict[str, Any]) -> LocalPeerReading:
+    peer = document["peer"]
+    return LocalPeerReading(
+        name=peer["name"],
+        software=peer["software"],
+        cluster=document["cluster"]["name"],
+        live=document["cluster"]["peers"],
+        clock_ahead_seconds=peer.get("clock_ahead_seconds"),
+        ssd=ssd_reading(peer["ssd"]) if "ssd" in peer else None,
+        problems=peer.get("problems"),
+    )

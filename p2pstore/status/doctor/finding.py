@@ -1,4 +1,4 @@
-"""What a check found, with its cause and its cure. Pure."""
+"""The finding of a check, with cause and cure. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
+
+from p2pstore.objects import printable
 
 
 class Status(StrEnum):
@@ -19,7 +21,7 @@ class Status(StrEnum):
 
 
 class Failure(StrEnum):
-    """What kind of breakage; it decides the command's exit status."""
+    """Kind of breakage; decides the command's exit status."""
 
     NONE = ""
     BROKEN = "broken"
@@ -83,7 +85,18 @@ def summary(findings: Iterable[Finding]) -> dict[str, int]:
 
 
 def worst_failure(findings: Iterable[Finding]) -> Failure:
-    """The first breakage: what came after it mostly follows from it."""
+    """The first breakage: later ones mostly follow from it."""
     return next(
         (finding.failure for finding in findings if finding.status is Status.BROKEN), Failure.NONE
     )
+
+
+MAX_NAME_LETTERS: Final = 80
+MAX_KEY_LETTERS: Final = 200
+MAX_TEXT_LETTERS: Final = 400
+
+
+def shown(text: str, letters: int = MAX_NAME_LETTERS) -> str:
+    """Printable text of at most `letters`; an ellipsis ends longer text."""
+    visible = printable(text[: letters + 1])
+    return visible if len(visible) <= letters else visible[: letters - 1] + "\u2026"

@@ -219,7 +219,7 @@ def judge_socket_directories(usable: str, reasons: list[str]) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """What the kernel says of its clock: whether something disciplines it, and by how much it may be off."""
+    """The kernel's clock: whether it is disciplined, and its maximum error."""
 
     synchronised: bool
     maximum_error_seconds: float

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from p2pstore.objects import format_bytes
-from p2pstore.status.doctor.finding import Finding, broken, fine, warning
+from p2pstore.status.doctor.finding import Finding, Status, broken, fine, skipped, warning
 from p2pstore.topology.hardware import Machine
 from p2pstore.topology.matrix import Matrix
 from p2pstore.transfer.rdma.rdma_rules import GidEntry, choose_gid
@@ -16,7 +16,7 @@ from p2pstore.transfer.rdma.rdma_rules import GidEntry, choose_gid
 CONTROL_PORT: Final = 17946
 DATA_PORT: Final = 17947
 BACKLOG: Final = 512
-"""What the peer's listeners ask for."""
+"""Backlog of the peer's listeners."""
 JUMBO_SPEED_MEGABITS: Final = 25_000
 """From here on, 1,500-byte frames cost more CPU than the copy."""
 JUMBO_MTU_BYTES: Final = 4096
@@ -186,7 +186,7 @@ def judge_topology(machine: Machine, matrix: Matrix, *, told: bool) -> list[Find
 
 
 def judge_wrong_topology(problem: str) -> Finding:
-    """`problem`: what is wrong with the matrix that somebody gave."""
+    """`problem`: of the given matrix."""
     return broken(
         "rdma topology",
         "",
@@ -232,6 +232,20 @@ class SsdReading:
     cure: str = ""
 
 
+def ssd_reading(ssd: Mapping[str, Any]) -> SsdReading:
+    """The reading of `ssd` in a statistics document."""
+    return SsdReading(
+        state=ssd["state"],
+        why=ssd["why"],
+        cure=ssd.get("cure", ""),
+        capacity_bytes=ssd["capacity_bytes"],
+        live_bytes=ssd["live_bytes"],
+        objects=ssd["objects"],
+        damaged=ssd["damaged"],
+        read_p99_ms=ssd["read_latency"].get("p99_ms") or 0.0,
+    )
+
+
 def judge_ssd(name: str, ssd: SsdReading) -> Finding:
     """The SSD of a peer on this machine."""
     text = (
@@ -253,3 +267,76 @@ def judge_ssd(name: str, ssd: SsdReading) -> Finding:
             **measured,
         )
     return fine(f"{name}: ssd", text, **measured)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPeerReading:
+    """A peer on this machine as it answered. `clock_ahead_seconds`: of this machine's clock against the median of the
+    others'; None where it is not known. `problems`: as its status page shows them; None of an older peer, which does
+    not say."""
+
+    name: str
+    software: str
+    cluster: str
+    live: int
+    clock_ahead_seconds: float | None = None
+    ssd: SsdReading | None = None
+    problems: Sequence[Mapping[str, str]] | None = ()
+
+
+def judge_local_peer(reading: LocalPeerReading, own_version: str) -> list[Finding]:
+    """The peer, its problems in its own words, and readings of it that are as they should be."""
+    name = f"peer {reading.name}"
+    members = f"{reading.live} live {'member' if reading.live == 1 else 'members'}"
+    text = f"p2pstore {reading.software}, cluster {reading.cluster}, {members}"
+    findings = [fine(name, text)]
+    if reading.problems is None:
+        findings.append(
+            skipped(f"{name}: problems", "it is older, and does not say: see its status page")
+        )
+    problems = [_finding(name, each) for each in reading.problems or ()]
+    told = {finding.name for finding in problems}
+    if reading.clock_ahead_seconds is not None and f"{name}: clock" not in told:
+        findings.append(_clock(name, reading.clock_ahead_seconds))
+    if reading.ssd is not None and f"{name}: ssd" not in told:
+        findings.append(judge_ssd(name, reading.ssd))
+    if reading.software != own_version:
+        findings.append(
+            warning(
+                f"{name}: this command",
+                f"is of p2pstore {own_version}",
+                "this command and its peer are of different versions",
+                "neighbouring versions work together; upgrade the older one",
+            )
+        )
+    return [*findings, *problems]
+
+
+def _clock(name: str, ahead: float) -> Finding:
+    text = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} the other peers'"
+    return fine(f"{name}: clock", text, clock_ahead_seconds=ahead)
+
+
+def _finding(name: str, problem: Mapping[str, str]) -> Finding:
+    make = broken if problem["status"] == Status.BROKEN else warning
+    return make(f"{name}: {problem['name']}", problem["what"], problem["cause"], problem["cure"])
+
+
+def absent_local_peer(socket: str, reason: str) -> Finding:
+    """The named socket has no peer, or none that this user may ask."""
+    return broken(
+        f"peer at {socket}",
+        "none to talk to",
+        reason,
+        "if it is to run, the end of its log says why it ended (`journalctl -u`, peer.log in its state directory)",
+    )
+
+
+def silent_local_peer(socket: str, reason: str) -> Finding:
+    """The process at the socket does not answer."""
+    return broken(
+        f"peer at {socket}",
+        "no answer",
+        reason,
+        "it is stopped, hung or overloaded: look at its log; end it and start it again",
+    )

@@ -59,7 +59,7 @@ def _forms(secret: bytes) -> list[str]:
 
 
 def _unless_harmless(match: re.Match[str]) -> str:
-    """Peer ids are public; what lacks small letters, capitals or digits is a name rather than a secret."""
+    """Peer ids are public; a word without small letters, capitals or digits is a name."""
     word = match[0]
     if _PEER_ID.fullmatch(word):
         return word

@@ -1,4 +1,4 @@
-"""Gathers what somebody who is to help would ask for, without secrets, in one file. Shell.
+"""Collects diagnostics for support, without secrets, in one file. Shell.
 
 Every part has a deadline of its own, and one that cannot be had is left out with the reason: a bundle is wanted most
 when things do not work.
@@ -25,7 +25,7 @@ import p2pstore
 from p2pstore import blocking
 from p2pstore.errors import P2PStoreError
 from p2pstore.local.socket_paths import live_sockets
-from p2pstore.state.regular_file import open_regular_file
+from p2pstore.state.folder import open_regular_file
 from p2pstore.status.doctor.redaction import Redactor
 
 ANSWER_SECONDS: Final = 5.0
@@ -59,7 +59,7 @@ paths and names of objects (in slow.json and logs) were not: look before you pas
 
 @dataclass(slots=True)
 class Bundle:
-    """What was gathered: text by name, and of what could not be had why."""
+    """Collected text by name, and reasons of missing parts."""
 
     parts: dict[str, str] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
@@ -118,7 +118,7 @@ def sockets_to_ask(named: Path | None) -> list[Path]:
 
 
 def _gather_peer(bundle: Bundle, path: Path) -> list[bytes]:
-    """What one peer says of itself. Returns the secrets that it is known to have."""
+    """Collect one peer's own statements. Returns the secrets that it is known to have."""
     folder = f"peers/{path.stem}"
     answered: dict[str, Any] = {}
 
@@ -196,7 +196,7 @@ def read_end(path: Path) -> str:
 
 
 def versions() -> str:
-    """What runs here."""
+    """Versions of this installation."""
     return to_json(
         {
             "p2pstore": p2pstore.__version__,

@@ -19,7 +19,7 @@ import trio
 
 import p2pstore
 from p2pstore.access.keyring import KeyRing
-from p2pstore.config import split_address
+from p2pstore.addresses import split_address
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.gossip_messages import ControlKind, Exchange, ExchangeReply, Ping
 from p2pstore.gossip.links.control_link import LinkError
@@ -27,17 +27,19 @@ from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_h
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.links.sockets import Endpoint, connect
 from p2pstore.gossip.records import PeerId, PeerRecord, format_peer_id, open_peer_record
-from p2pstore.peer.peer_addresses import host_identity
-from p2pstore.peer.ticket_desk import TicketOffice
 from p2pstore.runtime.trio_tasks import sole_cause
-from p2pstore.state.state_directory import ephemeral
+from p2pstore.state.key_files import ephemeral
 from p2pstore.status.doctor import way_rules
 from p2pstore.status.doctor.finding import Finding, broken, fine, skipped
-from p2pstore.status.doctor.way_data import examine_data_address
-from p2pstore.status.doctor.way_rdma import examine_rdma
-from p2pstore.status.doctor.way_shm import examine_shared_memory
+from p2pstore.status.doctor.way_transports import (
+    examine_data_address,
+    examine_rdma,
+    examine_shared_memory,
+)
+from p2pstore.topology.sysfs import host_identity
 from p2pstore.transfer.data_messages import MAX_DATA_VERSION, MIN_DATA_VERSION
 from p2pstore.transfer.read_tickets import Scope
+from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.wire import Message
 
 MAX_ADDRESSES: Final = 8
@@ -50,7 +52,7 @@ Report = Callable[[Finding], None]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What to examine: the control address `HOST:PORT` of a peer, and with what."""
+    """The target: the control address `HOST:PORT` of a peer, and with what."""
 
     address: str
     ring: KeyRing
@@ -276,7 +278,7 @@ def _own_record(peer_id: PeerId, reply: Message) -> tuple[PeerRecord, int]:
 
 
 async def _greeting(sock: socket.socket) -> bytes | None:
-    """What the other side says without being asked; None for nothing within a quarter of a second."""
+    """The other side's first bytes; None for silence of a quarter of a second."""
     with trio.move_on_after(way_rules.GREETING_SECONDS):
         await trio.lowlevel.wait_readable(sock)
         try:

@@ -21,7 +21,7 @@ NOT_CONTROL_CURE: Final = (
     "give the address behind `control` in its `ready` line, not its data or metrics port"
 )
 ALLOW_LIST_WORDS: Final = "allow list"
-"""What a peer with an allow list says to whoever is not on it."""
+"""The refusal of a peer with an allow list."""
 
 
 def format_seconds(seconds: float) -> str:
@@ -147,7 +147,7 @@ def judge_no_admission(
 
 @dataclass(frozen=True, slots=True)
 class PeerReading:
-    """Who answered, from its own signed record."""
+    """The answering peer, from its own signed record."""
 
     name: str
     peer_id: str

@@ -13,7 +13,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.config import is_loopback
+from p2pstore.addresses import is_loopback
 from p2pstore.errors import (
     ConfigError,
 )

@@ -19,9 +19,9 @@ from typing import Any, Final
 import trio
 
 from p2pstore.access.allowlist import AllowList
+from p2pstore.access.crowding import Strangers, host_group
 from p2pstore.access.keyring import KeyRing
-from p2pstore.access.strangers import Strangers, host_group
-from p2pstore.config import join_address, split_address
+from p2pstore.addresses import join_address, split_address
 from p2pstore.errors import (
     AuthenticationFailed,
     ConfigError,

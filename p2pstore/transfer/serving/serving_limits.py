@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from p2pstore.access.member_places import Holder, yielding
+from p2pstore.access.crowding import Holder, yielding
 from p2pstore.objects import GIB, PART_BYTES
 from p2pstore.runtime.byte_budget import Owner
 

@@ -1,0 +1,1 @@
+"""Answers to the clients of the peer's host."""

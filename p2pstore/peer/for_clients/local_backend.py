@@ -1,0 +1,319 @@
+"""Requests of local clients, dispatched to their handlers. Requests of one step are answered at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable
+from typing import Any, Final
+
+import msgspec
+
+import p2pstore
+from p2pstore.access.keyring import KeyRing, Role
+from p2pstore.checkpoint import checkpoint_messages
+from p2pstore.checkpoint.peer.client_requests import ClientRequests
+from p2pstore.core.copies.replicate import ReplicateOperation
+from p2pstore.core.gets.lookup import split_digests
+from p2pstore.core.puts.pinning import PinEnd, PinOperation
+from p2pstore.core.puts.put_operation import MAX_REPLICAS
+from p2pstore.errors import AuthenticationFailed
+from p2pstore.local import local_messages as local
+from p2pstore.local import local_protocol
+from p2pstore.local.local_clients import LocalClient
+from p2pstore.local.local_protocol import LocalKind
+from p2pstore.local.server import WRITING
+from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
+from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_page
+from p2pstore.memory.segment_layout import Pin
+from p2pstore.objects import DIGEST_BYTES
+from p2pstore.peer.for_clients.erasing import Erasing
+from p2pstore.peer.for_clients.local_gets import LocalGets
+from p2pstore.peer.for_clients.local_puts import LocalPuts
+from p2pstore.peer.for_clients.local_queries import (
+    MAX_WAIT_SECONDS,
+    Answer,
+    LocalQueries,
+    check_batch,
+    no_such_key,
+)
+from p2pstore.peer.node import Node
+from p2pstore.peer.segment_memory import SegmentMemory
+from p2pstore.put_facts import PutStatus
+from p2pstore.runtime import memory_barrier
+from p2pstore.transfer.ticket_desk import TicketOffice
+from p2pstore.wire import Empty, Message
+
+logger = logging.getLogger("p2pstore.local")
+
+_WITH_EFFECTS: Final = frozenset(
+    {
+        LocalKind.RESERVE,
+        LocalKind.COMMIT,
+        LocalKind.STORED,
+        LocalKind.PLAN,
+        LocalKind.REPORT,
+        LocalKind.PIN,
+        LocalKind.PREFETCH,
+    }
+)
+"""Requests that leave effects for the shell."""
+
+_WHILE_LEAVING: Final = frozenset(
+    {LocalKind.STATISTICS, LocalKind.PEERS, LocalKind.RELEASE, LocalKind.ABORT}
+)
+"""Requests that are answered to the end."""
+_FOR_MEMBERS: Final = WRITING - {LocalKind.ABORT, LocalKind.LEAVE}
+"""Requests that a peer with a key of another role refuses, all or some: the members would."""
+_FOR_WRITERS: Final = frozenset(
+    {LocalKind.RESERVE, LocalKind.PLACE, LocalKind.STORED, LocalKind.REMOVE, LocalKind.FLUSH}
+)
+"""Those that one with a writer's key does not refuse in its namespaces."""
+
+
+class PeerLocalBackend:
+    """Satisfies `p2pstore.local.local_clients.LocalBackend`."""
+
+    def __init__(
+        self,
+        node: Node,
+        memory: SegmentMemory,
+        location_table: SharedMemory | None,
+        office: TicketOffice,
+        checkpoints: ClientRequests,
+        erasing: Erasing,
+    ) -> None:
+        config = node.config
+        max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
+        self._erasing = erasing
+        self._node = node
+        self._core = node.core
+        self._segment = node.core.segment
+        self._memory = memory
+        self._read_only = memory.read_only_descriptors()
+        self._location_table = location_table
+        self._table_descriptor = (
+            -1 if location_table is None else location_table.read_only_descriptor()
+        )
+        self._puts = LocalPuts(node, office)
+        self._gets = LocalGets(node, office, max_leased_bytes)
+        self._checkpoints = checkpoints
+        self.request_types = {**local_protocol.REQUESTS, **checkpoint_messages.REQUESTS}
+        self._max_leased_bytes = max_leased_bytes
+        self._has_effects = False
+        self._has_barriers = memory_barrier.is_available()
+        self._hazard_pages: dict[int, SharedMemory] = {}
+        queries = LocalQueries(node)
+        self._handlers: dict[LocalKind, Any] = {
+            LocalKind.RESERVE: self._puts.reserve,
+            LocalKind.COMMIT: self._puts.commit,
+            LocalKind.ABORT: self._puts.abort,
+            LocalKind.PLACE: self._puts.place,
+            LocalKind.STORED: self._puts.stored,
+            LocalKind.LEASE: self._gets.lease,
+            LocalKind.RELEASE: self._gets.release,
+            LocalKind.PLAN: self._gets.plan,
+            LocalKind.REPORT: self._gets.report,
+            LocalKind.CONTAINS: queries.contains,
+            LocalKind.LOCATE: queries.locate,
+            LocalKind.MATCH_PREFIX: queries.match_prefix,
+            LocalKind.REMOVE: self._remove,
+            LocalKind.LIST: queries.list_keys,
+            LocalKind.PEERS: queries.peers,
+            LocalKind.STATISTICS: queries.statistics,
+            LocalKind.LEAVE: self._leave,
+            LocalKind.REPLICATE: self._replicate,
+            LocalKind.PIN: self._pin,
+            LocalKind.FLUSH: self._flush,
+            LocalKind.PREFETCH: self._prefetch,
+            **checkpoints.handlers,
+        }
+
+    def close(self) -> None:
+        """Close the descriptors that readers are given."""
+        for descriptor in {*self._read_only, self._table_descriptor} - {-1}:
+            os.close(descriptor)
+        self._read_only, self._table_descriptor = [], -1
+
+    def welcome(
+        self, client: LocalClient, version: int
+    ) -> tuple[local_protocol.HelloReply, list[int]]:
+        """This peer's introduction, and the segment's descriptors."""
+        self._node.check_open()
+        self._node.guard.restore_header()
+        memory = self._memory
+        writes = client.access is local_protocol.Access.WRITE
+        descriptors = memory.descriptors if writes else self._read_only
+        segment = local_protocol.SegmentInfo(
+            self._segment.segment_id, self._segment.geometry.total_bytes, memory.pieces
+        )
+        reply = local_protocol.HelloReply(
+            version,
+            self._core.peer_id,
+            self._node.config.name,
+            self._core.incarnation,
+            [segment],
+            self._max_leased_bytes,
+            p2pstore.__version__,
+            access=int(client.access),
+        )
+        table, passed = self._location_table, list(descriptors)
+        if table is not None and client.reads_locations:
+            reply = msgspec.structs.replace(reply, location_table_bytes=table.length)
+            passed.append(self._table_descriptor)
+        target = self._checkpoints.use_memory(client) if client.checkpoint else None
+        page = self._give_hazards(client)
+        if page is not None:
+            reply = msgspec.structs.replace(reply, hazards=True)
+            passed.append(page.descriptor)
+        if target is not None:
+            layout = target.layout
+            reply = msgspec.structs.replace(
+                reply, checkpoint_bytes=layout.total_bytes, checkpoint_manifest=layout.manifest
+            )
+            passed.append(target.descriptor)
+        self._node.local_clients += 1
+        return reply, passed
+
+    def _give_hazards(self, client: LocalClient) -> SharedMemory | None:
+        """A page for the client to lease by, if it wants one. Not of memory that outlives this peer: who looks at what
+        would not be known in its next life."""
+        if not client.hazards or not self._has_barriers or self._node.kept_memory is not None:
+            return None
+        try:
+            page = create_page(HAZARD_PAGE_BYTES, "p2pstore-hazards")
+        except OSError as error:  # it can ask, as long as there are no descriptors or memory
+            logger.warning("a client gets no page to lease by: %s", error.strerror)
+            return None
+        self._hazard_pages[client.holder] = page
+        self._segment.views.watch_hazards(client.holder, page.view)
+        return page
+
+    def welcomed(self, client: LocalClient) -> None:
+        """It has its page: a descriptor less."""
+        page = self._hazard_pages.get(client.holder)
+        if page is not None:
+            page.close_descriptor()
+
+    def handle(self, client: LocalClient, kind: LocalKind, message: Message) -> Answer:
+        """The answer, or something to await that gives it."""
+        if kind not in _WHILE_LEAVING:
+            self._node.check_open()
+        if kind in _FOR_MEMBERS:
+            check_rights(self._node.credentials.ring, kind, message)
+        answer: Answer = self._handlers[kind](client, message)
+        if kind in _WITH_EFFECTS:  # not LEASE: its round trip should cost nothing else
+            self._has_effects = True
+            if isinstance(answer, Awaitable):
+                return self._carry_out(answer)
+        return answer
+
+    async def _carry_out(self, answer: Awaitable[Message | None]) -> Message | None:
+        """Have the shell do what the rest of an answer gave to do."""
+        try:
+            return await answer
+        finally:
+            self._node.process()
+
+    def handled(self) -> None:
+        """Carry out what the requests had the core decide, and make room for the next put."""
+        if self._has_effects:
+            self._has_effects = False
+            self._puts.make_room_ahead()
+            self._node.process()
+
+    def client_gone(self, client: LocalClient) -> None:
+        """End what the client held."""
+        self._node.local_clients -= 1
+        self._checkpoints.client_gone(client)
+        self._node.carry_out(self._segment.drop_holder_in_steps(client.holder))
+        page = self._hazard_pages.pop(client.holder, None)
+        if page is not None:
+            page.close()
+
+    @property
+    def _now(self) -> float:
+        return self._node.now
+
+    @property
+    def _unix(self) -> float:
+        return self._core.unix(self._node.now)
+
+    # --- changing ----------------------------------------------------------------------------
+
+    async def _remove(self, client: LocalClient, message: local.Remove) -> local.Removed:
+        return local.Removed(await self._erasing.remove(message.namespace, message.keys))
+
+    def _leave(self, client: LocalClient, message: local.Leave) -> Empty:
+        self._node.drain_seconds = max(0.0, min(message.drain_seconds, MAX_WAIT_SECONDS))
+        self._node.leave_requested.set()
+        return Empty()
+
+    async def _replicate(self, client: LocalClient, message: local.Replicate) -> local.PutOutcome:
+        if not 1 <= message.copies <= MAX_REPLICAS:
+            raise ValueError(f"copies must be 1 to {MAX_REPLICAS}, not {message.copies}")
+        if len(message.digest) != DIGEST_BYTES:
+            raise ValueError(f"{len(message.digest)} bytes are no digest")
+        self._core.timekeeping.check(self._now)
+        entry = self._segment.find(message.digest, self._unix)
+        if entry is None:
+            entry = await self._node.complete(
+                self._core.operations.fetch(message.digest, self._now, soft=False)
+            )
+        self._core.objects.strengthen(entry, entry.pin, message.copies, self._now)
+        operation = ReplicateOperation(self._core, entry, message.copies)
+        copies = await self._node.complete(self._core.operations.start(operation, self._now))
+        if copies < message.copies:
+            self._core.repair.fell_short(copies, self._now)
+        version = entry.version
+        return local.PutOutcome(
+            int(PutStatus.UNCHANGED), copies, message.copies, version.clock, version.writer
+        )
+
+    async def _pin(self, client: LocalClient, message: local.SetPin) -> local.Pinned:
+        if message.pin not in (0, 1, 2):
+            raise ValueError(f"pin {message.pin} is not none, soft or hard")
+        pin = Pin(message.pin)
+        digests = check_batch(split_digests(message.digests))
+        operation = PinOperation(self._core, digests, pin, message.ttl_ms / 1000)
+        ends: list[PinEnd] = await self._node.complete(
+            self._core.operations.start(operation, self._now)
+        )
+        # What is to be kept has to be here; what is to be kept no longer may be anywhere.
+        done = [end.here or (pin is Pin.NONE and end.found) for end in ends]
+        return local.Pinned(
+            [local.OK if each else no_such_key() for each in done],
+            [end.copies for end in ends],
+            [end.known for end in ends],
+        )
+
+    async def _flush(self, client: LocalClient, message: local.Flush) -> local.Flushed:
+        flushed = await self._erasing.flush(message.namespace, message.deadline_ms / 1000)
+        return local.Flushed(flushed.told, flushed.not_told)
+
+    def _prefetch(self, client: LocalClient, message: local.Prefetch) -> Empty:
+        self._core.prefetching.add(check_batch(split_digests(message.digests)), self._now)
+        return Empty()
+
+
+def check_rights(ring: KeyRing, kind: LocalKind, message: Message) -> None:
+    """Raise `AuthenticationFailed` where the peer's key does not allow a request that changes something."""
+    if ring.role is Role.MEMBER:
+        return
+    if ring.role is Role.READER:
+        raise AuthenticationFailed(
+            "this peer's key file holds a reader's key: it may read, and change nothing. Ask a peer with the "
+            "cluster's key"
+        )
+    if kind not in _FOR_WRITERS or (isinstance(message, local.Place) and message.pin):
+        what = "pin" if kind is LocalKind.PLACE else kind.name.lower().replace("_", " ")
+        raise AuthenticationFailed(
+            f"this peer's key file holds a writer's key: it may read, put, remove and flush, but not {what}. Ask a "
+            "peer with the cluster's key"
+        )
+    namespace = getattr(message, "namespace", None)
+    if namespace is not None and namespace not in ring.writers:
+        raise AuthenticationFailed(
+            f"this peer's key file may write in {', '.join(map(repr, ring.writers))} only, not in namespace "
+            f"{namespace!r}"
+        )

@@ -1,0 +1,1 @@
+"""Requests from other peers, and requests to them."""

@@ -1,0 +1,279 @@
+"""Answers on data connections."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from p2pstore.checkpoint.peer.running import RunningSwarms
+from p2pstore.core.gets.hot_objects import HOT_BYTES, SentOn
+from p2pstore.core.gets.serving import reply_of
+from p2pstore.core.operation import Operation
+from p2pstore.core.puts.comparing import SLOT_ONLY
+from p2pstore.core.puts.storing_for_others import Incoming, IncomingStores, digest_of, stored_reply
+from p2pstore.errors import P2PStoreError
+from p2pstore.gossip.records import member_of
+from p2pstore.memory.entries import SmallObjectsLent
+from p2pstore.memory.loans import Loan
+from p2pstore.memory.segment import ObjectEntry
+from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
+from p2pstore.objects import KIB
+from p2pstore.peer.for_clients.erasing import Erasing
+from p2pstore.peer.node import Node
+from p2pstore.runtime.streams import BytesLike
+from p2pstore.runtime.trio_tasks import take_turns
+from p2pstore.transfer.data_messages import (
+    DataKind,
+    GetItem,
+    GetManifest,
+    GetSmall,
+    Keeps,
+    ObjectReply,
+    ObjectStatus,
+    Store,
+    Stored,
+    keeps_of,
+)
+from p2pstore.transfer.peer_messages import (
+    Flush,
+    Remove,
+    Snapshot,
+    SnapshotReply,
+    Statistics,
+    StatisticsReply,
+)
+from p2pstore.transfer.read_tickets import TicketClaims
+from p2pstore.transfer.serving.read_answers import LentObject
+from p2pstore.transfer.serving.serving_backends import OpenedStore
+from p2pstore.wire import Failure, Message, error_of
+
+if TYPE_CHECKING:
+    from p2pstore.ssd_tier.index import ColdEntry
+
+BRING_SECONDS: Final = 4.0
+"""For objects that are asked for before they are in memory. Who asks gives up after 5 s without progress."""
+COPIED_BYTES: Final = 16 * KIB
+"""Values up to this are copied before they are sent: that takes less time than to keep them where they are."""
+
+
+class PeerDataBackend:
+    """Satisfies `p2pstore.transfer.serving.data_server.DataBackend`."""
+
+    def __init__(self, node: Node, swarms: RunningSwarms, erasing: Erasing) -> None:
+        self._node = node
+        self._erasing = erasing
+        self.swarms = swarms
+        self._core = node.core
+        self._segment = node.core.segment
+        self._hot = threading.Lock()
+        """Guards the readers of hot objects, which sending threads note as well."""
+
+    def must_bring(self, items: Sequence[GetItem]) -> bool:
+        """Whether some of these are on the SSD alone, or on their way here."""
+        if self._core.cold.store is None and not self._core.operations.fetching:
+            return False
+        now = self._node.now
+        return any(item.first_chunk != SLOT_ONLY and self._comes(item, now) for item in items)
+
+    def _comes(self, item: GetItem, now: float) -> bool:
+        """Whether the object can come to memory."""
+        is_on_its_way = item.first_chunk == 0 and self._core.operations.is_fetching(item.digest)
+        return is_on_its_way or self._core.cold.find_only_here(item.digest, now) is not None
+
+    async def bring(self, items: Sequence[GetItem]) -> None:
+        """Bring these objects to memory. A failed one is absent when it is opened."""
+        now = self._node.now
+        operations = [
+            self._core.operations.fetch(item.digest, now, only_here=True)
+            for item in items
+            if self._comes(item, now)
+        ]
+        with trio.move_on_after(BRING_SECONDS):
+            for operation in operations:
+                await self._node.settle(operation)
+
+    def _hot_answer(
+        self, entry: ObjectEntry, reader: bytes, keeps: Keeps, now: float
+    ) -> SentOn | None:
+        """From any thread."""
+        member = member_of(reader)
+        state = self._core.gossip.membership.resolve(member)
+        memory_bytes = state.memory_capacity if state is not None else 0
+        with self._hot:
+            return self._core.hot_objects.read(
+                entry.digest, entry.length, member, memory_bytes, keeps, now
+            )
+
+    def lend(
+        self, item: GetItem, reader: bytes, keeps: int, *, decides: bool
+    ) -> LentObject | ObjectReply | None:
+        """An object that is about to be sent."""
+        now, segment = self._node.now, self._segment
+        lent = self._core.objects.lend(item.digest, now, decides=decides)
+        if lent is None:
+            return self._why_not(item, now) if decides else None
+        loan, entry = lent
+        kept = False
+        try:
+            if not item.first_chunk and entry.length >= HOT_BYTES:
+                sent_on = self._hot_answer(entry, reader, keeps_of(keeps), now)
+                if sent_on is not None:
+                    return self._sent_on(sent_on) if decides else None
+            elif (
+                decides and item.first_chunk
+            ):  # a read that goes on; those that begin are noted when they are sent
+                segment.objects.used(entry, 0, self._core.unix(now))
+            slot, trailer = segment.table.slot_bytes(entry), segment.table.trailer_bytes(entry)
+            kept = True
+            return LentObject(slot, trailer, segment.payload(entry), loan)
+        finally:
+            if not kept:
+                segment.views.end_loan(loan)
+
+    def _sent_on(self, sent_on: SentOn) -> ObjectReply:
+        """To those that keep it, when the object is hot."""
+        self._core.counters["reads_sent_on"] += 1
+        return ObjectReply(int(ObjectStatus.BUSY), others=sent_on.keepers, keep=True)
+
+    def _why_not(self, item: GetItem, now: float) -> LentObject | ObjectReply:
+        """About an object that is not in memory, or not to be read there."""
+        cold = self._core.cold.find(item.digest, now)
+        if cold is not None and item.first_chunk == SLOT_ONLY:
+            slot = encode_slot(Slot(SlotState.LIVE, cold.digest, cold.version, 0, cold.length, 0))
+            return LentObject(slot, _trailer_on_ssd(cold), memoryview(b""), None)
+        if (
+            cold is not None
+        ):  # it could not be brought: the disk hangs, or memory is full of what must stay
+            self._core.counters["reads_not_brought"] += 1
+            return ObjectReply(int(ObjectStatus.BUSY))
+        self._core.counters["reads_not_found"] += 1
+        return ObjectReply(
+            int(ObjectStatus.NOT_FOUND),
+            incarnation=self._core.incarnation,
+            sequence=self._core.gossip.log.sequence,
+        )
+
+    def _is_sent_on(self, entry: ObjectEntry, reader: bytes, keeps: int, now: float) -> bool:
+        """Whether the object is hot, so that the event loop is to say who else has it."""
+        if entry.length < HOT_BYTES:
+            return False
+        return self._hot_answer(entry, reader, keeps_of(keeps), now) is not None
+
+    def lend_small(self, asked: GetSmall, reader: bytes) -> SmallObjectsLent | None:
+        """Many objects of one chunk, for any thread."""
+        now = self._node.now
+        if asked.most_bytes < HOT_BYTES:
+            return self._core.objects.lend_small(asked.digests, asked.most_bytes, now)
+
+        def is_sent_on(entry: ObjectEntry) -> bool:
+            return self._is_sent_on(entry, reader, asked.keeps, now)
+
+        return self._core.objects.lend_small(asked.digests, asked.most_bytes, now, is_sent_on)
+
+    def end_loan(self, handle: Loan) -> None:
+        """It was sent, or will not be."""
+        self._segment.views.end_loan(handle)
+
+    def note_reads(self, counts: Mapping[bytes, int]) -> None:
+        """Count reads of these objects."""
+        unix = self._core.unix(self._node.now)
+        for digest, count in counts.items():
+            self._segment.objects.touch(digest, count, unix)
+        self._core.counters["reads_served"] += sum(counts.values())
+
+    async def handle(
+        self, kind: DataKind, message: Message, claims: TicketClaims
+    ) -> tuple[Message, Sequence[BytesLike]]:
+        """Answer everything but GET."""
+        if isinstance(message, Statistics):
+            document = self._node.statistics.document(private=False)
+            return StatisticsReply(json.dumps(document).encode()), ()
+        if isinstance(message, Remove | Flush):
+            return await self._erasing.serve(message, claims.issuer), ()
+        if isinstance(message, GetManifest):
+            return self.swarms.manifest(message)
+        if isinstance(message, Snapshot):
+            if message.member != self._core.member:
+                raise P2PStoreError("a peer gives a snapshot of its own log only")
+            return await self._own_snapshot()
+        # Also while this peer leaves: it is the home of keys as long as the others believe so.
+        answer = self._core.serve(claims.issuer, kind, message, self._node.now)
+        self._node.process()
+        if isinstance(answer, Operation):
+            if not answer.done:
+                with contextlib.suppress(P2PStoreError):  # the reply says why
+                    await self._node.complete(answer)
+            answer = reply_of(answer)
+        if isinstance(answer, Failure):
+            raise error_of(answer.code, answer.text, answer.detail)
+        return answer, ()
+
+    async def _own_snapshot(self) -> tuple[SnapshotReply, Sequence[BytesLike]]:
+        """Of a million records it would hold the loop for 20 ms at once."""
+        log = self._core.gossip.log
+        with log.copying() as copy:
+            while not log.copy_on(copy):
+                await trio.lowlevel.checkpoint()
+        head = copy.head
+        reply = SnapshotReply(self._core.member, copy.incarnation, head.sequence, head.set_hash)
+        return reply, copy.parts
+
+
+def _trailer_on_ssd(cold: ColdEntry) -> bytes:
+    """The trailer of what is on the SSD alone, without its sums; nothing where only its record tells all."""
+    if cold.described:
+        return b""
+    return encode_trailer(
+        TrailerBody(
+            cold.namespace,
+            cold.key,
+            b"",
+            expires_unix_ms=cold.expires_unix_ms,
+            replicas=cold.replicas,
+            pin=cold.pin,
+        )
+    )
+
+
+class PeerStoreBackend:
+    """Satisfies `p2pstore.transfer.serving.serving_backends.StoreBackend`."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._core = node.core
+        self._incoming = IncomingStores(node.core)
+
+    async def begin_store(self, request: Store, claims: TicketClaims) -> OpenedStore | Stored:
+        """Room for a value, or the end of its put where that needs no bytes."""
+        self._node.check_open()
+        digest = digest_of(request)
+        operation = self._incoming.examine(request, self._node.now)
+        if await self._node.complete(operation) is not None:
+            return stored_reply(self._core, digest, operation, self._node.now)
+        try:
+            incoming = await take_turns(self._incoming.open(request, claims.issuer, self._node.now))
+        finally:
+            self._node.process()  # what was evicted is withdrawn
+        return OpenedStore(self._incoming.payload(incoming), request.sums, (incoming, digest))
+
+    async def finish_store(self, opened: OpenedStore) -> Stored:
+        """Decide on a value that has arrived."""
+        incoming, digest = _handle(opened)
+        operation = self._incoming.put(incoming, self._node.now)
+        await self._node.complete(operation)
+        self._core.counters["values_taken_in"] += 1
+        return stored_reply(self._core, digest, operation, self._node.now)
+
+    def abandon_store(self, opened: OpenedStore) -> None:
+        """Give the room back where it was not put to use."""
+        self._incoming.close(_handle(opened)[0])
+
+
+def _handle(opened: OpenedStore) -> tuple[Incoming, bytes]:
+    handle: tuple[Incoming, bytes] = opened.handle
+    return handle

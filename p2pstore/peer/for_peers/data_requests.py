@@ -1,0 +1,274 @@
+"""Requests to other peers over data connections: questions, pulls of objects, snapshots of logs. Shell."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from p2pstore.core.copies.copies_destination import Room, RoomDestination
+from p2pstore.core.core_effects import (
+    AskPeer,
+    KnownCopy,
+    PullFailure,
+    PullObject,
+    PullOutcome,
+    PullTogether,
+    Reply,
+)
+from p2pstore.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    NoSuchKey,
+    P2PStoreError,
+    ProtocolError,
+    Unavailable,
+)
+from p2pstore.gossip.gossip_effects import FetchSnapshot, SnapshotHead
+from p2pstore.gossip.locations.snapshots import CheckedSnapshot, check_snapshot
+from p2pstore.gossip.records import LocationRecord, PeerId, member_of
+from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
+from p2pstore.objects import CHUNK_BYTES, KIB, SIZE_UNIT_BYTES
+from p2pstore.runtime.trio_tasks import take_turns
+from p2pstore.transfer.data_messages import DataKind, Keeps
+from p2pstore.transfer.failover import HolderReport
+from p2pstore.transfer.peer_messages import Snapshot, SnapshotReply
+from p2pstore.transfer.reading.arriving import Announced
+from p2pstore.transfer.reading.small_reads import MOST_ITEMS, Part, Parts, part_slices
+from p2pstore.transfer.transfer_trace import ReadWatch
+from p2pstore.transfer.transport import PullReport, RemotePeer, pull_with_failover
+from p2pstore.wire import Failure, code_of
+
+if TYPE_CHECKING:
+    from p2pstore.peer.node import Node
+
+logger = logging.getLogger("p2pstore.peer")
+
+MAX_REQUESTS_UNDER_WAY: Final = 512
+PULLED_AT_ONCE: Final = 4
+"""Requests of up to 16 MiB, or of one larger object, for which there is room at the same time."""
+MAPPED_BYTES: Final = 32 * KIB
+"""Up to here a value takes less time over a connection, together with others, than out of mapped memory, alone."""
+NO_WRITER: Final = -1
+"""The hash of no writer: only the announced version will do."""
+
+
+class TakenCopies:
+    """Carries out `PullTogether`."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._limiter = trio.CapacityLimiter(PULLED_AT_ONCE)
+
+    async def take(self, effect: PullTogether) -> None:
+        """Bring what is wanted of these objects to memory."""
+        node, copies = self._node, effect.copies
+        async with self._limiter:
+            try:
+                await take_turns(copies.reserve(node.now))
+                begin = node.now
+                brought = await self._pull(effect.holder, copies.rooms)
+                lengths = [room.slot.length for room in copies.rooms if room.place in brought]
+                failures = len(copies.rooms) - len(brought)
+                node.watch.pulled_together(effect.holder, lengths, failures, node.now - begin)
+                copies.publish(brought, node.now)
+            finally:
+                copies.abort()
+        node.core.operations.pulled(effect.operation, PullOutcome(delivered=True), node.now)
+        node.process()
+
+    async def _pull(self, holder: PeerId, rooms: Sequence[Room]) -> set[int]:
+        """The places of what came whole, verified. Those of one chunk come together; one by one the others, what the
+        holder was too busy for, and what is copied out of the memory of a holder on the same host."""
+        brought = {room.place for room in rooms if not room.slot.length}
+        most_bytes = self._most_bytes_together(holder)
+        small = [room for room in rooms if 0 < room.slot.length <= most_bytes]
+        if small:
+            brought |= await self._pull_small(holder, small)
+        for room in rooms:
+            if room.place not in brought and await self._pull_one(holder, room):
+                brought.add(room.place)
+        return brought
+
+    def _most_bytes_together(self, holder: PeerId) -> int:
+        node, record = self._node, self._node.routes.record_of(holder)
+        if node.config.transport not in ("auto", "tcp"):
+            return 0
+        is_near = record is not None and record.host_id == node.routes.host_id
+        return MAPPED_BYTES if is_near and node.config.transport == "auto" else CHUNK_BYTES
+
+    async def _pull_small(self, holder: PeerId, rooms: Sequence[Room]) -> set[int]:
+        slots = [room.slot for room in rooms]
+        parts = _parts(
+            Part(
+                [slot.digest for slot in slots],
+                [room.view for room in rooms],
+                max(slot.length for slot in slots),
+                [slot.version for slot in slots],
+            )
+        )
+        data = self._node.routes.remote_peer(holder).data
+        peer = RemotePeer(holder, data, announced=Announced(NO_WRITER))
+        lengths, _ = await self._node.pool.pull_small_parts(peer, parts)
+        return {
+            room.place
+            for room, length in zip(rooms, lengths, strict=False)
+            if length == room.slot.length
+        }
+
+    async def _pull_one(self, holder: PeerId, room: Room) -> bool:
+        slot = room.slot
+        units = min(round_up(slot.length, GRANULE_BYTES) // GRANULE_BYTES, 0xFFFFFF)
+        record = LocationRecord(slot.digest, slot.version, 0, units)
+        copy = KnownCopy(member_of(holder), holder, record, reachable=True)
+        try:
+            report = await pull_with_failover(
+                [self._node.routes.remote_copy(copy)],
+                self._node.routes.transports,
+                slot.digest,
+                RoomDestination(room),
+            )
+        except (P2PStoreError, ValueError):
+            return False
+        return report.pulled is not None
+
+
+def _parts(everything: Part) -> Parts:
+    """As few requests as it takes: the holder answers other requests at the same time."""
+    digests, views, most_bytes, versions = everything
+    slices = part_slices(views, most_bytes, MOST_ITEMS)
+    parts = [Part(digests[some], views[some], most_bytes, versions[some]) for some in slices]
+    return lambda: iter([[part] for part in parts])
+
+
+class DataRequests:
+    """Carries out `AskPeer`, `PullObject`, `PullTogether` and `FetchSnapshot` over data connections."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._routes = node.routes
+        self._limiter = trio.CapacityLimiter(MAX_REQUESTS_UNDER_WAY)
+        self.copies = TakenCopies(node)
+
+    async def ask(self, effect: AskPeer) -> None:
+        reply: Reply = None
+        begin = self._node.now
+        async with self._limiter:
+            with trio.move_on_after(effect.timeout_seconds):
+                try:
+                    reply = await self._node.pool.request(
+                        self._routes.remote_peer(effect.peer_id),
+                        DataKind(effect.kind),
+                        effect.request,
+                    )
+                except (P2PStoreError, OSError, ValueError) as error:
+                    reply = refusal(error)
+                    logger.debug("request %s to a peer failed: %s", effect.kind, error)
+        self._node.watch.asked(effect, reply, self._node.now - begin)
+        if effect.operation:
+            self._node.core.answered(effect.operation, effect.tag, reply, self._node.now)
+        elif reply is None:
+            self._node.core.holders.peer_failed(effect.peer_id, self._node.now)
+        self._node.process()
+
+    async def pull(self, effect: PullObject) -> None:
+        try:
+            destination = self._node.core.operations.copy_destination(
+                effect.operation, self._node.now
+            )
+        except NoSuchKey:
+            return  # its requester has gone
+        destination.watch = ReadWatch(time.monotonic)
+        failures: tuple[HolderReport, ...] = ()
+        report: PullReport | None = None
+        error: Exception | None = None
+        delivered = False
+        begin = self._node.now
+        try:
+            if not self._node.core.segment.quotas and effect.copies:
+                await self._node.make_room(effect.copies[0].record.size_units * SIZE_UNIT_BYTES)
+            keeps = Keeps.NO if effect.insist else Keeps.YES
+            copies = [
+                replace(self._routes.remote_copy(copy), keeps=keeps)
+                for copy in self._routes.reading_order(effect.copies)
+            ]
+            report = await pull_with_failover(
+                copies, self._routes.transports, effect.digest, destination
+            )
+            failures = report.failures
+            if report.pulled is not None:
+                delivered = True
+                destination.commit(self._node.now)
+        except (P2PStoreError, ValueError) as problem:
+            error = problem
+        finally:
+            destination.abort()
+        trace = destination.watch.trace
+        self._node.watch.pulled(effect, report, error, self._node.now - begin, trace)
+        self._node.core.counters[f"pulls_{'delivered' if delivered else 'failed'}"] += 1
+        delivered_by = (0, "")
+        if (
+            delivered
+            and report is not None
+            and report.pulled is not None
+            and report.copy is not None
+        ):
+            delivered_by = report.copy.member, report.pulled.transport
+        outcome = PullOutcome(
+            delivered, tuple(pull_failure(failure) for failure in failures), error, *delivered_by
+        )
+        self._node.core.operations.pulled(effect.operation, outcome, self._node.now)
+        self._node.process()
+
+    async def fetch_snapshot(self, effect: FetchSnapshot) -> None:
+        head: SnapshotHead | None = None
+        checked: bytes | CheckedSnapshot = b""
+        with trio.move_on_after(effect.timeout_seconds):
+            try:
+                reply, bulk = await self._node.pool.request_bulk(
+                    self._routes.remote_peer(effect.peer_id),
+                    DataKind.SNAPSHOT,
+                    Snapshot(effect.member),
+                    effect.most_bytes,
+                )
+                if isinstance(reply, SnapshotReply):
+                    checked = await trio.to_thread.run_sync(
+                        check_snapshot, bulk, abandon_on_cancel=True
+                    )
+                    head = SnapshotHead(reply.incarnation, reply.sequence, reply.set_hash)
+            except ProtocolError as error:
+                logger.warning("dropped what a peer sent: %s", error)
+            except (P2PStoreError, OSError, ValueError) as error:
+                logger.debug("snapshot failed: %s", error)
+        self._node.control.take(
+            lambda: self._node.core.gossip.snapshot_fetched(
+                effect.token, head, checked, self._node.now
+            )
+        )
+
+
+_LINK_ERRORS: Final = (OSError, DeadlineExceeded, ProtocolError, AuthenticationFailed, Unavailable)
+
+
+def refusal(error: Exception) -> Failure | None:
+    """The failure that the other side answered with; None when it was the way there that failed."""
+    if isinstance(error, _LINK_ERRORS):
+        return None
+    return Failure(int(code_of(error)), str(error))
+
+
+def pull_failure(report: HolderReport) -> PullFailure:
+    """A transport's report as the core takes it."""
+    return PullFailure(
+        report.member,
+        int(report.code),
+        report.text,
+        report.incarnation,
+        report.sequence,
+        report.keep,
+        report.others,
+    )

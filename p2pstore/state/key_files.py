@@ -1,0 +1,112 @@
+"""Files with secrets: identities and cluster keys. Shell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from p2pstore.access.keyring import KeyRing, parse_cluster_keys, reader_keys
+from p2pstore.errors import ConfigError
+from p2pstore.gossip.links.identity import SEED_BYTES, Identity
+from p2pstore.gossip.records import format_peer_id
+from p2pstore.state.folder import (
+    Folder,
+    open_regular_file,
+)
+
+FORMAT: Final = 1
+
+
+IDENTITY_HEADER: Final = "p2pstore identity "
+_MAX_KEY_FILE_BYTES: Final = 64 * 1024
+
+
+def ephemeral() -> Identity:
+    """A new identity that is kept nowhere: for a peer without a state directory."""
+    return Identity(secrets.token_bytes(SEED_BYTES))
+
+
+def load_cluster_key_file(path: str | os.PathLike[str]) -> KeyRing:
+    """The cluster's keys: one in hexadecimal a line, the first one proves, `#` comments.
+
+    Raises `ConfigError` when the file cannot be read, may be read by others, or holds something else.
+    """
+    where = Path(path)
+    try:
+        text = read_private(where, "is the cluster's key")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the cluster key file {where} does not exist; `mooncake-p2p keygen {where}` makes one"
+        ) from None
+    return parse_cluster_keys(text, str(where))
+
+
+def readers_key_file(path: str | os.PathLike[str], namespaces: Sequence[str] = ()) -> str:
+    """The text of the key file for readers, or for writers of `namespaces`, that goes with a cluster key file. Raises
+    as `load_cluster_key_file` and `reader_keys`."""
+    ring = load_cluster_key_file(path)
+    return reader_keys(ring, lambda seed: format_peer_id(Identity(seed).peer_id), namespaces)
+
+
+def parse_private_keys(folder: Folder, name: str, what: str) -> KeyRing:
+    """The keys of a file in `folder`, which is `what`. Raises as `load_cluster_key_file`, and `OSError`."""
+    path = folder.path / name
+    return parse_cluster_keys(read_private(path, what, folder), str(path))
+
+
+def read_private(path: Path, what: str, folder: Folder | None = None) -> str:
+    """The text of a file with a secret in it, which lies in that folder or where a user said. Raises
+    `FileNotFoundError`, and `ConfigError` for the rest."""
+    try:
+        with (
+            open_regular_file(path)
+            if folder is None
+            else os.fdopen(folder.open(path.name, os.O_RDONLY), "rb")
+        ) as file:
+            status = os.fstat(file.fileno())
+            if status.st_mode & 0o077:
+                raise ConfigError(
+                    f"{path} {what}, but others may read it (mode {stat.S_IMODE(status.st_mode):04o}): "
+                    f"run `chmod 600 {path}`; if it was exposed, make a new one"
+                )
+            data = file.read(_MAX_KEY_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > _MAX_KEY_FILE_BYTES:
+        raise ConfigError(f"{path} is too long to be a key file")
+    try:
+        return data.decode("ascii")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file") from None
+
+
+def parse_identity(path: Path, text: str) -> bytes:
+    header, _, rest = text.partition("\n")
+    version = header.removeprefix(IDENTITY_HEADER)
+    if header.startswith(IDENTITY_HEADER) and version.isdigit():
+        check_format(path, int(version))
+        with contextlib.suppress(ValueError):
+            seed = bytes.fromhex(rest.strip())
+            if len(seed) == SEED_BYTES:
+                return seed
+    raise ConfigError(
+        f'{path} is not an identity ("{IDENTITY_HEADER}{FORMAT}" and 64 hexadecimal digits): restore '
+        "it from a backup, or move it away and this peer starts as a new one"
+    )
+
+
+def check_format(path: Path, version: int) -> None:
+    if version > FORMAT:
+        raise ConfigError(
+            f"{path} has format {version}, this program knows up to {FORMAT}: upgrade it, or use "
+            "another --state-dir"
+        )
+    if version < 1:
+        raise ConfigError(f"{path} has format {version}, which never existed: move it away")

@@ -1,0 +1,500 @@
+"""A peer's metrics, named by Prometheus' conventions, from the statistics document and the measures. Pure.
+
+Labels are few and bounded: transports, kinds of requests, states, reasons, 32 namespaces, 16 checkpoints; never keys or
+other peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from prometheus_client.core import (
+    Metric,
+)
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from p2pstore.core.copies.cold_copies import Gone
+from p2pstore.core.copies.memory_return import FATES
+from p2pstore.runtime.stepping import Steps
+from p2pstore.status.measures import MAX_NAMESPACES, OTHERS, Measures
+from p2pstore.status.metric_families import (
+    COARSE_SECONDS,
+    FINE_SECONDS,
+    MICROSECONDS,
+    SIZES,
+    counter,
+    counters,
+    gauge,
+    gauges,
+    histogram,
+    histograms,
+)
+from p2pstore.status.metrics_ssd import ssd_families
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+Document = Mapping[str, Any]
+_SINGLE: Final = (
+    (gauge, "uptime_seconds", "Since the peer started.", "uptime_seconds"),
+    (gauge, "memory_capacity_bytes", "Memory for objects.", "memory_capacity_bytes"),
+    (gauge, "memory_used_bytes", "Occupied by objects and reservations.", "memory_used_bytes"),
+    (gauge, "leased_bytes", "Under leases, or being sent.", "leased_bytes"),
+    (gauge, "objects", "Objects in this peer's memory.", "objects"),
+    (gauge, "operations", "Operations under way.", "operations"),
+    (gauge, "known_locations", "Copies of others that this peer knows of.", "known_locations"),
+    (gauge, "floors", "Removals that are remembered.", "floors"),
+    (
+        gauge,
+        "floors_permille",
+        "Of what there is room for: removals are slowed from 800 on.",
+        "floors_permille",
+    ),
+    (
+        gauge,
+        "floors_refused",
+        "Removals by others that had to wait, as there was no room.",
+        "floors_refused",
+    ),
+    (gauge, "local_clients", "Clients on this machine that are connected.", "local_clients"),
+    (
+        gauge,
+        "cluster_keys",
+        "Keys that this peer accepts: more than one while a key is being replaced.",
+        "cluster_keys",
+    ),
+    (
+        gauge,
+        "bootstrap_addresses",
+        "Addresses at which this peer is to find others.",
+        "bootstrap_addresses",
+    ),
+    (gauge, "members_refused", "Members that there was no room for.", "members_refused"),
+    (gauge, "joined", "1 once another peer has answered.", "joined"),
+    (
+        gauge,
+        "lacking_objects",
+        "Objects here with fewer copies than wanted and than peers offer memory.",
+        "repair.lacking",
+    ),
+    (counter, "repaired_copies", "Copies made again after a loss.", "repair.copies"),
+    (counter, "repaired_bytes", "Their bytes.", "repair.bytes"),
+    (
+        gauge,
+        "gossip_local_health",
+        "How little this peer trusts its own probes: 0 is best, 8 worst.",
+        "gossip.local_health",
+    ),
+    (gauge, "gossip_neighbours", "Members that gossip talks to now.", "connections.neighbours"),
+    (gauge, "control_connections", "Open control connections.", "connections.open"),
+    (
+        gauge,
+        "held_for_others_bytes",
+        "Incomplete or unanswered requests, and unread answers.",
+        "places.held_bytes",
+    ),
+    (
+        counter,
+        "hoarders_ended",
+        "Connections cut for the memory held for them.",
+        "places.hoarders_ended",
+    ),
+    (
+        gauge,
+        "stamps_ahead_seconds",
+        "How far this peer's next stamp is ahead of its own wall clock.",
+        "stamps_ahead_seconds",
+    ),
+)
+"""Metrics with one value: its kind, name and text, and the path of the value in the statistics document."""
+_BY_LABEL: Final = (
+    (
+        gauges,
+        "members",
+        "Members of the cluster by state, this peer included. Dead ones are remembered for a day.",
+        "status",
+        "gossip.members",
+        "",
+    ),
+    (
+        counters,
+        "gossip_bytes",
+        "Bytes on control connections.",
+        "direction",
+        "gossip.{}_bytes",
+        "sent received",
+    ),
+    (
+        gauges,
+        "connection_places_taken",
+        "Taken places for other members' connections.",
+        "kind",
+        "places.{}.taken",
+        "control data",
+    ),
+    (
+        gauges,
+        "connection_places",
+        "Places for other members' connections.",
+        "kind",
+        "places.{}.limit",
+        "control data",
+    ),
+    (
+        gauges,
+        "connection_places_largest",
+        "Of these, those of the member that has most.",
+        "kind",
+        "places.{}.largest.places",
+        "control data",
+    ),
+    (
+        counters,
+        "connections_yielded",
+        "Connections closed for one that was wanted when all places were taken.",
+        "kind",
+        "places.{}.yielded",
+        "control data",
+    ),
+    (
+        counters,
+        "connections_refused",
+        "Members' connections refused because all places were in use.",
+        "kind",
+        "places.{}.refused",
+        "control data",
+    ),
+)
+"""Metrics with a label: the path of each value, or of a table of them where no values of the label are named."""
+_CLIENTS: Final = (
+    ("client_puts", "Puts of this machine's clients."),
+    ("client_put_bytes", "Bytes that they put."),
+    ("client_puts_failed", "Puts that failed."),
+    ("client_puts_kept_existing", "Puts that left another value as it was."),
+    ("client_puts_short_of_copies", "Puts that made fewer copies than were asked for."),
+    ("client_reads", "Gets that read in place, in this peer's memory."),
+    ("client_read_bytes", "Bytes that they got."),
+    ("client_leases", "Gets that were given a view of this peer's memory."),
+    ("client_misses", "Gets that found nothing, or no reachable holder."),
+    ("transport_fallbacks", "Reads for which a transport gave way to another one."),
+    ("last_copies_dropped", "Objects given up without another known copy."),
+    ("holder_failures", "Reads at a holder that did not deliver."),
+    ("holders_too_slow", "Of these, silent or slow holders."),
+    ("version_signatures", "Signatures under what this peer wrote, for copies elsewhere."),
+    ("contradicting_copies", "Copies announced with other bytes than their writers'."),
+    ("objects_spoilt", "Objects in this peer's memory whose bytes were found spoilt."),
+    ("memory_restored", "Repairs of what clients wrote into memory of the peer alone."),
+)
+_GONE: Final = "gone_"
+_RDMA: Final = (
+    ("devices", "RDMA devices that know this peer's memory."),
+    ("lost_devices", "Of these, failed since the start."),
+    ("readers", "Queue pairs by which others read this peer."),
+)
+ANSWERS: Final = {
+    "memory": ("client_reads", "client_leases"),
+    "ssd": ("client_reads_from_ssd",),
+    "peers": ("client_reads_elsewhere",),
+    "nobody": ("client_misses",),
+}
+"""Sources of clients' gets, and their counters."""
+
+
+def exposition(peer: Document, cluster: str, measures: Measures) -> Steps[bytes]:
+    """All metrics in Prometheus' text format; `cluster` is its name."""
+    parts: list[bytes] = []
+    for metric in _families(peer, cluster, measures):
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_One(metric))
+        parts.append(generate_latest(registry))
+        yield
+    return b"".join(parts)
+
+
+class _One(Collector):
+    """A single metric."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._metric
+
+
+def _families(peer: Document, cluster: str, measures: Measures) -> Iterator[Metric]:
+    yield gauges(
+        "build_info",
+        "This peer.",
+        ["name", "cluster", "software"],
+        [((peer["name"], cluster, peer["software"]), 1)],
+    )
+    for kind, name, text, path in _SINGLE:
+        yield kind(name, text, _at(peer, path))
+    yield from _clients(peer["counters"])
+    yield from _latencies(measures)
+    yield from _namespaces(measures)
+    yield from _kept(peer)
+    yield from _quotas(peer["quotas"])
+    yield from _transfers(peer)
+    yield from _gossip(peer, measures)
+    yield from _checkpoints(peer["checkpoints"])
+    yield from _follows(peer["follows"])
+    for field, text in _RDMA:
+        yield gauge(f"rdma_{field}", text, peer.get("rdma", {}).get(field, 0))
+    if "ssd" in peer:
+        yield from ssd_families(peer["ssd"])
+
+
+def _at(document: Document, path: str) -> Any:
+    value: Any = document
+    for name in path.split("."):
+        value = value[name]
+    return value
+
+
+def _labelled(peer: Document) -> Iterator[Metric]:
+    for kind, name, text, label, path, named in _BY_LABEL:
+        table = (
+            {each: _at(peer, path.format(each)) for each in named.split()}
+            if named
+            else _at(peer, path)
+        )
+        yield kind(name, text, [label], [((each,), value) for each, value in table.items()])
+
+
+def _clients(counted: Document) -> Iterator[Metric]:
+    for field, text in _CLIENTS:
+        yield counter(field, text, counted.get(field, 0))
+    yield counters(
+        "client_gets",
+        "Gets of this machine's clients, by where the value was.",
+        ["answer"],
+        [
+            ((answer,), sum(counted.get(field, 0) for field in fields))
+            for answer, fields in ANSWERS.items()
+        ],
+    )
+    yield counters(
+        "objects_gone",
+        "Objects that this peer gave up, by why, and what that costs.",
+        ["reason"],
+        [((why.value,), counted.get(_GONE + why, 0)) for why in Gone],
+    )
+    known = {field for field, _ in _CLIENTS}.union(*ANSWERS.values())
+    known |= {f"kept_{unit}_{fate}" for unit in ("objects", "bytes") for fate in FATES}
+    yield counters(
+        "events",
+        "Other counters, by name.",
+        ["event"],
+        [
+            ((name,), count)
+            for name, count in counted.items()
+            if name not in known and not name.startswith(_GONE)
+        ],
+    )
+
+
+def _kept(peer: Document) -> Iterator[Metric]:
+    """Objects of kept memory at this peer's start."""
+    counted = peer["counters"]
+    yield gauge("kept_objects_unchecked", "Not looked at yet.", peer["objects_returning"])
+    for unit, text in (("objects", "Objects"), ("bytes", "Bytes")):
+        yield counters(
+            f"kept_{unit}",
+            f"{text} of an earlier life in kept memory: shown again, damaged, or perhaps removed meanwhile.",
+            ["fate"],
+            [((fate,), counted.get(f"kept_{unit}_{fate}", 0)) for fate in FATES],
+        )
+
+
+def _latencies(measures: Measures) -> Iterator[Metric]:
+    yield histograms(
+        "client_request_seconds",
+        "How long requests of this machine's clients took the peer. Reads in place ask nobody.",
+        "request",
+        measures.requests,
+        buckets=COARSE_SECONDS,
+        unit=MICROSECONDS,
+    )
+    yield histograms(
+        "read_seconds",
+        "How long it took to bring an object, by what brought it: by the peer or by a client itself, not in a batch.",
+        "transport",
+        measures.reads,
+        buckets=FINE_SECONDS,
+        unit=MICROSECONDS,
+    )
+    yield histograms(
+        "read_size_bytes",
+        "How long the objects were that were read; those of a batch count as its mean.",
+        "transport",
+        measures.read_bytes,
+        buckets=SIZES,
+    )
+    yield histogram(
+        "put_size_bytes",
+        "How long the objects were that were put.",
+        measures.put_bytes,
+        buckets=SIZES,
+    )
+    yield histograms(
+        "peer_request_seconds",
+        "How long other peers took to answer requests that are no reads.",
+        "request",
+        measures.asked,
+        buckets=COARSE_SECONDS,
+        unit=MICROSECONDS,
+    )
+    yield counters(
+        "peer_request_failures",
+        "Requests to other peers that were refused, or not answered in time.",
+        ["request"],
+        [
+            ((what,), measures.asked_in_vain[what])
+            for what in sorted({*measures.asked, *measures.asked_in_vain})
+        ],
+    )
+    yield histogram(
+        "event_loop_lag_seconds",
+        "How much too late the event loop woke up a task, looked at 20 times a second.",
+        measures.loop_lag,
+        buckets=FINE_SECONDS,
+        unit=MICROSECONDS,
+    )
+
+
+def _namespaces(measures: Measures) -> Iterator[Metric]:
+    """Of all namespaces, those that were used first have labels of their own."""
+    which = f"; the first {MAX_NAMESPACES} namespaces, then {OTHERS!r}."
+    uses = measures.namespaces()
+    for field, text in (
+        ("puts", "Puts of this machine's clients"),
+        ("put_bytes", "Bytes that they put"),
+        ("reads", "Gets that found the value"),
+        ("read_bytes", "Bytes that they got"),
+        ("misses", "Gets that found nothing"),
+    ):
+        yield counters(
+            f"namespace_{field}",
+            text + which,
+            ["namespace"],
+            [((name,), getattr(use, field)) for name, use in uses.items()],
+        )
+
+
+def _quotas(quotas: Mapping[str, Document]) -> Iterator[Metric]:
+    """Only of namespaces that have one: what all others use is the rest of `memory_used_bytes`."""
+    for field, text in (
+        ("quota_bytes", "Memory kept for the namespace."),
+        ("used_bytes", "Memory that it has, within its quota and above."),
+        ("kept_bytes", "Of that, what is evicted for no other namespace."),
+        ("ssd_bytes", "What it has on the SSD."),
+        ("cap_bytes", "The most that it may have in memory and on the SSD, where there is a cap."),
+    ):
+        yield gauges(
+            f"namespace_{field}",
+            text,
+            ["namespace"],
+            [((name,), use[field]) for name, use in quotas.items() if use[field] is not None],
+        )
+
+
+def _transfers(peer: Document) -> Iterator[Metric]:
+    ways = (
+        ("served", "sent to other peers and their clients", ("objects", "bytes", "busy")),
+        (
+            "received",
+            "that came from other peers, for this one and its clients",
+            ("objects", "bytes", "failures"),
+        ),
+    )
+    for way, text, what in ways:
+        for each in what:
+            yield counters(
+                f"{way}_{each}",
+                f"{each.capitalize()} {text}.",
+                ["transport"],
+                [((transport,), use[each]) for transport, use in peer[way].items()],
+            )
+
+
+def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
+    members, failures = peer["gossip"]["members"], measures.message_failures
+    sent = sorted({kind for kind, _ in measures.messages})
+    yield from _labelled(peer)
+    for name, text, labels, values in (
+        (
+            "member_changes",
+            "How often a member was found to be in this state.",
+            ["status"],
+            [((status,), measures.member_changes[status]) for status in members],
+        ),
+        (
+            "gossip_messages",
+            "Requests of gossip, sent and received; each has an answer.",
+            ["kind", "direction"],
+            sorted(measures.messages.items()),
+        ),
+        (
+            "gossip_message_failures",
+            "Requests of gossip that were not answered in time, or refused.",
+            ["kind"],
+            [((kind,), failures[kind]) for kind in sent],
+        ),
+    ):
+        yield counters(name, text, labels, values)
+    yield histogram(
+        "gossip_ping_seconds",
+        "Duration of pings of other members.",
+        measures.pings,
+        buckets=FINE_SECONDS,
+        unit=MICROSECONDS,
+    )
+    for name, text in (
+        ("strangers_refused", "Control connections dropped for wrong keys, or garbage."),
+        ("refused_by_members", "Answers of members that do not admit this one."),
+    ):
+        yield counter(name, text, getattr(measures, name))
+    if peer["clock_ahead_seconds"] is not None:
+        yield gauge(
+            "clock_ahead_seconds",
+            "How far this machine's clock is ahead of the other members', by their median.",
+            peer["clock_ahead_seconds"],
+        )
+    wrong = int(bool(peer["clock_problem"]))
+    yield gauge("clock_is_wrong", "1 where others would refuse this peer's writes.", wrong)
+
+
+def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:
+    labels = ["namespace", "checkpoint", "version", "state"]
+    found: dict[tuple[str, ...], Document] = {}
+    for each in checkpoints:
+        key = (each["namespace"], each["name"], each["version"], each["state"])
+        found[key] = each
+    yield gauges(
+        "checkpoint_done_ratio",
+        "How much of a version of a checkpoint this peer has, of 1; at most 16 versions.",
+        labels,
+        [(key, each["done"]) for key, each in found.items()],
+    )
+    yield gauges(
+        "checkpoint_size_bytes",
+        "How large it is.",
+        labels,
+        [(key, each["total_bytes"]) for key, each in found.items()],
+    )
+
+
+def _follows(follows: list[Document]) -> Iterator[Metric]:
+    for field, text in (
+        ("ready", "Whether this peer, which follows the name, has its newest version verified."),
+        ("current", "Whether it uses the version that followers are to use."),
+        ("behind_seconds", "For how long they have been to use another version than it does."),
+    ):
+        yield gauges(
+            f"checkpoint_follower_{field}",
+            text,
+            ["namespace", "checkpoint"],
+            [((each["namespace"], each["name"]), float(each[field])) for each in follows],
+        )

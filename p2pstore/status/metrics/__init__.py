@@ -1,1 +1,0 @@
-"""Prometheus metrics of a peer, and the HTTP server that answers them."""
