@@ -4,6 +4,7 @@
 """
 
 from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -22,12 +23,14 @@ MEANINGS: Final[dict[int, str]] = {
     130: "stopped by Ctrl-C",
 }
 
+
 @dataclass(frozen=True)
 class Page:
     """The end of a command's help."""
 
     examples: tuple[Example, ...]
     statuses: tuple[tuple[int, str], ...]
+
 
 def _page(
     *examples: Example, also: Iterable[int] = (), meaning: dict[int, str] | None = None
@@ -36,6 +39,7 @@ def _page(
     special = meaning or {}
     numbers = sorted({0, 1, 2, 130, *also, *special})
     return Page(examples, tuple((each, special.get(each, MEANINGS[each])) for each in numbers))
+
 
 PAGES: Final[dict[str, Page]] = {
     "join": _page(
