@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from p2pstore.core.puts.put_operation import PutEnd
+from p2pstore.core.operation import PutEnd
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.objects import Version, key_digest, namespace_digest

@@ -13,7 +13,7 @@ from functools import partial
 from random import Random
 from typing import Final
 
-from p2pstore.core.puts.put_operation import PutEnd
+from p2pstore.core.operation import PutEnd
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.objects import ZERO_VERSION, Version, key_digest, namespace_digest

@@ -11,13 +11,13 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.copies.cold_return import ColdSorted
 from p2pstore.core.copies.hand_over import HandOverOperation
-from p2pstore.core.copies.replicate_together import PutAmongMany
+from p2pstore.core.copies.replicate import PutAmongMany
 from p2pstore.core.core_effects import (
     AskPeer,
     CheckObject,
     CheckReturned,
+    ColdSorted,
     OperationFinished,
     PullObject,
     PullOutcome,

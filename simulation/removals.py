@@ -11,8 +11,8 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Final
 
+from p2pstore.core.operation import PutEnd
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR
 from p2pstore.objects import Version, key_digest, namespace_digest

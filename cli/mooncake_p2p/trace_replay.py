@@ -21,9 +21,8 @@ from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import MIB
-from p2pstore.trace.outages import PeerChange, next_up
-from p2pstore.trace.prefix_hits import HitCounts, Model
-from p2pstore.trace.trace_routing import make_router
+from p2pstore.trace.pool import PeerChange, make_router, next_up
+from p2pstore.trace.trace_requests import HitCounts, Model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

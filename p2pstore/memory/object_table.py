@@ -7,6 +7,7 @@ all, and may write anywhere. What they spoil is written anew (`restore_header` a
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Set
 from itertools import islice
 
@@ -15,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2pstore.memory.entries import ObjectEntry, Reservation
-from p2pstore.memory.key_index import KeyIndex
 from p2pstore.memory.segment_layout import (
     FREE_SLOT,
     INDEX_ENTRY_BYTES,
@@ -33,9 +33,11 @@ from p2pstore.memory.segment_layout import (
     TrailerBody,
     decode_index_entry,
     decode_trailer,
+    encode_index_entry,
     encode_segment_header,
     encode_slot,
     encode_trailer,
+    index_home,
     pack_slot,
     trailer_offset,
 )
@@ -271,3 +273,77 @@ class ObjectTable:
 
     def _write(self, offset: int, data: bytes) -> None:
         self._buffer[offset : offset + len(data)] = data
+
+
+_UNUSED = bytes(INDEX_ENTRY_BYTES)
+
+
+class KeyIndex:
+    """Writes entries into `section`, which begins zeroed. `entries` is a power of two."""
+
+    def __init__(self, section: memoryview, entries: int) -> None:
+        self._section = section
+        self._entries = entries
+        self._digests: list[bytes | None] = [None] * entries
+        self._slots = array("I", bytes(4 * entries))
+
+    def set(self, digest: bytes, slot: int) -> None:
+        """Publish that `digest` is in `slot`, in place of an earlier slot of the same digest."""
+        digests, mask = self._digests, self._entries - 1
+        position = index_home(digest, self._entries)
+        while (there := digests[position]) is not None and there != digest:
+            position = (position + 1) & mask
+        self._write(position, digest, slot)
+
+    def get(self, digest: bytes) -> int | None:
+        """The slot published for `digest`."""
+        position = self._find(digest)
+        return None if position is None else self._slots[position]
+
+    def remove(self, digest: bytes) -> None:
+        """Take `digest` out and move later entries of its run back: no tombstones remain."""
+        hole = self._find(digest)
+        if hole is None:
+            raise KeyError(digest)
+        mask = self._entries - 1
+        position = hole
+        while (moving := self._digests[position := (position + 1) & mask]) is not None:
+            home = index_home(moving, self._entries)
+            if (position - home) & mask >= (position - hole) & mask:
+                self._write(hole, moving, self._slots[position])
+                hole = position
+        self._digests[hole] = None
+        start = hole * INDEX_ENTRY_BYTES
+        self._section[start : start + INDEX_ENTRY_BYTES] = _UNUSED
+
+    def restore(self, first: int, count: int) -> int:
+        """Write entries anew that another process changed; how many there were."""
+        restored = 0
+        for position in range(first, min(first + count, self._entries)):
+            digest = self._digests[position]
+            start = position * INDEX_ENTRY_BYTES
+            expected = (
+                _UNUSED if digest is None else encode_index_entry(digest, self._slots[position])
+            )
+            if self._section[start : start + INDEX_ENTRY_BYTES] != expected:
+                self._section[start : start + INDEX_ENTRY_BYTES] = expected
+                restored += 1
+        return restored
+
+    def detach(self) -> None:
+        """Let go of the memory."""
+        self._section = memoryview(b"")
+
+    def _find(self, digest: bytes) -> int | None:
+        position = index_home(digest, self._entries)
+        while (there := self._digests[position]) is not None:
+            if there == digest:
+                return position
+            position = (position + 1) & (self._entries - 1)
+        return None
+
+    def _write(self, position: int, digest: bytes, slot: int) -> None:
+        self._digests[position] = digest
+        self._slots[position] = slot
+        start = position * INDEX_ENTRY_BYTES
+        self._section[start : start + INDEX_ENTRY_BYTES] = encode_index_entry(digest, slot)

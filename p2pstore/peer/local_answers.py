@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Final
 
 from p2pstore.core.core_effects import KnownCopy
+from p2pstore.core.operation import PutEnd
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import (
     DeadlineExceeded,
     ProtocolError,

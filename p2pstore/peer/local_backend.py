@@ -16,10 +16,9 @@ from p2pstore.checkpoint.peer.local_checkpoints import LocalCheckpoints
 from p2pstore.checkpoint.peer.local_groups import LocalGroups
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.gets.key_pages import ListedPage, ListOperation
+from p2pstore.core.gets.key_pages import ListedPage, ListOperation, is_known, known_keys
 from p2pstore.core.gets.lookup import LookupOperation, split_digests
-from p2pstore.core.gets.presence_answers import is_known, known_keys
-from p2pstore.core.puts.pinning import PinEnd, PinOperation
+from p2pstore.core.puts.lifetimes import PinEnd, PinOperation
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import AuthenticationFailed
 from p2pstore.gossip.gossip_messages import Status

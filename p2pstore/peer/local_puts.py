@@ -8,12 +8,11 @@ from typing import Final, TypeAlias
 
 import trio
 
-from p2pstore.core.copies.replicate_together import PutAmongMany
-from p2pstore.core.operation import Operation
+from p2pstore.core.copies.replicate import PutAmongMany
+from p2pstore.core.operation import Operation, PutEnd
 from p2pstore.core.puts.placing import place
-from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP, publish_new
-from p2pstore.core.puts.put_operation import PutEnd, PutOperation, check_put
-from p2pstore.core.puts.reserving import Reserved, reserve_many
+from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP, Reserved, publish_new, reserve_many
+from p2pstore.core.puts.put_operation import PutOperation, check_put
 from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
 from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of

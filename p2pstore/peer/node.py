@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 import trio
 
 from p2pstore.config import PeerConfig
-from p2pstore.core.copies.checking import CheckOperation
-from p2pstore.core.copies.cold_return import ColdSorted
 from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
+from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.core_effects import (
     AskPeer,
     CheckObject,
     CheckReturned,
+    ColdSorted,
     KnownCopy,
     LoadObject,
     OperationFinished,

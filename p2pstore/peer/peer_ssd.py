@@ -16,9 +16,15 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from p2pstore.config import MINIMUM_SSD_BYTES, PeerConfig
-from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copies.copy_destination import CopyDestination
-from p2pstore.core.core_effects import LoadObject, PullFailure, PullOutcome, WriteObject
+from p2pstore.core.core_effects import (
+    ColdObject,
+    ColdSorted,
+    LoadObject,
+    PullFailure,
+    PullOutcome,
+    WriteObject,
+)
 from p2pstore.errors import CapacityExceeded, ConfigError, NoSuchKey, P2PStoreError, Unavailable
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.segment_layout import (

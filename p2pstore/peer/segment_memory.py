@@ -9,9 +9,8 @@ from p2pstore.config import MemoryPiece, PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.memory.kept_memory import Expected, checksum_of, checksum_of_quotas
 from p2pstore.memory.mapped.joined_memory import PIECE_BYTES, JoinedMemory
-from p2pstore.memory.mapped.kept_file import boot_id, open_kept_memory
+from p2pstore.memory.mapped.kept_file import boot_id, create_file_memory, open_kept_memory
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, advise_huge_pages, create_memory
-from p2pstore.memory.mapped.memory_file import create_file_memory
 from p2pstore.memory.segment_layout import plan_geometry, round_up
 
 SegmentMemory = SharedMemory | JoinedMemory

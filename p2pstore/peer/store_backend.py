@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pstore.core.puts.storing_for_others import Incoming, IncomingStores, digest_of, stored_reply
+from p2pstore.core.puts.placing import Incoming, IncomingStores, digest_of, stored_reply
 from p2pstore.peer.node import Node
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.transfer.data_messages import Store, Stored

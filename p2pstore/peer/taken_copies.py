@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from p2pstore.core.copies.copies_destination import Room, RoomDestination
+from p2pstore.core.copies.copy_destination import Room, RoomDestination
 from p2pstore.core.core_effects import KnownCopy, PullOutcome, PullTogether
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import LocationRecord, PeerId, member_of

@@ -21,7 +21,7 @@ from p2pstore.access.keyring import new_cluster_key
 from p2pstore.core.gets import key_pages as listing
 from p2pstore.core.gets import serving
 from p2pstore.gossip.gossip_messages import ControlKind, Ping
-from p2pstore.memory.policies.least_recently_used import LeastRecentlyUsed
+from p2pstore.memory.policies.interface import LeastRecentlyUsed
 from p2pstore.memory.policies.prefix_aware import PrefixAware
 from p2pstore.memory.segment_layout import SLOT_BYTES, trailer_offset
 from p2pstore.objects import key_digest

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.puts.put_operation import PutEnd
+from p2pstore.core.operation import PutEnd
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.directory_mode import DirectorySetting, ModeLimits
 from p2pstore.objects import key_digest

@@ -8,7 +8,7 @@ import pytest
 
 from p2pstore.core.copies.repair import RepairTiming
 from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.puts.put_operation import PutEnd
+from p2pstore.core.operation import PutEnd
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.objects import MIB, key_digest

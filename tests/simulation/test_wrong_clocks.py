@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from p2pstore.core.operation import PutEnd
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import P2PStoreError, Unavailable
 from p2pstore.objects import clock_from_unix_seconds, key_digest
 from p2pstore.put_facts import PutStatus

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.memory.entries import Written
-from p2pstore.memory.key_index import KeyIndex
+from p2pstore.memory.object_table import KeyIndex
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     INDEX_ENTRY_BYTES,

@@ -14,13 +14,13 @@ import pytest
 import trio
 
 from p2pstore.core import operations, peer_core
-from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
-from p2pstore.core.copies.sweeping import WITHDRAWN_PER_STEP
+from p2pstore.core.core_effects import ColdObject, ColdSorted
 from p2pstore.core.gets import serving
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.core.removals.floors import COLD_PER_STEP
+from p2pstore.core.removals.flush import WITHDRAWN_PER_STEP
 from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.floors.cluster_records import PURGE_STEP
 from p2pstore.gossip.floors.cluster_records import ClusterRecords as KeptRecords
@@ -42,8 +42,7 @@ from p2pstore.memory.references import References
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.memory.segment_objects import EXPIRED_PER_STEP, SegmentObjects
-from p2pstore.memory.stretches import LOOKED_AT_PER_STEP
-from p2pstore.memory.victims import EVICTED_PER_STEP
+from p2pstore.memory.victims import EVICTED_PER_STEP, LOOKED_AT_PER_STEP
 from p2pstore.memory.views import DROPPED_PER_STEP
 from p2pstore.objects import Version, chunk_sums, root_checksum
 from p2pstore.peer.local_gets import LocalGets

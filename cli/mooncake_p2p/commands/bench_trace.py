@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from mooncake_p2p.trace_replay import OutagePlan, RealOutcome, Scale
     from p2pstore.trace.comparison import Replayed
     from p2pstore.trace.pool import PoolSettings
-    from p2pstore.trace.prefix_hits import Model
-    from p2pstore.trace.trace_requests import Request
+    from p2pstore.trace.trace_requests import Model, Request
 
 _BLOCKS: Final = re.compile(r"([0-9]{1,12}) ?blocks?")
 
@@ -108,7 +107,7 @@ def bench_trace(
     """
     from mooncake_p2p.trace_replay import OutagePlan
     from p2pstore.trace.comparison import cases, compare
-    from p2pstore.trace.prefix_hits import Model
+    from p2pstore.trace.trace_requests import Model
 
     model = Model(kv_bytes_per_token=_at_least_one(parse_bytes(token_bytes, "--token-bytes")))
     settings = _settings(peers, memory, ssd, model, policy, routing, load_bound, keep_after)
@@ -153,7 +152,7 @@ def _settings(
     load_bound: float,
     keep_after: int,
 ) -> PoolSettings:
-    from p2pstore.trace.cold_blocks import LEAST_BLOCKS
+    from p2pstore.trace.block_cache import LEAST_BLOCKS
     from p2pstore.trace.pool import PoolSettings
 
     memory_blocks = _blocks(memory, "--memory", model)

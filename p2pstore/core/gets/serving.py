@@ -7,18 +7,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core import home_messages
-from p2pstore.core.copies.checking import CheckOperation
-from p2pstore.core.copies.copies_destination import TakeCopiesOperation, read_copies
-from p2pstore.core.copies.sweeping import SweepOperation
+from p2pstore.core import taking_pushes as home_messages
+from p2pstore.core.copies.copy_destination import TakeCopiesOperation, read_copies
+from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import split_digests
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.describe import key_info
-from p2pstore.core.puts.pinning import serve_pins
+from p2pstore.core.puts.lifetimes import serve_expiry, serve_pins
 from p2pstore.core.puts.put_operation import MAX_REPLICAS
-from p2pstore.core.puts.times_to_live import serve_expiry
+from p2pstore.core.removals.flush import SweepOperation
 from p2pstore.core.taking_pushes import TakePushOperation
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_messages import ControlKind, Delta
