@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from p2pstore.client.object_store import ObjectStore as ObjectStore
     from p2pstore.client.trio_client import Client as Client
     from p2pstore.client.trio_client import connect as connect
-    from p2pstore.client.values import RegisteredBuffer as RegisteredBuffer
     from p2pstore.config import PeerConfig as PeerConfig
     from p2pstore.errors import AmbiguousLocalPeer as AmbiguousLocalPeer
     from p2pstore.errors import AuthenticationFailed as AuthenticationFailed
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from p2pstore.results import TransferRequest as TransferRequest
     from p2pstore.results import TransferStatus as TransferStatus
     from p2pstore.transfer.transfer_trace import FetchTrace as FetchTrace
+    from p2pstore.values import RegisteredBuffer as RegisteredBuffer
 
 __version__ = "0.1.0"
 
@@ -60,7 +60,7 @@ _NAMES_IN = {
     "p2pstore.client.aio_client": ("AioClient",),
     "p2pstore.client.blocking_client": ("BlockingClient",),
     "p2pstore.client.object_store": ("ObjectStore",),
-    "p2pstore.client.values": ("RegisteredBuffer",),
+    "p2pstore.values": ("RegisteredBuffer",),
     "p2pstore.client.trio_client": ("Client", "connect"),
     "p2pstore.config": ("PeerConfig",),
     "p2pstore.errors": (

@@ -122,7 +122,7 @@ class Candidates:
 
 @dataclass(slots=True)
 class _Typed:
-    """What stands before the word in question, as options and arguments of its command."""
+    """The words before the one to complete, as options and arguments of its command."""
 
     command: str
     options: dict[str, str] = field(default_factory=dict)
@@ -273,7 +273,7 @@ Source = Callable[[Options, str], Iterable[str]]
 
 
 def in_time(found: Iterable[str]) -> list[str]:
-    """What comes within `LOOK_SECONDS` and without an error, and is one word for the shell, sorted."""
+    """The values that come within `LOOK_SECONDS` and are one word for the shell, sorted."""
     taken: set[str] = set()
     with contextlib.suppress(Exception), _time_limit(LOOK_SECONDS):
         for each in found:

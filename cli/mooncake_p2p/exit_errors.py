@@ -19,7 +19,7 @@ from p2pstore import errors
 from p2pstore.objects import printable
 
 STANDARD_OUTPUT: Final = "standard output"
-"""What errors call stdout."""
+"""The name of stdout in errors."""
 
 
 class ExitCode(IntEnum):
@@ -170,7 +170,7 @@ class Interrupts:
         number, self._pending = self._pending, None
         if number is None:
             return
-        self._allowed = False  # whoever cleans up now is not interrupted again
+        self._allowed = False  # cleaning up is not interrupted again
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)

@@ -28,7 +28,7 @@ PIECE_BYTES: Final = MIB
 SMALL_PAGES_BYTES: Final = 2 * MIB
 
 Advance = Callable[[int], None]
-"""Says that so many more bytes are done."""
+"""Called with the number of bytes that were done since the last call."""
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def value_of(descriptor: int) -> Iterator[memoryview]:
     """All bytes from the descriptor's position to its end.
 
     A regular file is mapped, not read. Anything else has no length to reserve memory for, so it is
-    first spooled to a temporary file. Raises `ObjectTooLarge` above 4 GiB. When somebody shortens
+    first spooled to a temporary file. Raises `ObjectTooLarge` above 4 GiB. When another process shortens
     the file meanwhile, the process ends (SIGBUS) and nothing is stored.
     """
     status = os.fstat(descriptor)

@@ -106,7 +106,7 @@ PAGES: Final[dict[str, Page]] = {
     ),
     "rm": _page(
         ("mooncake-p2p rm prompt/7 prompt/8", "Remove two keys."),
-        ("mooncake-p2p rm --prefix prompt/ --yes", "Remove all keys that begin so."),
+        ("mooncake-p2p rm --prefix prompt/ --yes", "Remove all keys that begin with prompt/."),
         also=(3, 4, 5, 6),
         meaning={
             1: "failed; also when peers that did not answer may hold more such keys",
@@ -259,7 +259,7 @@ PAGES: Final[dict[str, Page]] = {
         meaning={
             1: "failed; also when a newer version was published meanwhile",
             3: "the local peer did not publish it",
-            5: "followers are behind: nobody switches",
+            5: "followers are behind: none switches",
         },
     ),
     "checkpoint status": _page(
@@ -313,7 +313,7 @@ PAGES: Final[dict[str, Page]] = {
         meaning={
             1: "failed; also when the disk is full",
             3: "no such checkpoint, or no such version",
-            6: "nobody who has it can be reached",
+            6: "no peer that has it can be reached",
         },
     ),
     "demo": _page(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import Final, TypeVar
 
-from p2pstore.client.arguments import PIN_NAMES
+from p2pstore.arguments import PIN_NAMES
 from p2pstore.errors import KeyExists, NoSuchKey, P2PStoreError, ProtocolError
 from p2pstore.local.local_messages import Copy, ItemError, Keys, PeersReply, PutOutcome
 from p2pstore.objects import format_peer_id

@@ -11,16 +11,12 @@ import numpy as np
 
 from p2pstore.client.answers import plain_error
 from p2pstore.client.fetcher import Fetcher, NewMemory
-from p2pstore.client.values import (
-    destination_view,
-    empty_tensor,
-    fresh_bytes,
-)
 from p2pstore.errors import P2PStoreError
 from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import CHUNK_BYTES, KIB
 from p2pstore.results import Framework
 from p2pstore.transfer.transport import BufferDestination, Destination, too_small
+from p2pstore.values import destination_view, empty_tensor, fresh_bytes
 
 R = TypeVar("R")
 D = TypeVar("D", bound=NewMemory)

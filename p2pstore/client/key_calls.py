@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from p2pstore.client import answers, arguments
+from p2pstore import arguments
+from p2pstore.client import answers
 from p2pstore.client.answers import plain_error
 from p2pstore.client.fetcher import FETCH_SECONDS, deadline_ms
 from p2pstore.client.open_session import OpenSession

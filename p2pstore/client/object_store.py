@@ -23,8 +23,8 @@ from p2pstore.results import (
 
 if TYPE_CHECKING:
     from p2pstore.client.transfers import TransferBatch
-    from p2pstore.client.values import RegisteredBuffer
     from p2pstore.transfer.transfer_trace import FetchTrace, Progress
+    from p2pstore.values import RegisteredBuffer
 
 
 class ObjectReads(Protocol):

@@ -7,25 +7,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from p2pstore.client import arguments
+from p2pstore import arguments
 from p2pstore.client.device_memory import GpuMapping
 from p2pstore.client.fetcher import Fetcher
 from p2pstore.client.host_neighbours import Neighbours
 from p2pstore.client.leasing import Leaser
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.presence_calls import PrefixChains, Presence
-from p2pstore.client.values import (
-    RegisteredBuffer,
-)
 from p2pstore.client.writing import Writer
 from p2pstore.local.local_protocol import Access
 from p2pstore.local.socket_paths import find_socket
-from p2pstore.objects import (
-    DEFAULT_NAMESPACE,
-    batch_key_hasher,
-    key_hasher,
-)
+from p2pstore.objects import DEFAULT_NAMESPACE, batch_key_hasher, key_hasher
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
+from p2pstore.values import RegisteredBuffer
 
 
 class _Parts:

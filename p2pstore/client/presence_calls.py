@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from p2pstore.client.arguments import possible_keys
+from p2pstore.arguments import possible_keys
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.errors import ProtocolError
 from p2pstore.local import local_messages as local

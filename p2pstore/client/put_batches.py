@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol
 from p2pstore.client import answers
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.puts import windows
-from p2pstore.client.values import GpuCopyFailed, Source
 from p2pstore.errors import P2PStoreError, StoreClosed
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_requests import RequestAhead
 from p2pstore.put_facts import PutFacts
 from p2pstore.results import ItemResult, PutResult
+from p2pstore.values import GpuCopyFailed, Source
 from p2pstore.wire import Code
 
 NO_ROOM = (Code.CAPACITY_EXCEEDED, Code.OBJECT_TOO_LARGE)
@@ -30,7 +30,7 @@ class PutRow(NamedTuple):
 
 
 class RowWriter(Protocol):
-    """What a batch needs of the writer of single values."""
+    """The methods of the writer of single values that a batch needs."""
 
     window_bytes: int
     """Of values that are reserved, written and published together."""
@@ -83,7 +83,7 @@ class PutBatch:
         self._rooms: dict[int, local.Reservation] = {}
         """Room that was granted, by the row's place, until the peer has said what became of it."""
         self._alone: list[PutRow] = []
-        """Values that found no room: what this batch reserved may have been in their way."""
+        """Values that found no room: reservations of this batch may have been in their way."""
         self._sent: deque[_Sent] = deque()
 
     async def put(self) -> None:
@@ -140,7 +140,7 @@ class PutBatch:
         return rows, items
 
     async def _take_answer(self) -> None:
-        """What became of the oldest window, and which rows of a later one have room."""
+        """The results of the oldest window, and the rows of a later one that have room."""
         sent = self._sent[0]
         reply = await sent.request.receive()
         self._sent.popleft()

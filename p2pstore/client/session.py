@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from p2pstore import arguments
 from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
-from p2pstore.client import answers, arguments, device_memory
+from p2pstore.client import answers, device_memory
 from p2pstore.client.answers import plain_error
 from p2pstore.client.batches import fetch_many, fetch_many_new
 from p2pstore.client.destinations import BytesDestination, NewMemoryDestination, TensorDestination
@@ -20,14 +21,6 @@ from p2pstore.client.key_calls import AskCalls, ChangeCalls
 from p2pstore.client.leasing import take_many
 from p2pstore.client.open_session import OpenSession
 from p2pstore.client.transfers import TransferBatch
-from p2pstore.client.values import (
-    GpuCopyFailed,
-    RegisteredBuffer,
-    Source,
-    describe_tensor,
-    destination_view,
-    value_of,
-)
 from p2pstore.client.writing import put_options
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import encode_key
@@ -42,6 +35,14 @@ from p2pstore.results import (
 )
 from p2pstore.transfer.transfer_trace import FetchTrace, Progress, ReadWatch
 from p2pstore.transfer.transport import BufferDestination
+from p2pstore.values import (
+    GpuCopyFailed,
+    RegisteredBuffer,
+    Source,
+    describe_tensor,
+    destination_view,
+    value_of,
+)
 
 _PLAIN: Final = frozenset({bytes, bytearray, memoryview, np.ndarray})
 """Types that are never on a GPU."""

@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
+from p2pstore.arguments import conflict_policy, seconds, whole_number
 from p2pstore.client.answers import plain_error
-from p2pstore.client.arguments import conflict_policy, seconds, whole_number
 from p2pstore.client.device_memory import on_device
-from p2pstore.client.values import destination_view, source_view
 from p2pstore.errors import P2PStoreError, TransferCancelled
 from p2pstore.objects import MIB, encode_key
 from p2pstore.results import (
@@ -28,6 +27,7 @@ from p2pstore.results import (
 )
 from p2pstore.runtime.streams import Driver, Event, HelperTask, StartHelper
 from p2pstore.transfer.transfer_trace import Progress
+from p2pstore.values import destination_view, source_view
 
 MAX_TRANSFERS: Final = 65_536
 """Of one batch that have not ended."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.copies.own_copies import is_kept_elsewhere
+from p2pstore.core.copies.own_copies import are_kept_elsewhere
 from p2pstore.core.puts.describe import location_of
 from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
 from p2pstore.gossip.records import writer_of
@@ -33,7 +33,7 @@ class OwnObjects:
         self._core = core
         self._gossip = core.gossip
         self._segment = core.segment
-        core.segment.room.ask_who_keeps(self._is_kept_elsewhere)
+        core.segment.room.ask_who_keeps(self._are_kept_elsewhere)
 
     def reserve(
         self,
@@ -223,5 +223,5 @@ class OwnObjects:
         self.announce(entry, now)
         self._gossip.directory.touch(entry.digest)
 
-    def _is_kept_elsewhere(self, entry: ObjectEntry, unix: float) -> bool:
-        return is_kept_elsewhere(self._core, entry, unix - self._core.unix_offset_seconds)
+    def _are_kept_elsewhere(self, entries: Sequence[ObjectEntry], unix: float) -> list[bool]:
+        return are_kept_elsewhere(self._core, entries, unix - self._core.unix_offset_seconds)

@@ -159,11 +159,10 @@ class GossipState:
         if record.tier is Tier.SSD:  # clients do not see it in memory
             self.directory.show_own(self.member, operation)
         else:
-            self.directory.hide_own(record.digest)
+            self.directory.hide_own([record.digest])
 
-    def hold_new(self, records: Iterable[LocationRecord], now: float) -> None:
-        """`hold` of many keys of which this peer held nothing."""
-        operations = [record.encode() for record in records]
+    def hold_new(self, operations: Sequence[bytes], now: float) -> None:
+        """`hold` of many packed records of keys of which this peer held nothing."""
         self.log.add_many(operations)
         self._note_operations(operations, now)
 
@@ -175,8 +174,7 @@ class GossipState:
         """`release` of many, each of another key."""
         operations = self.log.remove_many(gone)
         self._note_operations(operations, now)
-        for operation in operations:
-            self.directory.hide_own(operation[:DIGEST_BYTES])
+        self.directory.hide_own([operation[:DIGEST_BYTES] for operation in operations])
 
     def record(self, now: float) -> SignedRecord:
         """This peer's own record, signed anew when something changed; its head's operations are signed with it."""

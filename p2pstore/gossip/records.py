@@ -117,13 +117,8 @@ class LocationRecord(msgspec.Struct, frozen=True, gc=False):
 
     def encode(self) -> bytes:
         """42 bytes."""
-        flags = (
-            self.tier
-            | (4 if self.soft else 0)
-            | (min(max(self.replicas, 1), 4) - 1) << 3
-            | (self.pin & 3) << 5
-            | (_REMOVED if self.removed else 0)
-        )
+        flags = self.tier | care_flags(self.replicas, self.pin)
+        flags |= (4 if self.soft else 0) | (_REMOVED if self.removed else 0)
         size = self.size_units.to_bytes(3, "little")
         return LOCATION.pack(self.digest, *self.version, self.slot, size, flags)
 
@@ -131,6 +126,11 @@ class LocationRecord(msgspec.Struct, frozen=True, gc=False):
     def identity(self) -> tuple[bytes, int, int]:
         """What tells two records of one owner apart: digest and version."""
         return self.digest, self.version.clock, self.version.writer
+
+
+def care_flags(replicas: int, pin: int) -> int:
+    """The flags of a location record that say how many copies are wanted, and how firmly they are pinned."""
+    return (min(max(replicas, 1), 4) - 1) << 3 | (pin & 3) << 5
 
 
 def decode_location(packed: bytes | memoryview, offset: int = 0) -> LocationRecord:

@@ -167,8 +167,8 @@ class LastingClient:
 
     def hashes_agree(self, engine: str, hashed: Any) -> bool:
         """Whether the other engines of this kind and weight version make the same hashes of the same tokens. `hashed`
-        is what this one makes of something fixed. The first engine leaves its own as an object; who finds another one
-        says in the log that no block will ever match, and why."""
+        is what this one makes of something fixed. The first engine leaves its own as an object; an engine that
+        finds another one logs that no block will ever match, and why."""
         value = repr(hashed).encode()
         key = PROBE_KEY + engine
         self.call(lambda client: client.put(key, value, pin="soft"), None)

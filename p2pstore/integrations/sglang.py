@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from p2pstore.client.values import source_view
 from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.results import ItemResult
+from p2pstore.values import source_view
 
 NAME_BYTES = 12
 KV_POOL = "kv"
@@ -209,7 +209,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
     # --- moving ----------------------------------------------------------------------------------
 
     def _are_there(self, objects: Sequence[str]) -> list[bool]:
-        """Which of these objects somebody has."""
+        """For each of these objects, whether a peer has it."""
         nothing = [False] * len(objects)
         return list(self._client.call(lambda client: client.contains_many(objects), nothing))
 

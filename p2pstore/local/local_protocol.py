@@ -11,8 +11,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
-from p2pstore.local import checkpoint_messages as checkpoints
-from p2pstore.local import group_messages as groups
 from p2pstore.local import local_messages as local
 from p2pstore.wire import Empty, Message
 
@@ -94,7 +92,7 @@ class HelloReply(Message, frozen=True):
     """Of the table, whose read-only descriptor follows those of the segments; 0 when there is none."""
     checkpoint_bytes: int = 0
     """Of the version that the client wanted, whose read-only descriptor comes last: files as
-    `checkpoint.memory_layout` has them, and from `checkpoint_manifest` on the manifest."""
+    `checkpoint.content.pieces.plan_memory` has them, and from `checkpoint_manifest` on the manifest."""
     checkpoint_manifest: int = 0
     hazards: bool = False
     """Whether there is a page for that. Its writable descriptor comes after that of the table, and before a
@@ -126,17 +124,8 @@ MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
     LocalKind.MATCH_PREFIX: (local.MatchPrefix, local.MatchedPrefix),
     LocalKind.PLACE: (local.Place, local.Placed),
     LocalKind.STORED: (local.StoredElsewhere, Empty),
-    LocalKind.CHECKPOINT_PUBLISH: (checkpoints.Publish, checkpoints.Published),
-    LocalKind.CHECKPOINT_FETCH: (checkpoints.Fetch, checkpoints.Fetched),
-    LocalKind.CHECKPOINT_PROGRESS: (checkpoints.Progress, checkpoints.ProgressReply),
-    LocalKind.CHECKPOINT_FOLLOW: (groups.Follow, Empty),
-    LocalKind.CHECKPOINT_FOLLOW_NEWS: (groups.FollowNews, groups.FollowNewsReply),
-    LocalKind.CHECKPOINT_UPDATE: (groups.Update, groups.Updated),
-    LocalKind.CHECKPOINT_UPDATE_NEWS: (groups.UpdateNews, groups.UpdateNewsReply),
-    LocalKind.CHECKPOINT_LIST: (groups.ListCheckpoints, groups.Checkpoints),
-    LocalKind.CHECKPOINT_REMOVE: (groups.RemoveCheckpoint, groups.CheckpointRemoved),
 }
-"""Request and reply of each kind; None where there is no reply."""
+"""Request and reply of each kind, but for CHECKPOINT_*; None where there is no reply."""
 REQUESTS: Final = {kind: request for kind, (request, _) in MESSAGES.items()}
 REPLIES: Final = {kind: reply for kind, (_, reply) in MESSAGES.items() if reply is not None}
 ONE_WAY_KINDS: Final = frozenset({LocalKind.RELEASE, LocalKind.REPORT})

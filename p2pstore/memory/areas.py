@@ -142,12 +142,18 @@ class Areas:
 
     def take(self, size_bytes: int, places: Places) -> int | None:
         """An extent in the first of these places that has room without evicting anything; None when none has."""
+        made = self.take_many(size_bytes, 1, places)
+        return made[0] if made else None
+
+    def take_many(self, size_bytes: int, count: int, places: Places) -> list[int]:
+        """`take` up to `count` times: as many extents as there is room for."""
+        made: list[int] = []
         for place in places:
-            extent = place.area.allocator.allocate(size_bytes)
-            if extent is not None:
-                self.used_bytes += size_bytes
-                return extent
-        return None
+            made += place.area.allocator.allocate_many(size_bytes, count - len(made))
+            if len(made) == count:
+                break
+        self.used_bytes += len(made) * size_bytes
+        return made
 
     def claim(self, offset: int) -> int | None:
         """Take the whole free extent that begins at `offset`; None when none does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, NamedTuple, cast
@@ -158,14 +158,24 @@ class Reservations:
         return iter(self._by_number.values())
 
     def add(
-        self, holder: Hashable, offset: int, length: int, capacity: int, slot: int
-    ) -> Reservation:
-        """A new reservation, with a number of its own."""
-        reservation = Reservation(next(self._numbers), offset, length, capacity, slot, holder)
-        self._by_number[reservation.number] = reservation
-        self._of.setdefault(holder, set()).add(reservation.number)
-        self.reserved_bytes += capacity
-        return reservation
+        self,
+        holder: Hashable,
+        offsets: Sequence[int],
+        length: int,
+        capacity: int,
+        slots: Sequence[int],
+    ) -> list[Reservation]:
+        """New reservations of one size, with numbers of their own."""
+        made = [
+            Reservation(number, offset, length, capacity, slot, holder)
+            for offset, slot, number in zip(offsets, slots, self._numbers, strict=False)
+        ]
+        by_number = {reservation.number: reservation for reservation in made}
+        self._by_number.update(by_number)
+        if made:
+            self._of.setdefault(holder, set()).update(by_number)
+        self.reserved_bytes += capacity * len(made)
+        return made
 
     def get(self, number: int, holder: Hashable) -> Reservation:
         """Raises `ValueError` when the holder has no such reservation (any more)."""
@@ -174,15 +184,15 @@ class Reservations:
             raise ValueError(f"reservation {number} has ended, or belongs to another holder")
         return reservation
 
-    def end(self, reservation: Reservation) -> None:
-        """Forget a reservation that was committed or aborted."""
-        number, holder = reservation.number, reservation.holder
-        del self._by_number[number]
-        numbers = self._of[holder]
-        numbers.remove(number)
-        if not numbers:
-            del self._of[holder]
-        self.reserved_bytes -= reservation.capacity
+    def end(self, reservations: Iterable[Reservation]) -> None:
+        """Forget reservations that were committed or aborted."""
+        for number, _, _, capacity, _, holder in map(msgspec.structs.astuple, reservations):
+            del self._by_number[number]
+            numbers = self._of[holder]
+            numbers.remove(number)
+            if not numbers:
+                del self._of[holder]
+            self.reserved_bytes -= capacity
 
     def of(self, holder: Hashable) -> tuple[int, ...]:
         """The holder's reservation numbers."""

@@ -32,8 +32,8 @@ and again."""
 FIRST_GROUP: Final = (0,)
 """All there is, where nothing is queued apart."""
 
-WhoKeeps = Callable[[ObjectEntry, float], bool]
-"""(entry, now in Unix seconds) -> whether another peer holds a copy, and is to keep it before this one does."""
+WhoKeeps = Callable[[Sequence[ObjectEntry], float], Sequence[bool]]
+"""(entries, now in Unix seconds) -> of each whether another peer holds a copy, and is to keep it before this one."""
 
 _CHEAP, _NORMAL, _SOFT_PINNED = range(3)
 _RANK_WEIGHTS: Final = (1e-9, 1.0, 1e9)
@@ -65,7 +65,7 @@ class EvictionOrder:
 
     def __init__(self, policy: EvictionPolicy, group_count: int = 1) -> None:
         self.policy = policy
-        self.is_kept_elsewhere: WhoKeeps = lambda entry, now: False
+        self.are_kept_elsewhere: WhoKeeps = lambda entries, now: [False] * len(entries)
         """What is goes before others."""
         self.on_evictable: Callable[[int], None] | None = None
         """Is told the offset of each entry that may be evicted from now on."""
@@ -106,10 +106,12 @@ class EvictionOrder:
             self.discard(entry)
         rank = rank_of(entry)
         if rank is not None:
-            entry.rank = rank
+            entry.rank, group = rank, entry.group
             self._at[entry.offset] = entry
-            self._groups[entry.group][rank].add(entry)
-            self._count(entry, entry.extent_bytes)
+            self._groups[group][rank].add(entry)
+            self._evictable_bytes[group] += entry.extent_bytes
+            if rank == _CHEAP:
+                self._cheap_bytes[group] += entry.extent_bytes
             if self.on_evictable is not None:
                 self.on_evictable(entry.offset)
 
@@ -242,9 +244,16 @@ class EvictionOrder:
             return None
         assert entry.rank is not None
         if now >= entry.known_until:
-            entry.is_kept_elsewhere = self.is_kept_elsewhere(entry, now)
-            entry.known_until = now + KNOWN_SECONDS
+            self._look_up([entry], now)
         return self.policy.cost(entry, now) * _RANK_WEIGHTS[entry.rank]
+
+    def _look_up(self, entries: Sequence[ObjectEntry], now: float) -> None:
+        """Ask which of these another peer keeps, unless that is known."""
+        due = [entry for entry in entries if now >= entry.known_until]
+        if due:
+            for entry, kept in zip(due, self.are_kept_elsewhere(due, now), strict=True):
+                entry.is_kept_elsewhere = kept
+                entry.known_until = now + KNOWN_SECONDS
 
     def can_go(self, offset: int) -> bool:
         """Whether an evictable entry begins at `offset`."""
@@ -256,13 +265,15 @@ class EvictionOrder:
         return entry is not None and entry.group in groups and offset not in self._held
 
     def candidates(
-        self, needed_bytes: int, groups: Sequence[int], share: int = 1, windows: int = 1
-    ) -> Iterator[int]:
+        self, needed_bytes: int, groups: Sequence[int], now: float, share: int = 1, windows: int = 1
+    ) -> list[int]:
         """Offsets of the entries of each rank that would go first, the lowest rank first: more of them where much is
         needed, or so many windows are, and fewer of each group where so many groups `share` the work."""
         count = CANDIDATES_PER_RANK if needed_bytes < LARGE_BYTES else CANDIDATES_FOR_LARGE
         count = max(count, windows)
+        entries: list[ObjectEntry] = []
         for rank in range(3):
             for group in groups:
-                for entry in islice(self._groups[group][rank].coldest(), -(-count // share)):
-                    yield entry.offset
+                entries += islice(self._groups[group][rank].coldest(), -(-count // share))
+        self._look_up(entries, now)
+        return [entry.offset for entry in entries]

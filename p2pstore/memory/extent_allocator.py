@@ -116,18 +116,35 @@ class ExtentAllocator:
 
         `size_bytes` is a positive number of whole granules; anything else raises `ValueError`.
         """
+        made = self.allocate_many(size_bytes, 1)
+        return made[0] if made else None
+
+    def allocate_many(self, size_bytes: int, count: int) -> list[int]:
+        """`allocate` up to `count` times: the offsets of as many extents as there is room for. Extents that are cut
+        from one free extent lie one after the other."""
         self._check_size(size_bytes)
-        position = bisect_left(self._sizes, size_bytes)
-        if position == len(self._sizes):
-            return None
-        found = self._sizes[position]
-        start = next(reversed(self._free_of_size[found]))
-        self._drop_free(start, found)
-        end = start + size_bytes
-        if found > size_bytes:
-            self._add_free(end, start + found)
-        self._take(start, end)
-        return start
+        made: list[int] = []
+        while len(made) < count:
+            position = bisect_left(self._sizes, size_bytes)
+            if position == len(self._sizes):
+                break
+            found = self._sizes[position]
+            start = next(reversed(self._free_of_size[found]))
+            self._drop_free(start, found)
+            end = start + min(count - len(made), found // size_bytes) * size_bytes
+            if end < start + found:
+                self._add_free(end, start + found)
+            starts, ends = (
+                range(start, end, size_bytes),
+                range(start + size_bytes, end + 1, size_bytes),
+            )
+            self._used.update(zip(starts, ends, strict=True))
+            self._used_ending.update(zip(ends, starts, strict=True))
+            self.used_bytes += end - start
+            made += starts
+            if self.on_opened is not None:
+                self._tell_taken(start, end)
+        return made
 
     def claim(self, offset: int) -> int | None:
         """Take the whole free extent that begins at `offset`. None when none does."""
@@ -154,6 +171,10 @@ class ExtentAllocator:
         self._used[start] = end
         self._used_ending[end] = start
         self.used_bytes += end - start
+        self._tell_taken(start, end)
+
+    def _tell_taken(self, start: int, end: int) -> None:
+        """The neighbours of what was taken have others beside them."""
         if self.on_opened is not None:
             self.on_opened(end)
             before = self.begin_of(start)

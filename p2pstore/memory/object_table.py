@@ -7,8 +7,7 @@ all, and may write anywhere. What they spoil is written anew (`restore_header` a
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from itertools import islice
 
 import msgspec
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2pstore.memory.entries import ObjectEntry, Reservation
+from p2pstore.memory.key_index import KeyIndex
 from p2pstore.memory.segment_layout import (
     FREE_SLOT,
     INDEX_ENTRY_BYTES,
@@ -33,11 +33,9 @@ from p2pstore.memory.segment_layout import (
     TrailerBody,
     decode_index_entry,
     decode_trailer,
-    encode_index_entry,
     encode_segment_header,
     encode_slot,
     encode_trailer,
-    index_home,
     pack_slot,
     trailer_offset,
 )
@@ -105,9 +103,22 @@ class ObjectTable:
 
     def take_slot(self) -> int | None:
         """A free slot number, the one freed last if there is one; None when all are taken."""
-        if self._free_slots:
-            return self._free_slots.pop()
-        return next(self._unused_slots, None)
+        taken = self.take_slots(1)
+        return taken[0] if taken else None
+
+    def take_slots(self, count: int) -> list[int]:
+        """`take_slot` up to `count` times: as many as there are."""
+        free = self._free_slots
+        if len(free) < count:
+            free[:0] = reversed(list(islice(self._unused_slots, count - len(free))))
+        taken = free[-count:]
+        del free[-count:]
+        taken.reverse()
+        return taken
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """The last ones of `take_slots` were not used."""
+        self._free_slots += reversed(slots)
 
     @property
     def has_free_slot(self) -> bool:
@@ -121,17 +132,19 @@ class ObjectTable:
         self._write(self._slot_offset(number), FREE_SLOT)
         self._free_slots.append(number)
 
-    def publish(self, entry: ObjectEntry, trailer: bytes) -> None:
-        """Make a filled extent an object that readers find, in place of one of the same digest."""
-        start = entry.offset + trailer_offset(entry.length)
-        self._buffer[start : start + len(trailer)] = trailer
-        self.write_slot(entry)
-        self._index.set(entry.digest, entry.slot)
+    def publish(self, entries: Sequence[ObjectEntry], trailers: Sequence[bytes]) -> None:
+        """Make filled extents objects that readers find, in place of those of the same digests."""
+        buffer = self._buffer
+        for entry, trailer in zip(entries, trailers, strict=True):
+            start = entry.offset + (entry.length + 7 & ~7)  # `trailer_offset`, without its call
+            buffer[start : start + len(trailer)] = trailer
+            self.write_slot(entry)
+        self._index.set_all([(entry.digest, entry.slot) for entry in entries])
 
     def publish_returned(self, entry: ObjectEntry) -> None:
         """Have readers find an object that lies there, trailer and all, as it was in an earlier life."""
         self.write_slot(entry)
-        self._index.set(entry.digest, entry.slot)
+        self._index.set_all([(entry.digest, entry.slot)])
 
     def write_reservation(self, reservation: Reservation) -> None:
         """Say in its slot that somebody may write there."""
@@ -273,77 +286,3 @@ class ObjectTable:
 
     def _write(self, offset: int, data: bytes) -> None:
         self._buffer[offset : offset + len(data)] = data
-
-
-_UNUSED = bytes(INDEX_ENTRY_BYTES)
-
-
-class KeyIndex:
-    """Writes entries into `section`, which begins zeroed. `entries` is a power of two."""
-
-    def __init__(self, section: memoryview, entries: int) -> None:
-        self._section = section
-        self._entries = entries
-        self._digests: list[bytes | None] = [None] * entries
-        self._slots = array("I", bytes(4 * entries))
-
-    def set(self, digest: bytes, slot: int) -> None:
-        """Publish that `digest` is in `slot`, in place of an earlier slot of the same digest."""
-        digests, mask = self._digests, self._entries - 1
-        position = index_home(digest, self._entries)
-        while (there := digests[position]) is not None and there != digest:
-            position = (position + 1) & mask
-        self._write(position, digest, slot)
-
-    def get(self, digest: bytes) -> int | None:
-        """The slot published for `digest`."""
-        position = self._find(digest)
-        return None if position is None else self._slots[position]
-
-    def remove(self, digest: bytes) -> None:
-        """Take `digest` out and move later entries of its run back: no tombstones remain."""
-        hole = self._find(digest)
-        if hole is None:
-            raise KeyError(digest)
-        mask = self._entries - 1
-        position = hole
-        while (moving := self._digests[position := (position + 1) & mask]) is not None:
-            home = index_home(moving, self._entries)
-            if (position - home) & mask >= (position - hole) & mask:
-                self._write(hole, moving, self._slots[position])
-                hole = position
-        self._digests[hole] = None
-        start = hole * INDEX_ENTRY_BYTES
-        self._section[start : start + INDEX_ENTRY_BYTES] = _UNUSED
-
-    def restore(self, first: int, count: int) -> int:
-        """Write entries anew that another process changed; how many there were."""
-        restored = 0
-        for position in range(first, min(first + count, self._entries)):
-            digest = self._digests[position]
-            start = position * INDEX_ENTRY_BYTES
-            expected = (
-                _UNUSED if digest is None else encode_index_entry(digest, self._slots[position])
-            )
-            if self._section[start : start + INDEX_ENTRY_BYTES] != expected:
-                self._section[start : start + INDEX_ENTRY_BYTES] = expected
-                restored += 1
-        return restored
-
-    def detach(self) -> None:
-        """Let go of the memory."""
-        self._section = memoryview(b"")
-
-    def _find(self, digest: bytes) -> int | None:
-        position = index_home(digest, self._entries)
-        while (there := self._digests[position]) is not None:
-            if there == digest:
-                return position
-            position = (position + 1) & (self._entries - 1)
-        return None
-
-    def _write(self, position: int, digest: bytes, slot: int) -> None:
-        self._digests[position] = digest
-        self._slots[position] = slot
-        start = position * INDEX_ENTRY_BYTES
-        self._section[start : start + INDEX_ENTRY_BYTES] = encode_index_entry(digest, slot)

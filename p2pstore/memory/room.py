@@ -49,10 +49,10 @@ class Room:
         self._table = objects.table
         self.victims = Victims(geometry, objects.order)
 
-    def ask_who_keeps(self, is_kept_elsewhere: WhoKeeps) -> None:
+    def ask_who_keeps(self, are_kept_elsewhere: WhoKeeps) -> None:
         """Evict objects that another peer keeps before those that are here alone. The function is called while objects
         are evicted, and may change nothing here."""
-        self._order.is_kept_elsewhere = is_kept_elsewhere
+        self._order.are_kept_elsewhere = are_kept_elsewhere
 
     @property
     def cheap_bytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
+from itertools import groupby
 from types import MappingProxyType
 from typing import Final
 
@@ -23,10 +24,11 @@ from p2pstore.memory.entries import (
 )
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.eviction_policies import make_policy
-from p2pstore.memory.kept_memory import Kept, ReturnedObjects
+from p2pstore.memory.kept_memory import Kept
 from p2pstore.memory.object_table import ObjectTable, slot_of
 from p2pstore.memory.policies.interface import EvictionPolicy
 from p2pstore.memory.references import References
+from p2pstore.memory.returned_objects import ReturnedObjects
 from p2pstore.memory.room import Room
 from p2pstore.memory.segment_layout import (
     EXPIRY_BYTES,
@@ -41,9 +43,8 @@ from p2pstore.memory.segment_layout import (
     pin_of,
     round_up,
     trailer_matches,
-    trailer_offset,
 )
-from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS, SegmentObjects
+from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS, Filled, SegmentObjects
 from p2pstore.memory.views import DROPPED_PER_STEP, Views
 from p2pstore.objects import MAX_OBJECT_BYTES, are_sums_of
 from p2pstore.runtime.stepping import Steps, run_through
@@ -198,7 +199,7 @@ class Segment:
                 "of them finish first"
             )
         extent, slot = yield from self.room.take(capacity, namespace, now, alike)
-        return self._reserved(holder, extent, length, capacity, slot)
+        return self._reserved(holder, [extent], length, capacity, [slot])[0]
 
     def reserve_free(
         self, sizes: Sequence[tuple[int, int]], *, holder: Hashable, namespace: str = ""
@@ -209,32 +210,37 @@ class Segment:
         places = self.areas.searches(namespace)[0]
         made: list[Reservation] = []
         taken = 0
-        for length, trailer_length in sizes[: self.reservations.left_of(holder)]:
+        for (length, trailer_length), alike in groupby(sizes[: self.reservations.left_of(holder)]):
             if not (0 <= length <= MAX_OBJECT_BYTES and 0 <= trailer_length <= MAX_TRAILER_BYTES):
                 break
+            wanted = sum(1 for _ in alike)
             capacity = extent_bytes(length, max(1, trailer_length))
-            taken += capacity
-            if self.areas.above_cap(namespace, taken) > 0:
+            above = self.areas.above_cap(namespace, taken + wanted * capacity)
+            slots = self.table.take_slots(wanted - max(0, -(-above // capacity)))
+            extents = self.areas.take_many(capacity, len(slots), places)
+            self.table.give_back(slots[len(extents) :])
+            made += self._reserved(holder, extents, length, capacity, slots[: len(extents)])
+            taken += len(extents) * capacity
+            if len(extents) < wanted:
                 break
-            extent = self.areas.take(capacity, places)
-            if extent is None:
-                break
-            slot = self.table.take_slot()
-            if slot is None:
-                self.areas.free(extent)
-                break
-            made.append(self._reserved(holder, extent, length, capacity, slot))
         return made
 
     def _reserved(
-        self, holder: Hashable, extent: int, length: int, capacity: int, slot: int
-    ) -> Reservation:
-        offset = self.geometry.data_offset + extent
-        reservation = self.reservations.add(holder, offset, length, capacity, slot)
-        self.objects.held[slot] = reservation
+        self,
+        holder: Hashable,
+        extents: Sequence[int],
+        length: int,
+        capacity: int,
+        slots: Sequence[int],
+    ) -> list[Reservation]:
+        base = self.geometry.data_offset
+        offsets = [base + extent for extent in extents]
+        made = self.reservations.add(holder, offsets, length, capacity, slots)
+        self.objects.held.update(zip(slots, made, strict=True))
         if self.references.marks is not None:
-            self.table.write_reservation(reservation)
-        return reservation
+            for reservation in made:
+                self.table.write_reservation(reservation)
+        return made
 
     def reservation_view(self, number: int, holder: Hashable) -> memoryview:
         """Where to write the value. Nothing may write there after commit or abort."""
@@ -268,8 +274,8 @@ class Segment:
             if existing.soft and not soft:
                 self.objects.make_firm(existing)
             return existing
-        self.reservations.end(reservation)
-        self.objects.publish(entry, reservation.capacity, packed, follows, now)
+        self.reservations.end([reservation])
+        self.objects.publish([Filled(entry, reservation.capacity, packed, follows)], now)
         return entry
 
     def commit_new(
@@ -279,20 +285,24 @@ class Segment:
         of one that does not fit its reservation, which stays: `commit` says why."""
         self.objects.check_open()
         published: list[ObjectEntry | None] = []
+        ended: list[Reservation] = []
+        filled: list[Filled] = []
         for each in written:
             entry = None
             with suppress(ValueError):
                 reservation = self.reservations.get(each.reservation, holder)
                 entry, packed = _filled(reservation, each, False, now)
-                self.reservations.end(reservation)
-                self.objects.publish(entry, reservation.capacity, packed, each.follows, now)
+                ended.append(reservation)
+                filled.append(Filled(entry, reservation.capacity, packed, each.follows))
             published.append(entry)
+        self.reservations.end(ended)
+        self.objects.publish(filled, now)
         return published
 
     def abort(self, number: int, *, holder: Hashable) -> None:
         """Give a reservation back, after the last write into it has ended."""
         reservation = self.reservations.get(number, holder)
-        self.reservations.end(reservation)
+        self.reservations.end([reservation])
         self.objects.free(reservation)
 
     # --- reading -----------------------------------------------------------------------------
@@ -410,13 +420,13 @@ def _filled(
     """The object in a reservation, and its packed trailer. Raises `ValueError` when they exceed what was reserved."""
     number, digest, version, trailer, length, _ = written
     packed = encode_trailer(trailer)
-    end = trailer_offset(length) + len(packed)
+    end = (length + 7 & ~7) + len(packed)
     if not 0 <= length <= reservation.length or end > reservation.capacity:
         raise ValueError(
             f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {number}"
         )
     # Room for a time to live that a later put may give the object.
-    size = min(round_up(end + EXPIRY_BYTES, GRANULE_BYTES), reservation.capacity)
+    size = min(-(-(end + EXPIRY_BYTES) // GRANULE_BYTES) * GRANULE_BYTES, reservation.capacity)
     pin = pin_of(trailer)
     entry = ObjectEntry(
         digest,

@@ -160,11 +160,12 @@ def decode_segment_header(data: bytes | memoryview) -> SegmentHeader:
 SEGMENT_HEADER_BYTES: Final = _HEADER.size
 SEGMENT_STATE_OFFSET: Final = _HEADER_STATE_OFFSET
 
-
 # --- key index -------------------------------------------------------------------------------
 
 _INDEX_ENTRY: Final = struct.Struct("<16sII8x")
 INDEX_USED: Final = 1
+pack_index_entry_into: Final = _INDEX_ENTRY.pack_into
+"""(buffer, offset, digest, slot number, `INDEX_USED`): `encode_index_entry` in place."""
 
 
 def index_home(digest: bytes, index_entries: int) -> int:
@@ -456,7 +457,6 @@ class TrailerBody(Message, frozen=True):
 
 _TRAILER_PREFIX: Final = struct.Struct("<HHIQ")
 """format, reserved, body length, xxh3-64 of the body."""
-
 
 EXPIRY_BYTES: Final = 8
 """A trailer grows by this many bytes when its object is given a time to live."""

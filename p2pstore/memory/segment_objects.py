@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import nlargest
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from p2pstore.errors import StoreClosed
 from p2pstore.memory.areas import Areas
@@ -22,6 +22,15 @@ SOFT_PIN_SECONDS: Final = 30 * 60.0
 
 EXPIRED_PER_STEP: Final = 32
 """Objects withdrawn in one step of `expire`, at 20 us each."""
+
+
+class Filled(NamedTuple):
+    """An object in an extent of `capacity` bytes, its packed trailer, and the digest of the block before it, if any."""
+
+    entry: ObjectEntry
+    capacity: int
+    packed: bytes
+    follows: bytes
 
 
 class SegmentObjects:
@@ -63,28 +72,29 @@ class SegmentObjects:
 
     # --- appearing ---------------------------------------------------------------------------
 
-    def publish(
-        self, entry: ObjectEntry, capacity: int, packed: bytes, follows: bytes, now: float
-    ) -> None:
-        """Make a filled extent of `capacity` bytes the object of its key, in place of an older one. `packed` is its
-        trailer, `follows` the digest of the block before it, or empty."""
-        existing = self.live.get(entry.digest)
-        extent = entry.offset - self._data_offset
-        if entry.extent_bytes < capacity:
-            self.areas.shrink(extent, entry.extent_bytes)
-        entry.group = self.areas.at(extent).group_of(entry.namespace)
-        self.table.publish(entry, packed)
-        self.held[entry.slot] = entry
-        self.live[entry.digest] = entry
-        if existing is not None:
+    def publish(self, filled: Sequence[Filled], now: float) -> None:
+        """Make filled extents the objects of their keys, each of another key, in place of older ones."""
+        entries = [each.entry for each in filled]
+        live, held, base = self.live, self.held, self._data_offset
+        replaced = [live[entry.digest] for entry in entries if entry.digest in live]
+        for entry, capacity, _, _ in filled:
+            if entry.extent_bytes < capacity:
+                self.areas.shrink(entry.offset - base, entry.extent_bytes)
+            if self.areas.uses:
+                entry.group = self.areas.at(entry.offset - base).group_of(entry.namespace)
+        self.table.publish(entries, [each.packed for each in filled])
+        for entry in entries:
+            held[entry.slot] = live[entry.digest] = entry
+        for existing in replaced:
             self._replaced(existing)
-        self.listing.add(entry)
-        before = self.live.get(follows) if follows else None
-        self.order.admit(entry, now, None if before is entry else before)
-        if self.areas.uses:
-            self.areas.count(entry, 1)
-        if entry.expires_unix_ms or entry.pin_until:
-            self.timers.set(entry)
+        for entry, _, _, follows in filled:
+            self.listing.add(entry)
+            before = live.get(follows) if follows else None
+            self.order.admit(entry, now, None if before is entry else before)
+            if self.areas.uses:
+                self.areas.count(entry, 1)
+            if entry.expires_unix_ms or entry.pin_until:
+                self.timers.set(entry)
 
     def return_object(self, entry: ObjectEntry, now: float) -> None:
         """Take in an object of an earlier life, which readers do not find until `publish_returned`."""

@@ -45,7 +45,7 @@ class Victims:
             evictable = self._order.evictable_bytes(place.groups)
             if not evictable or evictable + place.area.allocator.free_bytes < size:
                 continue
-            offsets = self._order.candidates(size, place.groups, len(places), count)
+            offsets = self._order.candidates(size, place.groups, now, len(places), count)
             least_used = (offset - self._base for offset in offsets)
             windows = yield from self._windows(place, least_used, size, count, now)
             found += windows
@@ -68,7 +68,7 @@ class Victims:
         """The cheapest objects of these groups, if there are any, one for each of so many values: what they lie in does
         not matter."""
         count = min(alike, EVICTED_PER_STEP)
-        candidates = self._order.candidates(1, groups, len(groups), count)
+        candidates = self._order.candidates(1, groups, now, len(groups), count)
         costs = ((self._order.cost_at(at, now, groups), at) for at in candidates)
         cheapest = nsmallest(count, ((cost, at) for cost, at in costs if cost is not None))
         return [at for _, at in cheapest]

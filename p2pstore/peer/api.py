@@ -19,8 +19,7 @@ import trio
 import p2pstore
 from p2pstore.access.keyring import Role
 from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints
-from p2pstore.checkpoint.peer.local_groups import LocalGroups
-from p2pstore.checkpoint.peer.publications import Publications
+from p2pstore.checkpoint.peer.client_requests import ClientRequests
 from p2pstore.client import answers
 from p2pstore.client.trio_client import Client, open_client, require_trio
 from p2pstore.config import PeerConfig
@@ -52,6 +51,7 @@ from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_table_memo
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
 from p2pstore.objects import HybridClock, clock_from_unix_seconds, key_digest, parse_bytes
+from p2pstore.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.peer.credentials import Credentials, fitted_to_role, log_expelled, refuse_open_door
 from p2pstore.peer.data_backend import PeerDataBackend
 from p2pstore.peer.erasing import Erasing
@@ -469,20 +469,18 @@ class _Assembly:
             nursery.start_soon(node.shm.watch_holders)
         max_leased_bytes = config.max_leased_bytes(config.memory_bytes)
         checkpoints = PeerCheckpoints(
-            node,
+            CheckpointPeer(node),
             self.identity,
             self.verifier,
             self.rng,
             None
             if config.checkpoint_memory is None
             else parse_bytes(config.checkpoint_memory, "checkpoint_memory"),
-            Publications(self.state),
+            self.state,
         )
         self.stack.callback(checkpoints.close)
-        groups = LocalGroups(node, checkpoints)
-        nursery.start_soon(checkpoints.watch)
-        nursery.start_soon(checkpoints.publish_again)
-        nursery.start_soon(groups.watch)
+        checkpoint_requests = ClientRequests(checkpoints)
+        nursery.start_soon(checkpoint_requests.watch)
         erasing = Erasing(node, office)
         backend = PeerLocalBackend(
             node,
@@ -490,14 +488,13 @@ class _Assembly:
             self.location_memory,
             office,
             max_leased_bytes,
-            checkpoints=checkpoints,
-            groups=groups,
+            checkpoints=checkpoint_requests,
             erasing=erasing,
         )
         self.stack.callback(backend.close)
         data_server = DataServer(
-            PeerDataBackend(node, checkpoints.swarms, erasing),
-            swarms=checkpoints.swarms,
+            PeerDataBackend(node, checkpoints.parts.swarms, erasing),
+            swarms=checkpoints.parts.swarms,
             stores=PeerStoreBackend(node),
             ring=self.credentials.ring,
             allowed=self.credentials.allowed,

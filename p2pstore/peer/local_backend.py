@@ -11,9 +11,8 @@ import msgspec
 
 import p2pstore
 from p2pstore.access.keyring import KeyRing, Role
-from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints
-from p2pstore.checkpoint.peer.local_checkpoints import LocalCheckpoints
-from p2pstore.checkpoint.peer.local_groups import LocalGroups
+from p2pstore.checkpoint import checkpoint_messages
+from p2pstore.checkpoint.peer.client_requests import ClientRequests
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.key_pages import ListedPage, ListOperation, is_known, known_keys
@@ -24,8 +23,9 @@ from p2pstore.errors import AuthenticationFailed
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
+from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.server import WRITING, LocalClient
+from p2pstore.local.server import WRITING
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_page
 from p2pstore.memory.segment_layout import Pin
@@ -87,7 +87,7 @@ _UNKNOWN: Final = local.ContainsReply(b"\0")
 
 
 class PeerLocalBackend:
-    """Satisfies `p2pstore.local.server.LocalBackend`."""
+    """Satisfies `p2pstore.local.local_clients.LocalBackend`."""
 
     def __init__(
         self,
@@ -96,8 +96,7 @@ class PeerLocalBackend:
         location_table: SharedMemory | None,
         office: TicketOffice,
         max_leased_bytes: int,
-        checkpoints: PeerCheckpoints,
-        groups: LocalGroups,
+        checkpoints: ClientRequests,
         erasing: Erasing,
     ) -> None:
         self._erasing = erasing
@@ -112,8 +111,8 @@ class PeerLocalBackend:
         )
         self._puts = LocalPuts(node, office)
         self._gets = LocalGets(node, office, max_leased_bytes)
-        self._checkpoints = LocalCheckpoints(checkpoints)
-        self._groups = groups
+        self._checkpoints = checkpoints
+        self.request_types = {**local_protocol.REQUESTS, **checkpoint_messages.REQUESTS}
         self._max_leased_bytes = max_leased_bytes
         self._has_effects = False
         self._has_barriers = memory_barrier.is_available()
@@ -140,15 +139,7 @@ class PeerLocalBackend:
             LocalKind.PIN: self._pin,
             LocalKind.FLUSH: self._flush,
             LocalKind.PREFETCH: self._prefetch,
-            LocalKind.CHECKPOINT_PUBLISH: self._checkpoints.publish,
-            LocalKind.CHECKPOINT_FETCH: self._checkpoints.fetch,
-            LocalKind.CHECKPOINT_PROGRESS: self._checkpoints.progress,
-            LocalKind.CHECKPOINT_FOLLOW: groups.follow,
-            LocalKind.CHECKPOINT_FOLLOW_NEWS: groups.follow_news,
-            LocalKind.CHECKPOINT_UPDATE: groups.update,
-            LocalKind.CHECKPOINT_UPDATE_NEWS: groups.update_news,
-            LocalKind.CHECKPOINT_LIST: groups.list_names,
-            LocalKind.CHECKPOINT_REMOVE: groups.remove,
+            **checkpoints.handlers,
         }
 
     def close(self) -> None:
@@ -248,7 +239,6 @@ class PeerLocalBackend:
         """End what the client held."""
         self._node.local_clients -= 1
         self._checkpoints.client_gone(client)
-        self._groups.client_gone(client)
         self._node.carry_out(self._segment.drop_holder_in_steps(client.holder))
         page = self._hazard_pages.pop(client.holder, None)
         if page is not None:

@@ -17,7 +17,7 @@ from p2pstore.errors import CapacityExceeded, P2PStoreError, ProtocolError
 from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.records import LOCATION_BYTES, PeerId, decode_location, member_of
 from p2pstore.local import local_messages as local
-from p2pstore.local.server import LocalClient
+from p2pstore.local.local_clients import LocalClient
 from p2pstore.objects import DIGEST_BYTES, check_object_length
 from p2pstore.peer.local_answers import Answer, failed_put, item_error, put_outcome
 from p2pstore.peer.node import Node
@@ -93,9 +93,15 @@ class LocalPuts:
                 namespace=message.namespace,
                 now=self._node.now,
             )
+            told: PutEnd | None = None
             for item, end in zip(some, ends, strict=True):
+                if isinstance(end, PutEnd):
+                    if end is not told:  # those that are published together end alike
+                        told, outcome = end, put_outcome(end)
+                    started.append(outcome)
+                    continue
                 if end is not None:
-                    started.append(put_outcome(end) if isinstance(end, PutEnd) else end)
+                    started.append(end)
                     continue
                 if started:
                     yield
@@ -156,12 +162,13 @@ class LocalPuts:
         outcomes: list[local.PutOutcome] = []
         operations.reverse()
         while operations:
+            each = operations.pop()
+            if isinstance(each, local.PutOutcome):
+                outcomes.append(each)
+                continue
             if outcomes:
                 yield
-            each = operations.pop()
-            outcomes.append(
-                each if isinstance(each, local.PutOutcome) else put_outcome(each.result)
-            )
+            outcomes.append(put_outcome(each.result))
         if message.at_hand:
             rooms = yield from self._rooms_for(client, message.again, message.namespace)
             return local.Committed(outcomes, rooms)

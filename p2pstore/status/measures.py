@@ -78,12 +78,12 @@ class Measures:
         """A client's request was answered."""
         _of(self.requests, kind).add_seconds(seconds)
 
-    def put(self, namespace: str, length: int) -> None:
-        """A client put an object."""
-        self.put_bytes.add(length)
+    def put(self, namespace: str, length: int, count: int = 1) -> None:
+        """A client put so many objects of this length."""
+        self.put_bytes.add(length, count)
         use = self.namespace(namespace)
-        use.puts += 1
-        use.put_bytes += length
+        use.puts += count
+        use.put_bytes += length * count
 
     def was_read(self, namespace: str, transport: str, objects: int, length_bytes: int) -> None:
         """A client read objects of about the same length, together so many bytes."""

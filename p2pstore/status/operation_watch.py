@@ -15,9 +15,9 @@ from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject, Reply
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.records import Member, PeerId, member_of
 from p2pstore.local import local_messages as local
+from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_messages import MAX_BATCH
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.server import LocalClient
 from p2pstore.memory.segment_layout import digests_in_slots
 from p2pstore.objects import DIGEST_BYTES, key_digest
 from p2pstore.peer.fallbacks import Fallbacks
@@ -67,7 +67,7 @@ _REQUEST_NAMES: Final = {kind: kind.name.lower() for kind in LocalKind}
 
 
 class PeerWatch:
-    """Satisfies `p2pstore.local.server.RequestObserver`; the node tells it what other peers did."""
+    """Satisfies `p2pstore.local.local_clients.RequestObserver`; the node tells it what other peers did."""
 
     def __init__(self, core: PeerCore, threshold_seconds: float) -> None:
         self.slow = SlowOperations(threshold_seconds)
@@ -166,16 +166,23 @@ class PeerWatch:
     def _count_puts(
         self, client: LocalClient, message: local.Commit, answer: local.Committed
     ) -> None:
+        lengths: list[int] = []
+        failed = kept = short = 0
         for item, outcome in zip(message.items, answer.items, strict=False):
             if outcome.error.code:
-                self._counters["client_puts_failed"] += 1
+                failed += 1
             elif outcome.status == PutStatus.KEPT_EXISTING:
-                self._counters["client_puts_kept_existing"] += 1  # nothing was put
+                kept += 1  # nothing was put
             else:
-                self._counters["client_puts"] += 1
-                self._counters["client_put_bytes"] += item.length
-                self._counters["client_puts_short_of_copies"] += outcome.copies < outcome.wanted
-                self.measures.put(message.namespace, item.length)
+                lengths.append(item.length)
+                short += outcome.copies < outcome.wanted
+        self._counters["client_puts_failed"] += failed
+        self._counters["client_puts_kept_existing"] += kept
+        self._counters["client_puts"] += len(lengths)
+        self._counters["client_put_bytes"] += sum(lengths)
+        self._counters["client_puts_short_of_copies"] += short
+        for length, count in Counter(lengths).items():
+            self.measures.put(message.namespace, length, count)
 
     def _count_leases(
         self, client: LocalClient, message: local.Lease, answer: local.Leased

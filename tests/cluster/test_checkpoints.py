@@ -15,8 +15,8 @@ import trio
 import p2pstore
 from p2pstore import errors
 from p2pstore.checkpoint.content.hashing import PieceHashes
-from p2pstore.checkpoint.peer import checkpoint_service as service
-from p2pstore.checkpoint.peer.memory_target import MemoryTarget
+from p2pstore.checkpoint.peer import bringing, manifest_search
+from p2pstore.checkpoint.peer.stores import MemoryTarget
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.gossip.records import TakesPart
 from p2pstore.peer import Peer, open_peer
@@ -115,7 +115,7 @@ async def test_what_is_there_is_verified_piece_by_piece_each_once_and_several_at
     def hashing(self: PieceHashes, run: range) -> int:
         runs.append(run)
         if len(runs) <= 2:
-            together.wait(20)  # breaks, where there is nobody else
+            together.wait(20)  # breaks without a second party
         return hash_run(self, run)
 
     async with cluster(tmp_path, 2) as (a, b):
@@ -196,8 +196,8 @@ async def test_what_was_published_is_published_again_by_the_next_life_of_its_pee
 async def test_a_version_that_its_publisher_gave_up_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MANIFEST_SECONDS", 1.0)
-    monkeypatch.setattr(service, "HOPE_SECONDS", 1.0)
+    monkeypatch.setattr(manifest_search, "MANIFEST_SECONDS", 1.0)
+    monkeypatch.setattr(bringing, "HOPE_SECONDS", 1.0)
     source = tmp_path / "from"
     make_files(source, FILES)
     async with cluster(tmp_path, 2) as (a, b):
@@ -365,7 +365,7 @@ async def test_tensors_are_fetched_anew_while_their_memory_is_given_back(
     def close_slowly(self: MemoryTarget) -> None:
         close(self)
         closed.set()
-        assert refused.wait(60), "nobody asked for what is being closed"
+        assert refused.wait(60), "no request came for the closing version"
 
     def read_or_say(self: MemoryTarget, piece: int, room: memoryview | None = None) -> memoryview:
         try:
@@ -427,7 +427,7 @@ async def test_of_some_tensors_and_rows_only_the_pieces_they_are_in_are_fetched(
             await b.checkpoints.fetch_tensors("model", wait=20)
 
         def brought() -> int:
-            return sum(run.fetched_bytes for run in runs)
+            return sum(run.progress.fetched_bytes for run in runs)
 
         def half(rank: int, name: str, shape: tuple[int, ...]) -> slice:
             rows = shape[0] // 2
@@ -463,10 +463,10 @@ async def test_of_some_tensors_and_rows_only_the_pieces_they_are_in_are_fetched(
 
         with pytest.raises(errors.CapacityExceeded, match=r"\(--checkpoint-memory\)"):
             await b.checkpoints.fetch_tensors("model")
-        with pytest.raises(ValueError, match="rows one behind the other"):
+        with pytest.raises(ValueError, match="rows must be consecutive"):
             await b.checkpoints.fetch_tensors("model", rows=lambda *_: slice(None, None, 2))
 
-        # What is in memory need not come again for a directory, and stays what it is.
+        # Pieces in memory are not fetched again for a directory.
         whole = await b.checkpoints.fetch("model", tmp_path / "b")
         assert whole.fetched_bytes < published.total_bytes - 3 * size + 8 * PIECE
         assert same_files(source, tmp_path / "b" / "current")

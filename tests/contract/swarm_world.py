@@ -1,6 +1,6 @@
 """Members of a swarm in one process: real data servers and connections on loopback, without peers around them.
 
-Gossip is what the world says at once: who is there, and who has a part in which version.
+Gossip is instantaneous: the world knows all members and their parts in versions.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from p2pstore.checkpoint.content.manifest import (
     sign_manifest,
     version_of,
 )
-from p2pstore.checkpoint.content.source_directory import SourceDirectory
+from p2pstore.checkpoint.content.sources import SourceDirectory
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
 from p2pstore.checkpoint.peer.running import RunningSwarms
 from p2pstore.checkpoint.peer.stores import PieceStore, PublishedPieces
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
-from p2pstore.checkpoint.swarm.swarm import SwarmConfig
+from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import member_of
 from p2pstore.memory.entries import SmallObjectsLent
@@ -176,7 +176,7 @@ class MemberHere:
         return self.join(signed, target, config=config)
 
     def leave(self) -> None:
-        """Take part no longer, and answer nobody."""
+        """End the part, and the server."""
         assert self.taking_part is not None
         self.taking_part.cancel()
         self.die()
@@ -213,7 +213,7 @@ class World:
         return member
 
     def changed(self) -> None:
-        """Gossip: everybody hears who takes part."""
+        """Gossip: all members hear of all participants."""
         for member in self.living.values():
             for run in member.swarms.all():
                 run.look_around()
@@ -221,7 +221,7 @@ class World:
 
 @asynccontextmanager
 async def open_world(*, tls: bool = False) -> AsyncIterator[World]:
-    """A world for one test; at its end nobody serves any more."""
+    """A world for one test; at its end all servers end."""
     async with trio.open_nursery() as nursery:
         world = World(nursery, tls)
         try:

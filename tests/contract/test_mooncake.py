@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from p2pstore import blocking, errors
-from p2pstore.client.values import Gathered
 from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake.own_peer import OwnPeer
 from p2pstore.integrations.mooncake.tensor_format import TensorHeader, encode_header
 from p2pstore.local import socket_paths as paths
+from p2pstore.values import Gathered
 from tests.contract import mooncake_calls
 from tests.contract.worlds import peer_process, until
 from tests.odd_tensors import odd_arrays, odd_tensors

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import trio
 
-from p2pstore.checkpoint.swarm.swarm import SwarmConfig
 from p2pstore.checkpoint.swarm.swarm_messages import (
     Grant,
     Invite,
@@ -21,6 +20,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Refuse,
     kind_of,
 )
+from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from p2pstore.runtime.streams import ByteStream
 from p2pstore.transfer.data_messages import (
     DataKind,
@@ -52,7 +52,7 @@ def raw(kind: int, body: bytes, flags: int = ONE_WAY) -> bytes:
 MESSAGES = {
     "grants of pieces that are nowhere": said(Grant(HUGE)) + said(Grant(-HUGE)),
     "a refusal that has no name": said(Refuse(-HUGE)) + said(Refuse(HUGE)),
-    "members that are nobody": said(Members([0, -1, HUGE] * 21)),
+    "members that do not exist": said(Members([0, -1, HUGE] * 21)),
     "a hundred thousand invitations": said(Invite()) * 100_000,
     "maps that are too long": said(PieceMapMessage(b"\xff" * 8192)),
     "needs that are too long": said(Needs(b"\xff" * 8192)),
@@ -92,7 +92,7 @@ async def test_whatever_is_said_on_a_link_the_swarm_goes_on(tmp_path: Path) -> N
                         await stream.send(bytes_said)
             await until(lambda: attacker.own not in source.run.links.members)  # noqa: B023
             attacker.die()
-        assert source.run.failure is None
+        assert source.run.progress.failure is None
         honest = await world.add()
         honest.fetch(signed, to(tmp_path, honest))
         await complete(tmp_path, [honest])
@@ -110,7 +110,9 @@ async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(
         way = attacker.way_to(source.own)
         assert way is not None
         version, answers = source.run.version, list[PieceReply]()
-        whole = [piece for piece, size in enumerate(source.run._sizes) if size == PIECE]
+        whole = [
+            piece for piece, size in enumerate(source.run.manifest.layout.sizes) if size == PIECE
+        ]
         async with trio.open_nursery() as nursery:
 
             async def hold(piece: int) -> None:
@@ -128,7 +130,7 @@ async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(
 
             async with linked(attacker, source):
                 await until(lambda: attacker.own in source.run.links.members)
-                for piece in (-1, -HUGE, source.run.pieces, HUGE):
+                for piece in (-1, -HUGE, source.run.manifest.layout.count, HUGE):
                     connection = await attacker.pool.dial(way)
                     reply = await connection.get_piece(GetPiece(version, piece), memoryview(b""))
                     assert reply.status == PieceStatus.LACKS
@@ -138,17 +140,17 @@ async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(
                 await until(lambda: len(answers) == 40)
                 held = [each for each in answers if each.status == PieceStatus.OK]
                 assert 0 <= len(held) <= SwarmConfig().most_lent
-                assert source.run._buffers._used == len(held)
+                assert source.run.transfers._buffers._used == len(held)
                 honest.fetch(signed, to(tmp_path, honest))
                 await complete(tmp_path, [honest])
             nursery.cancel_scope.cancel()
-        assert source.run.failure is None
+        assert source.run.progress.failure is None
 
 
 @pytest.mark.parametrize(
     ("first_bytes", "every_seconds"), [(10_000, 0.1), (10_000, 4.0), (PIECE // 2, NEVER)]
 )
-async def test_who_sends_pieces_byte_by_byte_delays_nobody_for_long(
+async def test_a_sender_of_single_bytes_delays_no_other_for_long(
     tmp_path: Path, first_bytes: int, every_seconds: float
 ) -> None:
     """It has everything, as a good member does, and its links are as good."""

@@ -14,9 +14,9 @@ from p2pstore.checkpoint.content import target_directory
 from p2pstore.checkpoint.content.manifest import SignedManifest, format_version, version_of
 from p2pstore.checkpoint.content.pieces import Extent
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
-from p2pstore.checkpoint.peer.manifests import ask_for_manifest
-from p2pstore.checkpoint.swarm.swarm import SwarmConfig
+from p2pstore.checkpoint.peer.manifest_search import ask_for_manifest
 from p2pstore.checkpoint.swarm.swarm_messages import MAX_NEW_PIECES, NewPieces
+from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from p2pstore.errors import CheckpointChanged, NoSuchKey
 from p2pstore.objects import MIB
 from tests.contract.swarm_world import (
@@ -44,10 +44,10 @@ async def published(world: World, tmp_path: Path) -> tuple[MemberHere, SignedMan
 
 async def complete(tmp_path: Path, members: Sequence[MemberHere]) -> None:
     """Wait until all have everything, and compare it."""
-    await until(lambda: all(member.run.complete for member in members))
+    await until(lambda: all(member.run.machine.complete for member in members))
     for member in members:
         run = member.run
-        await run.written()
+        await run.transfers.written()
         await trio.to_thread.run_sync(run.store.commit)  # type: ignore[attr-defined]
         place = tmp_path / f"to{member.number}" / format_version(run.version)
         assert same_files(tmp_path / "from", place)
@@ -58,18 +58,21 @@ def to(tmp_path: Path, member: MemberHere) -> Path:
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-async def test_a_directory_reaches_everybody_once(tmp_path: Path, tls: bool) -> None:
+async def test_a_directory_reaches_each_member_once(tmp_path: Path, tls: bool) -> None:
     async with open_world(tls=tls) as world:
         source, signed = await published(world, tmp_path)
         fetchers = [await world.add() for _ in range(4)]
         for member in fetchers:
             member.fetch(signed, to(tmp_path, member))
         await complete(tmp_path, fetchers)
-        assert all(member.run.fetched_bytes == member.run.total_bytes for member in fetchers)
-        assert source.run.failure is None
+        assert all(
+            member.run.progress.fetched_bytes == member.run.progress.total_bytes
+            for member in fetchers
+        )
+        assert source.run.progress.failure is None
         await until(lambda: source.run.machine.dispensable)
         for member in [source, *fetchers]:
-            await until(lambda run=member.run: not run._buffers._used)  # type: ignore[misc]
+            await until(lambda run=member.run: not run.transfers._buffers._used)  # type: ignore[misc]
 
 
 async def test_the_event_loop_writes_small_pieces_where_that_cannot_hold_it_up(
@@ -121,7 +124,7 @@ async def test_the_source_goes_once_the_others_have_everything(tmp_path: Path) -
         await complete(tmp_path, [first, late])
 
 
-async def test_one_that_dies_in_the_middle_holds_up_nobody_and_goes_on_later(
+async def test_a_death_in_the_middle_holds_up_no_other_and_the_fetch_goes_on_later(
     tmp_path: Path,
 ) -> None:
     async with open_world() as world:
@@ -129,16 +132,16 @@ async def test_one_that_dies_in_the_middle_holds_up_nobody_and_goes_on_later(
         dying, other = await world.add(), await world.add()
         run = dying.fetch(signed, to(tmp_path, dying))
         other.fetch(signed, to(tmp_path, other))
-        await until(lambda: run.done_pieces >= 3)
+        await until(lambda: run.machine.have.bit_count() >= 3)
         dying.die()
-        await run.ended.wait()
+        await run.progress.ended.wait()
         await complete(tmp_path, [other])
-        had = run.done_bytes
+        had = run.progress.done_bytes
         again = await world.add()
         resumed = again.fetch(signed, to(tmp_path, dying))
-        assert resumed.done_bytes == had
-        await until(lambda: resumed.complete)
-        assert resumed.fetched_bytes == resumed.total_bytes - had
+        assert resumed.progress.done_bytes == had
+        await until(lambda: resumed.machine.complete)
+        assert resumed.progress.fetched_bytes == resumed.progress.total_bytes - had
 
 
 class _Lying:
@@ -160,19 +163,19 @@ class _Lying:
     def close(self) -> None: ...
 
 
-async def test_who_sends_bad_pieces_is_banned_and_everybody_completes(tmp_path: Path) -> None:
+async def test_a_sender_of_bad_pieces_is_banned_and_the_others_complete(tmp_path: Path) -> None:
     async with open_world() as world:
         source, signed = await published(world, tmp_path)
         liar = await world.add()
-        lies = _Lying(source.run.pieces)
+        lies = _Lying(source.run.manifest.layout.count)
         liar.join(signed, lies)
         fetcher = await world.add()
         config = SwarmConfig(retry_seconds=0.05)
         run = fetcher.fetch(signed, to(tmp_path, fetcher), config)
-        run.machine.senders._first_deadline = 5.0
+        run.machine.state.senders._first_deadline = 5.0
         await complete(tmp_path, [fetcher])
         assert lies.reads <= 4
-        assert run.machine.senders.is_ignored(liar.own, trio.current_time()) or not lies.reads
+        assert run.machine.state.senders.is_ignored(liar.own, trio.current_time()) or not lies.reads
 
 
 async def test_a_map_beyond_the_last_piece_bans_its_sender(tmp_path: Path) -> None:
@@ -182,7 +185,7 @@ async def test_a_map_beyond_the_last_piece_bans_its_sender(tmp_path: Path) -> No
         run = liar.fetch(signed, to(tmp_path, liar))
         await until(lambda: source.own in run.links.members)
         run.links.say([source.own], NewPieces([4000]))
-        await until(lambda: source.run.machine.senders.is_banned(liar.own))
+        await until(lambda: source.run.machine.state.senders.is_banned(liar.own))
         await until(lambda: liar.own not in source.run.links.members)
         run.links.begin_dialing(source.own)
         await run.links.dial(source.own)
@@ -221,10 +224,10 @@ async def test_a_file_that_changed_ends_the_source_and_never_a_bad_piece(tmp_pat
         (tmp_path / "from" / "model.safetensors").write_bytes(b"other")
         fetcher = await world.add()
         run = fetcher.fetch(signed, to(tmp_path, fetcher))
-        await source.run.ended.wait()
-        assert isinstance(source.run.failure, CheckpointChanged)
+        await source.run.progress.ended.wait()
+        assert isinstance(source.run.progress.failure, CheckpointChanged)
         await until(lambda: not run.links.members)
-        assert run.done_pieces <= 2
+        assert run.machine.have.bit_count() <= 2
 
 
 async def test_a_full_disk_ends_the_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,14 +238,14 @@ async def test_a_full_disk_ends_the_fetch(tmp_path: Path, monkeypatch: pytest.Mo
         write = run.store.write
 
         def full(piece: int, data: memoryview) -> bool:
-            if run.done_pieces > 3:
+            if run.machine.have.bit_count() > 3:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return write(piece, data)
 
         monkeypatch.setattr(run.store, "write", full)
         with pytest.raises(OSError, match="No space left"):
-            await run.until(lambda: run.complete)
-        await run.ended.wait()
+            await run.progress.until(lambda: run.machine.complete)
+        await run.progress.ended.wait()
 
 
 async def test_peers_of_one_host_bring_each_piece_once(tmp_path: Path) -> None:
@@ -252,11 +255,11 @@ async def test_peers_of_one_host_bring_each_piece_once(tmp_path: Path) -> None:
         for member in fetchers:
             member.fetch(signed, to(tmp_path, member))
         await complete(tmp_path, fetchers)
-        total = fetchers[0].run.total_bytes
+        total = fetchers[0].run.progress.total_bytes
         assert source.sent_bytes < 2.5 * total
 
 
-async def test_a_manifest_is_asked_of_whoever_has_it(tmp_path: Path) -> None:
+async def test_a_manifest_comes_from_any_member_that_has_it(tmp_path: Path) -> None:
     from p2pstore.gossip.links.identity import Ed25519Verifier
 
     async with open_world() as world:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import trio
 
 from p2pstore.access.keyring import KeyRing
+from p2pstore.checkpoint import checkpoint_messages
 from p2pstore.config import split_address
 from p2pstore.errors import P2PStoreError, ProtocolError
 from p2pstore.gossip.gossip_messages import REPLIES as CONTROL_REPLIES
@@ -544,7 +545,8 @@ async def local_requests(victim: Victim, rng: Random, sent: Sent) -> None:
         leased = await _ask(stream, buffer, LocalKind.LEASE, local.Lease(digests))
         grants = decode_body(local.Leased, leased).items
         hints["leases"] = [each.lease for each in grants][:1]
-        frames = corpus(local_protocol.REQUESTS, rng, hints, skip=16)
+        kinds = {**local_protocol.REQUESTS, **checkpoint_messages.REQUESTS}
+        frames = corpus(kinds, rng, hints, skip=16)
         await _pour(stream, Mutator(rng).sequence(frames, frames), sent)
     finally:
         stream.close()

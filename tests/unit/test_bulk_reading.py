@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.checkpoint.content import bulk_reading
-from p2pstore.checkpoint.content.bulk_reading import BLOCK_BYTES, BulkReader, cached_blocks
-from p2pstore.checkpoint.content.local_disks import is_local_directory
+from p2pstore.checkpoint.content import hashing as bulk_reading
+from p2pstore.checkpoint.content.hashing import (
+    BLOCK_BYTES,
+    BulkReader,
+    cached_blocks,
+    is_local_directory,
+)
 
 CONTENT = os.urandom(5 * BLOCK_BYTES + 12345)
 

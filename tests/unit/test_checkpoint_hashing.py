@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import trio
 
-from p2pstore.checkpoint.content import bulk_reading, hashing
+from p2pstore.checkpoint.client.tensor_file import plan_image, write_image
+from p2pstore.checkpoint.content import hashing
+from p2pstore.checkpoint.content import hashing as bulk_reading
 from p2pstore.checkpoint.content.hashing import hash_source
 from p2pstore.checkpoint.content.manifest import FileHashes, Manifest, hash_of
 from p2pstore.checkpoint.content.pieces import MIN_PIECE_BYTES, SMALLEST_USUAL
-from p2pstore.checkpoint.content.source_directory import SourceDirectory
-from p2pstore.checkpoint.content.source_memory import SourceMemory
-from p2pstore.client.tensor_file import plan_image, write_image
+from p2pstore.checkpoint.content.sources import SourceDirectory, SourceMemory
 from p2pstore.errors import CheckpointChanged, CheckpointRefused
 
 PIECE = MIN_PIECE_BYTES
@@ -214,7 +214,7 @@ async def test_a_piece_of_a_file_that_changed_later_is_not_sent(tmp_path: Path) 
         source.read_piece(manifest, 0)
     # Even when the times say that nothing has changed.
     os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(CheckpointChanged, match="not the bytes"):
+    with pytest.raises(CheckpointChanged, match="bytes are not those"):
         source.read_piece(manifest, 0)
     assert source.read_piece(manifest, 1) == FILES["model/1.safetensors"][PIECE : 2 * PIECE]
 

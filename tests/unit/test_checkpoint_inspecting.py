@@ -1,4 +1,4 @@
-"""What a publisher is told of its directory: what is left out, what is broken, what is missing."""
+"""Notes to a publisher about its directory: files that are left out, broken or missing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.checkpoint.content.inspecting import inspect
-from p2pstore.checkpoint.content.source_directory import SourceDirectory
-from p2pstore.checkpoint.swarm.choosing import bookkeeping_in, nearest, unmatched
+from p2pstore.checkpoint.content.content_paths import bookkeeping_in, nearest, unmatched
+from p2pstore.checkpoint.content.sources import SourceDirectory, inspect
 from p2pstore.errors import CheckpointRefused
 from tests.unit.test_checkpoint_hashing import write
 from tests.unit.test_safetensors import PAGE, POINTER, entry, file_with
@@ -51,7 +50,7 @@ def test_what_belongs_to_a_download_is_left_out_and_said(tmp_path: Path) -> None
         "b.safetensors.1a2b.incomplete",
         "config.json.lock",
     }
-    # Who names it, has it.
+    # A pattern that names it includes it.
     wanted = SourceDirectory(tmp_path, ["*.lock", ".git/*", "*.safetensors"])
     assert [file.path for file in wanted.files] == [
         ".git/HEAD",

@@ -6,10 +6,8 @@ import pytest
 import trio
 import trio.testing
 
-from p2pstore.checkpoint.content.memory_layout import ALIGNMENT, plan_memory
-from p2pstore.checkpoint.content.piece_map import full_map
-from p2pstore.checkpoint.peer.memories import Memories
-from p2pstore.checkpoint.peer.memory_target import MemoryTarget
+from p2pstore.checkpoint.content.pieces import ALIGNMENT, full_map, plan_memory
+from p2pstore.checkpoint.peer.stores import Memories, MemoryTarget
 from p2pstore.errors import CapacityExceeded, StoreClosed
 from p2pstore.memory.mapped.mapped_memory import map_read_only
 from p2pstore.objects import MIB
@@ -76,7 +74,7 @@ def test_other_bytes_are_no_piece_and_change_nothing() -> None:
     target.close()
 
 
-def test_memory_is_held_as_long_as_somebody_looks_and_no_more_than_allowed() -> None:
+def test_memory_is_held_while_a_client_uses_it_and_no_more_than_allowed() -> None:
     memories = Memories(MIB)
     target = filled()
     memories.add(target, 1)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
-from p2pstore.checkpoint.peer.introductions import BELIEVED_SECONDS, MAX_BELIEVED, Introductions
-from p2pstore.checkpoint.peer.piece_buffers import MOST_KEPT_BYTES, PieceBuffers
+from p2pstore.checkpoint.peer.piece_flow import (
+    BELIEVED_SECONDS,
+    BURST_SECONDS,
+    MAX_BELIEVED,
+    MOST_KEPT_BYTES,
+    Introductions,
+    PieceBuffers,
+    TokenBucket,
+)
+from p2pstore.checkpoint.peer.surroundings import Surroundings
 from p2pstore.checkpoint.peer.swarm_links import SwarmLinks, _Link
-from p2pstore.checkpoint.peer.token_bucket import BURST_SECONDS, TokenBucket
 from p2pstore.checkpoint.swarm.swarm_messages import (
     MAX_INTRODUCED,
     Grant,
@@ -15,9 +24,7 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     NewPieces,
     kind_of,
 )
-from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_frames import FrameLink
-from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.wire import ONE_WAY, encode_frame
 
 
@@ -48,7 +55,7 @@ def test_buffers_are_used_again_while_any_is_in_use() -> None:
     buffers.give_back(first)
     assert buffers.kept == 1
     buffers.give_back(second)
-    assert not buffers.kept  # nobody sends or fetches: the memory is others'
+    assert not buffers.kept  # no transfer is under way: the memory is free
 
 
 def test_of_large_buffers_few_are_kept() -> None:
@@ -64,7 +71,7 @@ def test_of_large_buffers_few_are_kept() -> None:
 def test_who_comes_is_told_of_all_and_all_of_it() -> None:
     meeting = Introductions()
     meeting.linked(1)
-    assert not meeting.due  # there is nobody to tell
+    assert not meeting.due  # there is no other member to tell
     meeting.linked(2)
     assert meeting.due
     assert meeting.take() == [([1, 2], Members([1, 2]))]
@@ -97,7 +104,7 @@ def test_what_neighbours_tell_is_believed_for_a_while_and_not_without_end() -> N
 
 
 class _Frames(FrameLink):
-    """What is said, as it is sent."""
+    """Records the frames that are sent."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -114,10 +121,8 @@ class _Frames(FrameLink):
 
 
 async def test_what_a_member_is_told_in_one_step_is_sent_together() -> None:
-    pool = DataPool(TrioDriver())
-    links = SwarmLinks(
-        bytes(16), 9, pool, lambda _: None, lambda _: False, lambda _: None, lambda _: None
-    )
+    around = cast(Surroundings, None)  # only dialing needs it
+    links = SwarmLinks(bytes(16), around, lambda _: None, lambda _: None)
     frames = {member: _Frames() for member in (1, 2, 3)}
     links._links = {member: _Link(each, True, 0.0) for member, each in frames.items()}
     news, grant = (

@@ -9,7 +9,7 @@ import pytest
 
 from mooncake_p2p.commands.checkpoint_groups import status_lines
 from mooncake_p2p.on_switch import OnSwitch
-from p2pstore.checkpoint.peer.paces import Paces
+from p2pstore.checkpoint.peer.piece_flow import Paces
 from p2pstore.results import CheckpointInfo, CheckpointMember
 
 V1, V2 = "1" * 32, "2" * 32

@@ -24,6 +24,7 @@ import xxhash
 
 from p2pstore import wire
 from p2pstore.access.keyring import KeyRing
+from p2pstore.checkpoint import checkpoint_messages
 from p2pstore.errors import ConfigError, P2PStoreError, ProtocolError, ProtocolMismatch
 from p2pstore.gossip import gossip_messages as control
 from p2pstore.gossip.floors.cluster_records import ClusterRecords, TheirRecords
@@ -50,6 +51,7 @@ from p2pstore.gossip.records import (
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.memory.entries import Written
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
@@ -164,7 +166,7 @@ def without_optional(value: Any) -> Any:
 
 
 def test_no_message_is_forgotten() -> None:
-    for module in (control, data, local_protocol):
+    for module in (control, data, local_protocol, checkpoint_messages):
         assert set(module.REQUESTS.values()) | set(module.REPLIES.values()) <= set(MESSAGES)
     assert {SignedRecord, ClusterRecord, TicketClaims, TrailerBody, Failure} <= set(MESSAGES)
 
@@ -575,8 +577,7 @@ def test_a_version_that_was_not_offered_is_refused(tmp_path: Path) -> None:
         opening = LocalConnection.open(
             BlockingDriver(),
             str(tmp_path / "s"),
-            namespace="default",
-            access=local_protocol.Access.READ,
+            Opening("default", local_protocol.Access.READ),
         )
         with pytest.raises(ProtocolMismatch, match="the other side 2 to 2"):
             run_blocking(opening)

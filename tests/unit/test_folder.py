@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.checkpoint.content.directory_versions import kept_manifest, part_of, write_part
-from p2pstore.checkpoint.content.piece_record import PieceRecord
+from p2pstore.checkpoint.content.directory_versions import (
+    PieceRecord,
+    kept_manifest,
+    part_of,
+    write_part,
+)
 from p2pstore.errors import ConfigError
 from p2pstore.integrations.mooncake.tensor_format import read_one, write_one
 from p2pstore.state.folder import Folder, replace_file

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from p2pstore.checkpoint.content.directory_versions import PieceRecord
 from p2pstore.checkpoint.content.manifest import (
     FileEntry,
     FileHashes,
@@ -16,7 +17,6 @@ from p2pstore.checkpoint.content.manifest import (
     sign_manifest,
     version_of,
 )
-from p2pstore.checkpoint.content.piece_record import PieceRecord
 from p2pstore.checkpoint.content.pieces import MIN_PIECE_BYTES as PIECE
 from p2pstore.checkpoint.swarm.swarm_messages import (
     Grant,

@@ -17,7 +17,6 @@ from p2pstore.errors import CapacityExceeded
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction_policies import PolicyName, make_policy
 from p2pstore.memory.kept_memory import (
-    EARLIER_CLIENTS,
     Expected,
     Kept,
     KeptElsewhere,
@@ -30,6 +29,7 @@ from p2pstore.memory.kept_memory import (
     tail_bytes,
     tail_offset,
 )
+from p2pstore.memory.returned_objects import EARLIER_CLIENTS
 from p2pstore.memory.segment import SOFT_PIN_SECONDS, Segment
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from p2pstore.gossip.homes.partition_homes import weight
@@ -93,9 +95,9 @@ def test_who_keeps_an_object_is_not_asked_each_time() -> None:
     entry = world.stored("k", VALUE)
     asked: list[str] = []
 
-    def ask(weighed: ObjectEntry, now: float) -> bool:
-        asked.append(weighed.key)
-        return False
+    def ask(weighed: Sequence[ObjectEntry], now: float) -> list[bool]:
+        asked.extend(entry.key for entry in weighed)
+        return [False] * len(weighed)
 
     world.segment.room.ask_who_keeps(ask)
     order = world.segment.objects.order

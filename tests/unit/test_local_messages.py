@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pstore import errors
+from p2pstore.checkpoint import checkpoint_messages
 from p2pstore.errors import P2PStoreError, ProtocolError
 from p2pstore.local.local_protocol import ONE_WAY_KINDS, REPLIES, REQUESTS, LocalKind
 from p2pstore.wire import (
@@ -28,7 +29,15 @@ from p2pstore.wire import (
     error_of,
 )
 
-TYPES = sorted({*REQUESTS.values(), *REPLIES.values()}, key=lambda each: each.__name__)
+TYPES = sorted(
+    {
+        *REQUESTS.values(),
+        *REPLIES.values(),
+        *checkpoint_messages.REQUESTS.values(),
+        *checkpoint_messages.REPLIES.values(),
+    },
+    key=lambda each: each.__name__,
+)
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
@@ -119,8 +128,8 @@ def _longer_array(body: bytes) -> bytes:
 
 
 def test_every_kind_has_its_messages() -> None:
-    assert set(REQUESTS) == set(LocalKind)
-    assert set(REPLIES) == set(LocalKind) - ONE_WAY_KINDS
+    assert set(REQUESTS) | set(checkpoint_messages.REQUESTS) == set(LocalKind)
+    assert set(REPLIES) | set(checkpoint_messages.REPLIES) == set(LocalKind) - ONE_WAY_KINDS
 
 
 RAISED = [

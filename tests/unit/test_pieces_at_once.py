@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.checkpoint.content.local_disks import is_local, is_local_directory
-from p2pstore.checkpoint.peer.at_once import FIRST_IN_THREADS, AtOnce
+from p2pstore.checkpoint.content.hashing import is_local, is_local_directory
+from p2pstore.checkpoint.peer.piece_flow import FIRST_IN_THREADS, AtOnce
 from p2pstore.objects import KIB, MIB
 
 MOUNTS = """\

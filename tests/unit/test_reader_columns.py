@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.memory.entries import Written
-from p2pstore.memory.object_table import KeyIndex
+from p2pstore.memory.key_index import KeyIndex
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     INDEX_ENTRY_BYTES,
@@ -63,7 +63,7 @@ def test_a_column_is_found_as_the_index_has_it(steps: list[tuple[bytes, bool]]) 
     for digest, adds in steps:
         if adds:
             slots[digest] = len(slots) + 1000 * (digest in slots)
-            index.set(digest, slots[digest])
+            index.set_all([(digest, slots[digest])])
         elif digest in slots:
             index.remove(digest)
             del slots[digest]

@@ -94,14 +94,9 @@ PURE = (
         )
     ),
     "p2pstore/checkpoint/swarm/*.py",
-    *(
-        f"p2pstore/checkpoint/content/{name}.py"
-        for name in ("manifest", "content_paths", "pieces", "piece_map", "memory_layout")
-    ),
-    *(
-        f"p2pstore/checkpoint/peer/{name}.py"
-        for name in ("introductions", "orders", "paces", "piece_buffers", "token_bucket")
-    ),
+    *(f"p2pstore/checkpoint/content/{name}.py" for name in ("manifest", "content_paths", "pieces")),
+    "p2pstore/checkpoint/peer/piece_flow.py",
+    "p2pstore/checkpoint/checkpoint_messages.py",
     *(f"p2pstore/status/doctor/{name}.py" for name in ("finding", "*_rules", "redaction")),
     *(f"p2pstore/status/{name}.py" for name in ("slow_operations", "traffic", "measures")),
     *(
@@ -110,8 +105,11 @@ PURE = (
     ),
     *(f"p2pstore/topology/{name}.py" for name in ("hardware", "matrix")),
     "p2pstore/integrations/mooncake/mooncake_types.py",
-    *(f"p2pstore/{name}.py" for name in ("objects", "location_table", "wire", "put_facts")),
-    *(f"p2pstore/local/{name}_messages.py" for name in ("local", "checkpoint", "group")),
+    *(
+        f"p2pstore/{name}.py"
+        for name in ("objects", "location_table", "wire", "put_facts", "arguments")
+    ),
+    "p2pstore/local/local_messages.py",
     "p2pstore/local/local_protocol.py",
     *(f"p2pstore/access/{name}.py" for name in ("allowlist", "strangers")),
     "p2pstore/client/read_plan.py",

@@ -8,16 +8,16 @@ from typing import TypeVar
 
 import pytest
 
-from p2pstore.checkpoint.content.piece_map import (
+from p2pstore.checkpoint.content.pieces import (
     Availability,
     full_map,
     map_of,
     pack_map,
     pieces_in,
 )
-from p2pstore.checkpoint.swarm.super_seeding import SuperSeeding
-from p2pstore.checkpoint.swarm.swarm import Swarm, SwarmConfig
-from p2pstore.checkpoint.swarm.swarm_effects import (
+from p2pstore.checkpoint.swarm.swarm import Swarm
+from p2pstore.checkpoint.swarm.swarm_messages import (
+    ANY_PIECE,
     Abandon,
     Asked,
     Complete,
@@ -29,28 +29,27 @@ from p2pstore.checkpoint.swarm.swarm_effects import (
     Failure,
     Fetch,
     Found,
+    Grant,
+    Invite,
     Linked,
     Needed,
+    Needs,
+    NewPieces,
     Participants,
     PieceArrived,
     PieceFailed,
+    PieceMapMessage,
     Received,
+    Refusal,
+    Refuse,
     Serve,
     Served,
     Tell,
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.swarm.swarm_messages import (
-    ANY_PIECE,
-    Grant,
-    Invite,
-    Needs,
-    NewPieces,
-    PieceMapMessage,
-    Refusal,
-    Refuse,
-)
+from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
+from p2pstore.checkpoint.swarm.upload_slots import SuperSeeding
 
 OWN = 100
 PIECES = 8
@@ -90,7 +89,7 @@ class Peer:
         self._effects += self.machine.handle(event, self.now)
 
     def wait(self, seconds: float) -> None:
-        """Ticks as they are due, for so long."""
+        """Deliver ticks as they are due, for `seconds`."""
         until = self.now + seconds
         for _ in range(10_000):
             due = self.machine.wake_at
@@ -176,7 +175,7 @@ def test_peers_of_one_host_hear_of_each_piece_at_once() -> None:
     peer.neighbour(1, *range(8))
     peer.neighbour(2, same_host=True)
     peer.asked(Tell)
-    pieces = pieces_in(peer.machine._host.mask)[:2]
+    pieces = pieces_in(peer.machine.state.host.mask)[:2]
     for piece in pieces:
         peer.on(Received(1, Grant(piece)))
         peer.on(PieceArrived(1, piece))
@@ -284,7 +283,7 @@ def test_three_of_those_who_were_refused_hear_when_there_is_room() -> None:
     assert peer.told(Invite) == []
 
 
-def test_nobody_is_invited_for_what_is_not_wanted() -> None:
+def test_no_neighbour_is_invited_for_unwanted_pieces() -> None:
     peer = Peer()
     peer.neighbour(1, *range(8))
     peer.neighbour(2, 0)
@@ -407,7 +406,7 @@ def test_what_a_neighbour_turns_out_to_lack_is_asked_for_elsewhere() -> None:
     assert peer.asked(Fetch) == []
 
 
-def test_nobody_offers_so_it_asks_now_and_then() -> None:
+def test_without_offers_it_asks_now_and_then() -> None:
     peer = Peer()
     peer.neighbour(1, 4)
     peer.wait(0.6)
@@ -615,7 +614,7 @@ def test_slots_are_free_again_when_their_user_goes() -> None:
     assert peer.granted() == [2, 2]
     peer.on(Served(1, 0))
     assert peer.machine.slots.free == 0
-    assert not peer.machine._serving_since
+    assert not peer.machine.sending._serving_since
 
 
 def test_nothing_is_kept_of_a_neighbour_that_went() -> None:
@@ -625,10 +624,14 @@ def test_nothing_is_kept_of_a_neighbour_that_went() -> None:
     peer.on(PieceArrived(1, 1))
     peer.on(Asked(1, 0))
     peer.on(Served(1, 0))
-    assert peer.machine._uploads._usual.keys() == peer.machine._downloads._usual.keys() == {1}
+    assert (
+        peer.machine.state.uploads._usual.keys()
+        == peer.machine.state.downloads._usual.keys()
+        == {1}
+    )
     peer.on(Unlinked(1))
-    assert not peer.machine._uploads._usual
-    assert not peer.machine._downloads._usual
+    assert not peer.machine.state.uploads._usual
+    assert not peer.machine.state.downloads._usual
 
 
 # --- the publisher ---------------------------------------------------------------------------
@@ -815,8 +818,8 @@ def test_connections_are_made_and_the_least_useful_ended_for_a_late_joiner() -> 
     (ended,) = peer.asked(Disconnect)
     assert ended.member != 99
     assert not ended.banned
-    assert 99 in peer.machine._neighbours
-    assert len(peer.machine._neighbours) == 24
+    assert 99 in peer.machine.state.neighbours
+    assert len(peer.machine.state.neighbours) == 24
 
 
 def test_a_peer_that_has_everything_does_not_look_for_others() -> None:
@@ -869,7 +872,7 @@ def test_old_neighbours_are_replaced_now_and_then_those_with_transfers_last() ->
     ended = [each.member for each in peer.asked(Disconnect)]
     assert len(ended) == 2
     assert 1 not in ended
-    assert len(peer.machine._neighbours) == 18
+    assert len(peer.machine.state.neighbours) == 18
 
 
 def test_what_a_late_joiner_takes_the_place_of_is_of_no_use() -> None:
@@ -880,7 +883,7 @@ def test_what_a_late_joiner_takes_the_place_of_is_of_no_use() -> None:
     peer.on(Linked(99))
     assert peer.asked(Disconnect) == [Disconnect(17)]
     peer.on(Linked(17))  # it may come again
-    assert 17 in peer.machine._neighbours
+    assert 17 in peer.machine.state.neighbours
 
 
 # --- some pieces only ------------------------------------------------------------------------
@@ -911,7 +914,7 @@ def test_who_needs_some_pieces_says_so_and_is_complete_when_it_has_them() -> Non
     assert peer.told(Refuse) == [((1,), Refuse(Refusal.NOTHING))]
 
 
-def test_nobody_is_offered_what_it_does_not_need() -> None:
+def test_no_neighbour_is_offered_unneeded_pieces() -> None:
     peer = Peer([0, 1])
     peer.on(Linked(1))
     peer.on(needs(1, 1, 2))
@@ -950,7 +953,7 @@ def test_more_may_be_needed_later() -> None:
     assert peer.told(Needs) == [((1,), Needs(b"\x12"))]
     assert not peer.machine.complete
     peer.wait(1.0)
-    assert peer.asked(Fetch) == [Fetch(1, 4)], "it asks, though nobody grants"
+    assert peer.asked(Fetch) == [Fetch(1, 4)], "it asks without a grant"
     peer.on(PieceArrived(1, 4))
     assert peer.asked(Complete) == [Complete()]
     peer.on(Needed(map_of([4])))

@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from p2pstore.checkpoint.content.piece_map import full_map, pack_map, pieces_in
-from p2pstore.checkpoint.swarm.swarm import Swarm, SwarmConfig
-from p2pstore.checkpoint.swarm.swarm_effects import (
+from p2pstore.checkpoint.content.pieces import full_map, pack_map, pieces_in
+from p2pstore.checkpoint.swarm.swarm import Swarm
+from p2pstore.checkpoint.swarm.swarm_messages import (
     Abandon,
     Asked,
     Connect,
@@ -21,25 +21,24 @@ from p2pstore.checkpoint.swarm.swarm_effects import (
     Event,
     Failure,
     Fetch,
+    Grant,
     Linked,
     Needed,
+    Needs,
+    NewPieces,
     Participants,
     PieceArrived,
     PieceFailed,
+    PieceMapMessage,
     Received,
+    Refuse,
     Serve,
     Served,
     Tell,
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.swarm.swarm_messages import (
-    Grant,
-    Needs,
-    NewPieces,
-    PieceMapMessage,
-    Refuse,
-)
+from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 
 PIECES = 12
 OWN = 5
@@ -186,31 +185,35 @@ class SwarmPeer(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self) -> None:
         machine = self.machine
-        flights = machine._flights
+        flights = machine.receiving.flights
         assert {(flight.member, piece) for piece, flight in flights} == self.fetching
-        selection = machine._selection
+        selection = machine.state.selection
         assert selection.have | selection.missing == selection.needed | selection.have
         assert not selection.missing & ~selection.needed
         assert not selection.have & selection.missing
         assert pieces_in(selection.missing & ~selection.wanted) == sorted(
             {piece for piece, _ in flights}
         )
-        assert set(machine._neighbours) == self.linked
+        assert set(machine.state.neighbours) == self.linked
         assert not self.linked & self.banned
-        assert set(machine._uploads._usual) | set(machine._downloads._usual) <= self.linked
+        assert (
+            set(machine.state.uploads._usual) | set(machine.state.downloads._usual) <= self.linked
+        )
         network = [flight for _, flight in flights if not flight.same_host]
         assert flights.over_network == len(network)
         assert flights.within_host == len(self.fetching) - len(network)
         assert flights.held_up == sum(flight.held_up_at == -math.inf for flight in network)
         for piece in range(PIECES):
-            holders = sum(each.pieces >> piece & 1 for each in machine._neighbours.values())
+            holders = sum(each.pieces >> piece & 1 for each in machine.state.neighbours.values())
             assert selection.availability.copies(piece) == holders
 
     @invariant()
     def slots_are_bounded(self) -> None:
         slots = self.machine.slots
-        busy = {each for each in self.serving if not self.machine._neighbours[each[0]].same_host}
-        assert set(slots._sending) == busy == set(self.machine._serving_since)
+        busy = {
+            each for each in self.serving if not self.machine.state.neighbours[each[0]].same_host
+        }
+        assert set(slots._sending) == busy == set(self.machine.sending._serving_since)
         assert len(slots._sending) <= 2 * 8
         assert slots._grants == sum(map(len, slots._granted.values()))
         assert set(slots._granted) | set(slots._waiting) <= self.linked

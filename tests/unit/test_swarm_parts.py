@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.checkpoint.content.piece_map import (
+from p2pstore.checkpoint.content.pieces import (
     Availability,
     any_piece,
     full_map,
@@ -20,15 +20,7 @@ from p2pstore.checkpoint.content.piece_map import (
     sum_of,
     unpack_map,
 )
-from p2pstore.checkpoint.swarm.deadlines import (
-    FIRST_BACK_OFF_SECONDS,
-    FIRST_HELD_UP_SECONDS,
-    LONGEST_BACK_OFF_SECONDS,
-    Pace,
-    Senders,
-)
 from p2pstore.checkpoint.swarm.selection import HostShare, Selection, stripe
-from p2pstore.checkpoint.swarm.super_seeding import SuperSeeding
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     MAX_NEW_PIECES,
@@ -49,7 +41,18 @@ from p2pstore.checkpoint.swarm.swarm_neighbours import (
     SETTLE_SECONDS,
     Neighbours,
 )
-from p2pstore.checkpoint.swarm.upload_slots import MAX_WAITING, UploadSlots, places_for, slots_for
+from p2pstore.checkpoint.swarm.upload_slots import (
+    FIRST_BACK_OFF_SECONDS,
+    FIRST_HELD_UP_SECONDS,
+    LONGEST_BACK_OFF_SECONDS,
+    MAX_WAITING,
+    Pace,
+    Senders,
+    SuperSeeding,
+    UploadSlots,
+    places_for,
+    slots_for,
+)
 from p2pstore.errors import ProtocolError
 from p2pstore.wire import encode_body
 
@@ -232,7 +235,7 @@ def test_how_long_answers_to_grants_take_is_known() -> None:
     assert slots.round_trip_seconds == pytest.approx(0.25, rel=0.02)
 
 
-def test_whoever_goes_leaves_its_slots_and_what_it_did_not_get() -> None:
+def test_a_leaving_neighbour_frees_its_slots_and_its_unsent_pieces() -> None:
     slots = UploadSlots(3, grant_seconds=1.0)
     slots.grant(5, 1, now=0.0)
     slots.grant(5, None, now=0.0)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.client import arguments
+from p2pstore import arguments
 from p2pstore.client.puts import (
     WINDOW_BYTES,
     WINDOW_ITEMS,
@@ -26,7 +26,12 @@ from p2pstore.client.puts import (
     trailer_bound,
     windows,
 )
-from p2pstore.client.values import (
+from p2pstore.errors import P2PStoreError
+from p2pstore.local.local_messages import ItemError, Reservation, ReserveItem
+from p2pstore.memory.segment_layout import TrailerBody, encode_trailer
+from p2pstore.objects import MIB, chunk_count, chunk_sums
+from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
+from p2pstore.values import (
     Gathered,
     RegisteredBuffer,
     describe_tensor,
@@ -37,11 +42,6 @@ from p2pstore.client.values import (
     source_view,
     value_of,
 )
-from p2pstore.errors import P2PStoreError
-from p2pstore.local.local_messages import ItemError, Reservation, ReserveItem
-from p2pstore.memory.segment_layout import TrailerBody, encode_trailer
-from p2pstore.objects import MIB, chunk_count, chunk_sums
-from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from tests.optional import require_torch
 
 

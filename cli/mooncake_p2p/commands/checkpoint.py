@@ -1,4 +1,4 @@
-"""`checkpoint publish` and `checkpoint fetch`: directories that one publishes and many fetch from each other."""
+"""`checkpoint publish` and `checkpoint fetch`: directories that one peer publishes and many fetch from each other."""
 
 from __future__ import annotations
 
@@ -7,27 +7,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from mooncake_p2p.options import (
-    DEFAULT_TIMEOUT,
+    AtPeer,
     Exclude,
     Include,
-    Json,
-    Namespace,
-    Socket,
-    Timeout,
-    connected,
     parse_timeout,
     was_given,
+    with_records,
 )
 from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
 from p2pstore.objects import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from p2pstore.results import CheckpointProgress
+    from p2pstore.blocking import BlockingClient
+    from p2pstore.results import CheckpointProgress, FetchedCheckpoint
 
 Watch = Callable[["CheckpointProgress"], None]
 
@@ -36,25 +34,46 @@ DOING: Final = {
     "waiting": "waiting for {}",
     "hashing": "hashing {}",
     "seeding": "seeding {}",
-    "checking": "checking what is there of {}",
+    "checking": "checking the directory of {}",
     "fetching": "fetching {}",
     "finishing": "writing {} to the disk",
 }
-"""What is done in each phase, in words."""
+"""Labels of the progress bar, by phase."""
 
 Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the checkpoint.", show_default=False)
+]
+NameAndVersion = Annotated[
     str,
-    typer.Argument(metavar="NAME", help="What the checkpoint is called.", show_default=False),
+    typer.Argument(
+        metavar="NAME[@VERSION]",
+        help="Name of the checkpoint, and the first digits of a version; default: the newest.",
+        show_default=False,
+    ),
+]
+Source = Annotated[
+    str, typer.Argument(metavar="DIR", help="Directory to publish.", show_default=False)
+]
+Target = Annotated[
+    str, typer.Argument(metavar="DIR", help="Directory for the versions.", show_default=False)
+]
+Keep = Annotated[int, typer.Option(min=1, metavar="N", help="How many versions stay, the newest.")]
+Publisher = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PEER",
+        help="Peer id of the publisher to trust; default: the first that this peer saw.",
+        show_default=False,
+    ),
 ]
 
 
-def checkpoint_publish(
-    name: Name,
-    directory: Annotated[
-        str, typer.Argument(metavar="DIR", help="The files to publish.", show_default=False)
-    ],
-    include: Include = None,
-    exclude: Exclude = None,
+@dataclass(frozen=True, slots=True)
+class PublishOptions:
+    """How `checkpoint publish` publishes."""
+
+    include: Include = None
+    exclude: Exclude = None
     piece_size: Annotated[
         str | None,
         typer.Option(
@@ -62,133 +81,119 @@ def checkpoint_publish(
             help="Length of the pieces that peers exchange, a power of two.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     wait_seeded: Annotated[
         bool,
         typer.Option(
             "--wait-seeded", help="End when the others have all of it: then DIR may change."
         ),
-    ] = False,
+    ] = False
     wait_followers: Annotated[
         int,
         typer.Option(
             min=0,
             metavar="N",
-            help="End when so many followers have it verified; status 5 after --timeout, or 10 minutes.",
+            help="End when N followers have it verified; status 5 after --timeout, or 10 minutes.",
             show_default=False,
         ),
-    ] = 0,
+    ] = 0
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be published.")
-    ] = False,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
-) -> None:
-    """Publish a directory as a checkpoint's newest version.
+    ] = False
 
-    The local peer reads the files from where they are, as long as it runs: leave them as they are, or wait until
-    others have all of them (--wait-seeded). A file that changes meanwhile is an error, never a bad copy. What belongs
-    to a download (.git, .cache/huggingface, *.incomplete, *.lock) is left out unless --include names it.
-    """
-    piece_bytes = 0 if piece_size is None else parse_bytes(piece_size, "--piece-size")
-    if dry_run:
-        _say_what_would_be(directory, include or [], exclude or [], json)
-        return
-    begin = time.perf_counter()
-    with connected(socket, namespace, timeout) as client, _shown(name) as watch:
-        done = client.checkpoints.publish(
-            name,
-            directory,
-            include=include or [],
-            exclude=exclude or [],
-            piece_bytes=piece_bytes,
-            wait_seeded=wait_seeded,
-            progress=watch,
-        )
-        if wait_followers:
-            if not sys.stderr.isatty():
-                remark(
-                    f"published {printable(name)}@{done.version}; waiting for {wait_followers} "
-                    f"follower{'' if wait_followers == 1 else 's'}, for {_followers_timeout(timeout):g} s at most"
-                )
-            with progress(f"waiting for followers of {printable(name)}"):
-                client.checkpoints.wait_followers(
-                    name, done.version, wait_followers, timeout=_followers_timeout(timeout)
-                )
-    seconds = time.perf_counter() - begin
-    if json:
-        print_json(
-            {
-                "name": name,
-                "version": done.version,
-                "files": done.files,
-                "bytes": done.total_bytes,
-                "pieces": done.pieces,
-                "piece_bytes": done.piece_bytes,
-                "notes": done.notes,
-                "seconds": round(seconds, 6),
-            }
-        )
-    _say_notes(done.notes)
-    if json:
-        return
-    print(f"{name}@{done.version}")
-    remark(
-        f"published {printable(name)}: {_files(done.files)}, {format_transfer(done.total_bytes, seconds)}, "
-        f"{done.pieces:,} piece{'' if done.pieces == 1 else 's'} of {format_bytes(done.piece_bytes)}"
-    )
+    def arguments(self) -> dict[str, Any]:
+        """As `Checkpoints.publish` takes them. Raises `ValueError` naming an option."""
+        size = self.piece_size
+        return {
+            "include": self.include or [],
+            "exclude": self.exclude or [],
+            "piece_bytes": 0 if size is None else parse_bytes(size, "--piece-size"),
+            "wait_seeded": self.wait_seeded,
+        }
 
 
-def checkpoint_fetch(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME[@VERSION]",
-            help="Which checkpoint; its newest version, unless the beginning of another is given.",
-            show_default=False,
-        ),
-    ],
-    directory: Annotated[
-        str,
-        typer.Argument(metavar="DIR", help="Where versions of it are kept.", show_default=False),
-    ],
+@dataclass(frozen=True, slots=True)
+class FetchOptions:
+    """How `checkpoint fetch` fetches."""
+
     flat: Annotated[
         bool, typer.Option("--flat", help="Put the files into DIR itself, without versions.")
-    ] = False,
-    keep: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many versions stay, the newest.")
-    ] = 2,
-    include: Include = None,
-    exclude: Exclude = None,
+    ] = False
+    keep: Keep = 2
+    include: Include = None
+    exclude: Exclude = None
     limit_rate: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Fetch no more than this a second.", show_default=False),
-    ] = None,
+    ] = None
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read again what is in DIR already.")
-    ] = False,
-    publisher: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PEER",
-            help="The peer id that must have published it; by default the first that did.",
-            show_default=False,
-        ),
-    ] = None,
+        bool, typer.Option("--verify", help="Read and hash again what is in DIR already.")
+    ] = False
+    publisher: Publisher = None
     wait: Annotated[
-        str, typer.Option(metavar="SECONDS|10m", help="Wait so long for it to be published.")
-    ] = "0",
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+        str, typer.Option(metavar="SECONDS|10m", help="How long to wait until it is published.")
+    ] = "0"
+
+    def arguments(self) -> dict[str, Any]:
+        """As `Checkpoints.fetch` takes them. Raises `ValueError` naming an option."""
+        rate = self.limit_rate
+        return {
+            "publisher": self.publisher,
+            "flat": self.flat,
+            "keep": self.keep,
+            "include": self.include or [],
+            "exclude": self.exclude or [],
+            "limit_rate": 0 if rate is None else parse_bytes(rate, "--limit-rate"),
+            "verify": self.verify,
+            "wait": 0.0 if self.wait == "0" else parse_timeout(self.wait, "--wait"),
+        }
+
+
+@with_records
+def checkpoint_publish(name: Name, directory: Source, *, how: PublishOptions, peer: AtPeer) -> None:
+    """Publish a directory as a checkpoint's newest version.
+
+    The local peer reads the files in place, as long as it runs: leave them as they are, or wait until others have all
+    of them (--wait-seeded). A file that changes meanwhile is an error, never a bad copy. Files of downloads
+    (.git, .cache/huggingface, *.incomplete, *.lock) are left out unless --include names them.
+    """
+    arguments = how.arguments()
+    if how.dry_run:
+        _say_what_would_be(directory, arguments["include"], arguments["exclude"], peer.json)
+        return
+    begin = time.perf_counter()
+    with peer.connected() as client, _shown(name) as watch:
+        done = client.checkpoints.publish(name, directory, **arguments, progress=watch)
+        if how.wait_followers:
+            _wait_followers(client, name, done.version, how.wait_followers, peer.timeout)
+    seconds = time.perf_counter() - begin
+    document = {
+        "name": name,
+        "version": done.version,
+        "files": done.files,
+        "bytes": done.total_bytes,
+        "pieces": done.pieces,
+        "piece_bytes": done.piece_bytes,
+        "notes": done.notes,
+        "seconds": round(seconds, 6),
+    }
+    if _reported(peer.json, document, done.notes):
+        return
+    print(f"{name}@{done.version}")
+    remark(
+        f"published {printable(name)}: {counted(done.files, 'file')}, {format_transfer(done.total_bytes, seconds)}, "
+        f"{counted(done.pieces, 'piece')} of {format_bytes(done.piece_bytes)}"
+    )
+
+
+@with_records
+def checkpoint_fetch(
+    name: NameAndVersion, directory: Target, *, how: FetchOptions, peer: AtPeer
 ) -> None:
     """Fetch a checkpoint to a directory.
 
-    To DIR/VERSION; DIR/current names it then. What is there already is not fetched: an interrupted fetch goes on where
-    it was, and of a slightly changed version only changed pieces come. The local peer passes on what it has.
+    To DIR/VERSION; DIR/current names it then. Pieces that are there already are not fetched: an interrupted fetch goes
+    on where it was, and of a slightly changed version only changed pieces come. The local peer passes on what it has.
 
     With --include or --exclude DIR/VERSION has only those files, and those that were fetched before; without them the
     rest is fetched later.
@@ -196,57 +201,45 @@ def checkpoint_fetch(
     bare, at, version = name.partition("@")
     if at and not version:
         raise ValueError(f"{printable(name)}: the version is empty: give one, or leave out the @")
-    rate = 0 if limit_rate is None else parse_bytes(limit_rate, "--limit-rate")
-    wait_seconds = 0.0 if wait == "0" else parse_timeout(wait, "--wait")
+    arguments = how.arguments()
     begin = time.perf_counter()
-    with connected(socket, namespace, timeout) as client, _shown(bare) as watch:
-        try:
-            done = client.checkpoints.fetch(
-                bare,
-                directory,
-                version=version,
-                publisher=publisher,
-                flat=flat,
-                keep=keep,
-                include=include or [],
-                exclude=exclude or [],
-                limit_rate=rate,
-                verify=verify,
-                wait=wait_seconds,
-                progress=watch,
-            )
-        except KeyboardInterrupt:
-            remark("stopped; the same command goes on with what is there")
-            raise
-    seconds = time.perf_counter() - begin
-    if json:
-        print_json(
-            {
-                "name": bare,
-                "version": done.version,
-                "directory": os.path.abspath(done.directory),
-                "bytes": done.total_bytes,
-                "fetched_bytes": done.fetched_bytes,
-                "whole": done.whole,
-                "unmatched": done.unmatched,
-                "seconds": round(seconds, 6),
-            }
+    with peer.connected() as client, _shown(bare) as watch, _go_on_hint():
+        done = client.checkpoints.fetch(
+            bare, directory, version=version, progress=watch, **arguments
         )
-    _say_notes([f"no file matches {pattern!r}" for pattern in done.unmatched])
-    if json:
+    seconds = time.perf_counter() - begin
+    document = {
+        "name": bare,
+        "version": done.version,
+        "directory": os.path.abspath(done.directory),
+        "bytes": done.total_bytes,
+        "fetched_bytes": done.fetched_bytes,
+        "whole": done.whole,
+        "unmatched": done.unmatched,
+        "seconds": round(seconds, 6),
+    }
+    if _reported(peer.json, document, [f"no file matches {each!r}" for each in done.unmatched]):
         return
     print(done.directory)
+    remark(_fetched_line(bare, done, seconds))
+
+
+def _fetched_line(name: str, done: FetchedCheckpoint, seconds: float) -> str:
     there = done.total_bytes - done.fetched_bytes
     some = "" if done.whole else "some files of "
     reused = f", {format_bytes(there)} were there or in equal files" if there else ""
-    remark(
-        f"fetched {some}{printable(bare)}@{done.version}: {format_transfer(done.fetched_bytes, seconds)}{reused}"
-    )
+    moved = format_transfer(done.fetched_bytes, seconds)
+    return f"fetched {some}{printable(name)}@{done.version}: {moved}{reused}"
+
+
+def counted(count: int, thing: str) -> str:
+    """A number with its noun: `1 file`, `1,200 files`."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 @contextmanager
 def _shown(name: str) -> Iterator[Watch | None]:
-    """A progress bar for what `Checkpoints` reports; None when nobody looks."""
+    """A progress bar for `Checkpoints`; None where it is not shown."""
     with progress(DOING["waiting"].format(printable(name))) as bar:
 
         def watch(report: CheckpointProgress) -> None:
@@ -256,45 +249,58 @@ def _shown(name: str) -> Iterator[Watch | None]:
         yield watch if bar.shown else None
 
 
-def _followers_timeout(timeout: str) -> float:
-    """How long followers may take: --timeout where it was given for that, which else is about silence."""
-    return parse_timeout(timeout) if was_given("timeout") else FOLLOWERS_SECONDS
+@contextmanager
+def _go_on_hint() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        remark("stopped; the same command goes on with what is there")
+        raise
 
 
-def _files(count: int) -> str:
-    return f"{count:,} file{'' if count == 1 else 's'}"
+def _wait_followers(
+    client: BlockingClient, name: str, version: str, count: int, timeout: str
+) -> None:
+    """Wait for followers: --timeout if it was given, which otherwise limits silence; else `FOLLOWERS_SECONDS`."""
+    seconds = parse_timeout(timeout) if was_given("timeout") else FOLLOWERS_SECONDS
+    if not sys.stderr.isatty():
+        remark(
+            f"published {printable(name)}@{version}; waiting for {counted(count, 'follower')}, "
+            f"for {seconds:g} s at most"
+        )
+    with progress(f"waiting for followers of {printable(name)}"):
+        client.checkpoints.wait_followers(name, version, count, timeout=seconds)
 
 
-def _say_notes(notes: Sequence[str]) -> None:
+def _reported(json: bool, document: dict[str, Any], notes: Sequence[str]) -> bool:
+    """Print the document if it was asked for, and notes on stderr. Whether that was all."""
+    if json:
+        print_json(document)
     for note in notes:
         remark(f"note: {printable(note)}")
+    return json
 
 
 def _say_what_would_be(directory: str, include: list[str], exclude: list[str], json: bool) -> None:
     from pathlib import Path
 
-    from p2pstore.checkpoint.content.inspecting import inspect
     from p2pstore.checkpoint.content.pieces import choose_piece_bytes
-    from p2pstore.checkpoint.content.source_directory import SourceDirectory
+    from p2pstore.checkpoint.content.sources import SourceDirectory, inspect
 
     source = SourceDirectory(Path(directory), include, exclude)
     notes = inspect(source, include, exclude)
     piece_bytes = choose_piece_bytes([file.size for file in source.files])
-    if json:
-        print_json(
-            {
-                "files": [{"path": file.path, "bytes": file.size} for file in source.files],
-                "bytes": source.total_bytes,
-                "piece_bytes": piece_bytes,
-                "notes": notes,
-            }
-        )
-    _say_notes(notes)
-    if json:
+    document = {
+        "files": [{"path": file.path, "bytes": file.size} for file in source.files],
+        "bytes": source.total_bytes,
+        "piece_bytes": piece_bytes,
+        "notes": notes,
+    }
+    if _reported(json, document, notes):
         return
     for file in source.files:
         print(f"{file.size:>16,}  {printable(file.path)}")
     remark(
-        f"would publish {_files(len(source.files))}, {format_bytes(source.total_bytes)}, in pieces of "
+        f"would publish {counted(len(source.files), 'file')}, {format_bytes(source.total_bytes)}, in pieces of "
         f"{format_bytes(piece_bytes)}"
     )

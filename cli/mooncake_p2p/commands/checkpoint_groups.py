@@ -1,27 +1,28 @@
-"""`checkpoint follow`, `update`, `status`, `list` and `rm`: names of checkpoints, and those who follow them."""
+"""`checkpoint follow`, `update`, `status`, `list` and `rm`: names of checkpoints, and their followers."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from mooncake_p2p.commands.checkpoint import Keep, Name, Publisher, Target, counted
 from mooncake_p2p.exit_errors import describe
 from mooncake_p2p.options import (
-    DEFAULT_TIMEOUT,
+    AtPeer,
     Exclude,
     Include,
     Json,
     Namespace,
     Socket,
-    Timeout,
     Yes,
     connected,
     parse_timeout,
+    with_records,
 )
 from mooncake_p2p.output import (
     confirm,
@@ -45,21 +46,18 @@ if TYPE_CHECKING:
     )
 
 SHORT_DIGITS: Final = 12
-"""Of a version, where people read it beside others."""
+"""Digits of a version in tables."""
 LOOK_SECONDS: Final = 1.0
 NAMED: Final = 4
-"""Followers that one line names."""
+"""Followers named in one line."""
 DEFAULT_UPDATE_TIMEOUT: Final = "10m"
 
-Name = Annotated[
-    str,
-    typer.Argument(metavar="NAME", help="What the checkpoint is called.", show_default=False),
-]
-Publisher = Annotated[
+SwitchCommand = Annotated[
     str | None,
     typer.Option(
-        metavar="PEER",
-        help="The peer id that must have published it; by default the first that did.",
+        "--exec",
+        metavar="CMD",
+        help="Run this by the shell each time that another version is in use.",
         show_default=False,
     ),
 ]
@@ -68,53 +66,40 @@ Publisher = Annotated[
 # --- following ---------------------------------------------------------------------------------
 
 
-def checkpoint_follow(
-    name: Name,
-    directory: Annotated[
-        str,
-        typer.Argument(metavar="DIR", help="Where versions of it are kept.", show_default=False),
-    ],
-    command: Annotated[
-        str | None,
-        typer.Option(
-            "--exec",
-            metavar="CMD",
-            help="Run this by the shell each time that another version is in use.",
-            show_default=False,
-        ),
-    ] = None,
-    publisher: Publisher = None,
-    keep: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many versions stay, the newest.")
-    ] = 2,
-    include: Include = None,
-    exclude: Exclude = None,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class FollowOptions:
+    """How `checkpoint follow` follows."""
+
+    command: SwitchCommand = None
+    publisher: Publisher = None
+    keep: Keep = 2
+    include: Include = None
+    exclude: Exclude = None
+
+
+@with_records
+def checkpoint_follow(name: Name, directory: Target, *, how: FollowOptions, peer: AtPeer) -> None:
     """Follow a checkpoint.
 
-    Each version that is published is fetched to DIR/VERSION and verified. DIR/current names it when the publisher
-    says so: `checkpoint update` there waits for all followers first. Runs until Ctrl-C; the same command goes on where
-    it was. With --include or --exclude only those files of each version are brought.
+    Each published version is fetched to DIR/VERSION and verified. DIR/current names it when the publisher says so:
+    `checkpoint update` there waits for all followers first. Runs until Ctrl-C; the same command goes on where it was.
+    With --include or --exclude only those files of each version are fetched.
 
     CMD finds CHECKPOINT_NAME, CHECKPOINT_VERSION and CHECKPOINT_DIRECTORY in its environment. It is run for every
-    version that comes into use while this command runs, and at its start when it has not been run with success for the
-    one that is in use.
+    version that comes into use while this command runs; at the start also for the version in use, unless it has
+    succeeded for that one before.
     """
     from mooncake_p2p.on_switch import OnSwitch
 
-    on_switch = None if command is None else OnSwitch(command, name, directory)
+    on_switch = None if how.command is None else OnSwitch(how.command, name, directory)
     told: str | None = None
 
     def changed(now: FollowedCheckpoint) -> None:
         nonlocal told
-        if json:
+        if peer.json:
             print_json_line(asdict(now))
         line = _follow_line(name, now)
-        if line != told and not json:
+        if line != told and not peer.json:
             remark(line)
         told = line
         if on_switch is not None and now.current:
@@ -122,15 +107,15 @@ def checkpoint_follow(
 
     while True:
         try:
-            with connected(socket, namespace, timeout) as client:
+            with peer.connected() as client:
                 client.checkpoints.follow(
                     name,
                     directory,
                     changed,
-                    publisher=publisher,
-                    keep=keep,
-                    include=include or [],
-                    exclude=exclude or [],
+                    publisher=how.publisher,
+                    keep=how.keep,
+                    include=how.include or [],
+                    exclude=how.exclude or [],
                 )
         except (NoLocalPeer, StoreClosed, DeadlineExceeded) as error:
             if told is None:  # it never began
@@ -146,17 +131,17 @@ def _follow_line(name: str, now: FollowedCheckpoint) -> str:
     if not now.publisher:
         in_use = f"; {now.current} is in use" if now.current else ""
         why = f": {printable(now.why)}" if now.why else ""
-        return f"waiting until somebody publishes {printable(name)}{in_use}{why}"
+        return f"waiting until a peer publishes {printable(name)}{in_use}{why}"
     by = printable(now.publisher_name)
     match now.stage:
         case "fetching":
             return f"fetching {called}, published by {by}"
         case "verified":
-            return f"{called} is here and verified; it will be used when {by} says so"
+            return f"{called} is verified; waiting for {by} to switch to it"
         case "current":
             return f"{called} is in use"
         case "failed":
-            return f"error: {called}: {printable(now.why)}; it is tried again"
+            return f"error: {called}: {printable(now.why)}; will retry"
     return f"waiting for a version of {printable(name)} from {by}"
 
 
@@ -168,12 +153,12 @@ def checkpoint_update(
     quorum: Annotated[
         int | None,
         typer.Option(
-            min=0, metavar="N", help="So many followers are enough, not all.", show_default=False
+            min=0, metavar="N", help="Wait for N followers instead of all.", show_default=False
         ),
     ] = None,
     timeout: Annotated[
         str,
-        typer.Option(metavar="SECONDS|10m", help="Nobody switches when they need longer."),
+        typer.Option(metavar="SECONDS|10m", help="Switch no follower when they need longer."),
     ] = DEFAULT_UPDATE_TIMEOUT,
     socket: Socket = None,
     namespace: Namespace = "default",
@@ -181,10 +166,10 @@ def checkpoint_update(
 ) -> None:
     """Have all followers switch to a checkpoint's newest version.
 
-    To be run at the peer that published it. Waits until all followers (or --quorum of them) have it verified, then has
-    all switch at once; who is late switches when it has it. When they do not have it within --timeout, nobody
-    switches: exit status 5, and it says who is behind. So it ends within seconds when nobody follows. A follower that
-    dies meanwhile is waited for; one that was dead before is not.
+    Run it at the peer that published the version. It waits until all followers (or --quorum of them) have it verified,
+    then switches all at once; late followers switch when they have it. When they do not have it within --timeout, no
+    follower switches: exit status 5, and the output names those that are behind. Without any follower it ends within
+    seconds. A follower that dies meanwhile is waited for; one that was dead before is not.
     """
     seconds = parse_timeout(timeout)
     with connected(socket, namespace) as client, progress("waiting for followers") as bar:
@@ -225,7 +210,7 @@ def checkpoint_update(
 def _say_whom_it_waits_for(
     name: str, now: CheckpointUpdate, quorum: int | None, seconds: float
 ) -> None:
-    """One line, where no progress is shown."""
+    """One line where no progress bar is shown."""
     lacking = quorum is not None and now.followers < quorum
     behind = ", ".join(printable(_laggard(each)) for each in now.laggards[:NAMED])
     if not now.followers and quorum is None:
@@ -254,32 +239,33 @@ def _laggard(each: CheckpointFollower) -> str:
     return f"{each.name} ({laggard_state(each)})"
 
 
-# --- what is known -----------------------------------------------------------------------------
+# --- status, list and rm -----------------------------------------------------------------------------
 
 
+@with_records
 def checkpoint_status(
     name: Name,
-    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it every second, until Ctrl-C.")
+    ] = False,
+    *,
+    peer: AtPeer,
 ) -> None:
     """Show which peers have a checkpoint, and how far the others are.
 
-    The slowest come first. RATE is what a peer fetched at so far, LEFT how much longer it needs at that rate; DONE
-    is told by the percent, and in a large cluster now and then ("40% of 25%": of the files that it fetches, which are a
-    quarter of all). USES is the version that a follower uses.
+    The slowest come first. RATE is a peer's mean rate so far, LEFT its remaining time at that rate. DONE is reported by
+    the percent, in a large cluster less often; "40% of 25%" means 40% of the files that the peer fetches, which are a
+    quarter of all. USES is the version that a follower uses.
 
-    --watch looks again every second; into a pipe it prints one block each time (with --json one line).
+    --watch repeats this every second; into a pipe it prints one block each time (with --json one line).
     """
-    with connected(socket, namespace, timeout) as client:
+    with peer.connected() as client:
         infos = client.checkpoints.status(name)
         if not watch:
-            _print_status(infos, json)
+            _print_status(infos, peer.json)
             return
         while True:
-            _print_status(infos, json, again=True)
+            _print_status(infos, peer.json, again=True)
             time.sleep(LOOK_SECONDS)
             infos = client.checkpoints.status(name)
 
@@ -305,7 +291,7 @@ def _print_status(infos: Sequence[CheckpointInfo], json: bool, *, again: bool = 
 
 
 def status_lines(info: CheckpointInfo) -> list[str]:
-    """What is to be known of a name before its members."""
+    """The lines about a name, before its members."""
     newest = info.version[:16]
     parts = [each for each in info.members if each.version == newest]
     done = [each for each in parts if each.state in ("verified", "seeding", "publishing")]
@@ -316,10 +302,10 @@ def status_lines(info: CheckpointInfo) -> list[str]:
     using = sum(each.current == info.switched[:16] for each in followers) if info.switched else 0
     trusted = "" if info.trusted else ", not trusted here"
     if not info.alive:
-        trusted += ", not there now"
+        trusted += ", not alive"
     lines = [
         f"{printable(info.name)}@{info.version}: {format_bytes(info.total_bytes)}, "
-        f"{info.files:,} {'file' if info.files == 1 else 'files'}, "
+        f"{counted(info.files, 'file')}, "
         f"published {_ago(info.published)} by {printable(info.publisher_name)} ({info.publisher}){trusted}"
     ]
     figures = [f"{have} {'has' if have == 1 else 'have'} it"]
@@ -333,7 +319,7 @@ def status_lines(info: CheckpointInfo) -> list[str]:
     if failed:
         figures.append(f"{failed} failed")
     if followers:
-        figures.append(f"{len(followers)} follower{'' if len(followers) == 1 else 's'}")
+        figures.append(counted(len(followers), "follower"))
         if info.switched:
             figures.append(f"{using} of them use {info.switched[:SHORT_DIGITS]}")
     return [*lines, "; ".join(figures)]
@@ -353,13 +339,13 @@ def _member_row(info: CheckpointInfo, member: CheckpointMember) -> tuple[str, ..
         "" if member.state in ("following", "publishing") else _done(member),
         rate if member.state == "fetching" else "",
         "" if left is None else _duration(left),
-        (member.current[:SHORT_DIGITS] or "nothing yet") if member.follows else "",
+        (member.current[:SHORT_DIGITS] or "none") if member.follows else "",
         member.why,
     )
 
 
 def _seconds_left(info: CheckpointInfo, member: CheckpointMember) -> float | None:
-    """How much longer it fetches; None when that is not known."""
+    """Remaining time of a fetch; None when unknown."""
     if member.state != "fetching" or not member.bytes_per_second:
         return None
     return (1 - member.done) * member.needs * info.total_bytes / member.bytes_per_second
@@ -386,17 +372,16 @@ def _document(info: CheckpointInfo) -> dict[str, Any]:
     return document
 
 
+@with_records
 def checkpoint_list(
     everywhere: Annotated[bool, typer.Option("--all", help="Of all namespaces.")] = False,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    *,
+    peer: AtPeer,
 ) -> None:
     """List the checkpoints that are published."""
-    with connected(socket, namespace, timeout) as client:
+    with peer.connected() as client:
         infos = client.checkpoints.names(everywhere=everywhere)
-    if json:
+    if peer.json:
         documents = [asdict(info) for info in infos]
         for document in documents:
             del document["members"]
@@ -413,7 +398,7 @@ def checkpoint_list(
                 format_bytes(info.total_bytes),
                 f"{info.files:,}",
                 _ago(info.published),
-                f"{info.publisher_name}{'' if info.alive else ' (not there now)'}",
+                f"{info.publisher_name}{'' if info.alive else ' (not alive)'}",
                 info.switched[:SHORT_DIGITS],
             )
             for info in infos
@@ -422,36 +407,34 @@ def checkpoint_list(
     )
 
 
+@with_records
 def checkpoint_rm(
     name: Name,
     forget: Annotated[
         str | None,
         typer.Option(
             metavar="PEER",
-            help="Forget that peer's checkpoint of the name, here alone.",
+            help="Forget that peer's checkpoint of the name, on this peer alone.",
             show_default=False,
         ),
     ] = None,
     yes: Yes = False,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    *,
+    peer: AtPeer,
 ) -> None:
     """Remove a checkpoint that the local peer published.
 
-    It is not listed any more, nobody fetches it from here, and followers wait. What others have on their disks stays
-    there.
+    It is not listed any more, this peer stops serving it, and followers wait. Copies on other peers' disks stay.
 
-    --forget is for a publisher that is gone for good: the local peer lists and trusts its checkpoint no more, until
-    that peer publishes a newer version. `checkpoint status` shows peer ids; others have to forget it themselves.
+    --forget is for a publisher that is gone for good: the local peer hides and distrusts its checkpoint, until that
+    peer publishes a newer version. `checkpoint status` shows peer ids; each other peer has to forget it itself.
     """
     done = "removed" if forget is None else "forgot"
     confirm(f"{'Remove' if forget is None else 'Forget'} checkpoint {printable(name)!r}?", yes=yes)
-    with connected(socket, namespace, timeout) as client:
+    with peer.connected() as client:
         known = client.checkpoints
         version = known.remove(name) if forget is None else known.forget(name, forget)
-    if json:
+    if peer.json:
         print_json({"name": name, "version": version})
     else:
         remark(f"{done} {printable(name)}@{version}")

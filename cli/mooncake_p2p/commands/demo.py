@@ -72,7 +72,7 @@ def demo(
             with interrupts.allowed():
                 _play(cluster, show, blocks, memory)
         except BrokenPipeError:
-            raise  # nobody reads any more
+            raise  # the reader of the output is gone
         except Exception as error:
             _show_failure(cluster, show, error)
             if json:
@@ -152,7 +152,7 @@ class _Running:
         self._since = time.perf_counter()
 
     def pause(self) -> None:
-        """Stop the clock: what follows is the demo's own work."""
+        """Stop the clock: the demo's own work follows."""
         if self._since is not None:
             self.seconds += time.perf_counter() - self._since
             self._since = None

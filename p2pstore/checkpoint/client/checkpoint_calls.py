@@ -1,8 +1,8 @@
-"""Publishing and fetching directories through the local peer. Written once for all drivers.
+"""Publishing and fetching through the local peer. Written once for all drivers.
 
-The caller's own process opens the directory and passes its descriptor, so that a path means what it means to the
-caller. Each call has a connection of its own, and what it asked for ends with that: an error, a cancellation or Ctrl-C
-leaves nothing running, and what was fetched stays for the next time.
+The client opens the directory and passes its descriptor, so that a path means what it means to its user. Each call has
+a connection of its own, and its job ends with that: errors, cancellation and Ctrl-C leave nothing running. Fetched
+pieces stay for the next time.
 """
 
 from __future__ import annotations
@@ -12,47 +12,75 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack
 
 from msgspec import structs
 
+from p2pstore import arguments
 from p2pstore.access.allowlist import parse_peer_id
+from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.client.group_calls import CheckpointGroups, checkpoint_name, make_directory
-from p2pstore.checkpoint.content.piece_map import pack_map
-from p2pstore.checkpoint.content.pieces import check_piece_bytes
-from p2pstore.client import arguments
+from p2pstore.checkpoint.content.pieces import check_piece_bytes, pack_map
 from p2pstore.errors import CheckpointRefused, DeadlineExceeded, NoSuchKey
-from p2pstore.local import checkpoint_messages as local
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.results import CheckpointProgress, FetchedCheckpoint, PublishedCheckpoint
 from p2pstore.wire import Message
 
 if TYPE_CHECKING:
-    from p2pstore.client.tensors import CheckpointTensors, MappedVersion, Rows
+    from p2pstore.checkpoint.client.checkpoint_tensors import CheckpointTensors, MappedVersion, Rows
 
 M = TypeVar("M", bound=Message)
 CheckpointWatch = Callable[[CheckpointProgress], None]
 
 LOOK_SECONDS: Final = 0.25
-"""Between two looks at how far it is."""
+"""Time between two reports of progress."""
 STALLED_SECONDS: Final = 60.0
-"""Without any progress, until a fetch or a publish is given up; or the client's timeout, where that is longer."""
+"""A job without progress is given up after this time, or after the client's timeout where that is longer."""
 STALLED: Final = {
-    "waiting": "nobody publishes it",
-    "fetching": "nobody who has it can be reached, or the disk does not answer",
-    "seeding": "it is published, and nobody fetches what the others lack: fetch or follow it somewhere",
+    "waiting": "no peer publishes it",
+    "fetching": "no peer that has it can be reached, or the disk does not answer",
+    "seeding": "it is published, and no peer fetches what the others lack: fetch or follow it somewhere",
 }
-"""The likely cause, by phase."""
+"""The likely cause of a stall, by phase."""
 MOST_BYTES_PER_SECOND: Final = 2**63 - 1
 _VERSION: Final = re.compile(r"[0-9a-fA-F]{4,32}")
 
 
+class VersionOptions(TypedDict, total=False):
+    """Which version to fetch, and how long to wait for it."""
+
+    version: str
+    """The first 4 to 32 hexadecimal digits of a version; default: the newest."""
+    publisher: str | None
+    """The peer id that must have published it; default: the first publisher of the name that the peer saw."""
+    wait: float
+    """Seconds to wait for a checkpoint that is not published yet; default 0."""
+    progress: CheckpointWatch | None
+    """Called with the progress, some times a second."""
+
+
+class FetchOptions(VersionOptions, total=False):
+    """Options of `Checkpoints.fetch`."""
+
+    flat: bool
+    """Put the files into the directory itself, without versions."""
+    keep: int
+    """Versions that stay in the directory, the newest; default 2."""
+    include: Sequence[str]
+    """Patterns for whole relative paths (`*` matches `/` too) of the files to fetch; default: all."""
+    exclude: Sequence[str]
+    """Patterns of files not to fetch."""
+    limit_rate: int
+    """Limit in bytes a second; default 0, for none."""
+    verify: bool
+    """Read and hash again what is in the directory."""
+
+
 class Checkpoints(CheckpointGroups):
-    """What a client can do with checkpoints. Made by `client.checkpoints`."""
+    """A client's operations on checkpoints. Made by `client.checkpoints`."""
 
     async def publish(
         self,
@@ -65,22 +93,22 @@ class Checkpoints(CheckpointGroups):
         wait_seeded: bool = False,
         progress: CheckpointWatch | None = None,
     ) -> PublishedCheckpoint:
-        """Publish the files below a directory as the newest version of `name`; returns when others can fetch it, or,
-        with `wait_seeded`, when they have every piece of it among them: then the directory may change.
+        """Publish the files below a directory as the newest version of `name`. Returns when others can fetch it; with
+        `wait_seeded`, when they have every piece among them, so that the directory may change.
 
         `include` and `exclude` are patterns for whole relative paths (`*` matches `/` too). `piece_bytes` is a power of
-        two, 0 for the usual. The local peer reads the files from where they are for as long as it runs.
+        two, 0 for the usual. The local peer reads the files in place as long as it runs.
 
-        In place of a directory, tensors by name: numpy arrays and CPU torch tensors. They are copied once, to memory
-        that the local peer serves them from until it has a newer version that was published so, and fetched as a
-        directory with `model.safetensors`, or by `fetch_tensors`. They may be changed when this returns.
+        Instead of a directory: tensors by name, numpy arrays or CPU torch tensors. They are copied once, to memory from
+        which the peer serves them until it has a newer version published so. Others fetch them as a directory with
+        `model.safetensors`, or by `fetch_tensors`. They may be changed when this returns.
 
-        What belongs to a download or a version control (`.git`, `.cache/huggingface`, `*.incomplete`, `*.lock`) is left
-        out unless `include` names it. The result's `notes` say so, and which files are not what they are called.
+        Files of downloads and version control (`.git`, `.cache/huggingface`, `*.incomplete`, `*.lock`) are left out
+        unless `include` names them. The result's `notes` name those, and files whose content belies their names.
 
-        Raises `CheckpointRefused` for what cannot be published, such as an index that names files which are not there,
-        and for a name that another peer publishes already, `CapacityExceeded` for tensors that have no room,
-        `CheckpointChanged` when a file changes meanwhile, and `DeadlineExceeded` when nothing moves any more.
+        Raises `CheckpointRefused` for what cannot be published, such as an index of missing files, and for a name of
+        another publisher, `CapacityExceeded` for tensors without room, `CheckpointChanged` when a file changes
+        meanwhile, and `DeadlineExceeded` without progress.
         """
         request = local.Publish(
             self._namespace,
@@ -96,16 +124,11 @@ class Checkpoints(CheckpointGroups):
             done = await self._publish_tensors(request, directory, progress)
         else:
             notes = await self._driver.run_in_thread(partial(_inspected, request, directory))
-            done = await self._do(
-                LocalKind.CHECKPOINT_PUBLISH, request, local.Published, directory, progress
+            connection = await self._open(directory)
+            done = await self._ask(
+                connection, LocalKind.CHECKPOINT_PUBLISH, request, local.Published, progress
             )
-        with suppress(NoSuchKey):  # removed at this moment
-            notes += [
-                f"{each.publisher_name} ({each.publisher}) publishes {name!r} as well: whoever trusts that one takes "
-                "nothing from here"
-                for each in await self.status(name)
-                if not each.mine
-            ]
+        notes += await self._other_publishers(name)
         return PublishedCheckpoint(
             done.version.hex(),
             done.files,
@@ -115,12 +138,25 @@ class Checkpoints(CheckpointGroups):
             tuple(notes),
         )
 
+    async def _other_publishers(self, name: str) -> list[str]:
+        """A note for each."""
+        try:
+            infos = await self.status(name)
+        except NoSuchKey:  # removed at this moment
+            return []
+        return [
+            f"{each.publisher_name} ({each.publisher}) publishes {name!r} as well: peers that trust that publisher "
+            "take nothing from here"
+            for each in infos
+            if not each.mine
+        ]
+
     async def _publish_tensors(
         self, request: local.Publish, tensors: Mapping[str, Any], progress: CheckpointWatch | None
     ) -> local.Published:
         if request.include or request.exclude:
             raise ValueError("include and exclude are for files: pass the tensors that are meant")
-        from p2pstore.client.tensor_file import FILE_NAME, plan_image, write_image
+        from p2pstore.checkpoint.client.tensor_file import FILE_NAME, plan_image, write_image
 
         image = plan_image(tensors)
         memory = await self._driver.run_in_thread(partial(write_image, image))
@@ -129,73 +165,46 @@ class Checkpoints(CheckpointGroups):
             connection = await self._open(descriptor=memory)
         finally:
             os.close(memory)
-        try:
-            return await self._ask(
-                connection,
-                LocalKind.CHECKPOINT_PUBLISH,
-                request,
-                local.Published,
-                progress,
-                0.0,
-            )
-        finally:
-            connection.close()
+        return await self._ask(
+            connection, LocalKind.CHECKPOINT_PUBLISH, request, local.Published, progress
+        )
 
     async def fetch(
         self,
         name: str,
         directory: str | os.PathLike[str],
-        *,
-        version: str = "",
-        publisher: str | None = None,
-        flat: bool = False,
-        keep: int = 2,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        limit_rate: int = 0,
-        verify: bool = False,
-        wait: float = 0.0,
-        progress: CheckpointWatch | None = None,
+        **options: Unpack[FetchOptions],
     ) -> FetchedCheckpoint:
-        """Fetch a version (the newest, unless `version` gives the digits that another begins with) to
-        `directory/VERSION`, and have `directory/current` name it; with `flat`, to the directory itself. The directory
-        is made if it is not there. What is there already and has the right hash is not fetched, an interrupted fetch
-        goes on where it was, and of older versions `keep` stay.
+        """Fetch a version to `directory/VERSION`, and have `directory/current` name it; with `flat`, to the directory
+        itself. Makes the directory. Pieces that are there are not fetched again: an interrupted fetch goes on where it
+        was. See `FetchOptions`.
 
-        `include` and `exclude` are patterns for whole relative paths (`*` matches `/` too): only those files are
-        brought, which takes the pieces that they are in. Files of the version that are there already stay, and when all
-        are wanted later, only the others are fetched. Raises `ValueError` when no file matches.
+        With `include` or `exclude` only those files are fetched, with the pieces that they are in. Files of the version
+        that are there stay; a later fetch without patterns brings only the others. Raises `ValueError` when no file
+        matches.
 
-        `publisher` is a peer id: nobody else's checkpoint of that name is taken; by default the one who published it
-        when this peer first saw the name. `limit_rate` bounds what is fetched, in bytes a second. `verify` reads again
-        what is there. `wait` seconds for a checkpoint that is not published yet.
-
-        Raises `NoSuchKey`, `CheckpointRefused`, `Unavailable` when nobody who has it can be reached, `CapacityExceeded`
-        and `ConfigError` when the directory has no room or cannot be written to, `DeadlineExceeded` when nothing moves
-        any more.
+        Raises `NoSuchKey`, `CheckpointRefused`, `Unavailable` when no peer that has it can be reached,
+        `CapacityExceeded` and `ConfigError` when the directory has no room or cannot be written to, `DeadlineExceeded`
+        without progress.
         """
-        if version and not _VERSION.fullmatch(arguments.text("version", version)):
-            raise ValueError(f"version must be 4 to 32 hexadecimal digits, not {version!r}")
-        request = local.Fetch(
-            self._namespace,
-            checkpoint_name(name),
-            version.lower(),
-            b"" if publisher is None else parse_peer_id(publisher, "publisher"),
-            arguments.flag("flat", flat),
-            arguments.whole_number("keep", keep),
-            arguments.whole_number(
-                "limit_rate", limit_rate, minimum=0, maximum=MOST_BYTES_PER_SECOND
+        _check_names(options, FetchOptions)
+        request = structs.replace(
+            self._version_wanted(name, options),
+            flat=arguments.flag("flat", options.get("flat", False)),
+            keep=arguments.whole_number("keep", options.get("keep", 2)),
+            limit_bytes_per_second=arguments.whole_number(
+                "limit_rate",
+                options.get("limit_rate", 0),
+                minimum=0,
+                maximum=MOST_BYTES_PER_SECOND,
             ),
-            arguments.flag("verify", verify),
-            round(1000 * arguments.seconds("wait", wait)),
-            os.fspath(directory),
-            include=arguments.key_list(list(include)),
-            exclude=arguments.key_list(list(exclude)),
+            verify=arguments.flag("verify", options.get("verify", False)),
+            path=os.fspath(directory),
+            include=arguments.key_list(list(options.get("include", ()))),
+            exclude=arguments.key_list(list(options.get("exclude", ()))),
         )
         make_directory(directory)
-        done = await self._do(
-            LocalKind.CHECKPOINT_FETCH, request, local.Fetched, directory, progress, wait
-        )
+        done = await self._fetched(await self._open(directory), request, options.get("progress"))
         place = os.path.join(os.fspath(directory), done.directory) if done.directory else directory
         return FetchedCheckpoint(
             done.version.hex(),
@@ -213,56 +222,42 @@ class Checkpoints(CheckpointGroups):
         *,
         files: Sequence[str] = (),
         rows: Rows | None = None,
-        version: str = "",
-        publisher: str | None = None,
-        wait: float = 0.0,
-        progress: CheckpointWatch | None = None,
+        **options: Unpack[VersionOptions],
     ) -> CheckpointTensors:
         """Fetch a version to the local peer's memory and map it: its tensors by name, as views without a copy. Clients
-        of one peer share the memory. It is given back when the last of them closes what this returns; the peer passes
-        the version on until then.
+        of one peer share the memory. It is freed when the last of them closes the result; until then the peer passes
+        the version on. See `VersionOptions`.
 
-        With `names` (patterns), only the tensors that match are fetched, as far as pieces allow, and only they are
-        there; `files` are patterns of other files that are wanted, such as `*.json`. `rows(name, shape)` says which
-        rows of a tensor are wanted, as a slice of its first dimension, None for all of them: what one rank of several
-        needs.
+        With `names` (patterns), only matching tensors are fetched, as far as pieces allow; `files` are patterns of
+        other wanted files, such as `*.json`. `rows(name, shape)` returns the wanted rows of a tensor as a slice of its
+        first dimension, None for all: the share of one rank.
 
-        A file that is called .safetensors and is none, or a tensor that its header describes wrongly, is left out,
-        which the log says (`CheckpointTensors.broken`); tensors of dtypes that nobody here knows are there as bytes
-        (`CheckpointTensors.raw`).
+        Broken .safetensors files and wrongly described tensors are left out and logged (`CheckpointTensors.broken`).
+        Tensors of unknown dtypes are there as bytes (`CheckpointTensors.raw`).
 
-        Raises as `fetch`; `NoSuchKey` for one of `names` or `files` that nothing matches, naming the nearest,
-        `CheckpointRefused` when what is wanted is in no file that is what it should be, and `CapacityExceeded` for more
-        than the peer's `--checkpoint-memory`.
+        Raises as `fetch`; `NoSuchKey` for one of `names` or `files` without a match, naming the nearest,
+        `CheckpointRefused` when what is wanted is broken, and `CapacityExceeded` above the peer's
+        `--checkpoint-memory`.
         """
-        if version and not _VERSION.fullmatch(arguments.text("version", version)):
-            raise ValueError(f"version must be 4 to 32 hexadecimal digits, not {version!r}")
+        _check_names(options, VersionOptions)
         patterns, other_files = arguments.key_list(names), arguments.key_list(files)
         some = bool(patterns or other_files or rows is not None)
-        request = local.Fetch(
-            self._namespace,
-            checkpoint_name(name),
-            version.lower(),
-            b"" if publisher is None else parse_peer_id(publisher, "publisher"),
-            wait_ms=round(1000 * arguments.seconds("wait", wait)),
-            memory=True,
-            pieces=b"" if some else None,
+        request = structs.replace(
+            self._version_wanted(name, options), memory=True, pieces=b"" if some else None
         )
-        from p2pstore.client.tensors import CheckpointTensors, TensorsWanted
+        from p2pstore.checkpoint.client.checkpoint_tensors import CheckpointTensors, TensorsWanted
 
-        wanted = TensorsWanted(patterns, other_files, rows)
-        mapped = await self._fetch_and_map(request, progress, wait)
+        wanted, progress = TensorsWanted(patterns, other_files, rows), options.get("progress")
+        mapped = await self._fetch_and_map(request, progress)
         try:
             if not some:
                 await self._driver.run_in_thread(partial(wanted.take_all, mapped))
             while some and await self._driver.run_in_thread(partial(wanted.look, mapped)):
                 before, count = mapped, mapped.manifest.layout.count
                 request = structs.replace(
-                    request,
-                    version=mapped.version.hex(),
-                    pieces=pack_map(wanted.pieces, count),
+                    request, version=mapped.version.hex(), pieces=pack_map(wanted.pieces, count)
                 )
-                mapped = await self._fetch_and_map(request, progress, wait)
+                mapped = await self._fetch_and_map(request, progress)
                 before.close()
             await self._driver.run_in_thread(partial(wanted.check, mapped.manifest))
             return CheckpointTensors(mapped, wanted.places, wanted.files, wanted.problems)
@@ -270,39 +265,53 @@ class Checkpoints(CheckpointGroups):
             mapped.close()
             raise
 
+    def _version_wanted(self, name: str, options: VersionOptions) -> local.Fetch:
+        version = options.get("version", "")
+        if version and not _VERSION.fullmatch(arguments.text("version", version)):
+            raise ValueError(f"version must be 4 to 32 hexadecimal digits, not {version!r}")
+        publisher = options.get("publisher")
+        return local.Fetch(
+            self._namespace,
+            checkpoint_name(name),
+            version.lower(),
+            b"" if publisher is None else parse_peer_id(publisher, "publisher"),
+            wait_ms=round(1000 * arguments.seconds("wait", options.get("wait", 0.0))),
+        )
+
     async def _fetch_and_map(
-        self, request: local.Fetch, progress: CheckpointWatch | None, wait: float
+        self, request: local.Fetch, progress: CheckpointWatch | None
     ) -> MappedVersion:
         bringing = await self._open()
         try:
-            done = await self._ask(
-                bringing, LocalKind.CHECKPOINT_FETCH, request, local.Fetched, progress, wait
-            )
+            done = await self._fetched(bringing, request, progress, close=False)
             mapped = await self._open(checkpoint=done.version)
         finally:
-            bringing.close()  # from here on the other connection holds it
+            bringing.close()  # the other connection holds the version now
         try:
-            from p2pstore.client.tensors import MappedVersion
+            from p2pstore.checkpoint.client.checkpoint_tensors import MappedVersion
 
             return await self._driver.run_in_thread(lambda: MappedVersion(mapped, done.version))
         except BaseException:
             mapped.close()
             raise
 
-    async def _do(
+    async def _fetched(
         self,
-        kind: LocalKind,
-        request: Message,
-        reply_type: type[M],
-        directory: str | os.PathLike[str],
+        connection: LocalConnection,
+        request: local.Fetch,
         progress: CheckpointWatch | None,
-        patience: float = 0.0,
-    ) -> M:
-        connection = await self._open(directory)
-        try:
-            return await self._ask(connection, kind, request, reply_type, progress, patience)
-        finally:
-            connection.close()
+        *,
+        close: bool = True,
+    ) -> local.Fetched:
+        return await self._ask(
+            connection,
+            LocalKind.CHECKPOINT_FETCH,
+            request,
+            local.Fetched,
+            progress,
+            patience=request.wait_ms / 1000,
+            close=close,
+        )
 
     async def _ask(
         self,
@@ -311,23 +320,30 @@ class Checkpoints(CheckpointGroups):
         request: Message,
         reply_type: type[M],
         progress: CheckpointWatch | None,
-        patience: float,
+        *,
+        patience: float = 0.0,
+        close: bool = True,
     ) -> M:
-        ahead = await connection.request_ahead(
-            kind, request, reply_type, progress_seconds=self._timeout
-        )
-        await self._watch(connection, progress, max(self._timeout, STALLED_SECONDS) + patience)
-        return await ahead.receive()
+        """Have the peer do a job, and wait for its end. `patience`: further seconds without progress."""
+        try:
+            ahead = await connection.request_ahead(
+                kind, request, reply_type, progress_seconds=self._timeout
+            )
+            await self._watch(connection, progress, max(self._timeout, STALLED_SECONDS) + patience)
+            return await ahead.receive()
+        finally:
+            if close:
+                connection.close()
 
     async def _watch(
         self, connection: LocalConnection, progress: CheckpointWatch | None, patience: float
     ) -> None:
-        """Until it is over. Raises `DeadlineExceeded` when nothing changes for so long."""
+        """Report progress until the job ends. Raises `DeadlineExceeded` after `patience` seconds without any."""
         seen, moved_at = 0, time.monotonic()
         while True:
             reply = await connection.request(
                 LocalKind.CHECKPOINT_PROGRESS,
-                local.Progress(seen, round(1000 * LOOK_SECONDS)),
+                local.AskNews(seen, round(1000 * LOOK_SECONDS)),
                 local.ProgressReply,
                 progress_seconds=self._timeout + LOOK_SECONDS,
             )
@@ -345,13 +361,19 @@ class Checkpoints(CheckpointGroups):
                 await self._driver.sleep(LOOK_SECONDS / 2)
             elif now - moved_at > patience:
                 why = STALLED.get(reply.phase, "the disk does not answer, or is busy")
-                raise DeadlineExceeded(f"nothing moved for {patience:g} s ({reply.phase}): {why}")
+                raise DeadlineExceeded(f"no progress for {patience:g} s ({reply.phase}): {why}")
+
+
+def _check_names(options: Mapping[str, object], kind: type[VersionOptions]) -> None:
+    """Raises `TypeError` for a keyword that is no option, as a plain signature would."""
+    unknown = options.keys() - kind.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
 
 
 def _inspected(request: local.Publish, directory: str | os.PathLike[str]) -> list[str]:
-    """Notes on the files that are to be published. Raises `CheckpointRefused` and `OSError`."""
-    from p2pstore.checkpoint.content.inspecting import inspect
-    from p2pstore.checkpoint.content.source_directory import SourceDirectory
+    """Notes on the files to be published. Raises `CheckpointRefused` and `OSError`."""
+    from p2pstore.checkpoint.content.sources import SourceDirectory, inspect
 
     root = Path(directory)
     if not root.is_dir():
@@ -366,7 +388,7 @@ def _inspected(request: local.Publish, directory: str | os.PathLike[str]) -> lis
 
 
 def _piece_bytes(piece_bytes: int) -> int:
-    """A length that pieces may have, or 0 for the usual. Raises `TypeError` and `ValueError`."""
+    """A valid length of pieces, or 0 for the usual. Raises `TypeError` and `ValueError`."""
     number = arguments.whole_number("piece_bytes", piece_bytes, minimum=0)
     if number:
         try:

@@ -1,7 +1,6 @@
-"""Names of checkpoints, through the local peer: following them, switching, what is known of them. Written once for all
-drivers.
+"""Names of checkpoints through the local peer: following, updating, listing, removing. Written once for all drivers.
 
-A follow and an update have a connection of their own and end with it, as publishing and fetching do.
+A follow or an update has a connection of its own and ends with it.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from p2pstore import arguments
 from p2pstore.access.allowlist import parse_peer_id
+from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
-from p2pstore.client import arguments
 from p2pstore.errors import CheckpointRefused, FollowersLag, P2PStoreError
-from p2pstore.local import group_messages as local
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import format_peer_id
 from p2pstore.results import (
@@ -31,11 +31,11 @@ from p2pstore.runtime.streams import Driver
 from p2pstore.wire import Empty
 
 NEWS_SECONDS: Final = 1.0
-"""Between two looks at what takes long, when nothing changes."""
+"""Time between two requests for news when nothing changes."""
 PAUSE_SECONDS: Final = 0.1
-"""Between two looks at what changes all the time."""
+"""Minimum time between two requests for news."""
 PATIENCE_SECONDS: Final = 60.0
-"""A local peer that does not answer for so long is given up: what takes long must not end with a moment's stall."""
+"""A follow or update ends when the local peer does not answer for this long."""
 POLL_SECONDS: Final = 0.5
 UPDATE_SECONDS: Final = 600.0
 NAMED_LAGGARDS: Final = 8
@@ -46,7 +46,7 @@ StatusWatch = Callable[[CheckpointInfo], None]
 
 
 class CheckpointGroups:
-    """The part of `Checkpoints` that is about names and those who follow them."""
+    """The part of `Checkpoints` about names and their followers."""
 
     def __init__(self, driver: Driver, path: str, namespace: str, timeout: float) -> None:
         self._driver = driver
@@ -65,14 +65,13 @@ class CheckpointGroups:
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
     ) -> None:
-        """Follow a name until cancelled, or `changed` raises: each version that is published is fetched to
-        `directory/VERSION` and verified, and `directory/current` names it when its publisher says so (`update`).
+        """Follow a name until cancelled, or `changed` raises: each published version is fetched to `directory/VERSION`
+        and verified, and `directory/current` names it when its publisher says so (`update`).
 
-        `changed` is called with how it is, at once and after every change. The name need not be published yet. Of
-        older versions `keep` stay. `publisher` is a peer id: nobody else's checkpoint of that name counts; by default
-        the one who published it when this peer first saw the name. `include` and `exclude` are patterns for whole
-        relative paths (`*` matches `/` too): only those files are brought, and a version that has none of them fails.
-        What fails is tried again.
+        `changed` gets the state, at once and after every change. The name need not be published yet. The newest `keep`
+        versions stay. `publisher` is the peer id that must have published it; by default the first publisher of the
+        name that this peer saw. `include` and `exclude` are patterns for whole relative paths (`*` matches `/` too) of
+        the files to fetch; a version without such files fails. A failure is retried.
 
         Raises `ValueError` when the name has several publishers and none is named, `ConfigError` for a directory that
         cannot be used, and `StoreClosed` when the local peer ends.
@@ -102,7 +101,7 @@ class CheckpointGroups:
         while True:
             reply = await connection.request(
                 LocalKind.CHECKPOINT_FOLLOW_NEWS,
-                local.FollowNews(seen, round(1000 * NEWS_SECONDS)),
+                local.AskNews(seen, round(1000 * NEWS_SECONDS)),
                 local.FollowNewsReply,
                 progress_seconds=max(self._timeout, PATIENCE_SECONDS),
             )
@@ -132,14 +131,14 @@ class CheckpointGroups:
         timeout: float = UPDATE_SECONDS,
         progress: UpdateWatch | None = None,
     ) -> CheckpointUpdate:
-        """Have all who follow this peer's `name` switch to its newest version, as soon as all of them have it verified,
-        or `quorum` of them. Those who are late switch when they have it.
+        """Switch all followers of this peer's `name` to its newest version, once all of them, or `quorum`, have
+        verified it. Late followers switch when they have it.
 
-        Followers are those that are alive now, and who comes meanwhile. Without a quorum there must be one, which is
-        heard of within 3 s. When they do not have it within `timeout` seconds, nobody switches. Returns how many use
-        it, some seconds after the switch at the latest.
+        Followers are those alive now, and those that come meanwhile. Without a quorum one must be heard of within 3 s.
+        If they do not have the version within `timeout` seconds, no follower switches. Returns some seconds after the
+        switch at the latest.
 
-        Raises `FollowersLag` when it was too late or nobody follows, `NoSuchKey` when this peer does not publish the
+        Raises `FollowersLag` after the timeout and without followers, `NoSuchKey` when this peer does not publish the
         name, and `P2PStoreError` when another version was published meanwhile.
         """
         request = local.Update(
@@ -163,7 +162,7 @@ class CheckpointGroups:
         if done.superseded:
             raise P2PStoreError(
                 f"checkpoint {name!r}: another version was published, or the name removed, before all had "
-                f"{done.version.hex()}: nobody switches to that"
+                f"{done.version.hex()}: no follower switches to that"
             )
         result = _update(done, done.switched)
         if not done.switched:
@@ -177,7 +176,7 @@ class CheckpointGroups:
         while True:
             reply = await connection.request(
                 LocalKind.CHECKPOINT_UPDATE_NEWS,
-                local.UpdateNews(seen, round(1000 * NEWS_SECONDS)),
+                local.AskNews(seen, round(1000 * NEWS_SECONDS)),
                 local.UpdateNewsReply,
                 progress_seconds=max(self._timeout, PATIENCE_SECONDS),
             )
@@ -189,12 +188,12 @@ class CheckpointGroups:
             await self._driver.sleep(PAUSE_SECONDS)
 
     async def names(self, *, everywhere: bool = False) -> list[CheckpointInfo]:
-        """The names that are published in this client's namespace, or in all of them."""
+        """The published names of this client's namespace, or of all."""
         return await self._known(local.ListCheckpoints("" if everywhere else self._namespace))
 
     async def status(self, name: str) -> list[CheckpointInfo]:
-        """What is known of a name, and what members have of it; one item for each of its publishers, that one first
-        that this peer trusts. Raises `NoSuchKey` when nobody publishes it."""
+        """A name and what members have of it; one item a publisher, the trusted one first. Raises `NoSuchKey` when no
+        peer publishes it."""
         found = await self._known(local.ListCheckpoints(self._namespace, checkpoint_name(name)))
         return sorted(found, key=lambda each: not each.trusted)
 
@@ -207,8 +206,8 @@ class CheckpointGroups:
         timeout: float = UPDATE_SECONDS,
         progress: StatusWatch | None = None,
     ) -> None:
-        """Wait until `count` followers of this peer's name have a version verified. Raises `FollowersLag` when they do
-        not within `timeout` seconds."""
+        """Wait until `count` followers of this peer's name have verified a version. Raises `FollowersLag` after
+        `timeout` seconds."""
         deadline = time.monotonic() + arguments.seconds("timeout", timeout)
         while True:
             own = [each for each in await self.status(name) if each.mine]
@@ -232,13 +231,13 @@ class CheckpointGroups:
             await self._driver.sleep(POLL_SECONDS)
 
     async def remove(self, name: str) -> str:
-        """Remove a name that this peer publishes, and give its versions away no more; what others have stays theirs.
-        The last version. Raises `NoSuchKey` when this peer does not publish the name."""
+        """Remove a name that this peer publishes, and stop serving its versions; copies of others stay. Returns the
+        last version. Raises `NoSuchKey` when this peer does not publish the name."""
         return await self._remove(name, b"")
 
     async def forget(self, name: str, publisher: str) -> str:
-        """Do not list or trust a publisher's name any more, on this peer alone, and pass its versions on no more: for a
-        publisher that is gone for good. It counts again when it publishes a newer version. The last version. Raises
+        """Hide and distrust a publisher's name, on this peer alone, and stop passing its versions on: for a publisher
+        that is gone for good. The name counts again when it publishes a newer version. Returns the last version. Raises
         `NoSuchKey` when it publishes no such name, `ValueError` for the peer's own."""
         return await self._remove(name, parse_peer_id(publisher, "the publisher to forget"))
 
@@ -275,8 +274,8 @@ class CheckpointGroups:
         checkpoint: bytes = b"",
         descriptor: int = -1,
     ) -> LocalConnection:
-        """A connection of its own, with a directory that the peer is to work in, or memory (`descriptor`, which stays
-        the caller's), or to a version in its memory."""
+        """A new connection, with a directory for the peer to work in, or memory (`descriptor`, which stays the
+        caller's), or to a version in the peer's memory."""
         passed = descriptor
         if directory is not None:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -284,11 +283,13 @@ class CheckpointGroups:
             return await LocalConnection.open(
                 self._driver,
                 self._path,
-                namespace=self._namespace,
-                access=Access.WRITE,
-                timeout_seconds=self._timeout,
-                directory=descriptor,
-                checkpoint=checkpoint,
+                Opening(
+                    self._namespace,
+                    Access.WRITE,
+                    directory=descriptor,
+                    checkpoint=checkpoint,
+                ),
+                self._timeout,
             )
         finally:
             if descriptor != passed:
@@ -296,7 +297,7 @@ class CheckpointGroups:
 
 
 def checkpoint_name(name: str) -> str:
-    """A name that a checkpoint can have. Raises `TypeError` and `ValueError`."""
+    """Check a checkpoint's name. Raises `TypeError` and `ValueError`."""
     try:
         check_checkpoint_name(arguments.text("name", name))
     except CheckpointRefused as error:
@@ -305,7 +306,7 @@ def checkpoint_name(name: str) -> str:
 
 
 def make_directory(directory: str | os.PathLike[str]) -> None:
-    """Have it there. Raises `OSError`, which says so when a file is in its place."""
+    """Make a directory. Raises `OSError`; `NotADirectoryError` for a file in its place."""
     try:
         os.makedirs(directory, exist_ok=True)
     except FileExistsError as error:
@@ -349,18 +350,18 @@ def _too_late(name: str, result: CheckpointUpdate, quorum: int | None) -> str:
     if not result.followers:
         waits = "" if quorum is None else f", and {quorum} were asked for"
         return (
-            f"checkpoint {name!r}: nobody follows it{waits}, so nobody switches: run `checkpoint follow {name} DIR` "
-            "where it is to be used, or wait for some to come (--quorum N --timeout 10m)"
+            f"checkpoint {name!r} has no followers{waits}, so none switches: run `checkpoint follow {name} DIR` where "
+            "it is to be used, or wait for followers (--quorum N --timeout 10m)"
         )
     wanted = result.followers if quorum is None else quorum
     return (
-        f"checkpoint {name!r}: {result.ready} of {wanted} followers have {result.version}, so nobody "
+        f"checkpoint {name!r}: {result.ready} of {wanted} followers have {result.version}, so none "
         f"switches{_named(result.laggards)}"
     )
 
 
 def _named(laggards: tuple[CheckpointFollower, ...]) -> str:
-    """Who they are and what is the matter with them."""
+    """Names and states of followers, to be appended to an error."""
     if not laggards:
         return ""
     texts = []
@@ -371,7 +372,7 @@ def _named(laggards: tuple[CheckpointFollower, ...]) -> str:
 
 
 def laggard_state(each: CheckpointFollower) -> str:
-    """What is the matter with a follower, in a few words."""
+    """The state of a follower, in a few words."""
     words = {
         "fetching": f"fetching, {each.done:.0%}",
         "waiting": "has not begun",

@@ -1,29 +1,33 @@
-"""A name that this peer follows to a directory: the shell around `p2pstore.checkpoint.swarm.group.Follower`."""
+"""Following a name to a directory, and updating the followers of a name: shells around `swarm.group`."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import trio
 
+from p2pstore.checkpoint.checkpoint_messages import Fetch, Follow
 from p2pstore.checkpoint.content.directory_versions import (
     current_version,
     switch_current,
     versions_with,
 )
 from p2pstore.checkpoint.content.manifest import format_version
-from p2pstore.checkpoint.peer.held_directory import HeldDirectory
-from p2pstore.checkpoint.peer.job import Job
-from p2pstore.checkpoint.peer.news import News
+from p2pstore.checkpoint.peer.fetching import Fetching
+from p2pstore.checkpoint.peer.jobs import Job, News
+from p2pstore.checkpoint.peer.stores import HeldDirectory
+from p2pstore.checkpoint.peer.surroundings import ACQUAINTED_SECONDS, PeerInterface
 from p2pstore.checkpoint.swarm.group import (
     Abandon,
     Effect,
     Event,
     Follower,
+    FollowerState,
+    GroupUpdate,
     Heard,
+    Laggard,
     NotPrepared,
     NotSwitched,
     Prepare,
@@ -32,80 +36,111 @@ from p2pstore.checkpoint.swarm.group import (
     Switched,
     SwitchTo,
     Tick,
+    Verdict,
 )
 from p2pstore.errors import ConfigError, NoSuchKey, P2PStoreError, Unavailable
-from p2pstore.gossip.checkpoint_records import Head
-from p2pstore.gossip.records import PeerId, TakesPart
-from p2pstore.peer.node import Node
+from p2pstore.gossip.checkpoint_records import Head, short_version
+from p2pstore.gossip.records import Participation, PeerId, TakesPart
 
 logger = logging.getLogger("p2pstore.peer")
 
+CONFIRM_SECONDS: Final = 10.0
+"""How long an update waits, after the switch, for followers to report that they use the version."""
+LOOK_SECONDS: Final = 0.05
+"""Minimum time between two looks at the followers: 1.5 ms for a thousand, whose reports arrive together."""
+FIRST_FOLLOWER_SECONDS: Final = 3.0
+"""An update without a quorum fails when no follower is heard of by then. A new follower is heard of within 1 s."""
 TOLD: Final = {
     Stage.WAITING: TakesPart.FOLLOWING,
-    Stage.FETCHING: TakesPart.FOLLOWING,  # who fetches says so itself
+    Stage.FETCHING: TakesPart.FOLLOWING,  # the fetch announces itself
     Stage.VERIFIED: TakesPart.VERIFIED,
     Stage.CURRENT: TakesPart.VERIFIED,
     Stage.FAILED: TakesPart.FAILED,
 }
+STAGES: Final = {
+    int(TakesPart.FOLLOWING): Stage.WAITING,
+    int(TakesPart.FETCHING): Stage.FETCHING,
+    int(TakesPart.VERIFIED): Stage.VERIFIED,
+    int(TakesPart.SEEDING): Stage.VERIFIED,
+    int(TakesPart.PUBLISHING): Stage.VERIFIED,
+    int(TakesPart.FAILED): Stage.FAILED,
+}
+_FOLLOWED: Final = {"event": "checkpoint_followed"}
 
 
-@dataclass(frozen=True, slots=True)
-class FollowOrder:
-    """What to follow; see `local.group_messages.Follow`."""
+class Preparer:
+    """Brings versions for followers. Closes the directory that it is given, at the latest when its part ends."""
 
-    namespace: str
-    name: str
-    publisher: PeerId | None = None
-    keep: int = 2
-    include: list[str] = field(default_factory=list)
-    exclude: list[str] = field(default_factory=list)
-
-
-class Preparer(Protocol):
-    """Brings versions."""
+    def __init__(self, fetching: Fetching) -> None:
+        self._fetching = fetching
 
     async def prepare(
         self,
-        order: FollowOrder,
+        order: Follow,
         version: bytes,
         publisher: PeerId,
         directory: HeldDirectory,
         job: Job,
     ) -> None:
-        """Fetch a version to the directory, verify it and put it in its place; `current` stays as it is. The directory
-        is closed when it is not used any more. Raises `P2PStoreError`, and `OSError`."""
-        ...
+        """Fetch and verify a version, and put it in its place; `current` stays. Raises `P2PStoreError`."""
+        fetch = _fetch_order(order, publisher)
+        try:
+            with directory.users_words():
+                await self._fetching.bring(fetch, version, publisher, directory, job, use=False)
+        except BaseException:
+            directory.close()
+            raise
+        finally:
+            job.end()
 
     async def pass_on(
-        self, order: FollowOrder, version: bytes, publisher: PeerId, directory: HeldDirectory
+        self, order: Follow, version: bytes, publisher: PeerId, directory: HeldDirectory
     ) -> None:
-        """Give a version that is complete in the directory to others, if that is not done already. As `prepare`."""
-        ...
+        """Serve a version that is complete in the directory, unless this peer does already. Raises `P2PStoreError`."""
+        fetch = _fetch_order(order, publisher)
+        kept = False
+        try:
+            with directory.users_words():
+                kept = await self._fetching.pass_on(fetch, version, publisher, directory)
+        finally:
+            if not kept:
+                directory.close()
+
+
+def _fetch_order(order: Follow, publisher: PeerId) -> Fetch:
+    return Fetch(
+        order.namespace,
+        order.name,
+        publisher=publisher,
+        keep=order.keep,
+        include=order.include,
+        exclude=order.exclude,
+    )
 
 
 class Following:
     """One follow, while `run` runs."""
 
     def __init__(
-        self, node: Node, preparer: Preparer, order: FollowOrder, directory: HeldDirectory
+        self, peer: PeerInterface, preparer: Preparer, order: Follow, directory: HeldDirectory
     ) -> None:
         self.order = order
-        self.news = News()
+        self.directory = directory
+        self.follower = Follower(b"", ())
         self.head: Head | None = None
         self.job = Job()
-        """Of the version that is being fetched."""
+        """The fetch of the next version."""
+        self.news = News()
+        self.waits_because = ""
+        """Why no publisher of the name is followed, while none is."""
+        self.looked = trio.Event()
+        """The versions in the directory are known."""
         self.ended = trio.Event()
-        self.directory = directory
+        self._peer = peer
+        self._records = peer.records
+        self._preparer = preparer
         self._scope = trio.CancelScope()
         self._told: object = None
-        self._node = node
-        self._checkpoints = node.core.checkpoints
-        self._preparer = preparer
-        self.follower = Follower(b"", ())
-        self.waits_because = ""
-        """Why what others publish under the name is not followed, as long as nothing is."""
-        self.looked = trio.Event()
-        """It is known what there is of an earlier life."""
         self._nursery: trio.Nursery
         self._wake = trio.Event()
         self._fetching = trio.CancelScope()
@@ -123,12 +158,12 @@ class Following:
         raise Unavailable(f"{self.order.name} is followed by another process now")
 
     async def stop(self) -> None:
-        """End it; somebody else takes over."""
+        """End the follow, because another connection takes over."""
         self._scope.cancel()
         await self.ended.wait()
 
     async def _follow(self) -> None:
-        """One publisher after the other: each until this peer is to forget it."""
+        """Follow one publisher after the other, each until this peer is told to forget it."""
         while True:
             self.follower = await trio.to_thread.run_sync(_look, self.directory.path, self.order)
             self.head = self._told = None
@@ -143,30 +178,30 @@ class Following:
                     await self._listen(head)
                     nursery.cancel_scope.cancel()
             finally:
-                self._checkpoints.follow_no_more(head.digest, self._node.now)
-                self._node.process()
+                self._records.follow_no_more(head.digest, self._peer.now)
+                self._peer.process()
 
     async def _first_head(self) -> Head:
-        """Once somebody publishes the name."""
+        """Wait until a trusted publisher has published the name."""
         order = self.order
         seen: object = None
         while True:
             try:
-                return self._checkpoints.find(order.namespace, order.name, order.publisher)
+                return self._records.find(order.namespace, order.name, order.publisher or None)
             except NoSuchKey as error:
-                others = self._checkpoints.heads(order.namespace, order.name)
+                others = self._records.heads(order.namespace, order.name)
                 why = str(error) if others else ""
                 if why != self.waits_because:
                     self.waits_because = why
                     self.news.changed()
-            seen = await self._node.checkpoint_news(seen)
+            seen = await self._peer.news(seen)
 
     async def _listen(self, first: Head) -> None:
-        """Until the publisher is forgotten."""
+        """Hand heads and switches to the follower, until the publisher is forgotten."""
         seen: object = None
-        while not self._checkpoints.is_forgotten(self.head or first):
-            head = self._checkpoints.head(first.digest)
-            switch = self._checkpoints.switched(first.digest)
+        while not self._records.is_forgotten(self.head or first):
+            head = self._records.head(first.digest)
+            switch = self._records.switched(first.digest)
             self.head = head or first
             self._happens(
                 Heard(
@@ -174,10 +209,10 @@ class Following:
                     switch.version if switch is not None else b"",
                 )
             )
-            seen = await self._node.checkpoint_news(seen)
+            seen = await self._peer.news(seen)
 
     async def _pass_on(self, head: Head) -> None:
-        """What is here of an earlier life others may need, above all when all peers were started again."""
+        """Serve the versions of the previous run: after a restart of all peers, others may need them."""
         for version in {self.follower.current, head.version} & self.follower.complete:
             try:
                 await self._preparer.pass_on(
@@ -185,32 +220,33 @@ class Following:
                 )
             except (P2PStoreError, OSError, ValueError) as error:
                 why = self.directory.say(str(error))
-                logger.info("%s is not passed on: %s", self._called(version), why, extra=_EVENT)
+                logger.info("%s is not passed on: %s", self._called(version), why, extra=_FOLLOWED)
 
     async def _tick_forever(self) -> None:
         while True:
             self._wake = trio.Event()
-            with trio.move_on_after(max(0.0, self.follower.wake_at - self._node.now)):
+            with trio.move_on_after(max(0.0, self.follower.wake_at - self._peer.now)):
                 await self._wake.wait()
-            if self._node.now >= self.follower.wake_at:
+            if self._peer.now >= self.follower.wake_at:
                 self._happens(Tick())
 
     def _happens(self, event: Event) -> None:
-        for effect in self.follower.handle(event, self._node.now):
+        for effect in self.follower.handle(event, self._peer.now):
             self._carry_out(effect)
         self._say()
         self._wake.set()
 
     def _say(self) -> None:
+        """Announce the follower's state when it has changed."""
         assert self.head is not None
         said = self.follower.said
         if self._told == (said, self.head.digest):
             return
         self._told = said, self.head.digest
-        self._checkpoints.follow(
-            self.head.digest, said.version, TOLD[said.stage], said.current, self._node.now, said.why
+        self._records.follow(
+            self.head.digest, said.version, TOLD[said.stage], said.current, self._peer.now, said.why
         )
-        self._node.process()
+        self._peer.process()
         self.news.changed()
 
     def _carry_out(self, effect: Effect) -> None:
@@ -233,10 +269,12 @@ class Following:
                     self.order, version, self.head.publisher, self.directory.again(), self.job
                 )
                 event = Prepared(version)
-                logger.info("%s is verified", self._called(version), extra=_EVENT)
+                logger.info("%s is verified", self._called(version), extra=_FOLLOWED)
             except (P2PStoreError, OSError, ValueError) as error:
                 why = self.directory.say(str(error))
-                logger.warning("%s cannot be had: %s", self._called(version), why, extra=_EVENT)
+                logger.warning(
+                    "%s cannot be fetched: %s", self._called(version), why, extra=_FOLLOWED
+                )
                 event = NotPrepared(version, why)
         self._happens(event)
 
@@ -245,10 +283,12 @@ class Following:
         try:
             await trio.to_thread.run_sync(switch_current, self.directory.path, version)
             event = Switched(version)
-            logger.info("%s is in use", self._called(version), extra=_EVENT)
+            logger.info("%s is in use", self._called(version), extra=_FOLLOWED)
         except OSError as error:
             why = self.directory.say(str(error))
-            logger.warning("%s cannot be switched to: %s", self._called(version), why, extra=_EVENT)
+            logger.warning(
+                "%s cannot be switched to: %s", self._called(version), why, extra=_FOLLOWED
+            )
             event = NotSwitched(version, why, isinstance(error, FileNotFoundError))
         self._happens(event)
 
@@ -256,14 +296,104 @@ class Following:
         return f"checkpoint {self.order.name}@{format_version(version)} in {self.directory.shown}"
 
 
-_EVENT: Final = {"event": "checkpoint_followed"}
-
-
-def _look(directory: Path, order: FollowOrder) -> Follower:
-    """What there is of an earlier life."""
+def _look(directory: Path, order: Follow) -> Follower:
+    """A follower with the versions that are in the directory."""
     try:
         current = current_version(directory)
         complete = versions_with(directory, order.include, order.exclude)
         return Follower(current if current in complete else b"", complete)
     except OSError as error:
         raise ConfigError(f"{directory}: cannot be read: {error.strerror}") from error
+
+
+class Updating:
+    """One update of a name that this peer publishes, while `run` runs."""
+
+    def __init__(
+        self,
+        peer: PeerInterface,
+        namespace: str,
+        name: str,
+        quorum: int | None,
+        timeout_seconds: float,
+    ) -> None:
+        self.news = News()
+        self.version = b""
+        self.switched = self.superseded = False
+        self.using = 0
+        """Followers that use the version."""
+        self._peer = peer
+        self._records = peer.records
+        self._namespace, self._name = namespace, name
+        first_by = peer.now + FIRST_FOLLOWER_SECONDS
+        self.group = GroupUpdate(b"", peer.now + timeout_seconds, quorum, first_by)
+
+    async def run(self) -> None:
+        """Wait until enough followers have the newest version, then write the switch. Ends without a switch after the
+        timeout, without followers, and when a newer version is published; cancelled, no follower switches. Raises
+        `NoSuchKey` when this peer does not publish the name."""
+        head = self._records.own(self._namespace, self._name)
+        self.version = head.version
+        self.group.version = short_version(head.version)
+        verdict = await self._judged(head)
+        if verdict is Verdict.SWITCH:
+            await self._switch(head)
+        self.superseded = verdict is Verdict.SUPERSEDED
+
+    async def _judged(self, of: Head) -> Verdict:
+        seen: object = None
+        while True:
+            verdict = self._judge(of)
+            acquainted = self._peer.uptime_seconds >= ACQUAINTED_SECONDS
+            if verdict is Verdict.SWITCH and self.group.quorum is None and not acquainted:
+                await trio.sleep(ACQUAINTED_SECONDS - self._peer.uptime_seconds)
+                continue
+            if verdict is not Verdict.WAIT:
+                return verdict
+            with trio.move_on_after(max(0.0, self.group.wake_at - self._peer.now)):
+                seen = await self._peer.news(seen)
+                await trio.sleep(LOOK_SECONDS)
+
+    def _judge(self, of: Head) -> Verdict:
+        """The verdict by what is known now."""
+        digest = of.digest
+        head = self._records.head(digest)
+        gone = self._records.gone_from(digest, self.group.members)
+        version = b"" if head is None or head.gone else short_version(head.version)
+        living = {member: _state(part) for member, part in self._records.followers(digest).items()}
+        self.using = sum(state.current == self.group.version for state in living.values())
+        verdict = self.group.judge(version, living, gone, self._peer.now)
+        self.news.changed()
+        return verdict
+
+    async def _switch(self, head: Head) -> None:
+        before = self._records.switched(head.digest)
+        if before is None or before.version != head.version:
+            self._records.switch(head.namespace, head.name, head.version, self._peer.now)
+            self._peer.process()
+        self.switched = True
+        logger.info(
+            "followers switch to checkpoint %s@%s: %d of %d have it",
+            head.name,
+            format_version(head.version),
+            self.group.ready_count,
+            self.group.follower_count,
+            extra={"event": "checkpoint_switched"},
+        )
+        with trio.move_on_after(CONFIRM_SECONDS):
+            seen: object = None
+            while (
+                self._judge(head) is not Verdict.SUPERSEDED and self.using < self.group.ready_count
+            ):
+                seen = await self._peer.news(seen)
+                await trio.sleep(LOOK_SECONDS)
+
+    @property
+    def laggards(self) -> list[Laggard]:
+        """Followers without the version; after the switch, those that do not use it."""
+        return self.group.not_using if self.switched else self.group.laggards
+
+
+def _state(part: Participation) -> FollowerState:
+    stage = STAGES.get(part.state, Stage.WAITING)
+    return FollowerState(part.version, stage, part.current, part.done_permille, part.why)

@@ -1,14 +1,25 @@
-"""The swarms that a peer takes part in, by version: what other members' requests come to."""
+"""The swarms of this peer: beginning, announcing and ending its part in a version, and answers to other members."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Final
 
-from p2pstore.checkpoint.content.manifest import format_version
+import trio
+
+from p2pstore.checkpoint.content.manifest import SignedManifest, format_version
+from p2pstore.checkpoint.peer.stores import PieceStore
+from p2pstore.checkpoint.peer.surroundings import PeerInterface
 from p2pstore.checkpoint.peer.swarm_links import OfferedSwarmLink
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
-from p2pstore.errors import NoSuchKey
-from p2pstore.gossip.records import member_of
+from p2pstore.errors import CapacityExceeded, NoSuchKey
+from p2pstore.gossip.checkpoint_records import checkpoint_digest, short_version
+from p2pstore.gossip.records import Participation, TakesPart, member_of
 from p2pstore.runtime.streams import BytesLike
 from p2pstore.transfer.data_messages import (
     GetManifest,
@@ -19,20 +30,29 @@ from p2pstore.transfer.data_messages import (
 )
 from p2pstore.transfer.serving.serving_backends import OpenedPiece
 
+logger = logging.getLogger("p2pstore.peer")
+
+MAX_SWARMS: Final = 16
+WATCH_SECONDS: Final = 0.05
+"""Minimum time between two looks at gossip: a large cluster always has news."""
+
+TellPart = Callable[[TakesPart, int, str], None]
+"""Announces this peer's part in a version: state, permille done, reason of a failure."""
+
 
 class RunningSwarms:
-    """Satisfies `p2pstore.transfer.serving.serving_backends.SwarmBackend`."""
+    """Satisfies `p2pstore.transfer.serving.serving_backends.SwarmBackend`; at most one swarm a version."""
 
     def __init__(self) -> None:
         self._runs: dict[bytes, SwarmRun] = {}
 
     def add(self, run: SwarmRun) -> None:
-        """Others may ask for it from now on. There is at most one of a version."""
+        """Let members ask for pieces. Raises `ValueError` for a version that has a swarm."""
         if self._runs.setdefault(run.version, run) is not run:
             raise ValueError("there is a swarm of this version already")
 
     def remove(self, run: SwarmRun) -> None:
-        """It has ended; may be called twice."""
+        """Remove a swarm that ended; idempotent."""
         if self._runs.get(run.version) is run:
             del self._runs[run.version]
 
@@ -41,7 +61,7 @@ class RunningSwarms:
         return self._runs.get(version)
 
     def all(self) -> list[SwarmRun]:
-        """The one that was begun first comes first."""
+        """All swarms, oldest first."""
         return list(self._runs.values())
 
     def manifest(self, request: GetManifest) -> tuple[ManifestReply, Sequence[BytesLike]]:
@@ -50,23 +70,187 @@ class RunningSwarms:
         return ManifestReply(signed.signer, signed.signature), (signed.body,)
 
     async def open_piece(self, request: GetPiece, peer: bytes) -> OpenedPiece | PieceReply:
-        """A piece, or why not."""
+        """A piece, or the reason why it is not sent."""
         run = self._runs.get(request.version)
         if run is None:
             return PieceReply(PieceStatus.NOT_LINKED)
         return await run.open_piece(member_of(peer), request.piece)
 
     def piece_sent(self, opened: OpenedPiece, whole: bool) -> None:
-        """The end of `open_piece`."""
+        """Must follow each `OpenedPiece`."""
         run, member, piece, buffer = opened.handle
         run.sent(member, piece, buffer, whole)
 
     def take_link(self, version: bytes, peer: bytes) -> OfferedSwarmLink:
         """A link for a member. Raises `NoSuchKey` and `Unavailable`."""
-        return self._require(version).take_link(member_of(peer))
+        return self._require(version).links.take(member_of(peer))
 
     def _require(self, version: bytes) -> SwarmRun:
         run = self._runs.get(version)
         if run is None:
             raise NoSuchKey(f"this peer has no part in version {format_version(version)}")
         return run
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """This peer's part in one swarm."""
+
+    run: SwarmRun
+    scope: trio.CancelScope
+    tell: TellPart
+    digest: bytes
+    """Of namespace, name and publisher."""
+    jobs: int = 0
+    """Jobs that wait for it; without any, the part may be ended to make room."""
+
+    def say(self, state: TakesPart, done_permille: int = 1000) -> None:
+        """Announce the state, unless the swarm ended: the reason of its end stays the last announcement."""
+        if not self.run.progress.ended.is_set():
+            self.tell(state, done_permille, "")
+
+    def say_fetching(self) -> None:
+        """Announce how far the fetch is."""
+        self.say(TakesPart.FETCHING, self.run.progress.done_permille)
+
+    @contextmanager
+    def wanted(self) -> Iterator[None]:
+        """Keep the part while the block runs."""
+        self.jobs += 1
+        try:
+            yield
+        finally:
+            self.jobs -= 1
+
+
+class SwarmParts:
+    """All parts of this peer, at most `MAX_SWARMS`. The oldest part without a job makes room for a new one."""
+
+    def __init__(
+        self, peer: PeerInterface, rng: Random, forget_publication: Callable[[bytes], None]
+    ) -> None:
+        """`forget_publication` runs in a worker thread when a version is not passed on any more."""
+        self.swarms = RunningSwarms()
+        self._peer = peer
+        self._rng = rng
+        self._forget_publication = forget_publication
+        self._parts: dict[bytes, Part] = {}
+
+    def get(self, version: bytes) -> Part | None:
+        """The part in a version."""
+        return self._parts.get(version)
+
+    def all(self) -> list[Part]:
+        """All parts, oldest first."""
+        return list(self._parts.values())
+
+    async def watch(self) -> None:
+        """Pass news of gossip on to the swarms, until cancelled."""
+        seen: object = None
+        while True:
+            seen = await self._peer.news(seen)
+            for run in self.swarms.all():
+                run.look_around()
+            await trio.sleep(WATCH_SECONDS)
+
+    async def begin(
+        self,
+        namespace: str,
+        signed: SignedManifest,
+        store: PieceStore,
+        *,
+        publishes: bool = False,
+        rate: int = 0,
+    ) -> Part:
+        """Take part in a swarm until `stop`. `rate` limits fetching, in bytes a second; 0 for no limit. Closes the
+        store when it raises `CapacityExceeded`."""
+        try:
+            await self._make_room()
+            rng = Random(self._rng.getrandbits(64))
+            run = SwarmRun(self._peer, signed, store, rng, publishes=publishes, rate=rate)
+            self.swarms.add(run)
+        except BaseException:
+            store.close()
+            raise
+        digest = checkpoint_digest(namespace, run.manifest.name, signed.signer)
+        part = Part(run, trio.CancelScope(), self.teller(digest, run.version), digest)
+        self._parts[run.version] = part
+        self._peer.start_soon(partial(self._run, part))
+        return part
+
+    def teller(self, digest: bytes, version: bytes) -> TellPart:
+        """A function that announces this peer's part in a version."""
+
+        def tell(state: TakesPart, done_permille: int, why: str) -> None:
+            run = self.swarms.get(version)
+            needs = 1000 if run is None else run.progress.needs_permille
+            part = Participation(
+                digest,
+                short_version(version),
+                state,
+                done_permille,
+                why=why,
+                needs_permille=needs,
+            )
+            self._peer.records.take_part(part, self._peer.now)
+            self._peer.process()
+
+        return tell
+
+    async def _run(self, part: Part) -> None:
+        run, records = part.run, self._peer.records
+        try:
+            with part.scope:
+                await run.run()
+        finally:
+            self.swarms.remove(run)
+            if self._parts.get(run.version) is part:
+                del self._parts[run.version]
+            records.take_no_part(part.digest, run.version, self._peer.now)
+            if run.progress.failure is not None:
+                self._say_failed(part, run.progress.failure)
+            self._peer.process()
+            head = records.head(part.digest)
+            if run.progress.failure is not None and (head is None or head.version != run.version):
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(self._forget_publication, run.version)
+
+    def _say_failed(self, part: Part, error: Exception) -> None:
+        text = "its files are gone" if isinstance(error, FileNotFoundError) else str(error)
+        logger.warning(
+            "checkpoint %s@%s: this peer left the swarm: %s",
+            part.run.manifest.name,
+            format_version(part.run.version),
+            text,
+            extra={"event": "checkpoint_failed"},
+        )
+        part.tell(TakesPart.FAILED, part.run.progress.done_permille, text)
+
+    async def stop(self, version: bytes) -> bool:
+        """End the part in a version; its store is closed on return. False when there was none."""
+        part = self._parts.get(version)
+        if part is None:
+            return False
+        part.scope.cancel()
+        with trio.CancelScope(shield=True):  # threads are at work in its directory
+            await part.run.progress.ended.wait()
+            await trio.to_thread.run_sync(self._forget_publication, version)
+        return True
+
+    async def stop_name(self, digest: bytes) -> None:
+        """End the parts in all versions of a publisher's name."""
+        for part in self.all():
+            if part.digest == digest:
+                await self.stop(part.run.version)
+
+    async def _make_room(self) -> None:
+        while len(self._parts) >= MAX_SWARMS:
+            idle = next((part for part in self._parts.values() if not part.jobs), None)
+            if idle is None:
+                raise CapacityExceeded(f"{MAX_SWARMS} checkpoints are being fetched already")
+            logger.info(
+                "version %s is not passed on any more: this peer has %d newer ones",
+                format_version(idle.run.version),
+                MAX_SWARMS,
+            )
+            await self.stop(idle.run.version)

@@ -1,55 +1,72 @@
-"""Where the pieces of a version are: what a swarm reads from, and writes to. Blocking, for worker threads."""
+"""Stores of pieces, which a swarm reads and writes: published files, target directories, memory for clients. Shell;
+stores block, for worker threads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import errno
+import os
+import stat
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Final, Protocol
 
-from p2pstore.checkpoint.content.manifest import Manifest
-from p2pstore.checkpoint.content.piece_map import PieceMap, full_map
-from p2pstore.checkpoint.content.pieces import Extent
+import trio
+
+from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest
+from p2pstore.checkpoint.content.pieces import NO_PIECES, Extent, PieceMap, full_map, plan_memory
+from p2pstore.checkpoint.content.sources import SourceMemory
+from p2pstore.checkpoint.content.target_directory import TargetDirectory
+from p2pstore.errors import CapacityExceeded, ConfigError, P2PStoreError, StoreClosed
+from p2pstore.memory.mapped.mapped_memory import available_memory, create_table_memory
+from p2pstore.objects import format_bytes
 from p2pstore.runtime.streams import BytesLike
+
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+LEAVING_SECONDS: Final = 1.0
+"""How long a new version waits for memory of a client that is leaving; that is noticed within some ms."""
 
 
 class PieceStore(Protocol):
-    """A place for pieces: `TargetDirectory`, or `PublishedPieces`."""
+    """The pieces of one version: `TargetDirectory`, `MemoryTarget`, `PublishedPieces`."""
 
     @property
     def have(self) -> PieceMap:
-        """The pieces that are here and verified."""
+        """Verified pieces that are here."""
         ...
 
     @property
     def needed(self) -> PieceMap:
-        """The pieces that are to be here in the end."""
+        """Pieces to have in the end."""
         ...
 
     @property
     def copies(self) -> Mapping[int, Sequence[Extent]]:
-        """Of the pieces that are needed, those that are made of others, which come first (`Manifest.copies`)."""
+        """Needed pieces that are made of earlier ones (`Manifest.copies`)."""
         ...
 
     @property
     def is_local(self) -> bool:
-        """Whether they are in memory or on a disk of this machine, as far as is known."""
+        """Whether the store is known to be in memory or on a disk of this machine."""
         ...
 
     def read(self, piece: int, room: memoryview | None = None) -> BytesLike:
-        """A piece that is here, in the beginning of `room` where there is some and that saves anything. Raises
-        `OSError`, and `CheckpointChanged` when it is not what it was."""
+        """A piece that is here, at the beginning of `room` if given and useful. Raises `OSError`, and
+        `CheckpointChanged` for a changed file."""
         ...
 
     def write(self, piece: int, data: memoryview) -> bool:
-        """Verify a piece and keep it. False when these are not its bytes. Raises `OSError`."""
+        """Verify a piece and store it. False for wrong bytes. Raises `OSError`."""
         ...
 
     def close(self) -> None:
-        """Let go of the place; what is there stays."""
+        """Release the store; pieces on disk stay."""
         ...
 
 
 class Target(PieceStore, Protocol):
-    """A place that pieces of one version come to: `TargetDirectory`, `MemoryTarget`."""
+    """A store that is being filled: `TargetDirectory`, `MemoryTarget`."""
 
     @property
     def manifest(self) -> Manifest: ...
@@ -57,18 +74,18 @@ class Target(PieceStore, Protocol):
     def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool: ...
 
     def read_extents(self, extents: Sequence[Extent]) -> memoryview:
-        """Ranges of files, one behind the other, in pieces that are here. Raises `OSError`."""
+        """Concatenated ranges of files, in pieces that are here. Raises `OSError`."""
         ...
 
 
 class PublishedSource(Protocol):
-    """What was published: `SourceDirectory`, `SourceMemory`."""
+    """Published files: `SourceDirectory`, `SourceMemory`."""
 
     def read_piece(self, manifest: Manifest, piece: int) -> bytearray: ...
 
 
 class PublishedPieces:
-    """The `PieceStore` of who publishes: everything is there."""
+    """The `PieceStore` of a publisher, which has every piece."""
 
     def __init__(self, source: PublishedSource, manifest: Manifest) -> None:
         self.is_local = False  # links may lead anywhere, and files may be cold
@@ -91,8 +108,314 @@ class PublishedPieces:
         return self._source.read_piece(self._manifest, piece)
 
     def write(self, piece: int, data: memoryview) -> bool:
-        """Nothing is missing, so nothing is fetched. Raises `ValueError`."""
-        raise ValueError("what is published is written by nobody")
+        """Raises `ValueError`: a publisher fetches nothing."""
+        raise ValueError("a published version is never written")
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """There is nothing to release."""
+
+
+class HeldDirectory:
+    """A directory that a client opened and passed: a duplicate descriptor, and a path through it. So it stays the
+    directory that the user means, even when it is moved or this process sees another one under its name."""
+
+    def __init__(self, descriptor: int, shown: str) -> None:
+        """`shown` is the user's name for it. Raises `ConfigError` when the descriptor is not that of a directory."""
+        if descriptor < 0 or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise ConfigError("the request came without a directory")
+        self.shown = shown or "the directory"
+        self._descriptor = os.dup(descriptor)
+        self.path = Path(f"/proc/self/fd/{self._descriptor}")
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode."""
+        status = os.fstat(self._descriptor)
+        return status.st_dev, status.st_ino
+
+    @property
+    def place(self) -> Path | None:
+        """Its path, if that leads to it in this process; else None."""
+        place = self.path.readlink()
+        try:
+            found = place.stat()
+        except OSError:
+            return None
+        return place if (found.st_dev, found.st_ino) == self.identity else None
+
+    def again(self) -> HeldDirectory:
+        """A second handle of the same directory, with its own `close`."""
+        return HeldDirectory(self._descriptor, self.shown)
+
+    def hand_over(self) -> HeldDirectory:
+        """Move the descriptor to a new handle: `close` of this one has no effect any more."""
+        other = object.__new__(HeldDirectory)
+        other.shown, other.path, other._descriptor = self.shown, self.path, self._descriptor
+        self._descriptor = -1
+        return other
+
+    def say(self, text: str) -> str:
+        """A message with the user's name for the directory."""
+        return text.replace(str(self.path), self.shown)
+
+    @contextmanager
+    def users_words(self) -> Iterator[None]:
+        """Raise what fails in the block in the user's words: `OSError` as an error of the store, with known paths."""
+        try:
+            yield
+        except P2PStoreError as error:
+            raise type(error)(self.say(str(error))) from error
+        except OSError as error:
+            text = self.say(f"{error.filename or self.shown}: {error.strerror or error}")
+            kind = CapacityExceeded if error.errno in FULL else ConfigError
+            raise kind(text) from error
+
+    def close(self) -> None:
+        """Close the descriptor; idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class MemoryTarget:
+    """A `Target` in a memfd, where only written pages take memory."""
+
+    def __init__(self, signed: SignedManifest, needed: PieceMap | None = None) -> None:
+        """`signed` was verified. `needed`: wanted pieces; None: all. Raises `ConfigError` without memfds."""
+        self.manifest = signed.manifest
+        self.signed = signed
+        self.version = signed.version
+        sizes = [file.size for file in self.manifest.files]
+        self.layout = plan_memory(sizes, len(signed.body))
+        self._memory = create_table_memory(self.layout.total_bytes, "p2pstore-checkpoint")
+        self._memory.view[self.layout.manifest : self.layout.total_bytes] = signed.body
+        self.is_local = True
+        self._have = NO_PIECES
+        self.needed = full_map(self.manifest.layout.count) if needed is None else needed
+        """Pieces that clients want; grows with further orders."""
+        self.copies = self.manifest.copies_among(self.needed)
+        self._lock = threading.Lock()
+        self._closed = False
+        self.descriptor = self._memory.read_only_descriptor()
+        """For clients; valid until `close`."""
+
+    @property
+    def have(self) -> PieceMap:
+        return self._have
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory in use when all wanted pieces are here."""
+        layout = self.manifest.layout
+        if self.needed == full_map(layout.count):
+            return self.layout.total_bytes
+        return layout.size_of(self.needed) + self.layout.total_bytes - self.layout.manifest
+
+    def bytes_more(self, pieces: PieceMap) -> int:
+        """Further memory that these pieces need."""
+        return self.manifest.layout.size_of(pieces & ~self.needed)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the memory was freed."""
+        return self._closed
+
+    def write(self, piece: int, data: bytes | bytearray | memoryview) -> bool:
+        """Verify a piece and store it. False for wrong bytes. A piece that is here is never written again: clients have
+        it mapped."""
+        if not self.manifest.is_piece(piece, data):
+            return False
+        with self._lock:
+            if self._have >> piece & 1:
+                return True
+            view = memoryview(data)
+            for file, offset, length in self.manifest.layout.extents(piece):
+                at = self.layout.files[file] + offset
+                self._open_view[at : at + length] = view[:length]
+                view = view[length:]
+            self._have |= 1 << piece
+        return True
+
+    def read(self, piece: int, room: memoryview | None = None) -> memoryview:
+        """A piece that is here; in `room` if given."""
+        return self.read_extents(self.manifest.layout.extents(piece), room)
+
+    def read_extents(self, extents: Sequence[Extent], room: memoryview | None = None) -> memoryview:
+        """Concatenated ranges of files, in pieces that are here; in `room` if given."""
+        size = sum(extent.length for extent in extents)
+        data = memoryview(bytearray(size)) if room is None else room[:size]
+        left = data
+        with self._lock:
+            for file, offset, length in extents:
+                at = self.layout.files[file] + offset
+                left[:length] = self._open_view[at : at + length]
+                left = left[length:]
+        return data
+
+    def close(self) -> None:
+        """Free the memory; idempotent. Clients' mappings stay valid."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self.descriptor)
+                self._memory.close()
+
+    @property
+    def _open_view(self) -> memoryview:
+        if self._closed:
+            raise StoreClosed("the memory of this version was freed")
+        return self._memory.view
+
+
+class Memories:
+    """Versions in memory, and the clients that use them; a version without clients is freed. At most `limit_bytes` in
+    all; None: half of what is available at the time."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._targets: dict[bytes, MemoryTarget] = {}
+        self._users: dict[bytes, set[int]] = {}
+        """Clients, by version."""
+        self._coming: dict[bytes, int] = {}
+        self._turns: dict[bytes, trio.Lock] = {}
+        self._given_back = trio.Event()
+        self.published: dict[bytes, int] = {}
+        """Bytes of versions that are published from memory."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all versions together, with those that are being fetched."""
+        there = sum(target.used_bytes for target in self._targets.values())
+        return there + sum(self._coming.values()) + sum(self.published.values())
+
+    async def until_room(self, length_bytes: int) -> None:
+        """Wait up to `LEAVING_SECONDS` for room: a client may just be closing an older version."""
+        with trio.move_on_after(LEAVING_SECONDS):
+            while self._targets and self._room < length_bytes <= (self._limit_bytes or 0):
+                await self._given_back.wait()
+
+    @property
+    def _room(self) -> int:
+        if self._limit_bytes is None:
+            return available_memory()[0] // 2 - sum(self._coming.values())
+        return self._limit_bytes - self.used_bytes
+
+    @contextmanager
+    def room_for(self, version: bytes, length_bytes: int) -> Iterator[None]:
+        """Reserve room for a version that is fetched in this block. Raises `CapacityExceeded`."""
+        room = self._room
+        if length_bytes > room:
+            raise CapacityExceeded(
+                f"a checkpoint of {format_bytes(length_bytes)} has no room in memory: {format_bytes(max(0, room))} "
+                "may be used (--checkpoint-memory)"
+            )
+        self._coming[version] = length_bytes
+        try:
+            yield
+        finally:
+            del self._coming[version]
+
+    def check_published(self, length_bytes: int) -> None:
+        """Raises `CapacityExceeded` when a version published from memory exceeds the limit. (Without one it is in
+        memory already, so there was room.)"""
+        if self._limit_bytes is not None and self.used_bytes + length_bytes > self._limit_bytes:
+            room = self._limit_bytes - self.used_bytes
+            raise CapacityExceeded(
+                f"tensors of {format_bytes(length_bytes)} have no room in memory: {format_bytes(max(0, room))} may be "
+                "used (--checkpoint-memory); publish them from files"
+            )
+
+    @asynccontextmanager
+    async def turn(self, version: bytes) -> AsyncIterator[None]:
+        """Serialize the fetches of one version: the first brings it, the others share it."""
+        lock = self._turns.setdefault(version, trio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked() and not lock.statistics().tasks_waiting:
+                self._turns.pop(version, None)
+
+    def add(self, target: MemoryTarget, user: int) -> None:
+        """Add a complete version, with its first client."""
+        self._targets[target.version] = target
+        self._users[target.version] = {user}
+
+    def use(self, version: bytes, user: int) -> MemoryTarget | None:
+        """The version, with one client more; None when it is not here."""
+        target = self._targets.get(version)
+        if target is not None and target.closed:  # this peer takes no part in it any more
+            del self._targets[version], self._users[version]
+            return None
+        if target is not None:
+            self._users[version].add(user)
+        return target
+
+    def left(self, user: int) -> list[MemoryTarget]:
+        """Remove a client; returns the versions without clients, to be closed."""
+        unused = []
+        for version, users in list(self._users.items()):
+            users.discard(user)
+            if not users:
+                del self._users[version]
+                unused.append(self._targets.pop(version))
+        if unused:
+            self._given_back.set()
+            self._given_back = trio.Event()
+        return unused
+
+    def close(self) -> None:
+        """Free everything."""
+        for target in self._targets.values():
+            target.close()
+        self._targets.clear()
+        self._users.clear()
+
+
+class Holding:
+    """A store that keeps its directory open."""
+
+    def __init__(self, store: PieceStore, directory: HeldDirectory) -> None:
+        self._store = store
+        self._directory = directory
+        self.is_local = store.is_local
+        self.read = store.read
+        self.write = store.write
+
+    @property
+    def have(self) -> int:
+        return self._store.have
+
+    @property
+    def needed(self) -> int:
+        return self._store.needed
+
+    @property
+    def copies(self) -> Mapping[int, Sequence[Extent]]:
+        return self._store.copies
+
+    def fetched_to(self, directory: HeldDirectory) -> bool:
+        """Whether the store was fetched to this directory."""
+        fetched = isinstance(self._store, TargetDirectory)
+        return fetched and self._directory.identity == directory.identity
+
+    def close(self) -> None:
+        """Close both."""
+        self._store.close()
+        self._directory.close()
+
+
+class PublishedMemory(PublishedPieces):
+    """Pieces published from memory, which count as long as they are there."""
+
+    def __init__(
+        self, source: SourceMemory, manifest: Manifest, version: bytes, memories: Memories
+    ) -> None:
+        super().__init__(source, manifest)
+        self._memory, self._version, self._memories = source, version, memories
+        self.is_local = True
+        memories.published[version] = source.total_bytes
+
+    def close(self) -> None:
+        self._memories.published.pop(self._version, None)
+        self._memory.close()

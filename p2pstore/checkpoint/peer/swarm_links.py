@@ -1,8 +1,7 @@
-"""The links of one swarm: long-lived connections to its neighbours, over which messages go both ways.
+"""The links of one swarm: long-lived connections to its neighbours, with messages both ways. Shell.
 
-A link is a data connection that SWARM_LINK turned into one, so that it is proved, and encrypted, as all others are.
-Two members that dial each other at once end with one link: that of the lower short name; it refuses the other's, which
-takes the lower one's in place of its own.
+SWARM_LINK turns a data connection, authenticated and encrypted like all others, into a link. Of two members that dial
+each other at once, the link of the lower short name counts: it refuses the other's.
 """
 
 from __future__ import annotations
@@ -15,24 +14,30 @@ from typing import Final
 
 import trio
 
-from p2pstore.checkpoint.swarm.swarm_effects import Event, Linked, Received, Unlinked
-from p2pstore.checkpoint.swarm.swarm_messages import Members, SwarmMessage, decode_message, kind_of
+from p2pstore.checkpoint.peer.surroundings import Surroundings
+from p2pstore.checkpoint.swarm.swarm_messages import (
+    Event,
+    Linked,
+    Members,
+    Received,
+    SwarmMessage,
+    Unlinked,
+    decode_message,
+    kind_of,
+)
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
+from p2pstore.gossip.records import Member
 from p2pstore.transfer.data_frames import LINK_LIMITS, FrameLink
 from p2pstore.transfer.data_messages import SwarmLink
-from p2pstore.transfer.reading.data_pool import DataPool
-from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import ONE_WAY, FrameBuffer, encode_frame
 
 logger = logging.getLogger("p2pstore.peer")
 
 SEND_SECONDS: Final = 15.0
-"""A side that takes nothing for so long is cut off."""
+"""A link is closed when the other side takes nothing for this long."""
 SETTLED_SECONDS: Final = 5.0
-"""A neighbour that dials although it has had a link for so long has lost it, and does not know it yet."""
+"""A dial by a neighbour with an older link than this shows that the neighbour has lost that link."""
 MAX_LINKS: Final = 256
-
-Member = int
 
 
 @dataclass(slots=True, eq=False)
@@ -46,25 +51,18 @@ class _Link:
 
 
 class SwarmLinks:
-    """All links of one swarm. What happens to them is told by `happens`, in order."""
+    """All links of one swarm; `happens` gets their events in order."""
 
     def __init__(
         self,
         version: bytes,
-        own: Member,
-        pool: DataPool,
-        way_to: Callable[[Member], RemotePeer | None],
-        is_here: Callable[[Member], bool],
+        surroundings: Surroundings,
         happens: Callable[[Event], None],
         introduced: Callable[[list[Member]], None],
     ) -> None:
-        """`way_to` says how to reach a member, None when it is gone; `is_here` whether it is on this host. `introduced`
-        is told of members that neighbours tell of."""
+        """`introduced` gets members that neighbours tell of."""
         self._version = version
-        self._own = own
-        self._pool = pool
-        self._way_to = way_to
-        self._is_here = is_here
+        self._surroundings = surroundings
         self._happens = happens
         self._introduced = introduced
         self._links: dict[Member, _Link] = {}
@@ -76,11 +74,11 @@ class SwarmLinks:
 
     @property
     def members(self) -> list[Member]:
-        """With whom there is a link."""
+        """Members with a link."""
         return list(self._links)
 
     def say(self, members: Iterable[Member], message: SwarmMessage) -> None:
-        """Tell these members, as far as there are links to them; `send_said` follows."""
+        """Queue a message for those of these members that have links, until `send_said`."""
         frame = encode_frame(kind_of(message), 0, message, flags=ONE_WAY)
         for member in members:
             link = self._links.get(member)
@@ -90,7 +88,7 @@ class SwarmLinks:
                 link.to_say.append(frame)
 
     def send_said(self) -> None:
-        """Send what was said: what one member is told at once wakes it once."""
+        """Send what was queued, in one write a member."""
         talking, self._talking = self._talking, []
         for member, link in talking:
             frames, link.to_say = link.to_say, []
@@ -100,7 +98,7 @@ class SwarmLinks:
                 link.said.set()
 
     def drop(self, member: Member, *, banned: bool = False) -> None:
-        """End the link, and of who is banned take no other. Nothing is told of it."""
+        """End the link without an event. A banned member gets no other link."""
         if banned:
             self._banned.add(member)
         link = self._links.pop(member, None)
@@ -108,23 +106,23 @@ class SwarmLinks:
             link.frames.end()
 
     def end(self, member: Member) -> None:
-        """The member is gone: end its link, and tell it."""
+        """End the link of a member that is gone, with `Unlinked`."""
         if member in self._links:
             self.drop(member)
             self._happens(Unlinked(member))
 
     def close(self) -> None:
-        """End all of them, for good."""
+        """End all links; no other is taken."""
         self._closed = True
         for member in list(self._links):
             self.drop(member)
 
     def begin_dialing(self, member: Member) -> None:
-        """`dial` follows: a link that the other asks for meanwhile may have to make way for the own one."""
+        """Announce a `dial`, so that a link asked for meanwhile may be refused."""
         self._dialing.add(member)
 
     async def dial(self, member: Member) -> None:
-        """Make a link and use it until it ends; `Linked` or `Unlinked` is told."""
+        """Make a link and use it until it ends; `Linked` or `Unlinked` follows."""
         try:
             frames = await self._connect(member)
         except (P2PStoreError, OSError, ValueError) as error:
@@ -140,10 +138,10 @@ class SwarmLinks:
         await self._use(member, frames, dialed=True)
 
     async def _connect(self, member: Member) -> FrameLink:
-        way = self._way_to(member)
+        way = self._surroundings.way_to(member)
         if way is None:
             raise Unavailable("the member is gone")
-        connection = await self._pool.dial(way)
+        connection = await self._surroundings.pool.dial(way)
         try:
             stream, rest = await connection.become_link(SwarmLink(self._version))
         except BaseException:
@@ -154,20 +152,20 @@ class SwarmLinks:
         return FrameLink(stream, received)
 
     def take(self, member: Member) -> OfferedSwarmLink:
-        """A member asks for a link. Raises `Unavailable` when it is not to have one."""
+        """Answer to a member that asks for a link. Raises `Unavailable` when it is refused."""
         link = self._links.get(member)
         settled = link is not None and trio.current_time() - link.since > SETTLED_SECONDS
         own_one = member in self._dialing or (link is not None and link.dialed)
-        if self._closed or member in self._banned or member == self._own:
+        if self._closed or member in self._banned or member == self._surroundings.own:
             raise Unavailable("no link is taken from this member")
-        if own_one and self._own < member and not settled:
-            raise Unavailable("this side dials, too, and its link is the one that counts")
+        if own_one and self._surroundings.own < member and not settled:
+            raise Unavailable("this side dials as well, and its link counts")
         if len(self._links) >= MAX_LINKS:
             raise Unavailable(f"there are {MAX_LINKS} links already")
         return OfferedSwarmLink(self, member)
 
     async def take_over(self, member: Member, frames: FrameLink) -> None:
-        """Use a link that `take` allowed, until it ends."""
+        """Use a link of `take` until it ends."""
         if self._closed or member in self._banned:
             frames.close()
             return
@@ -183,7 +181,7 @@ class SwarmLinks:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._send, link)
-                self._happens(Linked(member, self._is_here(member)))
+                self._happens(Linked(member, self._surroundings.is_here(member)))
                 try:
                     await self._receive(member, link)
                 except (OSError, ProtocolError) as error:
@@ -207,7 +205,7 @@ class SwarmLinks:
                     self._happens(Received(member, message))
 
     async def _send(self, link: _Link) -> None:
-        with suppress(OSError):  # who receives is told as well
+        with suppress(OSError):  # the receiving task notices it as well
             while True:
                 await link.said.wait()
                 link.said = trio.Event()

@@ -6,7 +6,7 @@ going through it but a place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -80,9 +80,14 @@ def held_here(core: PeerCore, digest: bytes, now: float) -> ObjectEntry | ColdEn
     return core.objects.find(digest, now) or core.cold.find(digest, now)
 
 
-def is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
-    """Whether a living peer holds a firm copy of the same version in memory, and comes before this one in rendezvous
-    order: of those that hold it, one does not give it up because of the others."""
+def are_kept_elsewhere(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> list[bool]:
+    """Of each object whether a living peer holds a firm copy of the same version in memory, and comes before this one
+    in rendezvous order: of those that hold it, one does not give it up because of the others."""
+    mentioned = core.gossip.locations.mentioned({entry.digest for entry in entries})
+    return [entry.digest in mentioned and _is_kept_elsewhere(core, entry, now) for entry in entries]
+
+
+def _is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
     mine = (entry.version.clock, entry.version.writer)
     my_weight = -1
     for holding in core.gossip.holders(entry.digest, now):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from p2pstore.gossip.records import (
-    LocationRecord,
-    Tier,
-)
+from p2pstore.gossip.records import LocationRecord, Tier, care_flags
+from p2pstore.location_table import LOCATION
 from p2pstore.memory.segment import ObjectEntry
-from p2pstore.memory.segment_layout import (
-    GRANULE_BYTES,
-    round_up,
-)
+from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
 from p2pstore.transfer.peer_messages import KeyInfo
 
 if TYPE_CHECKING:
@@ -31,6 +27,21 @@ def location_of(entry: ObjectEntry) -> LocationRecord:
         replicas=entry.replicas,
         pin=entry.pin,
     )
+
+
+def packed_locations(entries: Sequence[ObjectEntry]) -> list[bytes]:
+    """`location_of` each, packed: of new objects, which are firm and in memory alone."""
+    pack = LOCATION.pack
+    return [
+        pack(
+            entry.digest,
+            *entry.version,
+            entry.slot,
+            (-(-entry.length // GRANULE_BYTES)).to_bytes(3, "little"),
+            care_flags(entry.replicas, entry.pin),
+        )
+        for entry in entries
+    ]
 
 
 def location_on_ssd(entry: ColdEntry) -> LocationRecord:

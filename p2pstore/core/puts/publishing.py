@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from p2pstore.core.copies.replicate import PutAmongMany, ReplicateTogether
 from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.operation import Operation, PutEnd
-from p2pstore.core.puts.describe import location_of
+from p2pstore.core.puts.describe import packed_locations
 from p2pstore.core.puts.put_operation import check_put, trailer_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import PeerId, writer_of
@@ -51,15 +51,16 @@ def publish_new(
         digests = core.digests_of(namespace, [items[place].key for place in places])
     except ValueError:  # one of them is no key
         return ends
-    new = _new_keys(core, digests, now)
-    floors, name = core.gossip.cluster_records.floors, core.namespace_digest(namespace)
     unix = core.unix(now)
     clock, writer = core.clock.tick(unix), writer_of(core.peer_id)
     version = Version(clock, writer)
+    new = _new_keys(core, digests)
+    floors = core.gossip.cluster_records.floors
+    new -= floors.forbidden(new, core.namespace_digest(namespace), version)
     rows: list[Written] = []
     taken: list[int] = []
     for place, digest in zip(places, digests, strict=True):
-        if digest not in new or floors.forbids(digest, name, version):
+        if digest not in new:
             continue
         new.discard(digest)  # the same key again in this batch is not new
         facts = items[place]
@@ -74,15 +75,16 @@ def publish_new(
     announce_new(core, published, now)
     core.proofs.wrote([entry.digest for entry in published])
     to_copy = [entry for entry in published if entry.replicas > 1]
-    copying = ReplicateTogether(core, to_copy)
+    copying = ReplicateTogether(core, to_copy) if to_copy else None
+    alone = PutEnd(PutStatus.CREATED, 1, 1, version)
     row = 0
     for place, entry in zip(taken, entries, strict=True):
-        if entry is not None and entry.replicas > 1:
+        if entry is not None and copying is not None and entry.replicas > 1:
             ends[place] = PutAmongMany(copying, row, entry.replicas, entry.version)
             row += 1
         elif entry is not None:
-            ends[place] = PutEnd(PutStatus.CREATED, 1, 1, entry.version)
-    if to_copy:
+            ends[place] = alone
+    if copying is not None:
         core.operations.start(copying, now)
     return ends
 
@@ -112,7 +114,7 @@ def _may_publish(core: PeerCore, now: float) -> bool:
     )
 
 
-def _new_keys(core: PeerCore, digests: Sequence[bytes], now: float) -> set[bytes]:
+def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:
     """Those that neither this peer nor any other is known to hold, or to have held."""
     here = core.segment.digests()
     new = {digest for digest in digests if digest not in here}
@@ -125,7 +127,7 @@ def _new_keys(core: PeerCore, digests: Sequence[bytes], now: float) -> set[bytes
 def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
     """Tell the others of what was published, of keys of which this peer held nothing."""
     core.objects.announce_withdrawn(now)
-    core.gossip.hold_new(map(location_of, entries), now)
+    core.gossip.hold_new(packed_locations(entries), now)
     core.operations.tell_waiting([entry.digest for entry in entries], now)
     core.counters["objects_published"] += len(entries)
 

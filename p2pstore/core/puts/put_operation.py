@@ -41,11 +41,11 @@ def trailer_of(facts: PutFacts, namespace: str, unix: float) -> TrailerBody:
         namespace,
         facts.key,
         facts.sums,
-        expires_unix_ms=int((unix + facts.ttl_ms / 1000) * 1000) if facts.ttl_ms else 0,
-        replicas=facts.replicas,
-        pin=facts.pin,
-        dtype=facts.dtype,
-        shape=facts.shape,
+        int((unix + facts.ttl_ms / 1000) * 1000) if facts.ttl_ms else 0,
+        facts.replicas,
+        facts.pin,
+        facts.dtype,
+        facts.shape,
     )
 
 

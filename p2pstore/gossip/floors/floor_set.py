@@ -169,6 +169,16 @@ class FloorSet:
         floor = self.floor_for(digest, namespace_digest)
         return floor is not ZERO_VERSION and floor.covers(version)
 
+    def forbidden(
+        self, digests: Iterable[bytes], namespace_digest: bytes, version: Version
+    ) -> set[bytes]:
+        """Those keys of a namespace of which this version `forbids` copies."""
+        if self._namespaces.get(namespace_digest).covers(version):
+            return set(digests)
+        if not self._keys:
+            return set()
+        return {digest for digest in digests if self._keys.get(digest).covers(version)}
+
     def is_dropped(self, record: ClusterRecord) -> bool:
         """Whether the horizon has passed this floor, so that nobody takes it in any more."""
         return bool(self.horizon) and record.clock <= self.horizon.get(member_of(record.signer), 0)
@@ -408,6 +418,9 @@ class KeyVersions:
 
     def __init__(self) -> None:
         self._places: dict[int, bytes] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
 
     def get(self, digest: bytes) -> Version:
         """The digest's version; `ZERO_VERSION` without one."""

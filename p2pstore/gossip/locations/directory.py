@@ -7,6 +7,8 @@ seen until the view takes that slot over. Until then the view stands where it st
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT
 from p2pstore.gossip.locations.location_lookups import LocationLookups
@@ -286,13 +288,14 @@ class Directory(LocationLookups):
         if self._index.has_room(1):
             self._change_own(self._own_slot, operation)
 
-    def hide_own(self, digest: bytes) -> None:
-        """The end of `show_own`, if that was called for the object."""
+    def hide_own(self, digests: Iterable[bytes]) -> None:
+        """The end of `show_own`, for those objects for which that was called."""
         if self._own_slot is None or self._published is None:
             return
-        shown = self._index.get(self._own_slot, digest)
-        if shown is not None:
-            self._change_own(self._own_slot, shown[:-1] + bytes((shown[-1] | REMOVED,)))
+        for digest in digests:
+            shown = self._index.get(self._own_slot, digest)
+            if shown is not None:
+                self._change_own(self._own_slot, shown[:-1] + bytes((shown[-1] | REMOVED,)))
 
     @changing
     def _change_own(self, slot: int, operation: bytes) -> None:

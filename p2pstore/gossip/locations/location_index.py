@@ -46,6 +46,8 @@ _VERSION_START: Final = DIGEST_BYTES
 _VERSION_END: Final = DIGEST_BYTES + 10
 _FEW: Final = 64
 """Fewer operations than this are quicker one by one."""
+_FEW_NEW: Final = 16
+"""The same for records of new digests."""
 DEFAULT_SALT: Final = 0x9E3779B97F4A7C15F39CC0605CEDC835
 """For tables whose digests are this process's own."""
 
@@ -254,6 +256,10 @@ class LocationIndex(LocationRows):
 
     def load(self, slot: int, records: bytes | memoryview) -> None:
         """Put in many records of digests that the slot does not hold, each of another one."""
+        if len(records) < _FEW_NEW * LOCATION_BYTES:
+            for start in range(0, len(records), LOCATION_BYTES):
+                self._put(slot, 0, bytes(records[start : start + LOCATION_BYTES]))
+            return
         self._slots.use_blocks(slot)
         whole = np.frombuffer(records, WHOLE)
         rows = self._slots.take_many(slot, whole.size)

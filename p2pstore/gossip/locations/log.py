@@ -27,12 +27,7 @@ from p2pstore.gossip.locations.signed_runs import (
     SignedRun,
     sign_run,
 )
-from p2pstore.gossip.records import (
-    LOCATION_BYTES,
-    LocationRecord,
-    LogHead,
-    Signer,
-)
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead, Signer
 from p2pstore.location_table import RECORD, WHOLE
 from p2pstore.objects import DIGEST_BYTES, Version
 
@@ -215,7 +210,7 @@ class OwnLog:
     def add_many(self, operations: Sequence[bytes]) -> None:
         """`add` of many packed records of digests that are not held."""
         packed = b"".join(operations)
-        self._records.apply(self._slot, packed)
+        self._records.load(self._slot, packed)
         for copy in self._copies:
             for operation in operations:
                 copy.note(operation[:DIGEST_BYTES])

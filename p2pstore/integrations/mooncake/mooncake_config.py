@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from p2pstore.errors import ConfigError
-from p2pstore.integrations.mooncake.settings import (
+from p2pstore.integrations.mooncake.setup_settings import (
     DEFAULT_HTTP_PORT,
     SSD_VARIABLE,
     port_number,

@@ -238,7 +238,7 @@ class ReplicateConfig:
 
     `replica_num`: copies that the put waits for, as far as there are peers; a copy that is lost later is made again.
     `with_hard_pin`: never evicted. `soft_pin_action`: ENABLE has the object evicted last, for `soft_pin_ttl_ms` or half
-    an hour. Without a master nobody places objects: a put goes to the memory of the writer's own peer (so
+    an hour. There is no master that places objects: a put goes to the memory of the writer's own peer (so
     `prefer_alloc_in_same_node` is always so), and copies to peers that the object's key chooses. The preferred
     segments, `nof_replica_num`, `dfs_replica_num`, `group_ids` and `data_type` change nothing; the log says so once.
     """

@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks: each writes its part, and whoever reads says how it wants to have them."""
+"""Tensors that are spread over ranks: each writes its part, and each read says which part it wants, or the whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from p2pstore.integrations.mooncake.mooncake_types import (
     alike,
     put_and_upsert,
 )
-from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
+from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID
 from p2pstore.integrations.mooncake.parallelism import (
     Manifest,
     alike_but_for_tp,
@@ -376,8 +376,8 @@ class ParallelTensorCalls(TensorCalls):
             return None
 
     def _layout_in_header(self, key: str, axes: Axes) -> Manifest | None:
-        """How a tensor was cut, by the header of one of its shards. It is looked at in place: whoever reads the shards
-        compares their headers with it, on the copy."""
+        """How a tensor was cut, by the header of one of its shards. It is read in place; a read of the
+        shards compares their headers with it, on its copy."""
         [held] = self._wholes([key])
         if isinstance(held, int):
             return None
@@ -460,7 +460,7 @@ def _divides(whole: tuple[int, ...], split: int, *counts: int) -> bool:
 def _with_length(
     shape: tuple[int, ...], dimension: int, length: int, *, times: bool = False
 ) -> tuple[int, ...]:
-    """The shape with another length (or so many times the length) in one dimension. Raises `ValueError` when it has no
+    """The shape with another length (or `length` times as long) in one dimension. Raises `ValueError` when it has no
     such dimension."""
     if dimension >= len(shape):
         raise ValueError(f"a tensor with {len(shape)} dimensions has no dimension {dimension}")
@@ -483,7 +483,7 @@ def _same(found: TensorHeader, wanted: TensorHeader) -> bool:
 
 
 def _by_rows(memory: memoryview, shape: tuple[int, ...], split: int) -> np.ndarray[Any, Any]:
-    """The elements behind a header as bytes in three dimensions: what comes before the cut, the cut one, the rest."""
+    """The elements behind a header as bytes in three dimensions: those before the cut, the cut one, the rest."""
     before = math.prod(shape[:split])
     data = np.frombuffer(memory, np.uint8, offset=HEADER_BYTES)
     total = before * shape[split]

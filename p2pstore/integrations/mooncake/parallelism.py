@@ -1,4 +1,5 @@
-"""How a tensor is spread over ranks: what callers say of it, and the keys and manifests that follow from that. Pure.
+"""How a tensor is spread over ranks: the descriptions of callers, and the keys and manifests that follow from them.
+Pure.
 
 What callers pass may be these classes or anything with the same attributes, as in Mooncake.
 """
@@ -44,7 +45,7 @@ class TensorParallelism:
 
 @dataclass
 class ReadTarget:
-    """What is to be read: `as_stored`, the `shard` of a rank, or the `full` tensor, put together from its shards."""
+    """A read request: `as_stored`, the `shard` of a rank, or the `full` tensor, put together from its shards."""
 
     mode: str = "as_stored"
     parallelism: TensorParallelism | None = None
@@ -61,7 +62,7 @@ class WriterPartition:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is kept beside shards: dtype and shape of the full tensor, and how it was cut."""
+    """The record beside shards: dtype and shape of the full tensor, and how it was cut."""
 
     dtype: str
     whole: tuple[int, ...]

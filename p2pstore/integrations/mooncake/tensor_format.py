@@ -25,8 +25,8 @@ from p2pstore.checkpoint.content.safetensors import (
     header_end,
     read_header,
 )
-from p2pstore.client.values import memory_was_freed
 from p2pstore.state.folder import Folder
+from p2pstore.values import memory_was_freed
 
 HEADER_BYTES: Final = 304
 MAX_RANK: Final = 8

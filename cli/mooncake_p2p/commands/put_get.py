@@ -1,0 +1,310 @@
+"""`put` and `get`: values in and out."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from mooncake_p2p import files_and_pipes as transfers
+from mooncake_p2p.exit_errors import STANDARD_OUTPUT, CommandFailed
+from mooncake_p2p.files_and_pipes import NewFile
+from mooncake_p2p.options import AtPeer, Key, parse_timeout, with_records
+from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark, shortfall
+from p2pstore.errors import BufferTooSmall, ConfigError, KeyExists, NoSuchKey
+from p2pstore.objects import PART_BYTES, encode_key, parse_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from p2pstore.blocking import BlockingClient
+    from p2pstore.transfer.transfer_trace import FetchTrace
+
+FIRST_GUESS_BYTES: Final = PART_BYTES
+"""Room that is offered before the length is known: a value that fits needs no second request."""
+LENGTH_CHANGES: Final = 8
+"""How often in a row a value may be replaced by a longer one while it is being fetched."""
+
+
+class Pin(StrEnum):
+    none = "none"
+    soft = "soft"
+    hard = "hard"
+
+
+class OnConflict(StrEnum):
+    keep = "keep"
+    overwrite = "overwrite"
+    error = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class PutOptions:
+    """How `put` stores an object."""
+
+    replicas: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many peers shall hold it.")
+    ] = 1
+    pin: Annotated[Pin, typer.Option(help="soft: evicted last; hard: never evicted.")] = Pin.none
+    ttl: Annotated[
+        str | None,
+        typer.Option(metavar="SECONDS|10m", help="Forget it after this time.", show_default=False),
+    ] = None
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a value that has other bytes.")
+    ] = False
+    on_conflict: Annotated[
+        OnConflict | None,
+        typer.Option(
+            "--on-conflict",
+            help="When the key has other bytes: keep them (the default), overwrite them, or fail. "
+            "The exit status is 1 unless they are overwritten.",
+            show_default=False,
+        ),
+    ] = None
+    durable: Annotated[
+        bool, typer.Option("--durable", help="Have it on the peer's SSD before this ends.")
+    ] = False
+
+    def arguments(self) -> dict[str, Any]:
+        """As `BlockingClient.put` takes them. Raises `ValueError` naming an option."""
+        if self.overwrite and self.on_conflict not in (None, OnConflict.overwrite):
+            raise ValueError("--overwrite contradicts --on-conflict: give one of the two")
+        return {
+            "replicas": self.replicas,
+            "pin": self.pin.value,
+            "ttl": None if self.ttl is None else parse_timeout(self.ttl, "--ttl"),
+            "overwrite": self.overwrite or self.on_conflict is OnConflict.overwrite,
+            "durable": self.durable,
+        }
+
+
+@with_records
+def put(
+    key: Key,
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE|-",
+            help="The value; standard input when it is - or left out.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    how: PutOptions,
+    peer: AtPeer,
+) -> None:
+    """Store a file, or standard input, under a key.
+
+    A key that has other bytes is kept, and the exit status is 1, without --overwrite (short for
+    --on-conflict overwrite). Putting the same bytes again stores nothing, but a --ttl replaces the
+    object's, and --pin and --replicas are raised. A pipe is first spooled to a temporary file (in
+    TMPDIR, at most 4 GiB).
+    """
+    encode_key(key)
+    arguments = how.arguments()
+    if file is not None and file != "-" and os.path.exists(key) and not os.path.exists(file):
+        swapped = f"`put {shlex.quote(file)} {shlex.quote(key)}`"
+        raise CommandFailed(f"{printable(file)}: no such file; the key comes first: {swapped}")
+    with (
+        transfers.open_source(file) as source,
+        peer.connected() as client,
+        transfers.value_of(source) as value,
+        progress(f"putting {printable(key)}", len(value)) as bar,
+    ):
+        length_bytes = len(value)
+        begin = time.perf_counter()
+        result = client.put(key, value, **arguments, progress=bar.at if bar.shown else None)
+        seconds = time.perf_counter() - begin
+        too_few = shortfall(client, result)
+        elsewhere = result.location if result.location != client.peer_name else ""
+    if peer.json:
+        document = {**asdict(result), "version": list(result.version), "bytes": length_bytes}
+        more = {"elsewhere": bool(elsewhere), "shortfall": too_few or None}
+        print_json({**document, **more, "seconds": round(seconds, 6)})
+    if result.status == "kept_existing":
+        raise KeyExists(
+            f"{printable(key)} already exists with other bytes and was kept; "
+            "use --overwrite to replace it",
+            key,
+        )
+    if not peer.json:
+        where = f", on {printable(elsewhere)}: this peer has no room for it" if elsewhere else ""
+        copies = too_few or f"copies {result.copies}/{result.wanted}"
+        remark(
+            f"{result.status} {printable(key)}: {format_transfer(length_bytes, seconds)}, "
+            f"{copies}{where}"
+        )
+
+
+@with_records
+def get(
+    key: Key,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE|-",
+            help="Where to write the value; - is stdout, even a terminal.",
+            show_default=False,
+        ),
+    ] = None,
+    wait: Annotated[
+        str,
+        typer.Option(metavar="SECONDS|10m", help="Time to wait for a key that is not there yet."),
+    ] = "0",
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Show on stderr its source, and the time of each stage."),
+    ] = False,
+    *,
+    peer: AtPeer,
+) -> None:
+    """Fetch the value of a key.
+
+    To stdout, unless that is a terminal. A file gets its name when it is complete: a get that fails
+    leaves an existing file as it was, and no other.
+    """
+    encode_key(key)
+    wait_seconds = parse_duration(wait, "--wait")
+    if not wait_seconds < math.inf:
+        raise ValueError(f"--wait: {wait!r} is too long")
+    to_stdout = output is None or output == "-"
+    if to_stdout and peer.json:
+        raise ConfigError("--json needs -o FILE, because stdout carries the value")
+    reading = _Reading(key, wait_seconds, explain)
+    with _destination(output) as sink, peer.connected() as client:
+        begin = time.perf_counter()
+        try:
+            length_bytes = sink(lambda: reading.fetch(client))
+        except NoSuchKey as error:
+            reading.tell()
+            if not wait_seconds:
+                raise
+            raise NoSuchKey(f"{error}, and none came in the {wait_seconds:g} s of --wait") from None
+        except BaseException:
+            reading.tell()
+            raise
+        seconds = time.perf_counter() - begin
+    if peer.json:
+        document = {"key": key, "bytes": length_bytes, "output": output}
+        document["seconds"] = round(seconds, 6)
+        print_json(document | reading.document())
+        return
+    if not to_stdout:
+        remark(f"got {printable(key)}: {format_transfer(length_bytes, seconds)}")
+    reading.tell()
+
+
+class _Reading:
+    """One value on its way into memory, and, when that is asked for, how it got there."""
+
+    def __init__(self, key: str, wait_seconds: float, explain: bool) -> None:
+        self._key = key
+        self._wait_until = time.monotonic() + wait_seconds
+        self._explain = explain
+        self._trace: FetchTrace | None = None
+
+    def fetch(self, client: BlockingClient) -> memoryview:
+        """The value, whole and verified."""
+        length = FIRST_GUESS_BYTES
+        with progress(f"looking for {printable(self._key)}") as bar:
+
+            def show(done_bytes: int, total_bytes: int) -> None:
+                bar.relabel(f"getting {printable(self._key)}")
+                bar.at(done_bytes, total_bytes)
+
+            for _ in range(LENGTH_CHANGES):
+                if self._explain:
+                    from p2pstore.transfer.transfer_trace import FetchTrace
+
+                    self._trace = FetchTrace()
+                value = transfers.memory_for(length)
+                try:
+                    length = client.get_into(
+                        self._key,
+                        value,
+                        wait=max(0.0, self._wait_until - time.monotonic()),
+                        progress=show if bar.shown else None,
+                        trace=self._trace,
+                    )
+                    return value[:length]
+                except BufferTooSmall as error:
+                    length = error.needed
+        raise CommandFailed(
+            f"{printable(self._key)} keeps being replaced by longer values; try again"
+        )
+
+    def tell(self) -> None:
+        """Explain on stderr, if that was asked for."""
+        if self._trace is not None:
+            from mooncake_p2p.explain import explanation
+
+            for line in explanation(self._trace):
+                remark(line)
+
+    def document(self) -> dict[str, Any]:
+        """The explanation for `--json`."""
+        if self._trace is None:
+            return {}
+        from mooncake_p2p.explain import document
+
+        return {"explain": document(self._trace)}
+
+
+Fetch = Callable[[], memoryview]
+_Sink = Callable[[Fetch], int]
+"""Somewhere for a value: fetches it, whole and verified, and then writes it. Returns the length."""
+
+
+def _destination(output: str | None) -> AbstractContextManager[_Sink]:
+    if output is None or output == "-":
+        return _stream(transfers.standard_output(binary_to_terminal=output == "-"), STANDARD_OUTPUT)
+    return _special_file(output) if transfers.is_stream(output) else _file(output)
+
+
+@contextmanager
+def _file(path: str) -> Iterator[_Sink]:
+    """A file that appears when it is complete. It is written, not mapped: the faults of a mapped new
+    file take five times as long as the copy."""
+    with closing(NewFile(path)) as file:
+
+        def sink(fetch: Fetch) -> int:
+            value = fetch()
+            file.resize(len(value))
+            with progress("writing", len(value)) as bar:
+                transfers.write_all(file.descriptor, value, bar.advance)
+            file.commit()
+            return len(value)
+
+        yield sink
+
+
+@contextmanager
+def _stream(descriptor: int, name: str) -> Iterator[_Sink]:
+    def sink(fetch: Fetch) -> int:
+        value = fetch()
+        with progress("writing", len(value)) as bar:
+            try:
+                transfers.write_all(descriptor, value, bar.advance)
+            except OSError as error:
+                error.filename = name
+                raise
+        return len(value)
+
+    yield sink
+
+
+@contextmanager
+def _special_file(path: str) -> Iterator[_Sink]:
+    with open(path, "wb", buffering=0) as file, _stream(file.fileno(), path) as sink:
+        yield sink

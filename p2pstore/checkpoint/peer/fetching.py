@@ -1,0 +1,247 @@
+"""Fetching versions to directories and to memory, and passing on versions of the previous run. Shell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Final
+
+import trio
+from msgspec import structs
+
+from p2pstore.checkpoint.checkpoint_messages import Fetch, Fetched
+from p2pstore.checkpoint.content.content_paths import (
+    WILDCARDS,
+    choose_files,
+    nearest,
+    unmatched,
+)
+from p2pstore.checkpoint.content.directory_versions import kept_manifest, kept_versions
+from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, format_version
+from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, unpack_map
+from p2pstore.checkpoint.content.target_directory import DirectoryInUse, TargetDirectory
+from p2pstore.checkpoint.peer.bringing import Bringing, in_threads
+from p2pstore.checkpoint.peer.jobs import Job, JobPhase, verify
+from p2pstore.checkpoint.peer.manifest_search import Finder
+from p2pstore.checkpoint.peer.running import SwarmParts
+from p2pstore.checkpoint.peer.stores import HeldDirectory, Holding, Memories, MemoryTarget
+from p2pstore.checkpoint.peer.surroundings import PeerInterface
+from p2pstore.errors import ProtocolError
+from p2pstore.gossip.records import PeerId, TakesPart
+
+IN_USE_SECONDS: Final = 3.0
+"""How long a directory may stay locked by a fetch that is just being given up."""
+LOOK_SECONDS: Final = 0.05
+
+
+class Fetching:
+    """Fetches for clients and followers. Pieces that are here are passed on, during the fetch and after."""
+
+    def __init__(
+        self, peer: PeerInterface, parts: SwarmParts, memories: Memories, finder: Finder
+    ) -> None:
+        self._peer = peer
+        self._parts = parts
+        self._memories = memories
+        self._finder = finder
+
+    # --- to directories --------------------------------------------------------------------------
+
+    async def fetch(self, order: Fetch, directory: HeldDirectory, job: Job) -> Fetched:
+        """Bring a version to a directory and put it in its place. Closes `directory` when its last user is done.
+
+        Raises `NoSuchKey` for an unknown checkpoint, `CheckpointRefused` for what its publisher did not sign,
+        `CapacityExceeded` and `ConfigError` for a directory without room or permission, `Unavailable` when no peer
+        that has it can be reached.
+        """
+        head, version = await self._finder.find(order)
+        return await self.bring(order, version, head.publisher, directory, job)
+
+    async def bring(
+        self,
+        order: Fetch,
+        version: bytes,
+        publisher: PeerId,
+        directory: HeldDirectory,
+        job: Job,
+        *,
+        use: bool = True,
+    ) -> Fetched:
+        """As `fetch`, for a known version. Without `use` the version is put in its place, but `current` stays."""
+        job.version = version
+        job.begin(JobPhase.CHECKING)
+        signed = await self._finder.manifest(version, publisher)
+        chosen, unmatched = await trio.to_thread.run_sync(_choose, order, signed.manifest, use)
+        target = await self._open_target(order, signed, directory, job, chosen)
+
+        def finish() -> Iterator[None]:
+            yield from target.finishing(order.keep, use=use)
+            target.close()
+
+        store = Holding(target, directory)
+        bringing = Bringing(
+            self._peer, self._parts, order, signed, target, job, store=store, finish=finish
+        )
+        fetched = await bringing.run()
+        if not order.flat:
+            await self._stop_forgotten(directory)
+        part = self._parts.get(version)
+        if part is None or part.run.store is not store:
+            store.close()
+        where = "" if order.flat else format_version(version)
+        return structs.replace(
+            fetched, directory=where, whole=target.whole, unmatched=list(unmatched)
+        )
+
+    async def pass_on(
+        self, order: Fetch, version: bytes, publisher: PeerId, directory: HeldDirectory
+    ) -> bool:
+        """Serve a version of the previous run, if the directory has all that was ordered. True when it does; the
+        directory then stays open. Raises `P2PStoreError`, `OSError`, and `ValueError` for an order of no file."""
+
+        def look() -> tuple[SignedManifest, frozenset[int] | None] | None:
+            signed = kept_manifest(directory.path, version)
+            if signed is None:
+                return None
+            self._finder.check(signed, version, publisher)
+            return signed, choose_files(signed.manifest, order.include, order.exclude)
+
+        found = await trio.to_thread.run_sync(look)
+        if found is None or self._parts.get(version) is not None:
+            return False
+        signed, chosen = found
+        target = await self._take_directory(order, signed, directory, chosen)
+        target.close()  # it is only read
+        if not target.committed:
+            return False
+        part = await self._parts.begin(order.namespace, signed, Holding(target, directory))
+        part.say(TakesPart.SEEDING)
+        return True
+
+    async def _open_target(
+        self,
+        order: Fetch,
+        signed: SignedManifest,
+        directory: HeldDirectory,
+        job: Job,
+        chosen: frozenset[int] | None,
+    ) -> TargetDirectory:
+        target = await self._take_directory(order, signed, directory, chosen)
+        try:
+            await in_threads(target.prepare(), job)
+            if order.verify:
+                await verify(target, job)
+        except BaseException:
+            target.close()
+            raise
+        return target
+
+    async def _take_directory(
+        self,
+        order: Fetch,
+        signed: SignedManifest,
+        directory: HeldDirectory,
+        chosen: frozenset[int] | None,
+    ) -> TargetDirectory:
+        """Lock the directory, after a fetch that is just being given up if need be."""
+        make = partial(TargetDirectory, directory.path, signed, flat=order.flat, chosen=chosen)
+        patience = trio.current_time() + IN_USE_SECONDS
+        while True:
+            try:
+                return await trio.to_thread.run_sync(make)
+            except DirectoryInUse:
+                if trio.current_time() > patience:
+                    raise
+                await trio.sleep(LOOK_SECONDS)
+
+    async def _stop_forgotten(self, directory: HeldDirectory) -> None:
+        """End the parts in versions that were removed from the directory because newer ones came."""
+        there = await trio.to_thread.run_sync(kept_versions, directory.path)
+        for part in self._parts.all():
+            if part.jobs or part.run.version in there or not part.run.machine.complete:
+                continue
+            if isinstance(part.run.store, Holding) and part.run.store.fetched_to(directory):
+                await self._parts.stop(part.run.version)
+
+    # --- to memory -------------------------------------------------------------------------------
+
+    async def fetch_to_memory(self, order: Fetch, job: Job, user: int) -> Fetched:
+        """Bring a version to memory that clients map, for the client `user`. It stays until its last client leaves.
+        Raises like `fetch`; `CapacityExceeded` above `--checkpoint-memory`."""
+        head, version = await self._finder.find(order)
+        job.version = version
+        job.begin(JobPhase.CHECKING)
+        async with self._memories.turn(version):
+            target = self._memories.use(version, user)
+            if target is None:
+                signed = await self._finder.manifest(version, head.publisher)
+                needed = _pieces_ordered(order, signed.manifest)
+                size = signed.manifest.layout.size_of(needed)
+                await self._memories.until_room(size)
+                with self._memories.room_for(version, size):
+                    target = await trio.to_thread.run_sync(MemoryTarget, signed, needed)
+                    fetched = await self._to_memory(order, target, job).run()
+                self._memories.add(target, user)
+                return fetched
+            needed = _pieces_ordered(order, target.manifest)
+            with self._memories.room_for(version, target.bytes_more(needed)):
+                target.needed |= needed
+        return await self._bring_more(order, target, needed, job)
+
+    async def _bring_more(
+        self, order: Fetch, target: MemoryTarget, needed: PieceMap, job: Job
+    ) -> Fetched:
+        """Bring more pieces of a version in memory, which other clients may use and extend at the same time."""
+        size = target.manifest.layout.size_of(needed)
+        missing = needed & ~target.have
+        part = self._parts.get(target.version)
+        if not missing:
+            return Fetched(target.version, "", size, 0)
+        bringing = self._to_memory(order, target, job)
+        if part is None or part.run.store is not target:
+            return await bringing.run()
+        before = part.run.progress.fetched_bytes
+        await bringing.fetch_more(part, missing)
+        return Fetched(
+            target.version, "", size, min(size, part.run.progress.fetched_bytes - before)
+        )
+
+    def _to_memory(self, order: Fetch, target: MemoryTarget, job: Job) -> Bringing:
+        return Bringing(self._peer, self._parts, order, target.signed, target, job)
+
+    def memory_left(self, user: int) -> None:
+        """A client has gone: free the versions that no other client uses."""
+        for target in self._memories.left(user):
+            part = self._parts.get(target.version)
+            if part is not None and part.run.store is target:
+                part.scope.cancel()  # the swarm closes its store when its threads are done
+            else:
+                target.close()
+
+
+def _choose(
+    order: Fetch, manifest: Manifest, exactly: bool
+) -> tuple[frozenset[int] | None, tuple[str, ...]]:
+    """Numbers of the files to bring (None: all), and patterns without a match. Raises `ValueError` when no file
+    matches; with `exactly`, also for a name that is no file. (A follower takes what each version has.)"""
+    chosen = choose_files(manifest, order.include, order.exclude)
+    if not order.include and not order.exclude:
+        return chosen, ()
+    paths = {file.path for file in manifest.files}
+    for name in unmatched(paths, order.include) if exactly else ():
+        if not WILDCARDS & set(name):
+            raise ValueError(
+                f"checkpoint {manifest.name!r} has no file {name!r}{nearest(name, paths)}"
+            )
+    return chosen, tuple(unmatched(paths, [*order.include, *order.exclude]))
+
+
+def _pieces_ordered(order: Fetch, manifest: Manifest) -> PieceMap:
+    """The pieces to bring to memory. Raises `ValueError` for pieces that do not exist."""
+    count = manifest.layout.count
+    if order.pieces is None:
+        return full_map(count)
+    try:
+        return unpack_map(order.pieces, count) if order.pieces else NO_PIECES
+    except ProtocolError as error:
+        raise ValueError(f"pieces of checkpoint {manifest.name!r}: {error}") from error

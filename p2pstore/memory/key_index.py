@@ -1,0 +1,94 @@
+"""The published key index: open addressing with linear probing, as the owner writes it. Pure.
+
+The owner keeps its own copy and never reads the shared one back, so nothing that another process
+scribbles there confuses it. Readers may miss a key for the moment in which it is moved.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from p2pstore.memory.segment_layout import (
+    INDEX_ENTRY_BYTES,
+    INDEX_USED,
+    encode_index_entry,
+    index_home,
+    pack_index_entry_into,
+)
+
+_UNUSED = bytes(INDEX_ENTRY_BYTES)
+
+
+class KeyIndex:
+    """Writes entries into `section`, which begins zeroed. `entries` is a power of two."""
+
+    def __init__(self, section: memoryview, entries: int) -> None:
+        self._section = section
+        self._entries = entries
+        self._digests: list[bytes | None] = [None] * entries
+        self._slots = array("I", bytes(4 * entries))
+
+    def set_all(self, found: Iterable[tuple[bytes, int]]) -> None:
+        """Publish in which slot each digest is, in place of an earlier slot of the same digest."""
+        digests, slots, section = self._digests, self._slots, self._section
+        mask = self._entries - 1
+        for digest, slot in found:
+            position = int.from_bytes(digest[:8], "little") & mask  # `index_home`, without its call
+            while (there := digests[position]) is not None and there != digest:
+                position = (position + 1) & mask
+            digests[position] = digest
+            slots[position] = slot
+            pack_index_entry_into(section, position * INDEX_ENTRY_BYTES, digest, slot, INDEX_USED)
+
+    def get(self, digest: bytes) -> int | None:
+        """The slot published for `digest`."""
+        position = self._find(digest)
+        return None if position is None else self._slots[position]
+
+    def remove(self, digest: bytes) -> None:
+        """Take `digest` out and move later entries of its run back: no tombstones remain."""
+        hole = self._find(digest)
+        if hole is None:
+            raise KeyError(digest)
+        digests, slots, mask = self._digests, self._slots, self._entries - 1
+        position = hole
+        while (moving := digests[position := (position + 1) & mask]) is not None:
+            home = int.from_bytes(moving[:8], "little")  # `index_home`, without its call
+            if (position - home) & mask >= (position - hole) & mask:
+                self._write(hole, moving, slots[position])
+                hole = position
+        digests[hole] = None
+        start = hole * INDEX_ENTRY_BYTES
+        self._section[start : start + INDEX_ENTRY_BYTES] = _UNUSED
+
+    def restore(self, first: int, count: int) -> int:
+        """Write entries anew that another process changed; how many there were."""
+        restored = 0
+        for position in range(first, min(first + count, self._entries)):
+            digest = self._digests[position]
+            start = position * INDEX_ENTRY_BYTES
+            expected = (
+                _UNUSED if digest is None else encode_index_entry(digest, self._slots[position])
+            )
+            if self._section[start : start + INDEX_ENTRY_BYTES] != expected:
+                self._section[start : start + INDEX_ENTRY_BYTES] = expected
+                restored += 1
+        return restored
+
+    def detach(self) -> None:
+        """Let go of the memory."""
+        self._section = memoryview(b"")
+
+    def _find(self, digest: bytes) -> int | None:
+        position = index_home(digest, self._entries)
+        while (there := self._digests[position]) is not None:
+            if there == digest:
+                return position
+            position = (position + 1) & (self._entries - 1)
+        return None
+
+    def _write(self, position: int, digest: bytes, slot: int) -> None:
+        self._digests[position] = digest
+        self._slots[position] = slot
+        pack_index_entry_into(self._section, position * INDEX_ENTRY_BYTES, digest, slot, INDEX_USED)
