@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core import home_messages
+from p2pstore.core import taking_pushes as home_messages
 from p2pstore.gossip.gossip_effects import FetchSnapshot, Push, SnapshotHead
 from p2pstore.transfer import data_messages as data
 from p2pstore.transfer import peer_messages

@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Final
 
-from p2pstore.core.puts.put_operation import PutEnd
+from p2pstore.core.operation import PutEnd
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.objects import key_digest
 from p2pstore.put_facts import PutStatus

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from p2pstore.core.copies.cold_return import ColdSorted
 from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, writer_of
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import ZERO_VERSION, Version
 from p2pstore.wire import Failure, Message
 
 if TYPE_CHECKING:
-    from p2pstore.core.copies.copies_destination import CopiesDestination
+    from p2pstore.core.copies.copy_destination import CopiesDestination
+    from p2pstore.memory.segment import ObjectEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,29 @@ class PullOutcome:
     """From which member it came, and how."""
 
 
+Reply = Message | Failure | None
+"""An answer, a refusal, or nothing at all within the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColdObject:
+    """One object of an earlier life. `namespace` is the namespace's digest."""
+
+    digest: bytes
+    namespace: bytes
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class ColdSorted:
+    """Of the objects that the peer returned with: `good` may be served and announced, `discarded` are to be
+    destroyed. When all of that is done and durable after the `last` of these, tell `Floors.cold_settled`."""
+
+    good: tuple[ColdObject, ...]
+    discarded: tuple[ColdObject, ...]
+    last: bool
+
+
 Effect = (
     AskPeer
     | PullObject
@@ -166,5 +189,3 @@ Effect = (
     | ColdSorted
     | OperationFinished
 )
-Reply = Message | Failure | None
-"""An answer, a refusal, or nothing at all within the time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.copies.checking import CheckOperation
+from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.core_effects import AskPeer, KnownCopy, PullFailure, Reply
 from p2pstore.gossip.records import Member, PeerId, member_of
 from p2pstore.transfer.data_messages import DataKind, Objects, ObjectStatus

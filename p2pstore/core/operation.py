@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from p2pstore.core.core_effects import (
@@ -21,6 +22,8 @@ from p2pstore.errors import (
     DeadlineExceeded,
 )
 from p2pstore.gossip.records import PeerId
+from p2pstore.objects import Version
+from p2pstore.put_facts import PutStatus
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -77,3 +80,13 @@ class Operation(ABC):
         self, tag: int, peer_id: PeerId, kind: int, request: Any, timeout_seconds: float
     ) -> None:
         self.core.emit(AskPeer(self.number, tag, peer_id, kind, request, timeout_seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class PutEnd:
+    """What a put did. `copies` are those of the version that the key now has, as far as is known."""
+
+    status: PutStatus
+    copies: int
+    wanted: int
+    version: Version

@@ -11,7 +11,7 @@ from p2pstore.core.puts.describe import location_of
 from p2pstore.errors import CapacityExceeded, NoSuchKey, ObjectTooLarge
 from p2pstore.gossip.records import writer_of
 from p2pstore.memory.entries import ObjectEntry, Reservation, SmallObjectsLent, Written
-from p2pstore.memory.loans import Loan
+from p2pstore.memory.references import Loan
 from p2pstore.memory.segment_layout import MAX_TRAILER_BYTES, Pin
 from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
 from p2pstore.objects import CHUNK_BYTES, Version, chunk_count

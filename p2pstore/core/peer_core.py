@@ -13,26 +13,25 @@ from random import Random
 from typing import Final
 
 from p2pstore.core.checkpoints import Checkpoints
-from p2pstore.core.copies.checking import Checks
 from p2pstore.core.copies.cold_copies import ColdCopies
+from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
 from p2pstore.core.copies.write_back import WriteBack
 from p2pstore.core.core_effects import AskPeer, Effect, Reply
+from p2pstore.core.gets.fetch_operation import Prefetching
 from p2pstore.core.gets.hot_objects import HotObjects
-from p2pstore.core.gets.prefetching import Prefetching
 from p2pstore.core.gets.read_reports import ReadReports
 from p2pstore.core.gets.serving import serve
 from p2pstore.core.holders import Holders
-from p2pstore.core.home_messages import message_of, rivals_of
 from p2pstore.core.known_copies import KnownCopies
 from p2pstore.core.operation import Operation
 from p2pstore.core.operations import Operations
 from p2pstore.core.own_objects import OwnObjects
-from p2pstore.core.puts.comparing import Comparisons
-from p2pstore.core.puts.times_to_live import Expiries
+from p2pstore.core.puts.lifetimes import Expiries
+from p2pstore.core.puts.publishing import Comparisons
 from p2pstore.core.removals.floors import Floors
-from p2pstore.core.taking_pushes import PushesComing
+from p2pstore.core.taking_pushes import PushesComing, message_of, rivals_of
 from p2pstore.core.timekeeping import Timekeeping
 from p2pstore.gossip.machine import Effect as GossipEffect
 from p2pstore.gossip.machine import Gossip

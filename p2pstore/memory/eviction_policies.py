@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from p2pstore.memory.policies.interface import EvictionPolicy
-from p2pstore.memory.policies.least_recently_used import LeastRecentlyUsed
+from p2pstore.memory.policies.interface import EvictionPolicy, LeastRecentlyUsed
 from p2pstore.memory.policies.prefix_aware import PrefixAware
 from p2pstore.memory.policies.s3_fifo import S3Fifo
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from heapq import nlargest
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -10,9 +12,7 @@ from p2pstore.errors import StoreClosed
 from p2pstore.memory.areas import Areas
 from p2pstore.memory.entries import ObjectEntry, Reservation
 from p2pstore.memory.eviction import EvictionOrder
-from p2pstore.memory.expiry import ExpiryTimers
 from p2pstore.memory.key_listing import KeyListing
-from p2pstore.memory.most_read import MostRead
 from p2pstore.memory.object_table import ObjectTable
 from p2pstore.memory.references import References
 from p2pstore.memory.segment_layout import Geometry, Pin, SlotState
@@ -283,3 +283,130 @@ class SegmentObjects:
 def _check_live(entry: ObjectEntry) -> None:
     if entry.state is not SlotState.LIVE:
         raise ValueError(f"{entry.key!r} was withdrawn: look it up again")
+
+
+class ExpiryTimers:
+    """The next time of each entry that has one, as a binary heap in which each entry knows its place (`timer`): so an
+    entry that goes takes its time with it, and nothing is left to be cleared away, all at once, later."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, ObjectEntry]] = []
+
+    def set(self, entry: ObjectEntry) -> None:
+        """Look at the entry when its time to live ends, and when its pin does."""
+        self.drop(entry)
+        times = [time for time in (entry.expires_unix_ms / 1000, entry.pin_until) if time]
+        if times:
+            self._heap.append((min(times), entry))
+            self._rise(len(self._heap) - 1)
+
+    def drop(self, entry: ObjectEntry) -> None:
+        """The entry is gone, or has no times any more."""
+        place = entry.timer
+        if place is None:
+            return
+        entry.timer = None
+        last = self._heap.pop()
+        if last[1] is not entry:
+            self._heap[place] = last
+            self._sink(place)
+            self._rise(last[1].timer or 0)
+
+    def due(self, now: float) -> Iterator[ObjectEntry]:
+        """Entries whose time has come, whose timers are over with that."""
+        while self.any_due(now):
+            entry = self._heap[0][1]
+            self.drop(entry)
+            yield entry
+
+    def any_due(self, now: float) -> bool:
+        """Whether `due` would give an entry."""
+        return bool(self._heap) and self._heap[0][0] <= now
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def _rise(self, place: int) -> None:
+        heap = self._heap
+        timer = heap[place]
+        while place and timer[0] < heap[parent := (place - 1) // 2][0]:
+            heap[place] = heap[parent]
+            heap[place][1].timer = place
+            place = parent
+        heap[place] = timer
+        timer[1].timer = place
+
+    def _sink(self, place: int) -> None:
+        heap = self._heap
+        timer = heap[place]
+        while (child := 2 * place + 1) < len(heap):
+            if child + 1 < len(heap) and heap[child + 1][0] < heap[child][0]:
+                child += 1
+            if timer[0] <= heap[child][0]:
+                break
+            heap[place] = heap[child]
+            heap[place][1].timer = place
+            place = child
+        heap[place] = timer
+        timer[1].timer = place
+
+
+HALF_LIFE_SECONDS: Final = 60.0
+COUNTED: Final = 1024
+"""Objects that are counted at once."""
+WEIGHT_SECONDS: Final = 1.0
+"""How long reads weigh the same: working out weights for each would cost more than counting."""
+HIGHEST_WEIGHT: Final = 2.0**40
+
+
+class MostRead:
+    """Times are seconds; a clock that was set back does no harm."""
+
+    def __init__(
+        self, counted: int = COUNTED, half_life_seconds: float = HALF_LIFE_SECONDS
+    ) -> None:
+        self._counted = counted
+        self._half_life = half_life_seconds
+        self._counts: dict[bytes, float] = {}
+        self._weight = 1.0
+        """Of a read just now. It grows, instead of all counts being made smaller."""
+        self._weighed_at = -math.inf
+        self._weigh_at = -math.inf
+
+    def __len__(self) -> int:
+        """How many objects are counted."""
+        return len(self._counts)
+
+    def read(self, digest: bytes, count: int, now: float) -> None:
+        """An object is read so many times just now."""
+        if not self._weighed_at <= now < self._weigh_at:
+            self._weigh(now)
+        counts = self._counts
+        counts[digest] = counts.get(digest, 0.0) + count * self._weight
+        if len(counts) > self._counted:
+            self._make_room()
+
+    def most(self, number: int, now: float) -> list[tuple[bytes, float]]:
+        """The objects read most, and how many times a second of late; those read most come first."""
+        self._weigh(now)
+        per_second = math.log(2) / (self._half_life * self._weight)
+        found = nlargest(number, self._counts.items(), key=lambda item: (item[1], item[0]))
+        return [(digest, count * per_second) for digest, count in found]
+
+    def _weigh(self, now: float) -> None:
+        passed = max(0.0, now - self._weighed_at) if self._counts else 0.0
+        self._weighed_at, self._weigh_at = now, now + WEIGHT_SECONDS
+        if passed > 64 * self._half_life:  # nothing of it would be left
+            self._counts, self._weight = {}, 1.0
+            return
+        self._weight *= 2.0 ** (passed / self._half_life)
+        if self._weight > HIGHEST_WEIGHT:
+            self._counts = {digest: count / self._weight for digest, count in self._counts.items()}
+            self._weight = 1.0
+
+    def _make_room(self) -> None:
+        ordered = sorted(self._counts.values())
+        median = ordered[len(ordered) // 2]
+        self._counts = {
+            digest: count - median for digest, count in self._counts.items() if count > median
+        }

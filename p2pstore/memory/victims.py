@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import nsmallest
+from math import inf
 from typing import Final
 
 from p2pstore.memory.areas import Place, Places
 from p2pstore.memory.eviction import EvictionOrder
-from p2pstore.memory.extent_allocator import Window, choose_windows
+from p2pstore.memory.extent_allocator import ExtentAllocator, Window, choose_windows
 from p2pstore.memory.segment_layout import Geometry
-from p2pstore.memory.stretches import StretchSearch
 from p2pstore.runtime.stepping import Steps
 
 MOST_WINDOWS: Final = 8
@@ -101,3 +101,149 @@ class Victims:
         """An extent of any place: where it is none of a search's, that finds nothing there."""
         for search in self._searches.values():
             search.opened(extent)
+
+
+MOST_STRETCHES: Final = 8
+"""So many are compared, where a search finds several."""
+MOST_OPENED: Final = 4_096
+"""Changes that a search keeps track of. With more of them it begins anew."""
+MOST_ROUNDS: Final = 3
+"""So often one search begins anew, beside others and that many changes, before it gives up."""
+LOOKED_AT_PER_STEP: Final = 512
+"""Extents, at 0.3 us each."""
+
+
+class StretchSearch:
+    """Searches one allocator. `stays` says of a taken extent, by its offset, whether it has to stay.
+
+    The owner tells `opened` of each extent that was freed or may go from now on, and of the neighbours of each that
+    was taken: these are what a stretch that was there before is made smaller to.
+    """
+
+    def __init__(self, allocator: ExtentAllocator, stays: Callable[[int], bool]) -> None:
+        self._allocator = allocator
+        self._stays = stays
+        self._needed = inf
+        """No stretch of so many bytes lies among the extents passed, but for those of `_opened`."""
+        self._passed: int | None = None
+        """The last extent passed that has to stay; None before the first one."""
+        self._done = False
+        """Whether all extents were passed."""
+        self._opened: dict[int, int] = {}
+        """Each with a number that is new when it is told anew."""
+        self._told = 0
+        self._round = 0
+
+    def opened(self, offset: int) -> None:
+        """The extent there was freed or may go, or is next to one that was taken."""
+        if self._needed == inf:
+            return
+        self._note(offset)
+        if len(self._opened) > MOST_OPENED:
+            self._begin(inf)
+
+    def _note(self, offset: int) -> None:
+        self._told += 1
+        self._opened[offset] = self._told
+
+    def find(self, needed: int) -> Steps[list[int]]:
+        """An extent that may go of each of some stretches of at least `needed` bytes; none when there is none."""
+        rounds = 0
+        while rounds < MOST_ROUNDS:
+            if needed < self._needed:
+                self._begin(needed)
+                rounds += 1
+            found = yield from self._look_at_opened(needed)
+            if needed >= self._needed and (found or self._done):
+                return found
+            if not self._done and needed > self._needed:
+                self._needed = needed
+            yield from self._walk()
+        return []
+
+    def _begin(self, needed: float) -> None:
+        self._needed, self._passed, self._done = needed, None, False
+        self._round += 1
+        self._opened.clear()
+
+    def _look_at_opened(self, needed: int) -> Steps[list[int]]:
+        """Extents of `_opened` that lie in a stretch that is long enough. Those of stretches that are too short for
+        what was asked for last are forgotten."""
+        found: dict[int, tuple[int, int]] = {}
+        for offset in list(self._opened):
+            if len(found) == MOST_STRETCHES:
+                break
+            if any(begin <= offset < end for begin, end in found.values()):
+                continue
+            told = self._opened.get(offset)
+            begin, end, inside = yield from self._around(offset, needed)
+            if self._opened.get(offset) == told:  # not told anew while this went on
+                self._opened.pop(offset, None)
+            if inside is not None and end - begin >= self._needed:
+                self._note(inside)
+                if end - begin >= needed:
+                    found[inside] = begin, end
+        return list(found)
+
+    def _around(self, offset: int, needed: int) -> Steps[tuple[int, int, int | None]]:
+        """The stretch around an extent, as far as it is needed: where it begins and ends, and an extent there that may
+        go."""
+        begin = end = offset
+        inside: int | None = None
+        looked = 0
+        while end - begin < needed:
+            following = self._allocator.end_of(end)
+            if following is None or (self._allocator.is_taken(end) and self._stays(end)):
+                break
+            if self._allocator.is_taken(end):
+                inside = end
+            end = following
+            looked += 1
+            if looked % LOOKED_AT_PER_STEP == 0:
+                yield
+        while end - begin < needed and end > offset:
+            before = self._allocator.begin_of(begin)
+            if before is None or (self._allocator.is_taken(before) and self._stays(before)):
+                break
+            if self._allocator.is_taken(before):
+                inside = before
+            begin = before
+            looked += 1
+            if looked % LOOKED_AT_PER_STEP == 0:
+                yield
+        return begin, end, inside
+
+    def _walk(self) -> Steps[None]:
+        """Pass extents until some stretches were found, which are `_opened` then, or all were passed."""
+        allocator, stays, round_number = self._allocator, self._stays, self._round
+        last = allocator.begin + allocator.data_bytes
+        begin = position = self._resumed_at()
+        inside: int | None = None
+        looked = found = 0
+        while position < last and found < MOST_STRETCHES:
+            end = allocator.end_of(position)
+            if end is None:  # others had their turn, and it is within another extent now
+                begin = position = self._resumed_at()
+                inside = None
+                continue
+            if allocator.is_taken(position) and stays(position):
+                self._passed, begin, inside = position, end, None
+            elif inside is None and allocator.is_taken(position):
+                inside = position
+            if inside is not None and end - begin >= self._needed:
+                self._note(inside)
+                found += 1
+                begin, inside = end, None
+            position = end
+            looked += 1
+            if looked % LOOKED_AT_PER_STEP == 0:
+                yield
+                if self._round != round_number:  # begun anew, by another search
+                    return
+        self._done = position >= last
+
+    def _resumed_at(self) -> int:
+        """Where to walk on."""
+        if self._passed is not None and self._allocator.is_taken(self._passed):
+            return self._passed + self._allocator.size_of(self._passed)
+        return self._allocator.begin

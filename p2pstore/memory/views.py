@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from p2pstore.memory.entries import ObjectEntry, SmallObjectsLent, small_entries
-from p2pstore.memory.loans import Loan
+from p2pstore.memory.references import Loan
 from p2pstore.memory.segment_layout import SLOT_BYTES
 from p2pstore.memory.segment_objects import SegmentObjects
 from p2pstore.objects import DIGEST_BYTES

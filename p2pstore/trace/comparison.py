@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from p2pstore.trace.pool import Pool, PoolOutcome, PoolSettings
-from p2pstore.trace.prefix_hits import Model
-from p2pstore.trace.trace_requests import Request
+from p2pstore.trace.trace_requests import Model, Request
 
 PRIVATE: Final = "each peer alone"
 ONE_CACHE: Final = "one cache of all memory"

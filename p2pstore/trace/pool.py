@@ -7,22 +7,24 @@ real segments, with their ranks; what the SSD keeps is for the rule of the real 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from random import Random
+from typing import Final, Literal
 
 from p2pstore.core.copies.write_back import WRITTEN_SHARE
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
-from p2pstore.trace.block_cache import BlockCache, block_of
-from p2pstore.trace.cold_blocks import ColdBlocks
-from p2pstore.trace.outages import PeerChange, next_up
-from p2pstore.trace.prefix_hits import LLAMA3_70B, HitCounts, Model, leading_hits
-from p2pstore.trace.trace_requests import Request
-from p2pstore.trace.trace_routing import DEFAULT_LOAD_BOUND, RoutingName, make_router
+from p2pstore.trace.block_cache import BlockCache, ColdBlocks, block_of
+from p2pstore.trace.trace_requests import LLAMA3_70B, HitCounts, Model, Request, leading_hits
+
+DEFAULT_LOAD_BOUND: Final = 1.05
+"""With a looser bound those that had the first block first get as many new conversations as it lets them, and the
+memory of the others is not used."""
 
 
 class Source(StrEnum):
@@ -263,3 +265,82 @@ class Pool:
             self._peers[number].memory.left_ssd(block)
         elif block not in self._in_memory and block not in self._on_ssd:
             self.outcome.blocks_lost += 1
+
+
+@dataclass(frozen=True, slots=True)
+class PeerChange:
+    """A peer was killed (`up` is false) or came back, just before the request of this number (from 0 on), or while it
+    was served."""
+
+    request: int
+    peer: int
+    up: bool
+
+
+def next_up(chosen: int, up: Sequence[bool]) -> int:
+    """The peer that takes what `chosen` would get: itself, or the next one that is up. Raises `ValueError` when none
+    is."""
+    for step in range(len(up)):
+        peer = (chosen + step) % len(up)
+        if up[peer]:
+            return peer
+    raise ValueError("no peer is up")
+
+
+RoutingName = Literal["round-robin", "random", "affine"]
+
+
+class Router(ABC):
+    """Chooses among peers by number."""
+
+    @abstractmethod
+    def choose(self, local: Sequence[int]) -> int:
+        """The peer for a request, of whose prefix each peer n has `local[n]` blocks in its own memory."""
+
+
+class RoundRobin(Router):
+    """One after the other."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, local: Sequence[int]) -> int:
+        chosen = self._next % len(local)
+        self._next = chosen + 1
+        return chosen
+
+
+class AtRandom(Router):
+    """Any, each time."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def choose(self, local: Sequence[int]) -> int:
+        return self._rng.randrange(len(local))
+
+
+class PrefixAffine(Router):
+    """The peer that has most of the prefix, among those that were sent less than `load_bound` times the mean of all
+    requests so far, this one among them. Without a bound one peer would get all, since all share their first block."""
+
+    def __init__(self, load_bound: float) -> None:
+        if load_bound < 1:
+            raise ValueError("the load bound is 1 at least: the mean")
+        self._load_bound = load_bound
+        self._sent: list[int] = []
+
+    def choose(self, local: Sequence[int]) -> int:
+        sent = self._sent = self._sent or [0] * len(local)
+        most = self._load_bound * (sum(sent) + 1) / len(sent)
+        free = [peer for peer, count in enumerate(sent) if count < most]
+        chosen = max(free, key=lambda peer: (local[peer], -sent[peer]))
+        sent[chosen] += 1
+        return chosen
+
+
+def make_router(name: RoutingName, load_bound: float, rng: Random) -> Router:
+    """A new router."""
+    if name == "affine":
+        return PrefixAffine(load_bound)
+    return RoundRobin() if name == "round-robin" else AtRandom(rng)

@@ -44,7 +44,7 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.memory.entries import SmallObjectsLent, Written
-from p2pstore.memory.loans import Loan
+from p2pstore.memory.references import Loan
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     Slot,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from p2pstore.core.puts.put_operation import PutEnd
+from p2pstore.core.operation import PutEnd
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.objects import key_digest
 from simulation.absences import AbsenceScenario, run_absences

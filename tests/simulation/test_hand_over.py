@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from p2pstore.core.copies.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
-from p2pstore.core.puts.put_operation import PutEnd
+from p2pstore.core.operation import PutEnd
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.objects import MIB, key_digest

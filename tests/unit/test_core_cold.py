@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
 from p2pstore.core.copies.write_back import LOOKED_AT
-from p2pstore.core.core_effects import LoadObject, PullFailure, PullObject, PullOutcome, WriteObject
-from p2pstore.core.gets.key_pages import ListOperation
-from p2pstore.core.gets.prefetching import AT_ONCE, BEGUN_PER_STEP, MAX_QUEUED
-from p2pstore.core.gets.presence_answers import is_known, known_keys
+from p2pstore.core.core_effects import (
+    ColdObject,
+    ColdSorted,
+    LoadObject,
+    PullFailure,
+    PullObject,
+    PullOutcome,
+    WriteObject,
+)
+from p2pstore.core.gets.fetch_operation import AT_ONCE, BEGUN_PER_STEP, MAX_QUEUED
+from p2pstore.core.gets.key_pages import ListOperation, is_known, known_keys
 from p2pstore.core.gets.serving import ListHereOperation, reply_of
 from p2pstore.errors import CapacityExceeded, NoSuchKey, Unavailable
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier, decode_location

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.core.copies import sweeping
-from p2pstore.core.copies.cold_return import ColdObject, ColdSorted
+from p2pstore.core.core_effects import ColdObject, ColdSorted
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import Operation
+from p2pstore.core.removals import flush as sweeping
 from p2pstore.core.removals.flush import PUSHES_AT_ONCE, FlushEnd, FlushOperation
 from p2pstore.errors import CapacityExceeded
 from p2pstore.gossip.records import SCOPE_NAMESPACE

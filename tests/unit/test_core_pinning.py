@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.puts.pinning import MAX_PINS, PIN_TIMEOUT_SECONDS, PinEnd, PinOperation
+from p2pstore.core.puts.lifetimes import MAX_PINS, PIN_TIMEOUT_SECONDS, PinEnd, PinOperation
 from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.records import Tier, decode_location
 from p2pstore.memory.segment import SOFT_PIN_SECONDS, ObjectEntry

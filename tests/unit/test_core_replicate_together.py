@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.core.copies import replicate_together
-from p2pstore.core.copies.replicate_together import PutAmongMany
+from p2pstore.core.copies import replicate as replicate_together
+from p2pstore.core.copies.replicate import PutAmongMany
 from p2pstore.core.core_effects import AskPeer
+from p2pstore.core.operation import PutEnd
 from p2pstore.core.puts.publishing import publish_new
-from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.gossip.machine import Ask
 from p2pstore.gossip.records import PeerId, SignedRecord, open_peer_record

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from p2pstore.core.operation import Operation
-from p2pstore.core.puts.storing_for_others import (
+from p2pstore.core.puts.placing import (
     MAX_INCOMING,
     Incoming,
     IncomingStores,

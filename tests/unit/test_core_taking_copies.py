@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pstore.core.copies.copies_destination import CopiesDestination, RoomDestination
+from p2pstore.core.copies.copy_destination import CopiesDestination, RoomDestination
 from p2pstore.core.core_effects import PullOutcome, PullTogether
 from p2pstore.core.gets.serving import reply_of
 from p2pstore.errors import NoSuchKey, ProtocolError

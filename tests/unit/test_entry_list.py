@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from p2pstore.memory.entry_list import EntryList
+from p2pstore.memory.entries import EntryList
 from tests.unit.eviction_entries import entry
 
 

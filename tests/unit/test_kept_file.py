@@ -17,9 +17,13 @@ import pytest
 
 from p2pstore.errors import ConfigError
 from p2pstore.memory.kept_memory import Expected, checksum_of
-from p2pstore.memory.mapped.kept_file import KeptMemory, boot_id, open_kept_memory
+from p2pstore.memory.mapped.kept_file import (
+    KeptMemory,
+    boot_id,
+    create_file_memory,
+    open_kept_memory,
+)
 from p2pstore.memory.mapped.mapped_memory import map_read_only
-from p2pstore.memory.mapped.memory_file import create_file_memory
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import plan_geometry
 from p2pstore.objects import MIB

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.loans import Loans
+from p2pstore.memory.references import Loans
 from p2pstore.memory.segment_layout import Pin, SlotState
 from p2pstore.objects import Version
 

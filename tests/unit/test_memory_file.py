@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from p2pstore.errors import ConfigError
-from p2pstore.memory.mapped import memory_file
+from p2pstore.memory.mapped import kept_file as memory_file
+from p2pstore.memory.mapped.kept_file import create_file_memory
 from p2pstore.memory.mapped.mapped_memory import map_read_only, map_writable, prefault
-from p2pstore.memory.mapped.memory_file import create_file_memory
 from p2pstore.memory.segment_layout import SEGMENT_MAGIC
 from p2pstore.objects import GIB, MIB
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from p2pstore.memory.most_read import COUNTED, HALF_LIFE_SECONDS, MostRead
+from p2pstore.memory.segment_objects import COUNTED, HALF_LIFE_SECONDS, MostRead
 
 
 def digest(number: int) -> bytes:

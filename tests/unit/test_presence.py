@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from p2pstore.core.gets.presence_answers import is_known, known_keys
+from p2pstore.core.gets.key_pages import is_known, known_keys
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.objects import Version, namespace_digest, newest_accepted_clock

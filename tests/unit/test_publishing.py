@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from p2pstore.core.copies.replicate_together import PutAmongMany
+from p2pstore.core.copies.replicate import PutAmongMany
+from p2pstore.core.operation import PutEnd
 from p2pstore.core.puts.publishing import publish_new
-from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.gossip.records import writer_of
 from p2pstore.memory.segment_layout import Pin, decode_trailer
 from p2pstore.put_facts import PutFacts, PutStatus

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from p2pstore.memory.extent_allocator import ExtentAllocator
-from p2pstore.memory.stretches import LOOKED_AT_PER_STEP, StretchSearch
+from p2pstore.memory.victims import LOOKED_AT_PER_STEP, StretchSearch
 from p2pstore.runtime.stepping import run_through
 
 GRANULE = 4096
@@ -174,7 +174,7 @@ class SearchAgainstExtents(RuleBasedStateMachine):
 
 
 def test_a_search_against_all_extents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pstore.memory.stretches.LOOKED_AT_PER_STEP", 3)
+    monkeypatch.setattr("p2pstore.memory.victims.LOOKED_AT_PER_STEP", 3)
     run_state_machine_as_test(
         SearchAgainstExtents,
         settings=settings(max_examples=150, stateful_step_count=40, deadline=None),

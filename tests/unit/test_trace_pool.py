@@ -9,12 +9,19 @@ from typing import Any, get_args
 import pytest
 
 from p2pstore.memory.eviction_policies import PolicyName, make_policy
-from p2pstore.trace.block_cache import BlockCache, replay_one_cache
-from p2pstore.trace.cold_blocks import ColdBlocks
-from p2pstore.trace.outages import PeerChange, next_up
-from p2pstore.trace.pool import Pool, PoolOutcome, PoolSettings, Source
+from p2pstore.trace.block_cache import BlockCache, ColdBlocks, replay_one_cache
+from p2pstore.trace.pool import (
+    PeerChange,
+    Pool,
+    PoolOutcome,
+    PoolSettings,
+    PrefixAffine,
+    RoutingName,
+    Source,
+    make_router,
+    next_up,
+)
 from p2pstore.trace.trace_requests import Request
-from p2pstore.trace.trace_routing import PrefixAffine, RoutingName, make_router
 from tests.unit.test_trace_one_cache import conversation_trace, oracle, published
 from tests.unit.trace_requests import conversations
 

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
+from p2pstore.core.core_effects import PullOutcome, PullTogether
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.errors import NoSuchKey
-from p2pstore.gossip.version_proofs import MAX_PROOF_BYTES, read_proof
-from p2pstore.memory.entries import Written
+from p2pstore.core.operation import Operation
+from p2pstore.core.puts.publishing import announce_new, reserve_many
+from p2pstore.core.puts.put_operation import MAX_REPLICAS
+from p2pstore.errors import NoSuchKey, ProtocolError
+from p2pstore.gossip.records import PeerId, member_of, writer_of
+from p2pstore.gossip.version_proofs import (
+    MAX_PROOF_BYTES,
+    SIGNATURE_BYTES,
+    read_proof,
+    signed_proofs,
+)
+from p2pstore.memory.entries import Reservation, Written
 from p2pstore.memory.segment import ObjectEntry
 from p2pstore.memory.segment_layout import (
     EXPIRY_BYTES,
     MAX_TRAILER_BYTES,
+    SLOT_BYTES,
     Slot,
     TrailerBody,
+    decode_slot,
     encode_trailer,
 )
 from p2pstore.objects import key_digest, namespace_digest
+from p2pstore.runtime.stepping import Steps
+from p2pstore.transfer.failover import PullFailed
+from p2pstore.transfer.peer_messages import ReplicatedMany, ReplicateMany
 from p2pstore.transfer.transfer_trace import ReadWatch
+from p2pstore.transfer.transport import check_object
+from p2pstore.wire import Code
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
-
 
 PROOF_BYTES: Final = MAX_PROOF_BYTES + 8
 """A trailer grows by up to so many when a proof comes after the copy."""
@@ -165,3 +182,231 @@ class CopyDestination:
         if self._reservation is not None:
             self._core.segment.abort(self._reservation, holder=self._holder)
             self._reservation = None
+
+
+HELD: Final = 0
+"""In place of a code: the object is here."""
+
+
+class Thing(NamedTuple):
+    """An object of which a copy is wanted: its slot at its writer, and its trailer, with the writer's proof."""
+
+    slot: Slot
+    trailer: TrailerBody
+
+
+class Room(NamedTuple):
+    """Where the bytes of an object go, which are to be those of this slot. `place`: in the message."""
+
+    place: int
+    slot: Slot
+    view: memoryview
+
+
+class RoomDestination:
+    """Takes the one version of an object for which there is room."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+
+    def prepare(self, slot: Slot, trailer: TrailerBody) -> memoryview:
+        """The room. Raises `NoSuchKey` for another version."""
+        wanted = self._room.slot
+        if (slot.version, slot.length) != (wanted.version, wanted.length):
+            raise NoSuchKey("the holder has another version than the one to be copied")
+        return self._room.view
+
+
+def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[Thing]:
+    """What the sender wants copies of. Raises `ProtocolError` for what no writer of them sends."""
+    count = len(request.trailers)
+    if (
+        not count
+        or len(request.slots) != count * SLOT_BYTES
+        or len(request.signature) != SIGNATURE_BYTES
+    ):
+        raise ProtocolError("a request to replicate with slots or a signature of another size")
+    writer = writer_of(sender)
+    found: list[tuple[Slot, TrailerBody]] = []
+    for place, packed in enumerate(request.trailers):
+        row = request.slots[place * SLOT_BYTES : (place + 1) * SLOT_BYTES]
+        slot = decode_slot(row)
+        try:
+            found.append(check_object(row, packed, b"" if slot is None else slot.digest))
+        except PullFailed as error:
+            raise ProtocolError(f"a request to replicate: {error}") from error
+    namespace = found[0][1].namespace
+    try:
+        digests = core.digests_of(namespace, [trailer.key for _, trailer in found])
+    except ValueError as error:
+        raise ProtocolError(f"a request to replicate: {error}") from error
+    if len(set(digests)) < count:
+        raise ProtocolError("a request to replicate that names an object twice")
+    for (slot, trailer), digest in zip(found, digests, strict=True):
+        if slot.digest != digest or trailer.namespace != namespace:
+            raise ProtocolError("a request to replicate objects under other keys' digests")
+        if slot.version.writer != writer:
+            raise ProtocolError("a request to replicate what the sender did not write")
+    versions = [(slot.digest, slot.version) for slot, _ in found]
+    proofs = signed_proofs(versions, sender, request.signature)
+    return [
+        Thing(slot, replace(trailer, proof=proof))
+        for (slot, trailer), proof in zip(found, proofs, strict=True)
+    ]
+
+
+class CopiesDestination:
+    """Takes copies into the peer's memory: reservations that become objects, or nothing. `codes` says of each whether
+    it is here, or why not.
+
+    The shell goes through `reserve`, brings what `rooms` names, goes through `publish`, and calls `abort` in any case.
+    """
+
+    def __init__(
+        self, core: PeerCore, operation: Operation, sender: PeerId, things: Sequence[Thing]
+    ) -> None:
+        self._core = core
+        self._operation = operation
+        self._sender = sender
+        self._things = things
+        self._holder = ("copies", operation.number)
+        self._reservations: dict[int, Reservation] = {}
+        self.codes = [int(Code.UNAVAILABLE)] * len(things)
+        self.rooms: list[Room] = []
+
+    def reserve(self, now: float) -> Steps[None]:
+        """Decide which of them are to be pulled, and reserve room for these."""
+        core = self._core
+        doubted = core.gossip.doubted_up_to(member_of(self._sender), now)
+        wanted: list[int] = []
+        for place, thing in enumerate(self._things):
+            code = self._code_of(thing, doubted, now)
+            if code is None:
+                wanted.append(place)
+            else:
+                self.codes[place] = code
+        namespace, sizes = self._things[0].trailer.namespace, list(map(self._size_of, wanted))
+        yield
+        made = yield from reserve_many(
+            core, sizes, holder=self._holder, namespace=namespace, now=now
+        )
+        for place, reserved in zip(wanted, made, strict=True):
+            if isinstance(reserved, Exception):
+                self.codes[place] = int(Code.CAPACITY_EXCEEDED)
+            else:
+                self._reserved(place, reserved)
+
+    def _code_of(self, thing: Thing, doubted: int, now: float) -> int | None:
+        """The answer where nothing is to be pulled. Cases:
+
+        1. The sender may not have heard that it was removed, or its clock is ahead of all others'.
+        2. It was removed, or replaced by a newer version.
+        3. That version or a newer one is here, in memory or on the SSD.
+        4. It could never fit.
+        """
+        core, version, slot = self._core, thing.slot.version, thing.slot
+        digest, trailer = slot.digest, thing.trailer
+        if version.clock <= doubted or not core.clock.observe(
+            version.clock, core.believed_unix(now)
+        ):
+            return int(Code.UNAVAILABLE)
+        namespace = core.namespace_digest(trailer.namespace)
+        if core.gossip.cluster_records.floors.forbids(digest, namespace, version):
+            return int(Code.NO_SUCH_KEY)
+        entry = core.objects.find(digest, now)
+        if entry is not None and entry.version.covers(version):
+            if version.covers(entry.version):
+                wanted = max(entry.replicas, min(trailer.replicas, MAX_REPLICAS))
+                core.objects.strengthen(entry, entry.pin, wanted, now)
+            return HELD
+        cold = core.cold.find(digest, now) if entry is None else None
+        if cold is not None and cold.version.covers(version) and not cold.soft:
+            return HELD
+        if slot.length > core.segment.data_bytes or not core.segment.data_bytes:
+            return int(Code.CAPACITY_EXCEEDED)
+        return None
+
+    def _size_of(self, place: int) -> tuple[int, int]:
+        slot = self._things[place].slot
+        trailer_bytes = slot.trailer_length + EXPIRY_BYTES + PROOF_BYTES
+        return slot.length, min(trailer_bytes, MAX_TRAILER_BYTES)
+
+    def _reserved(self, place: int, reservation: Reservation) -> None:
+        self._reservations[place] = reservation
+        slot, holder = self._things[place].slot, self._holder
+        view = self._core.segment.reservation_view(reservation.number, holder=holder)
+        self.rooms.append(Room(place, slot, view))
+
+    def publish(self, brought: Collection[int], now: float) -> None:
+        """Publish those, by their places, whose bytes are in their rooms and were verified. Raises nothing."""
+        core, here = self._core, self._core.segment.digests()
+        floors, cold = core.gossip.cluster_records.floors, core.cold.store
+        namespace = core.namespace_digest(self._things[0].trailer.namespace)
+        new: list[tuple[int, Written]] = []
+        for place in sorted(self._reservations.keys() & set(brought)):
+            slot, trailer = self._things[place]
+            if core.floors.distrusts(self._operation, slot.version):
+                continue
+            number = self._reservations[place].number
+            row = Written(number, slot.digest, slot.version, trailer, slot.length)
+            on_ssd = cold is not None and cold.find(slot.digest) is not None
+            if on_ssd or slot.digest in here:  # an older version, or one that came meanwhile
+                self._publish_one(place, row, now)
+            elif not floors.forbids(slot.digest, namespace, slot.version):
+                new.append((place, row))
+        self._publish_new(new, now)
+
+    def _publish_one(self, place: int, row: Written, now: float) -> None:
+        existing = self._core.objects.find(row.digest, now)
+        if existing is not None and existing.version.covers(row.version):
+            self.codes[place] = HELD
+            return
+        self._core.gossip.directory.touch(row.digest)
+        try:
+            entry = self._core.objects.publish(row, holder=self._holder, soft=False, now=now)
+        except (NoSuchKey, ValueError):
+            return
+        del self._reservations[place]
+        self.codes[place] = HELD
+        entry.verified |= entry.version == row.version
+
+    def _publish_new(self, rows: Sequence[tuple[int, Written]], now: float) -> None:
+        core = self._core
+        known = core.gossip.locations.mentioned({row.digest for _, row in rows})
+        written = [row for _, row in rows]
+        entries = core.segment.commit_new(written, holder=self._holder, now=core.unix(now))
+        for (place, _), entry in zip(rows, entries, strict=True):
+            if entry is None:
+                continue
+            del self._reservations[place]
+            self.codes[place] = HELD
+            entry.verified = True
+            if entry.digest in known:  # a newer version may be, by now
+                core.gossip.directory.touch(entry.digest)
+        announce_new(core, [entry for entry in entries if entry is not None], now)
+
+    def abort(self) -> None:
+        """Give back all room that holds no object."""
+        for reservation in self._reservations.values():
+            self._core.segment.abort(reservation.number, holder=self._holder)
+        self._reservations.clear()
+        self.rooms.clear()
+
+
+class TakeCopiesOperation(Operation):
+    """Take copies that their writer asks for. The result is `ReplicatedMany`. What is being pulled when nobody waits
+    any more is kept all the same."""
+
+    def __init__(self, core: PeerCore, sender: PeerId, things: Sequence[Thing]) -> None:
+        super().__init__(core)
+        self._sender = sender
+        self._things = things
+        self._copies: CopiesDestination | None = None
+
+    def start(self, now: float) -> None:
+        self._copies = CopiesDestination(self.core, self, self._sender, self._things)
+        self.core.emit(PullTogether(self.number, self._sender, self._copies))
+
+    def pulled(self, outcome: PullOutcome, now: float) -> None:
+        assert self._copies is not None
+        self.finish(ReplicatedMany(bytes(self._copies.codes)), now)

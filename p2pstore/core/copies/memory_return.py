@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.core_effects import CheckReturned
+from p2pstore.core.core_effects import CheckReturned, ColdObject, ColdSorted
 from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import MIB
 
@@ -99,3 +100,21 @@ class MemoryReturn:
         """`fate` is one of `FATES`."""
         self._core.counters[f"kept_objects_{fate}"] += 1
         self._core.counters[f"kept_bytes_{fate}"] += entry.length
+
+
+class ColdReturn:
+    """The objects that are held back, and how they are told apart, some at a time."""
+
+    def __init__(self, objects: Iterable[ColdObject], newest_clock: int) -> None:
+        self.newest_clock = newest_clock
+        self._objects = iter(objects)  # they may be many more than fit in memory at once
+
+    def sort(self, count: int, is_good: Callable[[ColdObject], bool]) -> ColdSorted:
+        """Up to `count` of those left."""
+        some = list(islice(self._objects, count))
+        good = {each for each in some if is_good(each)}
+        return ColdSorted(
+            tuple(each for each in some if each in good),
+            tuple(each for each in some if each not in good),
+            last=len(some) < count,
+        )

@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.errors import CapacityExceeded
+from p2pstore.core.operation import Operation, PutEnd
+from p2pstore.core.puts.describe import location_of
+from p2pstore.core.puts.put_operation import PutOperation, check_put, trailer_of
+from p2pstore.errors import CapacityExceeded, DeadlineExceeded, ProtocolError, Unavailable
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.records import PeerId
-from p2pstore.objects import format_bytes
-from p2pstore.transfer.data_messages import STORE_VERSION
+from p2pstore.memory.segment_layout import EXPIRY_BYTES, MAX_TRAILER_BYTES, encode_trailer
+from p2pstore.objects import format_bytes, key_digest, root_checksum
+from p2pstore.put_facts import PutFacts
+from p2pstore.runtime.stepping import Steps
+from p2pstore.transfer.data_messages import STORE_VERSION, Store, Stored
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -111,3 +117,163 @@ def _no_room(core: PeerCore, rooms: Sequence[Room], length: int) -> str:
         f"no live peer can hold {format_bytes(length)}: the largest memory that another offers is "
         f"{size}, on {name}. Split the value over several keys, or give a peer more --memory"
     )
+
+
+MAX_INCOMING: Final = 256
+INCOMING_SHARE: Final = 0.5
+"""Of this peer's memory that values on their way may take together; a single one may be larger."""
+MEMBER_PART: Final = 2
+"""One member, with its clients, may have this part of either: others find room beside one that begins values and does
+not finish them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Incoming:
+    """A value on its way here. It is what holds its reservation."""
+
+    facts: PutFacts
+    namespace: str
+    holder: object
+    length: int
+
+
+class IncomingStores:
+    """Decides on values that arrive from elsewhere: what needs no bytes, who gets room, what is put.
+
+    `open` reserves; every `Incoming` ends with `close`, after the `PutOperation` of `put` or without one.
+    """
+
+    def __init__(self, core: PeerCore) -> None:
+        self._core = core
+        self._open: dict[object, tuple[bytes, int]] = {}
+        """The member that each value on its way is of, and its bytes, by what holds its reservation."""
+
+    @property
+    def count(self) -> int:
+        """How many values are on their way."""
+        return len(self._open)
+
+    def examine(self, request: Store, now: float) -> Operation:
+        """Start what can be done without the value's bytes; its result is None when they are needed.
+
+        Raises `ProtocolError` or `ValueError` for nonsense, and `Unavailable` when the clocks of the two
+        peers are so far apart that this one could write no version above what the other has seen.
+        """
+        check_put(
+            length=request.length, replicas=request.replicas, pin=request.pin, ttl_ms=request.ttl_ms
+        )
+        if root_checksum(request.length, request.sums) != request.root:
+            raise ProtocolError("the chunk sums of a value do not give its root checksum")
+        core = self._core
+        if not core.clock.observe(request.clock, core.believed_unix(now)):
+            raise Unavailable(
+                "this peer's clock is over 10 s behind the putting peer's: check the hosts' clocks"
+            )
+        operation = PutOperation(core, _facts(request, 0), holder=None, namespace=request.namespace)
+        return core.operations.start(operation, now)
+
+    def open(self, request: Store, member: bytes, now: float) -> Steps[Incoming]:
+        """Reserve room for a value of this member's, in steps. Raises `CapacityExceeded` and `ObjectTooLarge`."""
+        core = self._core
+        share = int(core.segment.data_bytes * INCOMING_SHARE)
+        own = [length for owner, length in self._open.values() if owner == member]
+        everybodys = [length for _, length in self._open.values()]
+        _check_room(everybodys, request.length, MAX_INCOMING, share, "to this peer")
+        _check_room(
+            own,
+            request.length,
+            MAX_INCOMING // MEMBER_PART,
+            share // MEMBER_PART,
+            "from one member to this peer",
+        )
+        holder = object()
+        trailer = trailer_of(_facts(request, 0), request.namespace, core.unix(now))
+        room = len(encode_trailer(trailer)) + EXPIRY_BYTES
+        self._open[holder] = member, request.length
+        try:
+            reservation = yield from core.objects.reserve(
+                request.length,
+                min(room, MAX_TRAILER_BYTES),
+                holder=holder,
+                namespace=request.namespace,
+                now=now,
+            )
+        except BaseException:
+            del self._open[holder]
+            raise
+        facts = _facts(request, reservation.number)
+        return Incoming(facts, request.namespace, holder, request.length)
+
+    def payload(self, incoming: Incoming) -> memoryview:
+        """Where the value goes. Nothing may write there after `put` or `close`."""
+        return self._core.segment.reservation_view(
+            incoming.facts.reservation, holder=incoming.holder
+        )
+
+    def put(self, incoming: Incoming, now: float) -> Operation:
+        """The value has arrived, verified: decide as for a put of this peer's own clients."""
+        operation = PutOperation(
+            self._core,
+            incoming.facts,
+            holder=incoming.holder,
+            namespace=incoming.namespace,
+            verified=True,
+        )
+        return self._core.operations.start(operation, now)
+
+    def close(self, incoming: Incoming) -> None:
+        """The end of `open`: what was not put is gone."""
+        self._open.pop(incoming.holder, None)
+        self._core.segment.drop_holder(incoming.holder)
+
+
+def _check_room(
+    under_way: Sequence[int], length: int, most_values: int, most_bytes: int, where: str
+) -> None:
+    if len(under_way) >= most_values or (under_way and sum(under_way) + length > most_bytes):
+        raise CapacityExceeded(
+            f"{len(under_way)} values are on their way {where} already; there is room for "
+            f"{format_bytes(most_bytes)} of them at a time"
+        )
+
+
+def _facts(request: Store, reservation: int) -> PutFacts:
+    return PutFacts(
+        reservation,
+        request.key,
+        request.length,
+        request.sums,
+        request.root,
+        request.replicas,
+        request.pin,
+        request.ttl_ms,
+        request.overwrite,
+        dtype=request.dtype,
+        shape=request.shape,
+    )
+
+
+def stored_reply(core: PeerCore, request_digest: bytes, operation: Operation, now: float) -> Stored:
+    """A put's end as it travels, with the location for the putting peer to know at once. Raises the
+    error that the put ended with."""
+    end = operation.result
+    if isinstance(end, Exception):
+        raise end
+    if not isinstance(end, PutEnd):
+        raise DeadlineExceeded("the put was cancelled")
+    entry = core.segment.find(request_digest, core.unix(now))
+    return Stored(
+        int(end.status),
+        end.copies,
+        end.wanted,
+        end.version.clock,
+        end.version.writer,
+        core.incarnation,
+        core.gossip.log.sequence,
+        location_of(entry).encode() if entry is not None else b"",
+    )
+
+
+def digest_of(request: Store) -> bytes:
+    """The digest of the key that is put. Raises `ValueError` for a bad key or namespace."""
+    return key_digest(request.key, request.namespace)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from p2pstore.core.copies.checking import CheckOperation
+from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.core_effects import KnownCopy, PullFailure, Reply
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.operation import Operation
-from p2pstore.core.puts.times_to_live import MAX_TTL_MS
+from p2pstore.core.operation import Operation, PutEnd
+from p2pstore.core.puts.lifetimes import MAX_TTL_MS
 from p2pstore.core.removals.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.memory.entries import ObjectEntry, Written
@@ -59,16 +58,6 @@ def check_put(*, length: int, replicas: int, pin: int, ttl_ms: int) -> None:
     if length < 0:
         raise ValueError(f"a value of {length:,} bytes")
     check_object_length(length)
-
-
-@dataclass(frozen=True, slots=True)
-class PutEnd:
-    """What a put did. `copies` are those of the version that the key now has, as far as is known."""
-
-    status: PutStatus
-    copies: int
-    wanted: int
-    version: Version
 
 
 class PutOperation(Operation):

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from p2pstore.core.copies.cold_return import ColdObject, ColdReturn
-from p2pstore.core.copies.memory_return import MemoryReturn
-from p2pstore.core.copies.sweeping import Sweep
-from p2pstore.core.core_effects import AskPeer, SaveClusterRecord
+from p2pstore.core.copies.memory_return import ColdReturn, MemoryReturn
+from p2pstore.core.core_effects import AskPeer, ColdObject, SaveClusterRecord
+from p2pstore.core.removals.flush import Sweep
 from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.floors.floor_set import COMPACT_ABOVE
 from p2pstore.gossip.floors.floor_stamps import Stamps

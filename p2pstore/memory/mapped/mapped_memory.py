@@ -1,6 +1,6 @@
 """Shared memory: a sealed memfd, mapped by its owner and whoever got a descriptor.
 
-What is in a file instead is made by `p2pstore.memory.mapped.memory_file`; it is mapped, filled with pages and
+What is in a file instead is made by `p2pstore.memory.mapped.kept_file`; it is mapped, filled with pages and
 given away like this.
 """
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Final
 
-from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.entries import EntryList, ObjectEntry
 
 LOST_FOR_GOOD: Final = 4.0
 """So much more does it cost to lose what is not on the SSD as well, nor kept by another peer."""
@@ -68,3 +68,40 @@ def worth(entry: ObjectEntry) -> float:
     """Bytes lost, and less lost where the SSD has them, or somebody else."""
     kept = entry.on_ssd or entry.is_kept_elsewhere
     return (1.0 if kept else LOST_FOR_GOOD) * entry.extent_bytes
+
+
+class LeastRecentlyUsed(EvictionPolicy):
+    """What nobody asked for longest goes first."""
+
+    def new_queue(self) -> EvictionQueue:
+        return _RecencyQueue()
+
+    def cost(self, entry: ObjectEntry, now: float) -> float:
+        return worth(entry) / (1.0 + max(0.0, now - entry.last_access))
+
+    def admitted(self, entry: ObjectEntry, now: float) -> None:
+        """It is the one used last, as every entry that is queued."""
+
+    def read(self, entry: ObjectEntry, count: int, now: float) -> None:
+        """How often does not matter."""
+
+    def evicted(self, entry: ObjectEntry) -> None:
+        """Nothing is remembered of it."""
+
+
+class _RecencyQueue(EvictionQueue):
+    def __init__(self) -> None:
+        self._entries = EntryList()
+
+    def add(self, entry: ObjectEntry) -> None:
+        self._entries.append(entry)
+
+    def remove(self, entry: ObjectEntry) -> None:
+        self._entries.remove(entry)
+
+    def used(self, entry: ObjectEntry) -> None:
+        self._entries.remove(entry)
+        self._entries.append(entry)
+
+    def coldest(self) -> Iterator[ObjectEntry]:
+        return iter(self._entries)

@@ -7,8 +7,7 @@ from heapq import merge
 from itertools import chain
 from typing import Final
 
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entry_list import EntryList
+from p2pstore.memory.entries import EntryList, ObjectEntry
 from p2pstore.memory.policies.ghosts import Ghosts
 from p2pstore.memory.policies.interface import (
     NEW_SHARE,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entry_list import EntryList
+from p2pstore.memory.entries import EntryList, ObjectEntry
 from p2pstore.memory.policies.ghosts import Ghosts
 from p2pstore.memory.policies.interface import (
     NEW_SHARE,
