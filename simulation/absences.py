@@ -6,29 +6,28 @@ peer knows to be removed may be read anywhere; sets, horizons and logs agree; fl
 """
 
 from __future__ import annotations
+
 from collections import deque
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
+
 from p2pstore.core.operation import PutEnd
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.objects import Version
-from p2pstore.objects import key_digest
-from p2pstore.objects import namespace_digest
+from p2pstore.objects import Version, key_digest, namespace_digest
 from p2pstore.put_facts import PutStatus
 from simulation.cluster import SimulatedPeer
 from simulation.kernel import Faults
 from simulation.oracle import FloorOracle
-from simulation.scenario import BOOTED_SECONDS
-from simulation.scenario import ScenarioRun
-from typing import Final
+from simulation.scenario import BOOTED_SECONDS, ScenarioRun
 
 NAMESPACES: Final = ("a", "b")
 SETTLE_SECONDS: Final = 300.0
 WRITE_SECONDS: Final = 1.0
 """How long a floor may take to be counted as written down: more than it does take."""
 FLOOR_SLACK: Final = 40
+
 
 @dataclass(frozen=True, slots=True)
 class AbsenceScenario:
@@ -51,6 +50,7 @@ class AbsenceScenario:
     """Whether it is the memory that outlives a process; otherwise what was there is on an SSD."""
     faults: Faults = field(default_factory=Faults)
 
+
 @dataclass(slots=True)
 class AbsenceOutcome:
     """What happened. `problems` is empty when everything held."""
@@ -66,6 +66,7 @@ class AbsenceOutcome:
     cold_returned: int = 0
     settled_after_seconds: float = 0.0
     trace_hash: str = ""
+
 
 class Absences(ScenarioRun):
     """Runs one scenario from one seed."""
@@ -292,6 +293,7 @@ class Absences(ScenarioRun):
         if peer.core is not None:
             self.outcome.cold_discarded += peer.core.counters["kept_objects_discarded"]
             self.outcome.cold_returned += peer.core.counters["kept_objects_returned"]
+
 
 def run_absences(seed: int, scenario: AbsenceScenario | None = None) -> AbsenceOutcome:
     """One run."""

@@ -1,24 +1,21 @@
 """A simulated peer's disk: its state directory, and what its SSD would hold."""
 
 from __future__ import annotations
-from dataclasses import dataclass
-from dataclasses import field
-from p2pstore.core.core_effects import ColdObject
-from p2pstore.core.core_effects import ColdSorted
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from p2pstore.core.core_effects import ColdObject, ColdSorted
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.floors.floor_stamps import Stamps
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SignedRecord
+from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.memory.entries import Written
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.objects import Version
-from p2pstore.objects import namespace_digest
-from typing import TYPE_CHECKING
+from p2pstore.memory.segment_layout import TrailerBody, decode_trailer, encode_trailer
+from p2pstore.objects import Version, namespace_digest
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
+
 
 @dataclass(slots=True)
 class Persistent:
@@ -31,6 +28,7 @@ class Persistent:
     cluster_records: list[SignedRecord] = field(default_factory=list)
     addresses: list[tuple[PeerId, list[str]]] = field(default_factory=list)
 
+
 @dataclass(frozen=True, slots=True)
 class ColdValue:
     """One object on the SSD."""
@@ -38,6 +36,7 @@ class ColdValue:
     version: Version
     trailer: TrailerBody
     value: bytes
+
 
 class Disk:
     """Survives a crash. Floors are written some time after they are heard of, the rest now and then; the

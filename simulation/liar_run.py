@@ -7,27 +7,22 @@ when the liar is gone, every honest peer reads the newest value of everything th
 """
 
 from __future__ import annotations
-from dataclasses import dataclass
-from dataclasses import field
+
+from dataclasses import dataclass, field
 from functools import partial
+from random import Random
+from typing import Final
+
 from p2pstore.core.operation import PutEnd
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.machine import GossipConfig
-from p2pstore.objects import Version
-from p2pstore.objects import ZERO_VERSION
-from p2pstore.objects import key_digest
-from p2pstore.objects import namespace_digest
+from p2pstore.objects import ZERO_VERSION, Version, key_digest, namespace_digest
 from p2pstore.put_facts import PutStatus
-from random import Random
-from simulation.cluster import NAMESPACE
-from simulation.cluster import SimulatedCluster
-from simulation.cluster import SimulatedPeer
+from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
 from simulation.kernel import Faults
 from simulation.liar import LyingPeer
-from simulation.lies import BEHAVIOURS
-from simulation.lies import Behaviour
+from simulation.lies import BEHAVIOURS, Behaviour
 from simulation.scenario import ScenarioRun
-from typing import Final
 
 STEP_SECONDS: Final = 0.1
 BELIEVED_SECONDS: Final = 10.0
@@ -44,6 +39,7 @@ LONGEST_WAIT_SECONDS: Final = 10.0
 """Of removals, because floors are crowded."""
 MOST_BEHAVIOURS: Final = 4
 LEAST_AVAILABLE: Final = 0.99
+
 
 @dataclass(frozen=True, slots=True)
 class LiarScenario:
@@ -64,6 +60,7 @@ class LiarScenario:
     settle_seconds: float = 40.0
     """From the liar's end to the last reads."""
     faults: Faults = field(default_factory=Faults)
+
 
 @dataclass(slots=True)
 class LiarOutcome:
@@ -94,6 +91,7 @@ class LiarOutcome:
     messages: int = 0
     trace_hash: str = ""
 
+
 @dataclass(slots=True)
 class _Key:
     """What honest clients did with one key."""
@@ -106,6 +104,7 @@ class _Key:
     changing: bool = False
     """A put or a removal is under way."""
     changes: int = 0
+
 
 class LiarRun(ScenarioRun):
     """Runs one scenario from one seed."""
@@ -432,6 +431,7 @@ class LiarRun(ScenarioRun):
             self.problem(f"removals waited for {outcome.longest_wait_seconds:.0f} s")
         if outcome.reads_failed > (1 - LEAST_AVAILABLE) * outcome.reads:
             self.problem(f"{outcome.reads_failed} of {outcome.reads} reads failed: {self._example}")
+
 
 def run_liar(seed: int, scenario: LiarScenario | None = None) -> LiarOutcome:
     """One run."""

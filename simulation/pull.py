@@ -1,31 +1,25 @@
 """A `PullObject` or `PullTogether` of a simulated peer, through the engine that real peers and clients use."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
 from p2pstore.core.copies.copy_destination import RoomDestination
-from p2pstore.core.core_effects import PullFailure
-from p2pstore.core.core_effects import PullObject
-from p2pstore.core.core_effects import PullOutcome
-from p2pstore.core.core_effects import PullTogether
-from p2pstore.errors import NoSuchKey
-from p2pstore.errors import P2PStoreError
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import writer_of
+from p2pstore.core.core_effects import PullFailure, PullObject, PullOutcome, PullTogether
+from p2pstore.errors import NoSuchKey, P2PStoreError
+from p2pstore.gossip.records import member_of, writer_of
 from p2pstore.runtime.stepping import run_through
 from p2pstore.transfer.data_messages import Keeps
 from p2pstore.transfer.reading.arriving import Announced
-from p2pstore.transfer.transport import PullFailed
-from p2pstore.transfer.transport import PullReport
-from p2pstore.transfer.transport import RemoteCopy
-from p2pstore.transfer.transport import pull_with_failover
+from p2pstore.transfer.transport import PullFailed, PullReport, RemoteCopy, pull_with_failover
 from p2pstore.wire import Code
 from simulation.transport import SimulatedTransport
-from typing import Final
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from simulation.peer import SimulatedPeer
 
 PROGRESS_SECONDS: Final = 5.0
+
 
 async def pull_object(peer: SimulatedPeer, effect: PullObject) -> PullOutcome | None:
     """Bring the object into the peer's memory from the first of its copies that delivers it, best first.
@@ -61,6 +55,7 @@ async def pull_object(peer: SimulatedPeer, effect: PullObject) -> PullOutcome | 
     cluster.refused_copies += sum(failure.code is Code.STALE for failure in report.failures)
     return _outcome(report)
 
+
 async def pull_together(peer: SimulatedPeer, effect: PullTogether) -> PullOutcome:
     """Bring copies that their writer wants kept, one after the other. Runs as a task, too."""
     core, cluster, copies = peer.core, peer.cluster, effect.copies
@@ -82,6 +77,7 @@ async def pull_together(peer: SimulatedPeer, effect: PullTogether) -> PullOutcom
         copies.abort()
     return PullOutcome(delivered=True)
 
+
 def _transport(peer: SimulatedPeer, progress_seconds: float) -> SimulatedTransport:
     cluster = peer.cluster
     return SimulatedTransport(
@@ -91,6 +87,7 @@ def _transport(peer: SimulatedPeer, progress_seconds: float) -> SimulatedTranspo
         cluster.pull_seconds,
         progress_seconds,
     )
+
 
 def _outcome(report: PullReport) -> PullOutcome:
     failures = tuple(

@@ -6,27 +6,26 @@ or loses an object that was not removed, that floors stay below their limit, and
 """
 
 from __future__ import annotations
-from dataclasses import dataclass
-from dataclasses import field
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Final
+
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR
-from p2pstore.objects import Version
-from p2pstore.objects import key_digest
-from p2pstore.objects import namespace_digest
-from simulation.cluster import NAMESPACE
-from simulation.cluster import SimulatedPeer
+from p2pstore.objects import Version, key_digest, namespace_digest
+from simulation.cluster import NAMESPACE, SimulatedPeer
 from simulation.kernel import Faults
 from simulation.scenario import ScenarioRun
-from typing import Final
-import hashlib
 
 STEP_SECONDS: Final = 0.25
 BACK_SECONDS: Final = 120.0
 """A peer that was killed shows again what it had within this time."""
 KEPT_OBJECTS: Final = 20
 """At every peer: keys that are not removed."""
+
 
 @dataclass(frozen=True, slots=True)
 class RemovalScenario:
@@ -43,6 +42,7 @@ class RemovalScenario:
     """One peer after the other is killed and is back after 20 s; 0 for never."""
     faults: Faults = field(default_factory=Faults)
 
+
 @dataclass(slots=True)
 class RemovalOutcome:
     """What happened. `problems` is empty when everything held."""
@@ -56,6 +56,7 @@ class RemovalOutcome:
     longest_wait_seconds: float = 0.0
     messages: int = 0
     trace_hash: str = ""
+
 
 class Removals(ScenarioRun):
     """Runs one scenario from one seed."""
@@ -187,6 +188,7 @@ class Removals(ScenarioRun):
                         self.problem(
                             f"{reader.address} read {result!r} for {owner.number}'s {number}"
                         )
+
 
 def run_removals(seed: int, scenario: RemovalScenario | None = None) -> RemovalOutcome:
     """One run."""

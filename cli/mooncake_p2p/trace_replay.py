@@ -6,39 +6,33 @@ started again meanwhile.
 """
 
 from __future__ import annotations
-from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field
-from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.local_cluster import LocalCluster
-from mooncake_p2p.local_cluster import PeerProcess
-from mooncake_p2p.local_cluster import wait_until
-from p2pstore.errors import P2PStoreError
-from p2pstore.objects import MIB
-from p2pstore.trace.pool import PeerChange
-from p2pstore.trace.pool import make_router
-from p2pstore.trace.pool import next_up
-from p2pstore.trace.trace_requests import HitCounts
-from p2pstore.trace.trace_requests import Model
-from random import Random
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
+
 import contextlib
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any, Final
+
+from mooncake_p2p.exit_errors import CommandFailed
+from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
+from p2pstore.errors import P2PStoreError
+from p2pstore.objects import MIB
+from p2pstore.trace.pool import PeerChange, make_router, next_up
+from p2pstore.trace.trace_requests import HitCounts, Model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
     from p2pstore.blocking import BlockingClient
     from p2pstore.trace.pool import PoolSettings
     from p2pstore.trace.trace_requests import Request
 
 LEAST_PEERS: Final = 2
+
 
 @dataclass(frozen=True, slots=True)
 class OutagePlan:
@@ -47,6 +41,7 @@ class OutagePlan:
     kill_every_seconds: float = 0.0
     down_seconds: float = 5.0
     seed: int = 1
+
 
 class Outages:
     """A timer kills a peer at any moment; it comes back between two requests of the replay (`between`). One peer at a
@@ -116,6 +111,7 @@ class Outages:
     def _living(self) -> PeerProcess:
         return self._cluster.peers[self.up.index(True)]
 
+
 PAGE_BYTES: Final = 4096
 TRAILER_BYTES: Final = PAGE_BYTES
 """Key, sums and header of a block in memory. The value is shorter by that, so that a block takes what was asked for, in
@@ -130,6 +126,7 @@ SSD_UNUSED: Final = 0.35
 LEAST_SSD_BYTES: Final = 512 * MIB
 LOOK_SECONDS: Final = 1.0
 """Counters of a peer that is killed are those of the last look."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -150,6 +147,7 @@ class Scale:
         pages = -(-self.value_bytes // PAGE_BYTES)
         record = SSD_HEADER_BYTES + pages * PAGE_BYTES
         return max(LEAST_SSD_BYTES, round(blocks * record / (1 - SSD_UNUSED)))
+
 
 @dataclass(slots=True)
 class RealOutcome:
@@ -178,6 +176,7 @@ class RealOutcome:
     def kills(self) -> int:
         return sum(not change.up for change in self.changes)
 
+
 def replay(
     cluster: LocalCluster,
     requests: Sequence[Request],
@@ -204,9 +203,11 @@ def replay(
         replayed.serve_all(requests, advanced)
     return replayed.outcome
 
+
 def _close_all(clients: Sequence[BlockingClient]) -> None:
     for client in clients:
         client.close()
+
 
 def _ssd_options(
     cluster: LocalCluster, settings: PoolSettings, scale: Scale, name: str
@@ -217,8 +218,10 @@ def _ssd_options(
     folder.mkdir()
     return "--ssd", str(folder), "--ssd-capacity", str(scale.ssd_bytes(settings.ssd_blocks))
 
+
 class _Killed(Exception):
     """The peer that served the request is no more."""
+
 
 class _Replay:
     def __init__(
@@ -352,6 +355,7 @@ class _Replay:
                 except _Killed:
                     continue
 
+
 class _Values:
     """The contents of blocks: different for each, and incompressible."""
 
@@ -362,6 +366,7 @@ class _Values:
     def __getitem__(self, block: int) -> bytes:
         start = block * 7919 % MIB
         return block.to_bytes(8, "little") + self._random[start : start + self.size_bytes - 8]
+
 
 class _Counters:
     """Sums over the lives of all peers: each begins again at 0."""

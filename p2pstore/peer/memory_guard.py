@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from p2pstore.core.copies.checking import CheckOperation
+from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.core_effects import CheckReturned
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import chunk_sums, root_checksum

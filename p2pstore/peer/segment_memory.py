@@ -1,41 +1,42 @@
 """Where a peer's memory is, as its settings say: in files, on huge pages, on NUMA nodes. Shell."""
 
 from __future__ import annotations
-from collections.abc import Mapping
-from contextlib import ExitStack
-from p2pstore.config import MemoryPiece
-from p2pstore.config import PeerConfig
-from p2pstore.core.copies.memory_return import FATES
-from p2pstore.errors import ConfigError
-from p2pstore.memory.kept_memory import Expected
-from p2pstore.memory.kept_memory import Kept
-from p2pstore.memory.kept_memory import checksum_of
-from p2pstore.memory.kept_memory import checksum_of_quotas
-from p2pstore.memory.mapped.joined_memory import JoinedMemory
-from p2pstore.memory.mapped.joined_memory import PIECE_BYTES
-from p2pstore.memory.mapped.kept_file import KeptMemory
-from p2pstore.memory.mapped.kept_file import boot_id
-from p2pstore.memory.mapped.kept_file import create_file_memory
-from p2pstore.memory.mapped.kept_file import open_kept_memory
-from p2pstore.memory.mapped.mapped_memory import SharedMemory
-from p2pstore.memory.mapped.mapped_memory import advise_huge_pages
-from p2pstore.memory.mapped.mapped_memory import create_memory
-from p2pstore.memory.mapped.mapped_memory import prefault
-from p2pstore.memory.segment import Segment
-from p2pstore.memory.segment_layout import plan_geometry
-from p2pstore.memory.segment_layout import round_up
-from p2pstore.objects import format_bytes
-from pathlib import Path
-from typing import Final
-from typing import TYPE_CHECKING
+
 import logging
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
 import trio
+
+from p2pstore.config import MemoryPiece, PeerConfig
+from p2pstore.core.copies.memory_return import FATES
+from p2pstore.errors import ConfigError
+from p2pstore.memory.kept_memory import Expected, Kept, checksum_of, checksum_of_quotas
+from p2pstore.memory.mapped.joined_memory import PIECE_BYTES, JoinedMemory
+from p2pstore.memory.mapped.kept_file import (
+    KeptMemory,
+    boot_id,
+    create_file_memory,
+    open_kept_memory,
+)
+from p2pstore.memory.mapped.mapped_memory import (
+    SharedMemory,
+    advise_huge_pages,
+    create_memory,
+    prefault,
+)
+from p2pstore.memory.segment import Segment
+from p2pstore.memory.segment_layout import plan_geometry, round_up
+from p2pstore.objects import format_bytes
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
 
 SegmentMemory = SharedMemory | JoinedMemory
+
 
 def create_segment_memory(config: PeerConfig, last_segment_id: bytes = b"") -> SegmentMemory:
     """Memory for the segment of a peer with these settings, whose last life had the segment of that id. Raises
@@ -70,10 +71,12 @@ def create_segment_memory(config: PeerConfig, last_segment_id: bytes = b"") -> S
         advise_huge_pages(joined.view)  # what was advised of the memories is of their own mappings
     return joined
 
+
 def _first(config: PeerConfig, size: int) -> SharedMemory:
     if config.memory_path is not None:
         return create_file_memory(Path(config.memory_path), size)
     return create_memory(size, "p2pstore", huge_pages=config.huge_pages, numa_node=config.numa_node)
+
 
 def _further(config: PeerConfig, piece: MemoryPiece, besides_bytes: int) -> SharedMemory:
     try:
@@ -83,6 +86,7 @@ def _further(config: PeerConfig, piece: MemoryPiece, besides_bytes: int) -> Shar
         if setting in ("memory_path", "numa_node"):
             raise ConfigError(f"more_memory: {problem}") from error
         raise
+
 
 def _piece(config: PeerConfig, piece: MemoryPiece, besides_bytes: int) -> SharedMemory:
     if piece.path is not None:
@@ -95,7 +99,9 @@ def _piece(config: PeerConfig, piece: MemoryPiece, besides_bytes: int) -> Shared
         besides_bytes=besides_bytes,
     )
 
+
 PAUSE_SECONDS: Final = 0.001
+
 
 async def provide_pages(memory: SegmentMemory, config: PeerConfig) -> None:
     """Have the kernel provide the memory, on a thread: fresh pages fill at 1.3 GB/s, used ones at 13. Stops early
@@ -125,9 +131,11 @@ async def provide_pages(memory: SegmentMemory, config: PeerConfig) -> None:
         await trio.to_thread.run_sync(run)
         nursery.cancel_scope.cancel()
 
+
 logger = logging.getLogger("p2pstore.peer")
 
 LOOK_SECONDS: Final = 1.0
+
 
 def begin_with_kept(node: Node, memory: KeptMemory) -> None:
     """Have the core look at what an earlier life left. Call it before the node runs."""
@@ -144,6 +152,7 @@ def begin_with_kept(node: Node, memory: KeptMemory) -> None:
             extra={"event": "memory_open", "path": str(memory.path)},
         )
 
+
 async def tell_what_returned(node: Node) -> None:
     """Log what became of what an earlier life left, when all of it was looked at."""
     while True:
@@ -151,6 +160,7 @@ async def tell_what_returned(node: Node) -> None:
             _log_what_returned(node.core.counters)
             return
         await trio.sleep(LOOK_SECONDS)
+
 
 def _log_what_returned(counted: Mapping[str, int]) -> None:
     objects = {fate: counted.get(f"kept_objects_{fate}", 0) for fate in FATES}
@@ -164,6 +174,7 @@ def _log_what_returned(counted: Mapping[str, int]) -> None:
             f"{objects['discarded']:,}",
             extra={"event": "memory_returned", **objects},
         )
+
 
 async def watch_earlier_clients(segment: Segment, memory: KeptMemory) -> None:
     """Keep extents of earlier clients until these have unmapped the memory."""

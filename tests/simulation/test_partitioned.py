@@ -1,23 +1,22 @@
 """Whole peers that keep a part of the directory each: no read misses a key that a peer has held for a while."""
 
 from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import PutEnd
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.homes.directory_mode import DirectorySetting
-from p2pstore.gossip.homes.directory_mode import ModeLimits
+from p2pstore.gossip.homes.directory_mode import DirectorySetting, ModeLimits
 from p2pstore.objects import key_digest
-from random import Random
-from simulation.cluster import NAMESPACE
-from simulation.cluster import SimulatedCluster
-from simulation.cluster import SimulatedPeer
-from simulation.kernel import Faults
-from simulation.kernel import FaultyNetwork
-from simulation.kernel import Kernel
-from typing import Any
-import pytest
+from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
+from simulation.kernel import Faults, FaultyNetwork, Kernel
+
 
 class World:
     """A cluster under work and faults, and what must be found in it."""
@@ -137,10 +136,12 @@ class World:
                 self.put(self.rng.choice(self.cluster.running))
             self.look_around(int(looks_per_second / 10))
 
+
 SETTINGS: dict[str, Callable[[int], DirectorySetting]] = {
     "partitioned": lambda number: "partitioned",
     "mixed": lambda number: "partitioned" if number % 2 else "full",
 }
+
 
 @pytest.mark.parametrize(("setting", "loss"), [("partitioned", 0.0), ("mixed", 0.05)])
 def test_every_key_is_found_a_second_after_it_was_put(setting: str, loss: float) -> None:
@@ -152,6 +153,7 @@ def test_every_key_is_found_a_second_after_it_was_put(setting: str, loss: float)
     assert world.missed == 0
     if not loss:
         assert 0 < world.homes_asked <= world.asked, "one home each, at most"
+
 
 @pytest.mark.parametrize(("setting", "seed"), [("partitioned", 0), ("mixed", 1)])
 def test_no_key_is_missed_while_homes_come_and_go(setting: str, seed: int) -> None:
@@ -167,6 +169,7 @@ def test_no_key_is_missed_while_homes_come_and_go(setting: str, seed: int) -> No
     world.run(3.0)
     assert world.asked > 700
     assert world.missed == 0
+
 
 def test_no_key_is_missed_while_modes_change_under_load() -> None:
     limits = ModeLimits(index_bytes=40 * 150, dwell_seconds=3.0)

@@ -1,29 +1,27 @@
 """The replication factor is kept: lost copies are made again, each exactly once, by whole peers in virtual time."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterable
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
 from p2pstore.core.copies.repair import RepairTiming
 from p2pstore.core.core_effects import AskPeer
 from p2pstore.core.operation import PutEnd
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
-from p2pstore.objects import MIB
-from p2pstore.objects import key_digest
+from p2pstore.objects import MIB, key_digest
 from p2pstore.transfer.data_messages import DataKind
-from simulation.cluster import NAMESPACE
-from simulation.cluster import SimulatedCluster
-from simulation.cluster import SimulatedPeer
-from simulation.kernel import Faults
-from simulation.kernel import FaultyNetwork
-from simulation.kernel import Kernel
-import pytest
+from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
+from simulation.kernel import Faults, FaultyNetwork, Kernel
 
 TIMING = RepairTiming()
 DETECTED_SECONDS = 20.0
 """By then all know of a death."""
 REPAIRED_SECONDS = DETECTED_SECONDS + TIMING.delay_seconds + TIMING.jitter_seconds + 2.0
 VALUE = bytes(20_000)
+
 
 class World:
     """Peers with objects of two and three copies."""
@@ -107,6 +105,7 @@ class World:
         assert {key: len(self.holders(key)) for key in self.wanted} == self.wanted
         assert all(peer.core.repair.lacking == 0 for peer in self.cluster.running if peer.core)
 
+
 @pytest.mark.parametrize("directory", ["full", "partitioned"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_after_a_crash_each_lost_copy_is_made_again_exactly_once(
@@ -129,6 +128,7 @@ def test_after_a_crash_each_lost_copy_is_made_again_exactly_once(
     world.run(100.0)
     assert world.replications == lost, "and that was all"
 
+
 def test_copies_are_there_when_the_first_in_turn_had_time_for_it() -> None:
     """No peer waits for a turn that no other takes."""
     world = World(4, 5)
@@ -136,6 +136,7 @@ def test_copies_are_there_when_the_first_in_turn_had_time_for_it() -> None:
     world.peer(2).crash()
     world.run(REPAIRED_SECONDS)
     assert world.missing() == 0
+
 
 @pytest.mark.parametrize("seed", [11, 12, 13])
 def test_two_deaths_at_once(seed: int) -> None:
@@ -155,6 +156,7 @@ def test_two_deaths_at_once(seed: int) -> None:
     world.check_whole()
     assert world.replications == lost
 
+
 def test_a_second_death_meanwhile_has_a_time_of_its_own() -> None:
     world = World(21, 7)
     world.put_many(60)
@@ -166,6 +168,7 @@ def test_a_second_death_meanwhile_has_a_time_of_its_own() -> None:
     assert world.missing() >= lost - 5, "the second one may still come back"
     world.run(60.0)
     assert world.missing() == sum(not world.holders(key) for key in world.wanted)
+
 
 def test_nothing_happens_when_the_peer_comes_back_in_time_with_what_it_held() -> None:
     world = World(31, 5)
@@ -180,6 +183,7 @@ def test_nothing_happens_when_the_peer_comes_back_in_time_with_what_it_held() ->
     assert world.replications == 0
     world.check_whole()
 
+
 def test_a_peer_that_comes_back_empty_at_once_lost_its_copies_all_the_same() -> None:
     world = World(32, 5)
     world.put_many(20)
@@ -189,6 +193,7 @@ def test_a_peer_that_comes_back_empty_at_once_lost_its_copies_all_the_same() -> 
     world.run(REPAIRED_SECONDS + TIMING.turn_seconds)
     world.check_whole()
     assert world.replications == lost
+
 
 def test_after_a_restart_of_all_who_did_not_return_is_replaced_though_nobody_saw_it_die() -> None:
     world = World(34, 5)
@@ -204,6 +209,7 @@ def test_after_a_restart_of_all_who_did_not_return_is_replaced_though_nobody_saw
     world.check_whole()
     assert world.replications == lost
 
+
 def test_a_peer_that_left_is_replaced_like_one_that_died() -> None:
     world = World(33, 5)
     world.put_many(20)
@@ -214,6 +220,7 @@ def test_a_peer_that_left_is_replaced_like_one_that_died() -> None:
     world.run(TIMING.jitter_seconds + TIMING.turn_seconds + 5.0)
     world.check_whole()
     assert world.replications == lost
+
 
 def test_no_host_has_two_copies_while_another_has_none() -> None:
     hosts = [0, 0, 0, 1, 1, 1, 2, 2, 3]
@@ -232,6 +239,7 @@ def test_no_host_has_two_copies_while_another_has_none() -> None:
         world.check_whole()
         check()
 
+
 def test_a_cluster_that_is_too_small_waits_until_it_has_grown() -> None:
     world = World(51, 4)
     world.peer(3).stop()
@@ -249,6 +257,7 @@ def test_a_cluster_that_is_too_small_waits_until_it_has_grown() -> None:
     world.check_whole()
     assert world.replications == 10
 
+
 def test_a_put_that_found_too_few_peers_is_completed_when_one_joins() -> None:
     world = World(52, 3)
     world.peer(2).stop()
@@ -259,6 +268,7 @@ def test_a_put_that_found_too_few_peers_is_completed_when_one_joins() -> None:
     world.peer(2).boot([world.peer(0).address])
     world.run(REPAIRED_SECONDS + TIMING.turn_seconds)
     world.check_whole()
+
 
 def test_copies_that_a_cluster_never_had_are_not_called_lost() -> None:
     world = World(54, 4)
@@ -272,6 +282,7 @@ def test_copies_that_a_cluster_never_had_are_not_called_lost() -> None:
     repairs = [peer.core.repair for peer in world.cluster.running if peer.core]
     assert [(each.lacking, each.limited) for each in repairs] == [(1, 0)] * 2
 
+
 def test_a_put_whose_target_died_under_it_is_completed_later() -> None:
     world = World(53, 2)
     world.peer(1).crash()
@@ -281,6 +292,7 @@ def test_a_put_whose_target_died_under_it_is_completed_later() -> None:
     world.run(TIMING.delay_seconds + TIMING.jitter_seconds + TIMING.turn_seconds + 5.0)
     world.check_whole()
 
+
 @pytest.mark.parametrize("seed", [61, 62])
 def test_over_a_lossy_network_copies_are_restored_as_well(seed: int) -> None:
     world = World(seed, 6, faults=Faults(loss=0.05, duplication=0.02, slow=0.05, slow_latency=0.4))
@@ -289,6 +301,7 @@ def test_over_a_lossy_network_copies_are_restored_as_well(seed: int) -> None:
     world.run(400.0, lambda: world.kernel.now > 100 and world.missing() == 0)
     world.run(60.0)
     assert world.missing() == 0
+
 
 def test_it_takes_no_more_of_the_link_than_it_may() -> None:
     world = World(71, 4)
@@ -305,6 +318,7 @@ def test_it_takes_no_more_of_the_link_than_it_may() -> None:
     assert world.replications <= 3 * (2 * 4 + 2)
     world.run(lost)
     world.check_whole()
+
 
 def test_holders_that_heard_of_another_number_act_by_the_highest() -> None:
     world = World(81, 5)

@@ -1,36 +1,37 @@
 """Whole peers whose wall clock is wrong for a while: what they may do, and how they come back."""
 
 from __future__ import annotations
+
+from random import Random
+
+import pytest
+
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.peer_core import PeerCore
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import Unavailable
-from p2pstore.objects import clock_from_unix_seconds
-from p2pstore.objects import key_digest
+from p2pstore.errors import P2PStoreError, Unavailable
+from p2pstore.objects import clock_from_unix_seconds, key_digest
 from p2pstore.put_facts import PutStatus
-from random import Random
-from simulation.cluster import NAMESPACE
-from simulation.cluster import SimulatedCluster
-from simulation.kernel import Faults
-from simulation.kernel import FaultyNetwork
-from simulation.kernel import Kernel
-from simulation.peer import SimulatedPeer
-from simulation.peer import UNIX_START
-import pytest
+from simulation.cluster import NAMESPACE, SimulatedCluster
+from simulation.kernel import Faults, FaultyNetwork, Kernel
+from simulation.peer import UNIX_START, SimulatedPeer
 
 HOUR = 3600.0
 YEAR = 365 * 86_400.0
+
 
 def make_cluster(peers: int, seed: int = 1, faults: Faults | None = None) -> SimulatedCluster:
     kernel = Kernel(seed)
     return SimulatedCluster(kernel, FaultyNetwork(kernel, faults or Faults()), peers)
 
+
 def run(cluster: SimulatedCluster, seconds: float) -> None:
     cluster.kernel.run_until(cluster.kernel.now + seconds)
+
 
 def core_of(peer: SimulatedPeer) -> PeerCore:
     assert peer.core is not None
     return peer.core
+
 
 def put(
     cluster: SimulatedCluster, peer: SimulatedPeer, key: str, value: bytes, **options: bool | int
@@ -42,17 +43,20 @@ def put(
     assert isinstance(result, PutEnd | P2PStoreError)
     return result
 
+
 def get(cluster: SimulatedCluster, peer: SimulatedPeer, key: str) -> bytes | None:
     found: list[bytes | Exception] = []
     peer.get(key_digest(key, NAMESPACE), found.append)
     cluster.kernel.run_until(cluster.kernel.now + 30.0, lambda: bool(found))
     return found[0] if isinstance(found[0], bytes) else None
 
+
 def removed(cluster: SimulatedCluster, peer: SimulatedPeer, key: str) -> list[bool] | Exception:
     operation = peer.remove(key)
     cluster.kernel.run_until(cluster.kernel.now + 30.0, lambda: operation.done)
     assert isinstance(operation.result, list | Exception)
     return operation.result
+
 
 def test_a_peer_whose_clock_was_fast_comes_back_when_it_is_right() -> None:
     cluster = make_cluster(3)
@@ -80,6 +84,7 @@ def test_a_peer_whose_clock_was_fast_comes_back_when_it_is_right() -> None:
     run(cluster, 2.0)
     assert get(cluster, right, "theirs") is None
     assert not cluster.protocol_errors
+
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_what_a_peer_stamped_while_it_was_alone_with_a_fast_clock(restart: bool) -> None:
@@ -120,8 +125,10 @@ def test_what_a_peer_stamped_while_it_was_alone_with_a_fast_clock(restart: bool)
     run(cluster, 5.0)
     assert not cluster.disagreements()
 
+
 def stored(cluster: SimulatedCluster, peer: SimulatedPeer, key: str) -> None:
     assert isinstance(put(cluster, peer, key, key.encode(), replicas=2, overwrite=True), PutEnd)
+
 
 def test_a_saved_clock_that_is_far_ahead_of_everything_stamped_is_dropped() -> None:
     cluster = make_cluster(2)
@@ -140,6 +147,7 @@ def test_a_saved_clock_that_is_far_ahead_of_everything_stamped_is_dropped() -> N
         edited.stop()
         run(cluster, 2.0)
 
+
 def test_a_saved_clock_below_what_is_stamped_here_is_raised() -> None:
     cluster = make_cluster(1)
     (peer,) = cluster.peers
@@ -157,6 +165,7 @@ def test_a_saved_clock_below_what_is_stamped_here_is_raised() -> None:
     assert isinstance(put(cluster, peer, "key", b"2", overwrite=True), PutEnd)
     assert get(cluster, peer, "key") == b"2"
     assert core_of(peer).timekeeping.stamps_ahead_seconds(cluster.kernel.now) > HOUR - 60.0
+
 
 @pytest.mark.parametrize("wrong_by", [HOUR, -HOUR, YEAR])
 def test_a_whole_cluster_whose_clocks_are_set_one_after_the_other_loses_nothing(
@@ -183,6 +192,7 @@ def test_a_whole_cluster_whose_clocks_are_set_one_after_the_other_loses_nothing(
         stored(cluster, peer, f"after {peer.number}")
     run(cluster, 5.0)
     assert not cluster.disagreements()
+
 
 def test_a_checkpoint_that_was_published_by_a_fast_clock_gets_a_new_stamp() -> None:
     cluster = make_cluster(2)
@@ -221,6 +231,7 @@ def test_a_checkpoint_that_was_published_by_a_fast_clock_gets_a_new_stamp() -> N
     run(cluster, 5.0)
     assert [each.version for each in core_of(other).checkpoints.heads()] == [b"2" * 16]
 
+
 def test_it_is_said_once_that_a_clock_is_wrong_and_once_that_it_is_right() -> None:
     cluster = make_cluster(3)
     cluster.boot_all()
@@ -239,6 +250,7 @@ def test_it_is_said_once_that_a_clock_is_wrong_and_once_that_it_is_right() -> No
     run(cluster, 20.0)
     assert "it writes" in core_of(wrong).timekeeping.take_notes()[-1]
     assert not core_of(right).timekeeping.take_notes()
+
 
 def test_a_flush_below_what_others_have_is_refused_where_nobody_can_tell_whose_clock_is_wrong() -> (
     None
@@ -261,6 +273,7 @@ def test_a_flush_below_what_others_have_is_refused_where_nobody_can_tell_whose_c
     run(cluster, 20.0)
     assert flush.result.told == 1
     assert get(cluster, ahead, "key") is None
+
 
 class WrongClocks:
     """Peers of which one at a time has a wrong clock, and clients that put, remove and restart."""
@@ -326,6 +339,7 @@ class WrongClocks:
             for key, value in self.expected.items():
                 assert get(cluster, peer, key) == value
             stored(cluster, peer, f"after {peer.number}")
+
 
 @pytest.mark.parametrize(("seed", "peers"), [(0, 3), (2, 2), (3, 4)])
 def test_no_write_that_was_reported_as_done_is_lost_by_wrong_clocks(seed: int, peers: int) -> None:

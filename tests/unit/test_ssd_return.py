@@ -1,20 +1,19 @@
 """A peer comes back to what its SSD has: the real tier, on a disk that crashes, and a core with the shell between."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Awaitable
-from collections.abc import Callable
+
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from p2pstore.core.core_effects import ColdSorted
-from p2pstore.core.core_effects import LoadObject
-from p2pstore.core.core_effects import WriteObject
+from typing import Any, cast
+
+import pytest
+import trio
+
+from p2pstore.core.core_effects import ColdSorted, LoadObject, WriteObject
 from p2pstore.core.gets.fetch_operation import FetchOperation
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import NoSuchKey
-from p2pstore.gossip.records import SCOPE_NAMESPACE
-from p2pstore.gossip.records import Tier
-from p2pstore.objects import Version
-from p2pstore.objects import namespace_digest
+from p2pstore.errors import CapacityExceeded, NoSuchKey
+from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier
+from p2pstore.objects import Version, namespace_digest
 from p2pstore.peer.memory_guard import CopyChecks
 from p2pstore.peer.node import Node
 from p2pstore.peer.peer_ssd import PeerSsd
@@ -23,23 +22,17 @@ from p2pstore.ssd_tier.cold_log import TierHooks
 from p2pstore.ssd_tier.tier import open_tier
 from p2pstore.ssd_tier.write_admission import AdmissionPolicy
 from simulation.faulty_disk import FaultyDisk
-from tests.unit.cold_harness import SEGMENT_BYTES
-from tests.unit.cold_harness import simulated_disk
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-from typing import Any
-from typing import cast
-import pytest
-import trio
+from tests.unit.cold_harness import SEGMENT_BYTES, simulated_disk
+from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of
 
 VALUE = b"v" * 30_000
 SOON_SECONDS = 20.0
 
+
 class _Watch:
     def loaded(self, *_: object) -> None:
         pass
+
 
 class Life:
     """One life of a peer. Stands in for its node."""
@@ -106,6 +99,7 @@ class Life:
                 return True
         return False
 
+
 @asynccontextmanager
 async def life(disk: FaultyDisk, others: int = 0, began: float = 100.0) -> AsyncIterator[Life]:
     async with trio.open_nursery() as nursery:
@@ -127,6 +121,7 @@ async def life(disk: FaultyDisk, others: int = 0, began: float = 100.0) -> Async
             yield node
             nursery.cancel_scope.cancel()
 
+
 async def test_after_a_shutdown_of_all_it_is_back_with_everything() -> None:
     disk = simulated_disk(1)
     async with life(disk) as first:
@@ -143,6 +138,7 @@ async def test_after_a_shutdown_of_all_it_is_back_with_everything() -> None:
             entry = second.world.find(f"k{number}")
             assert entry is not None
             assert (entry.dtype, entry.shape, entry.on_ssd) == ("float32", (3, 4), True)
+
 
 async def test_what_was_removed_does_not_come_back_though_all_floors_are_forgotten() -> None:
     disk = simulated_disk(2)
@@ -165,6 +161,7 @@ async def test_what_was_removed_does_not_come_back_though_all_floors_are_forgott
         assert [await second.get(f"k{number}") for number in range(6)] == [None] * 6
         assert await second.get("young") == VALUE + b"young"
 
+
 async def test_floors_heard_of_before_it_shows_anything_count() -> None:
     disk = simulated_disk(3)
     async with life(disk) as first:
@@ -183,6 +180,7 @@ async def test_floors_heard_of_before_it_shows_anything_count() -> None:
     async with life(disk, began=300.0) as third:
         assert await third.settled()
         assert await third.get("removed") is None, "it was discarded for good"
+
 
 async def test_after_a_long_absence_nothing_old_is_shown_and_it_stays_discarded() -> None:
     disk = simulated_disk(4)
@@ -206,6 +204,7 @@ async def test_after_a_long_absence_nothing_old_is_shown_and_it_stays_discarded(
         assert await third.settled()
         assert [await third.get(f"k{number}") for number in range(6)] == [None] * 6
 
+
 async def test_what_the_time_to_drain_was_too_short_for_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -220,6 +219,7 @@ async def test_what_the_time_to_drain_was_too_short_for_is_said(
         caplog.clear()
         await first.ssd.keep_memory()
         assert "not written" not in caplog.text
+
 
 async def test_an_object_with_false_checksums_is_not_written() -> None:
     disk = simulated_disk(9)

@@ -1,52 +1,43 @@
 """`bench trace`: what a pool saves on a published trace of requests."""
 
 from __future__ import annotations
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import replace
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
-from mooncake_p2p.commands.bench import Result
-from mooncake_p2p.commands.bench import machine
-from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.options import Json
-from mooncake_p2p.options import with_records
-from mooncake_p2p.output import print_json
-from mooncake_p2p.output import print_table
-from mooncake_p2p.output import progress
-from mooncake_p2p.output import remark
-from p2pstore.objects import format_bytes
-from p2pstore.objects import parse_bytes
 from pathlib import Path
-from typing import Annotated
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import re
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
 import typer
 
+from mooncake_p2p.commands.bench import Result, machine
+from mooncake_p2p.exit_errors import CommandFailed
+from mooncake_p2p.options import Json, with_records
+from mooncake_p2p.output import print_json, print_table, progress, remark
+from p2pstore.objects import format_bytes, parse_bytes
+
 if TYPE_CHECKING:
-    from mooncake_p2p.trace_replay import OutagePlan
-    from mooncake_p2p.trace_replay import RealOutcome
-    from mooncake_p2p.trace_replay import Scale
+    from mooncake_p2p.trace_replay import OutagePlan, RealOutcome, Scale
     from p2pstore.trace.comparison import Replayed
     from p2pstore.trace.pool import PoolSettings
-    from p2pstore.trace.trace_requests import Model
-    from p2pstore.trace.trace_requests import Request
+    from p2pstore.trace.trace_requests import Model, Request
 
 _BLOCKS: Final = re.compile(r"([0-9]{1,12}) ?blocks?")
+
 
 class Policy(StrEnum):
     prefix = "prefix"
     lru = "lru"
     s3_fifo = "s3-fifo"
 
+
 class Routing(StrEnum):
     round_robin = "round-robin"
     random = "random"
     affine = "affine"
+
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
@@ -96,6 +87,7 @@ class PoolOptions:
             keep_after=self.keep_after,
         )
 
+
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
     """How the trace is replayed and shown."""
@@ -128,6 +120,7 @@ class ReplayOptions:
             show_default=False,
         ),
     ] = None
+
 
 @with_records
 def bench_trace(
@@ -188,7 +181,9 @@ def bench_trace(
         total = replayed[0].outcome.counts
         remark(f"{total.requests:,} requests, {total.tokens:,} tokens, {blocks:,} blocks")
 
+
 # --- what was asked for --------------------------------------------------------------------------
+
 
 def _blocks(text: str, option: str, model: Model) -> int:
     counted = _BLOCKS.fullmatch(text.strip())
@@ -196,16 +191,19 @@ def _blocks(text: str, option: str, model: Model) -> int:
         return int(counted[1])
     return parse_bytes(text, option) // model.block_bytes
 
+
 def _at_least_one(size: int) -> int:
     if not size:
         raise ValueError("--token-bytes: must be at least 1 byte")
     return size
+
 
 def _read(file: str) -> list[Request]:
     from p2pstore.trace.trace_requests import MAX_LINE_BYTES, read_requests
 
     with Path(file).open("rb") as lines:
         return list(read_requests(iter(partial(lines.readline, MAX_LINE_BYTES + 1), b"")))
+
 
 def _scale(block_bytes: str, settings: PoolSettings) -> Scale:
     from mooncake_p2p.trace_replay import (
@@ -221,6 +219,7 @@ def _scale(block_bytes: str, settings: PoolSettings) -> Scale:
     if size < least or size % PAGE_BYTES:
         raise ValueError(f"--block-bytes: a multiple of 4KiB from {format_bytes(least)} on")
     return Scale(size)
+
 
 def _replay_for_real(
     requests: Sequence[Request],
@@ -268,6 +267,7 @@ def _replay_for_real(
         list(_real_rows(real, simulated, compression)),
     )
 
+
 def _simulated(
     requests: Sequence[Request], settings: PoolSettings, model: Model, real: RealOutcome
 ) -> tuple[float, list[float]]:
@@ -287,6 +287,7 @@ def _simulated(
 
     return pool.replay(as_served(), real.changes).counts.ratio, ratios
 
+
 def _real_results(real: RealOutcome, simulated: float, compression: float) -> Iterator[Result]:
     ratio = real.counts.ratio
     yield Result("hit rate", ratio, "", "simulation", simulated, ratio / (simulated or 1.0))
@@ -299,6 +300,7 @@ def _real_results(real: RealOutcome, simulated: float, compression: float) -> It
     yield Result("last copies dropped", real.last_copies_dropped, "")
     for way, size in real.read_bytes.items():
         yield Result(f"read by {way}", size, "B")
+
 
 def _real_rows(
     real: RealOutcome, simulated: float, compression: float
@@ -317,7 +319,9 @@ def _real_rows(
         if size:
             yield f"read, {way}", format_bytes(size)
 
+
 # --- what came of it -------------------------------------------------------------------------------
+
 
 def _results(replayed: Sequence[Replayed], model: Model) -> Iterator[Result]:
     base = replayed[0]
@@ -339,6 +343,7 @@ def _results(replayed: Sequence[Replayed], model: Model) -> Iterator[Result]:
         written = each.outcome.ssd_blocks_written * model.block_bytes
         yield Result(f"{name}: written to SSDs", written, "B")
 
+
 def _show(replayed: Sequence[Replayed], model: Model) -> None:
     from p2pstore.trace.pool import Source
 
@@ -356,6 +361,7 @@ def _show(replayed: Sequence[Replayed], model: Model) -> None:
             (each.case.name, f"{counts.ratio:.4f}", reused, f"{counts.compute_saved:.1%}", *read)
         )
     print_table(("WHAT", *columns), rows, right=columns)
+
 
 def _draw(requests: Sequence[Request], settings: PoolSettings, model: Model, path: str) -> None:
     """The hit rate by memory of a peer."""
@@ -377,6 +383,7 @@ def _draw(requests: Sequence[Request], settings: PoolSettings, model: Model, pat
     axis.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
 
 def _draw_growth(
     real: RealOutcome, simulated: Sequence[float], settings: PoolSettings, path: str
@@ -400,6 +407,7 @@ def _draw_growth(
     axis.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
 
 def _pyplot() -> Any:
     try:

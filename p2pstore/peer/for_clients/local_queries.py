@@ -6,9 +6,8 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Final
 
 from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.gets.key_pages import ListedPage, ListOperation
+from p2pstore.core.gets.key_pages import ListedPage, ListOperation, is_known, known_keys
 from p2pstore.core.gets.lookup import LookupOperation, split_digests
-from p2pstore.core.gets.presence_answers import is_known, known_keys
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.core.puts.put_operation import PutEnd
 from p2pstore.errors import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from p2pstore.core.copies.copies_destination import Room, RoomDestination
+from p2pstore.core.copies.copy_destination import Room, RoomDestination
 from p2pstore.core.core_effects import (
     AskPeer,
     KnownCopy,
