@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
@@ -187,15 +187,15 @@ class Reservations:
             raise ValueError(f"reservation {number} has ended, or belongs to another holder")
         return reservation
 
-    def end(self, reservations: Iterable[Reservation]) -> None:
-        """Forget reservations that were committed or aborted."""
-        for number, _, _, capacity, _, holder in map(msgspec.structs.astuple, reservations):
-            del self._by_number[number]
-            numbers = self._of[holder]
-            numbers.remove(number)
-            if not numbers:
-                del self._of[holder]
-            self.reserved_bytes -= capacity
+    def end(self, reservation: Reservation) -> None:
+        """Forget a reservation that was committed or aborted."""
+        number, holder = reservation.number, reservation.holder
+        del self._by_number[number]
+        numbers = self._of[holder]
+        numbers.remove(number)
+        if not numbers:
+            del self._of[holder]
+        self.reserved_bytes -= reservation.capacity
 
     def of(self, holder: Hashable) -> tuple[int, ...]:
         """The holder's reservation numbers."""

@@ -275,35 +275,34 @@ class Segment:
             if existing.soft and not soft:
                 self.objects.make_firm(existing)
             return existing
-        self._publish([(reservation, entry, packed, follows)], now)
+        self.reservations.end(reservation)
+        self.objects.publish([(reservation, entry, packed, follows)], now)
         return entry
 
     def commit_new(
         self, written: Iterable[Written], *, holder: Hashable, now: float
     ) -> list[ObjectEntry | None]:
         """`commit` of many objects whose sums give their roots, each of a key of which nothing is here. None in place
-        of one that does not fit its reservation, which stays: `commit` says why."""
+        of one that does not fit its reservation, which stays (`commit` says why), or whose key came before."""
         self.objects.check_open()
         published: list[ObjectEntry | None] = []
-        filled: list[Filled] = []
+        filled: dict[bytes, Filled] = {}
         for each in written:
             entry = None
-            with suppress(ValueError):
-                reservation = self.reservations.get(each.reservation, holder)
-                entry, packed = _filled(reservation, each, False, now)
-                filled.append((reservation, entry, packed, each.follows))
+            if each.digest not in filled:
+                with suppress(ValueError):
+                    reservation = self.reservations.get(each.reservation, holder)
+                    entry, packed = _filled(reservation, each, False, now)
+                    self.reservations.end(reservation)  # now: a client may name it again
+                    filled[each.digest] = reservation, entry, packed, each.follows
             published.append(entry)
-        self._publish(filled, now)
+        self.objects.publish(list(filled.values()), now)
         return published
-
-    def _publish(self, filled: Sequence[Filled], now: float) -> None:
-        self.reservations.end([reservation for reservation, _, _, _ in filled])
-        self.objects.publish(filled, now)
 
     def abort(self, number: int, *, holder: Hashable) -> None:
         """Give a reservation back, after the last write into it has ended."""
         reservation = self.reservations.get(number, holder)
-        self.reservations.end([reservation])
+        self.reservations.end(reservation)
         self.objects.free(reservation)
 
     # --- reading -----------------------------------------------------------------------------

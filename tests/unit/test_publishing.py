@@ -52,6 +52,16 @@ def test_values_of_new_keys_are_published_under_one_stamp() -> None:
     check_segment(world.segment)
 
 
+def test_a_reservation_is_published_under_one_key_only() -> None:
+    world = Harness()
+    first = world.facts("a", b"1")
+    ends = publish(world, [first, replace(first, key="b"), world.facts("c", b"3")])
+    assert [isinstance(end, PutEnd) for end in ends] == [True, False, True]
+    now = world.core.unix(world.now)
+    assert world.segment.find(digest_of("b"), now) is None
+    check_segment(world.segment)
+
+
 def test_who_waits_for_a_key_hears_of_it() -> None:
     world = Harness(others=1)
     heard: list[bytes] = []
