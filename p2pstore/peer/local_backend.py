@@ -24,8 +24,9 @@ from p2pstore.errors import AuthenticationFailed
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
+from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.server import WRITING, LocalClient
+from p2pstore.local.server import WRITING
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_page
 from p2pstore.memory.segment_layout import Pin
@@ -87,7 +88,7 @@ _UNKNOWN: Final = local.ContainsReply(b"\0")
 
 
 class PeerLocalBackend:
-    """Satisfies `p2pstore.local.server.LocalBackend`."""
+    """Satisfies `p2pstore.local.local_clients.LocalBackend`."""
 
     def __init__(
         self,

@@ -57,8 +57,8 @@ def peer_document(node: Node, *, private: bool = True) -> dict[str, Any]:
         "known_locations": core.gossip.locations.record_count,
         "directory": core.gossip.partitions.document(),
         "members_refused": core.gossip.membership.refused_count,
-        "floors": core.gossip.cluster_records.floors.count,
-        "floors_permille": round(1000 * core.gossip.cluster_records.floors.crowding),
+        "floors": core.gossip.floor_set.count,
+        "floors_permille": round(1000 * core.gossip.floor_set.crowding),
         "floors_refused": core.gossip.cluster_records.floors_refused,
         "log_sequence": core.gossip.log.sequence,
         "counters": dict(sorted(core.counters.items())),
@@ -131,7 +131,7 @@ def _gossip(node: Node) -> dict[str, Any]:
     is best, 8 worst)."""
     membership = node.core.gossip.membership
     states = Counter(state.status for state in membership.states())
-    carried = node.host.carried
+    carried = node.host.connections.carried
     return {
         "members": {status.name.lower(): states[status] for status in Status},
         "local_health": membership.health.score,
@@ -186,7 +186,7 @@ def _follows(core: PeerCore, unix_now: float) -> list[dict[str, Any]]:
 def _connections(node: Node) -> dict[str, int]:
     """Control connections: how many are open, how many neighbours they are kept for, and what became of others."""
     return {
-        "open": node.host.open_connections,
+        "open": len(node.host.connections.each()),
         "neighbours": len(node.core.gossip.view.neighbours()),
         **asdict(node.host.keeper.counts),
     }

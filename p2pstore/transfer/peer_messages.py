@@ -10,7 +10,7 @@ from p2pstore.wire import Message
 
 
 class Lookup(Message, frozen=True):
-    """Who holds these keys? `digests` are packed, 16 bytes each."""
+    """Ask for the holders of these keys. `digests` are packed, 16 bytes each."""
 
     digests: bytes
 
