@@ -50,7 +50,7 @@ class ReturnedObjects:
             references.let_go(self._leases.end(lease, EARLIER_CLIENTS))
         for number in self._reservations.of(EARLIER_CLIENTS):
             reservation = self._reservations.get(number, EARLIER_CLIENTS)
-            self._reservations.end([reservation])
+            self._reservations.end(reservation)
             self._objects.free(reservation)
 
     @property

@@ -216,7 +216,8 @@ class Segment:
             wanted = sum(1 for _ in alike)
             capacity = extent_bytes(length, max(1, trailer_length))
             above = self.areas.above_cap(namespace, taken + wanted * capacity)
-            slots = self.table.take_slots(wanted - max(0, -(-above // capacity)))
+            fitting = wanted - max(0, -(-above // capacity))
+            slots = self.table.take_slots(fitting)
             extents = self.areas.take_many(capacity, len(slots), places)
             self.table.give_back(slots[len(extents) :])
             made += self._reserved(holder, extents, length, capacity, slots[: len(extents)])
@@ -274,35 +275,34 @@ class Segment:
             if existing.soft and not soft:
                 self.objects.make_firm(existing)
             return existing
-        self.reservations.end([reservation])
-        self.objects.publish([Filled(entry, reservation.capacity, packed, follows)], now)
+        self.reservations.end(reservation)
+        self.objects.publish([(reservation, entry, packed, follows)], now)
         return entry
 
     def commit_new(
         self, written: Iterable[Written], *, holder: Hashable, now: float
     ) -> list[ObjectEntry | None]:
         """`commit` of many objects whose sums give their roots, each of a key of which nothing is here. None in place
-        of one that does not fit its reservation, which stays: `commit` says why."""
+        of one that does not fit its reservation, which stays (`commit` says why), or whose key came before."""
         self.objects.check_open()
         published: list[ObjectEntry | None] = []
-        ended: list[Reservation] = []
-        filled: list[Filled] = []
+        filled: dict[bytes, Filled] = {}
         for each in written:
             entry = None
-            with suppress(ValueError):
-                reservation = self.reservations.get(each.reservation, holder)
-                entry, packed = _filled(reservation, each, False, now)
-                ended.append(reservation)
-                filled.append(Filled(entry, reservation.capacity, packed, each.follows))
+            if each.digest not in filled:
+                with suppress(ValueError):
+                    reservation = self.reservations.get(each.reservation, holder)
+                    entry, packed = _filled(reservation, each, False, now)
+                    self.reservations.end(reservation)  # now: a client may name it again
+                    filled[each.digest] = reservation, entry, packed, each.follows
             published.append(entry)
-        self.reservations.end(ended)
-        self.objects.publish(filled, now)
+        self.objects.publish(list(filled.values()), now)
         return published
 
     def abort(self, number: int, *, holder: Hashable) -> None:
         """Give a reservation back, after the last write into it has ended."""
         reservation = self.reservations.get(number, holder)
-        self.reservations.end([reservation])
+        self.reservations.end(reservation)
         self.objects.free(reservation)
 
     # --- reading -----------------------------------------------------------------------------
@@ -420,7 +420,7 @@ def _filled(
     """The object in a reservation, and its packed trailer. Raises `ValueError` when they exceed what was reserved."""
     number, digest, version, trailer, length, _ = written
     packed = encode_trailer(trailer)
-    end = (length + 7 & ~7) + len(packed)
+    end = (length + 7 & ~7) + len(packed)  # `trailer_offset`, without its call
     if not 0 <= length <= reservation.length or end > reservation.capacity:
         raise ValueError(
             f"{length:,} bytes and a trailer of {len(packed):,} exceed reservation {number}"

@@ -1,37 +1,32 @@
 """Every object of a segment, by digest and by slot: from publishing until its bytes are free. Pure."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence
 from heapq import nlargest
 from itertools import islice
-from typing import Final, NamedTuple
-
 from p2pstore.errors import StoreClosed
 from p2pstore.memory.areas import Areas
-from p2pstore.memory.entries import ObjectEntry, Reservation
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.entries import Reservation
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.key_listing import KeyListing
 from p2pstore.memory.object_table import ObjectTable
 from p2pstore.memory.references import References
-from p2pstore.memory.segment_layout import Geometry, Pin, SlotState
+from p2pstore.memory.segment_layout import Geometry
+from p2pstore.memory.segment_layout import Pin
+from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import Version
+from typing import Final
+import math
 
 SOFT_PIN_SECONDS: Final = 30 * 60.0
 
 EXPIRED_PER_STEP: Final = 32
 """Objects withdrawn in one step of `expire`, at 20 us each."""
 
-
-class Filled(NamedTuple):
-    """An object in an extent of `capacity` bytes, its packed trailer, and the digest of the block before it, if any."""
-
-    entry: ObjectEntry
-    capacity: int
-    packed: bytes
-    follows: bytes
-
+Filled = tuple[Reservation, ObjectEntry, bytes, bytes]
+"""A reservation, the object in it, its packed trailer, and the digest of the block that it follows, or empty."""
 
 class SegmentObjects:
     """The states of objects: LIVE (published), RETURNED (of an earlier life, not yet published), DOOMED (withdrawn,
@@ -73,28 +68,30 @@ class SegmentObjects:
     # --- appearing ---------------------------------------------------------------------------
 
     def publish(self, filled: Sequence[Filled], now: float) -> None:
-        """Make filled extents the objects of their keys, each of another key, in place of older ones."""
-        entries = [each.entry for each in filled]
-        live, held, base = self.live, self.held, self._data_offset
+        """Make filled extents the objects of their keys, which differ, in place of older ones."""
+        base, held, live = self._data_offset, self.held, self.live
+        entries = [entry for _, entry, _, _ in filled]
         replaced = [live[entry.digest] for entry in entries if entry.digest in live]
-        for entry, capacity, _, _ in filled:
-            if entry.extent_bytes < capacity:
+        for reservation, entry, _, _ in filled:
+            if entry.extent_bytes < reservation.capacity:
                 self.areas.shrink(entry.offset - base, entry.extent_bytes)
-            if self.areas.uses:
+        self.table.publish(entries, [packed for _, _, packed, _ in filled])
+        if self.areas.uses:
+            for entry in entries:
                 entry.group = self.areas.at(entry.offset - base).group_of(entry.namespace)
-        self.table.publish(entries, [each.packed for each in filled])
         for entry in entries:
             held[entry.slot] = live[entry.digest] = entry
-        for existing in replaced:
-            self._replaced(existing)
-        for entry, _, _, follows in filled:
+        if replaced:
+            self._replaced(replaced)
+        for _, entry, _, follows in filled:
             self.listing.add(entry)
             before = live.get(follows) if follows else None
             self.order.admit(entry, now, None if before is entry else before)
-            if self.areas.uses:
-                self.areas.count(entry, 1)
             if entry.expires_unix_ms or entry.pin_until:
                 self.timers.set(entry)
+        if self.areas.uses:
+            for entry in entries:
+                self.areas.count(entry, 1)
 
     def return_object(self, entry: ObjectEntry, now: float) -> None:
         """Take in an object of an earlier life, which readers do not find until `publish_returned`."""
@@ -123,15 +120,16 @@ class SegmentObjects:
         self.table.publish_returned(entry)
         self.live[entry.digest] = entry
         if existing is not None:
-            self._replaced(existing)
+            self._replaced([existing])
         self.listing.add(entry)
         self.timers.set(entry)
         return True
 
-    def _replaced(self, existing: ObjectEntry) -> None:
-        self.listing.remove(existing)
-        self._doom(existing)
-        self._withdrawn.append(existing)
+    def _replaced(self, entries: Sequence[ObjectEntry]) -> None:
+        for existing in entries:
+            self.listing.remove(existing)
+        self._doom(*entries)
+        self._withdrawn += entries
 
     # --- looking -----------------------------------------------------------------------------
 
@@ -279,11 +277,9 @@ class SegmentObjects:
         self.table.free_slot(held.slot)
         self.areas.free(held.offset - self._data_offset)
 
-
 def _check_live(entry: ObjectEntry) -> None:
     if entry.state is not SlotState.LIVE:
         raise ValueError(f"{entry.key!r} was withdrawn: look it up again")
-
 
 class ExpiryTimers:
     """The next time of each entry that has one, as a binary heap in which each entry knows its place (`timer`): so an
@@ -350,14 +346,12 @@ class ExpiryTimers:
         heap[place] = timer
         timer[1].timer = place
 
-
 HALF_LIFE_SECONDS: Final = 60.0
 COUNTED: Final = 1024
 """Objects that are counted at once."""
 WEIGHT_SECONDS: Final = 1.0
 """How long reads weigh the same: working out weights for each would cost more than counting."""
 HIGHEST_WEIGHT: Final = 2.0**40
-
 
 class MostRead:
     """Times are seconds; a clock that was set back does no harm."""
