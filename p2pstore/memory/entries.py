@@ -1,25 +1,20 @@
 """What a segment's owner knows of each object and each reservation. Pure."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from itertools import count
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import TrailerBody
-from p2pstore.objects import Version
-from typing import Any
-from typing import Final
-from typing import NamedTuple
-from typing import cast
-import msgspec
+
 import operator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Final, NamedTuple, cast
+
+import msgspec
+
+from p2pstore.memory.segment_layout import Pin, SlotState, TrailerBody
+from p2pstore.objects import Version
 
 MAX_RESERVATIONS_PER_HOLDER: Final = 4096
+
 
 @dataclass(slots=True, eq=False)
 class ObjectEntry:
@@ -78,6 +73,7 @@ class ObjectEntry:
         """Whether its time to live is over at `now` (Unix seconds)."""
         return self.expires_unix_ms > 0 and self.expires_unix_ms / 1000 <= now
 
+
 class SmallObjectsLent(NamedTuple):
     """Objects of one chunk that stay where they are until the loan ends. `slots`: 64 bytes for each that was asked for,
     zero for those that are none of them; `digests` and `payloads` of the others, `length_bytes` in all. `handle` is
@@ -89,8 +85,10 @@ class SmallObjectsLent(NamedTuple):
     length_bytes: int
     handle: Any
 
+
 _LENGTH: Final = operator.attrgetter("length")
 _EXPIRES: Final = operator.attrgetter("expires_unix_ms")
+
 
 def small_entries(
     found: Sequence[ObjectEntry | None],
@@ -120,6 +118,7 @@ def small_entries(
         entries.append(entry)
     return places, entries
 
+
 class Written(NamedTuple):
     """An object that lies in a reservation, and the digest of the block that it follows, if any."""
 
@@ -129,6 +128,7 @@ class Written(NamedTuple):
     trailer: TrailerBody
     length: int
     follows: bytes = b""
+
 
 class Reservation(msgspec.Struct, frozen=True):
     """Room for a value of up to `length` bytes at `offset` from the segment's start.
@@ -143,6 +143,7 @@ class Reservation(msgspec.Struct, frozen=True):
     capacity: int
     slot: int
     holder: Hashable
+
 
 class Reservations:
     """Reservations by number, and the numbers of each holder."""
@@ -204,6 +205,7 @@ class Reservations:
     def count_of(self, holder: Hashable) -> int:
         """The number of the holder's reservations."""
         return len(self._of.get(holder, ()))
+
 
 class EntryList:
     """Entries in order, and the sum of their extents in bytes."""

@@ -1,28 +1,27 @@
 """Publishing a batch as one: what becomes of each value is what becomes of it alone."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+
 from p2pstore.core.copies.replicate import PutAmongMany
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.puts.publishing import publish_new
 from p2pstore.gossip.records import writer_of
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.put_facts import PutFacts
-from p2pstore.put_facts import PutStatus
+from p2pstore.memory.segment_layout import Pin, decode_trailer
+from p2pstore.put_facts import PutFacts, PutStatus
 from simulation.segment_checks import check_segment
-from tests.unit.core_harness import HOLDER
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-from typing import Any
-import pytest
+from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, clock_at, digest_of
+
 
 def publish(world: Harness, items: list[PutFacts]) -> list[PutEnd | PutAmongMany | None]:
     return publish_new(world.core, items, holder=HOLDER, namespace=NAMESPACE, now=world.now)
+
 
 def test_values_of_new_keys_are_published_under_one_stamp() -> None:
     world = Harness(others=2)
@@ -52,6 +51,7 @@ def test_values_of_new_keys_are_published_under_one_stamp() -> None:
     assert world.core.counters["objects_published"] == 3
     check_segment(world.segment)
 
+
 def test_a_reservation_is_published_under_one_key_only() -> None:
     world = Harness()
     first = world.facts("a", b"1")
@@ -60,6 +60,7 @@ def test_a_reservation_is_published_under_one_key_only() -> None:
     now = world.core.unix(world.now)
     assert world.segment.find(digest_of("b"), now) is None
     check_segment(world.segment)
+
 
 def test_who_waits_for_a_key_hears_of_it() -> None:
     world = Harness(others=1)
@@ -70,6 +71,7 @@ def test_who_waits_for_a_key_hears_of_it() -> None:
     world.core.operations.await_keys(operation, [digest_of("b")])
     publish(world, [world.facts(key, b"v") for key in "abc"])
     assert heard == [digest_of("b")]
+
 
 def unusual(world: Harness, what: str) -> PutFacts:
     """A value about whose key, or with which, more has to be decided."""
@@ -96,6 +98,7 @@ def unusual(world: Harness, what: str) -> PutFacts:
     }
     return replace(facts, **changes.get(what, {}))
 
+
 @pytest.mark.parametrize(
     "what",
     [
@@ -113,6 +116,7 @@ def test_what_takes_more_is_left_and_the_rest_is_published(what: str) -> None:
     assert world.segment.object_count == before + 2
     check_segment(world.segment)
 
+
 def test_a_key_that_comes_twice_is_new_once() -> None:
     world = Harness()
     ends = publish(world, [world.facts("k", b"first"), world.facts("k", b"second")])
@@ -121,17 +125,21 @@ def test_a_key_that_comes_twice_is_new_once() -> None:
     assert entry is not None
     assert bytes(world.segment.payload(entry)) == b"first"
 
+
 def test_what_is_no_key_leaves_all_to_be_decided_alone() -> None:
     world = Harness()
     bad = replace(world.facts("k", b"v"), key="")
     assert publish(world, [world.facts("a", b"v"), bad]) == [None, None]
+
 
 def test_nothing_is_published_by_a_clock_that_others_refuse() -> None:
     world = Harness(others=2)
     world.core.clock.latest = clock_at(3600.0)
     assert publish(world, [world.facts("a", b"v")]) == [None]
 
+
 KEYS = st.sampled_from("abcdefgh")
+
 
 @given(
     st.lists(KEYS, max_size=4),
