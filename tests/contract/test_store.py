@@ -37,6 +37,7 @@ from p2pstore.local import server
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.objects import KIB, MIB, chunk_sums
 from p2pstore.wire import Limits
+from simulation.segment_checks import check_segment
 from tests.contract.worlds import (
     ASYNC_WORLDS,
     WORLDS,
@@ -81,7 +82,7 @@ def tidy(cluster: Cluster, key: str) -> Iterator[None]:
     cluster.distant.remove_many([each.key for each in page.keys])
     until(lambda: cluster.on_near(lambda: segment.used_bytes) <= before)
     until(lambda: leased_bytes(cluster) == 0)
-    cluster.on_near(segment.check)
+    cluster.on_near(lambda: check_segment(segment))
 
 
 def pattern(length: int, seed: int = 0) -> bytes:

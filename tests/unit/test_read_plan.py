@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from p2pstore.client.read_plan import (
@@ -78,6 +78,7 @@ items = st.builds(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.booleans())
 def test_a_read_ends_and_tries_each_place_once(data: st.DataObject, hot: bool) -> None:
     silent = SilentHolders()
