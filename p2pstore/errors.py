@@ -52,7 +52,7 @@ class CapacityExceeded(P2PStoreError):
 
 
 class LeaseLimitExceeded(P2PStoreError):
-    """The client holds so many leased bytes that it must let go of views before it takes more."""
+    """The client is at its limit of leased bytes: it must release views before it takes more."""
 
 
 class PeerNotInstalled(P2PStoreError, ImportError):
@@ -70,11 +70,11 @@ class CheckpointRefused(P2PStoreError):
 
 
 class CheckpointChanged(P2PStoreError):
-    """A file changed while it was published. Publish it again when nobody writes to it."""
+    """A file changed while it was published. Publish it again when no process writes to it."""
 
 
 class FollowersLag(DeadlineExceeded):
-    """Not all followers of a checkpoint, or not as many as were asked for, had the version in time: nobody switches.
+    """Not all followers of a checkpoint, or not as many as were asked for, had the version in time: none switches.
     `laggards` are those that did not (`results.CheckpointFollower`)."""
 
     def __init__(self, message: str, laggards: tuple[object, ...] = ()) -> None:

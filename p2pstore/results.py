@@ -19,7 +19,7 @@ else:
 PutStatusName = Literal["created", "unchanged", "kept_existing"]
 PinName = Literal["none", "soft", "hard"]
 OnConflict = Literal["keep", "overwrite", "error"]
-"""What a put does with a key that exists with other bytes."""
+"""The action of a put for a key that exists with other bytes."""
 Framework = Literal["numpy", "torch"]
 """Which library a tensor comes back in."""
 Buffer = Any
@@ -44,7 +44,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What a put did. A key that exists with other bytes is kept by default: `status` is then `kept_existing`, and
+    """The result of a put. A key that exists with other bytes is kept by default: `status` is then `kept_existing`, and
     nothing of the put was stored or applied.
 
     `status` is `created` for a new object, and `unchanged` where the key had these bytes: the put's pin and replicas
@@ -125,7 +125,7 @@ class TransferStatus:
 
 @dataclass(frozen=True, slots=True)
 class PinResult:
-    """What `pin` or `unpin` did: `copies` have that pin now, of `known` that there are."""
+    """The result of `pin` or `unpin`: `copies` have that pin now, of `known` that there are."""
 
     key: str
     pin: PinName
@@ -174,14 +174,13 @@ class PeerInfo:
     round_trip_seconds: float | None = None
     """Of a ping; None where none was answered yet."""
     transports: dict[str, dict[str, int]] = field(default_factory=dict)
-    """What this peer and its clients read from it by which transport: objects, bytes, failures; and how long those took
-    that were read one by one, half of them at most `median_microseconds`, 99 % at most `p99_microseconds` (powers of
-    two; 0 where there were none)."""
+    """Reads of this peer and its clients from it, by transport: objects, bytes, failures; and for objects read one by
+    one P50 (`median_microseconds`) and P99 (`p99_microseconds`), powers of two; 0 without any."""
     directory: str = ""
     """How much it knows of where objects are: `full` or `partitioned`."""
     load: float = 0.0
-    """What it takes of a core, or its large answers of its upload slots, whichever is more, as it said some seconds
-    ago. From 1 on, who asks it for more is late, or sent elsewhere."""
+    """Its share of a core, or of its upload slots in use, whichever is more, as reported some seconds
+    ago. From 1 on, further requests are late, or sent elsewhere."""
     leaving: bool = False
     """It hands over what only it has, and takes nothing new."""
 
@@ -207,7 +206,7 @@ class PublishedCheckpoint:
     pieces: int
     piece_bytes: int
     notes: tuple[str, ...] = ()
-    """What is to be known of the files: what was left out, what is broken, patterns that match none."""
+    """Remarks about files: left out, broken, patterns that match none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +227,7 @@ class FetchedCheckpoint:
 class FollowedCheckpoint:
     """How a follow is. `stage`: waiting, fetching, verified (it will be used when the publisher says so), current,
     failed (`why`; it is tried again). `version` is the one to be used next, or in use, `current` the one in use: 32
-    hexadecimal digits, or nothing. `publisher` is a peer id, empty as long as nobody publishes the name."""
+    hexadecimal digits, or nothing. `publisher` is a peer id, empty while the name is not published."""
 
     stage: str
     version: str
@@ -255,7 +254,7 @@ class CheckpointFollower:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointUpdate:
-    """How an update is: of `followers`, so many have the version (`ready`), and use it (`using`). `laggards` are those
+    """How an update is: of all `followers`, `ready` have the version and `using` use it. `laggards` are those
     that are waited for: that do not have it, or, once it is `switched`, do not use it yet."""
 
     version: str
@@ -268,7 +267,7 @@ class CheckpointUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMember:
-    """What a peer has of a name. `state`: following (it waits), fetching, verified, seeding, publishing, failed
+    """The state of a name at a peer. `state`: following (it waits), fetching, verified, seeding, publishing, failed
     (`why`). `version` and `current` (what a follower uses) are the first 16 hexadecimal digits, or nothing. It `needs`
     a share of the version, most often all of it: 1; `done` is a share of that. `bytes_per_second` is what it fetched at
     so far, 0 where that is not known yet."""
@@ -288,7 +287,7 @@ class CheckpointMember:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A name that somebody publishes. `switched` is the version that followers are to use, empty when none was named.
+    """A published name. `switched` is the version that followers are to use, empty when none was named.
     `trusted`: this peer takes the name from this publisher; `mine`: it is the publisher; `alive`: the publisher is.
     `published` is in seconds since 1970."""
 

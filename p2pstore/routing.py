@@ -34,7 +34,7 @@ class Costs:
     load_seconds_per_block: float = 0.0
     """To bring it from this machine's memory to the device."""
     ssd_seconds_per_block: float = 0.0
-    """What it takes longer from an SSD."""
+    """The extra time from an SSD."""
 
 
 @dataclass(frozen=True, slots=True)

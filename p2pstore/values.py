@@ -1,4 +1,4 @@
-"""What callers pass as values and destinations, as plain views of bytes; and tensors back again.
+"""Values and destinations of callers as plain views of bytes; and tensors back again.
 
 Nothing is copied here. numpy arrays are recognised by the buffer protocol where they have one, and
 torch tensors only when torch was imported already: this module never imports it for others.
@@ -120,7 +120,7 @@ def empty_tensor(
     if min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize != length:
         raise P2PStoreError(
             f"a tensor of {dtype} and shape {shape} does not have the {length:,} bytes that were "
-            "stored: whoever put it described it wrongly; read it with get"
+            "stored: its put described it wrongly; read it with get"
         )
     if not wants_torch:
         return np.empty(shape, kind)
@@ -146,7 +146,7 @@ def torch_dtype(dtype: str, name: str) -> Any:
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """numpy's dtype of that name, or that of ml_dtypes (bfloat16, float8...). Never one whose elements
-    are Python objects: what was stored is not trusted so far."""
+    are Python objects: stored dtypes are not trusted that far."""
     try:
         dtype = np.dtype(name)
     except (TypeError, ValueError, SyntaxError):
@@ -234,7 +234,7 @@ def memory_was_freed(tensor: Any) -> bool:
 
 
 def device_type(tensor: Any) -> str:
-    """What kind of device a torch tensor is on: `cpu`, `cuda`, `meta`... Raises `ValueError` where it does not say."""
+    """The kind of device a torch tensor is on: `cpu`, `cuda`, `meta`... Raises `ValueError` where it does not say."""
     try:
         return str(tensor.device.type)
     except Exception as error:  # what a subclass of Tensor raises, it alone knows
@@ -281,7 +281,7 @@ def fresh_bytes(length: int) -> tuple[memoryview, Callable[[], bytes]]:
     """Writable memory of `length` bytes, and what turns it into `bytes` once it is filled.
 
     A large value is written straight into the `bytes` object that the caller will get (the C API
-    allows it as long as nobody else has seen the object), on huge pages if there are any. For 64
+    allows it while the object is unknown to other code), on huge pages if there are any. For 64
     MiB that takes 14 ms; filling fresh small pages takes 36 and one more copy 48. A small value
     is cheaper to copy than to set up.
     """
@@ -439,7 +439,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 Source = memoryview | PutSource
-"""What a put takes its bytes from."""
+"""The source of the bytes of a put."""
 
 
 def value_of(value: Any) -> Source:

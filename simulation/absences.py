@@ -1,8 +1,8 @@
 """A long random life of a small cluster: peers that are away for longer than floors are kept, splits,
 whole-cluster shutdowns, kills, skewed clocks; with removes, overwrites and flushes all the time.
 
-Every read is judged by `oracle`. At the end, when all are back and have settled, nothing that anybody
-knows to be removed may be read anywhere; sets, horizons and logs agree; floors were bounded all along.
+Every read is judged by `oracle`. At the end, when all are back and have settled, nothing that any
+peer knows to be removed may be read anywhere; sets, horizons and logs agree; floors were bounded all along.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class Absences(ScenarioRun):
         self.kernel.run_until(self.kernel.now + 2.0)
 
     def _check_final_reads(self) -> None:
-        """Nowhere can be read what anybody knows to be removed."""
+        """No peer may serve a key that any peer knows to be removed."""
         everybody = [(peer, -float("inf")) for peer in self.cluster.running]
         for namespace in NAMESPACES:
             for number in range(self.scenario.keys):
@@ -289,7 +289,7 @@ class Absences(ScenarioRun):
         self.outcome.cold_returned += sum(p.disk.returned for p in self.cluster.peers)
 
     def _count_returned(self, peer: SimulatedPeer) -> None:
-        """What came back of a memory that outlived its process, in the life that is over now."""
+        """Objects that came back of a memory that outlived its process, in the life that is over now."""
         if peer.core is not None:
             self.outcome.cold_discarded += peer.core.counters["kept_objects_discarded"]
             self.outcome.cold_returned += peer.core.counters["kept_objects_returned"]

@@ -2,7 +2,7 @@
 
 Every host has an uplink and a downlink of some bytes a second, each a first-in-first-out queue of whole pieces. A piece
 passes both at once, as streams do: it is there when both have let it through. Messages take a latency and no bandwidth.
-Who dies is noticed by its neighbours some time later. Not modelled: how TCP shares a link, disks, and what hashing and
+A death is noticed by neighbours some time later. Not modelled: how TCP shares a link, disks, and what hashing and
 Python cost.
 
 The unit of comparison is the shortest time in which the last of N receivers can have K pieces over equal links: the
@@ -74,10 +74,10 @@ class BroadcastScenario:
     silent_share: float = 0.0
     """Receivers that offer what they have and send nothing."""
     joining_over: float = 0.0
-    """Receivers join evenly over so many shortest times."""
+    """Receivers join evenly over this multiple of the shortest time."""
     receivers_per_host: int = 1
     parts: int = 1
-    """Each receiver needs one of so many equal parts of the pieces only."""
+    """Each receiver needs one part of the pieces, of this number of equal parts."""
     source_leaves: bool = False
     """As soon as its neighbours have every piece."""
     give_up_after: float = 20.0
@@ -98,7 +98,7 @@ class BroadcastScenario:
 
 @dataclass(slots=True)
 class BroadcastOutcome:
-    """What came of it. Times of receivers from when they joined, in shortest times."""
+    """The result. Times of receivers from when they joined, in shortest times."""
 
     last: float
     """When the last healthy receiver had everything; infinity when one never had."""

@@ -46,7 +46,7 @@ class SimulatedCluster:
         return [peer for peer in self.peers if peer.core is not None]
 
     def disagreements(self) -> list[str]:
-        """What keeps the running peers from agreeing: members, locations, floors. Empty when they do."""
+        """The differences between the running peers: members, locations, floors. Empty when they do."""
         problems = []
         for peer in self.running:
             assert peer.core is not None

@@ -51,7 +51,7 @@ class Disk:
         """Cold objects that turned out good, or not, so far."""
 
     def write_floors(self) -> None:
-        """What was heard of since the last time."""
+        """Records heard of since the last time."""
         self.state.cluster_records += self.unwritten
         self.unwritten = []
 

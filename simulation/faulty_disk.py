@@ -32,14 +32,14 @@ RUBBISH = bytes(range(1, 256))
 
 @dataclass(slots=True)
 class DiskFaults:
-    """What goes wrong, each as the probability of one request. Change it at any time; 1.0 makes it permanent."""
+    """Faults, each as the probability of one request. Change it at any time; 1.0 makes it permanent."""
 
     read_error: float = 0.0
     """EIO; some of the memory was filled."""
     short_read: float = 0.0
     """EIO, as `Disk` has it: the disk gave less than was asked for."""
     misdirected_read: float = 0.0
-    """What lies elsewhere, as if it lay here; the next read may be right."""
+    """A read returns bytes of another place; the next read may be right."""
     rot: float = 0.0
     """A bit of what is read has flipped, for good."""
     write_error: float = 0.0
@@ -49,9 +49,9 @@ class DiskFaults:
     read_only: float = 0.0
     """EROFS; nothing was written."""
     lost_write: float = 0.0
-    """Nothing was written, and nobody is told."""
+    """Nothing was written, and no error is reported."""
     misdirected_write: float = 0.0
-    """Written elsewhere, and nobody is told."""
+    """Written elsewhere, and no error is reported."""
     sync_error: float = 0.0
     """EIO; of the writes before it, any sectors survive a crash, and no later sync changes that."""
     latency_seconds: float = 0.0
@@ -146,7 +146,7 @@ class FaultyDisk:
         self.happened["bytes_written"] += length
 
     def _land(self, write: Write) -> None:
-        """A write that nobody cancelled, and what may become of it."""
+        """A write that was not cancelled, with its faults."""
         faults = self.faults
         if self._comes("read_only", faults.read_only):
             raise OSError(errno.EROFS, "simulated: the disk is read-only")
@@ -195,7 +195,7 @@ class FaultyDisk:
         self._closed = True
 
     def reopen(self) -> None:
-        """What was written is there, whether it was synced or not."""
+        """All written bytes are there, synced or not."""
         self._closed = False
 
     def crash(self) -> None:
@@ -213,7 +213,7 @@ class FaultyDisk:
             self._platter.flip_bit(each)
 
     def peek(self, position: int, length: int) -> bytes:
-        """What lies there, read without faults. Any position, any length."""
+        """The bytes there, read without faults. Any position, any length."""
         return bytes(self._platter.visible[position : position + length])
 
     def poke(self, position: int, data: bytes) -> None:
@@ -242,7 +242,7 @@ class FaultyDisk:
         return True
 
     def _elsewhere(self, length: int) -> int:
-        """Any place where so much fits."""
+        """Any place with room for this much."""
         return self._rng.randrange(0, self.size_bytes - length + 1, ALIGNMENT_BYTES)
 
 

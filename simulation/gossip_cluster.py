@@ -208,7 +208,7 @@ class GossipCluster:
         return next(self._disagreements(exact=False), None) is None
 
     def complete(self) -> bool:
-        """Whether every running peer counts every other as a member, suspected or not, and nobody else."""
+        """Whether every running peer counts exactly the others as members, suspected or not."""
         running = self.running
         ids = {peer.peer_id for peer in running}
         return all(
@@ -218,7 +218,7 @@ class GossipCluster:
         )
 
     def disagreements(self, limit: int = 10) -> list[str]:
-        """What keeps the running peers from agreeing, record by record. Empty when they do."""
+        """The differences between the running peers, record by record. Empty when they agree."""
         found = []
         for text in self._disagreements(exact=True):
             found.append(text)

@@ -42,7 +42,7 @@ class ControlTalk:
         kernel.after(ask.timeout_seconds / peer.clock_rate, partial(self._run_out, ask.token))
         target = self._cluster.by_peer_id.get(ask.peer_id)
         if target is None:
-            return  # made up by somebody: nobody answers
+            return  # an invented peer: no answer
         body = encode_body(ask.request)
         leaves_at = self._dial(target)
         peer.traffic.count_out(ask.kind, len(body))
@@ -65,7 +65,7 @@ class ControlTalk:
             self._finish(self._expired.popleft(), None)
 
     def _finish(self, token: int, reply: Message | None) -> None:
-        """The outcome of a question: what came, or None."""
+        """The outcome of a question: its reply, or None."""
         if token not in self._open:
             return
         self._open.discard(token)

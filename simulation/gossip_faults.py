@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated gossip cluster, drawn from a seed."""
+"""The faults of a simulated gossip cluster, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class Misfortune:
         self._cluster.kernel.after(self._while(), self._cluster.network.heal)
 
     def _cut_one_way(self) -> None:
-        """Some hosts are heard by nobody, or hear nobody."""
+        """Some hosts are not heard, or do not hear."""
         cluster = self._cluster
         hosts = list(range(len(cluster.peers)))
         chosen = set(self._rng.sample(hosts, self._rng.randint(1, max(1, len(hosts) // 3))))

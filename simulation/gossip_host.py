@@ -1,6 +1,6 @@
 """A host in virtual time: its clocks, its CPU, and the event loop of the one process on it.
 
-What arrives while the CPU is busy waits. A turn of the loop fails the questions that ran out, handles
+Messages that arrive while the CPU is busy wait. A turn of the loop fails the questions that ran out, handles
 everything that had arrived, and only then does what is due. A process that stands still (SIGSTOP) finds all
 that at once when it goes on: its questions have run out although their answers wait.
 """
@@ -60,7 +60,7 @@ class GossipHost(ABC):
         self.clock_rate = 1.0
         """How fast both clocks go, in proportion to virtual time."""
         self.life = 0
-        """Number of the process: what belongs to an earlier one is dropped."""
+        """Number of the process: events of an earlier one are dropped."""
         self.resumed_at = -math.inf
         self.stalled = False
         """Whether the process stands still."""
@@ -124,7 +124,7 @@ class GossipHost(ABC):
         self._inbox.clear()
 
     def stall(self, seconds: float) -> None:
-        """Stand still for so long; what arrives meanwhile waits."""
+        """Stall for this long; messages that arrive meanwhile wait."""
         if not self.running or self.stalled:
             return
         self.stalled = True
@@ -158,7 +158,7 @@ class GossipHost(ABC):
             self._turn_later(self._busy_until)
 
     def turn(self) -> None:
-        """One turn of the event loop: what has arrived, then what is due."""
+        """One turn of the event loop: arrived messages, then due work."""
         self._turn_at = math.inf
         self.drain()
         if self.running:

@@ -4,7 +4,7 @@
 - A location that a reader is shown was held by its owner at the place that it names.
 - A location that its owner denied is shown no more.
 - The stored incarnation of a member never falls, and no member has one that it never used.
-- No process that stood still accuses anybody, or gives anybody up, on the strength of that time.
+- No process that stalled accuses a member, or gives one up, on the strength of that time.
 """
 
 from __future__ import annotations

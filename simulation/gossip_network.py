@@ -1,7 +1,7 @@
 """The network between simulated gossip machines: what each message and each connection costs.
 
 A message costs CPU on both sides; the first one between two hosts opens a connection, which costs much
-more. Connections that nobody wants any more are closed when they have been idle for a while.
+more. Connections that are not wanted any more are closed when they have been idle for a while.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class GossipNetwork:
         self._connections.get(other, {}).pop(host, None)
 
     def disconnect_all(self, host: int) -> list[int]:
-        """A host went: its connections are closed. Who was at the other ends."""
+        """A host went: its connections are closed. The hosts at the other ends."""
         others = self.connected(host)
         for other in others:
             self.disconnect(host, other)

@@ -68,7 +68,7 @@ class GossipPeer(GossipHost):
         """A host that is off does not even refuse connections."""
         self.held: dict[bytes, LocationRecord] = {}
         self.truth: dict[int, LogTruth] = {}
-        """By incarnation: what readers of the log must find at each place of it."""
+        """By incarnation: the record that readers of the log must find at each place of it."""
         self.top_incarnation = 0
         """The highest that this identity ever had."""
         self.control: ControlTalk

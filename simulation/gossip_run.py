@@ -35,7 +35,7 @@ KEYS: Final = 48
 
 @dataclass(frozen=True, slots=True)
 class GossipScenario:
-    """What a run is made of: between so many peers, drawn from the seed with small numbers preferred."""
+    """The parameters of a run. The number of peers is drawn from the seed, small numbers preferred."""
 
     fewest_peers: int = 3
     most_peers: int = 32

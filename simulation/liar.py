@@ -37,7 +37,7 @@ class Lie(Protocol):
     """One way to lie. Each method is given the truth, and returns what is told in its place."""
 
     def step(self) -> None:
-        """Called several times a second: send what nobody asked for."""
+        """Called several times a second: send messages that were not asked for."""
         ...
 
     def told(self, message: Message, to: PeerId) -> Message | None:
@@ -49,7 +49,7 @@ class Lie(Protocol):
         ...
 
     def shown(self, digest: bytes, truth: ObjectReply | None) -> ObjectReply | None:
-        """Slot and trailer of an object whose bytes somebody is about to read."""
+        """Slot and trailer of an object that is about to be read."""
         ...
 
     def sending_seconds(self, size_bytes: int) -> float:
@@ -104,11 +104,7 @@ class LyingPeer(SimulatedPeer):
         timeout_seconds: float,
         finish: Callable[[Any], None],
     ) -> None:
-        changed = self._changed(request, target)
-        if changed is not None:
-            super().send_control(target, kind, changed, timeout_seconds, finish)
-        else:
-            self._never_answered(timeout_seconds, finish)
+        self._send(super().send_control, target, kind, request, timeout_seconds, finish)
 
     def send_data(
         self,
@@ -118,13 +114,21 @@ class LyingPeer(SimulatedPeer):
         timeout_seconds: float,
         finish: Callable[[Any], None],
     ) -> None:
+        self._send(super().send_data, target, kind, request, timeout_seconds, finish)
+
+    def _send(
+        self,
+        send: Callable[[PeerId, int, Message, float, Callable[[Any], None]], None],
+        target: PeerId,
+        kind: int,
+        request: Message,
+        timeout_seconds: float,
+        finish: Callable[[Any], None],
+    ) -> None:
         changed = self._changed(request, target)
         if changed is not None:
-            super().send_data(target, kind, changed, timeout_seconds, finish)
-        else:
-            self._never_answered(timeout_seconds, finish)
-
-    def _never_answered(self, timeout_seconds: float, finish: Callable[[Any], None]) -> None:
+            send(target, kind, changed, timeout_seconds, finish)
+            return
         life = self.life
 
         def end() -> None:

@@ -1,9 +1,9 @@
 """Whole peers, one of which lies: what the honest ones put stays, is found, and is what they put.
 
-The honest peers' clients put, overwrite, remove and read keys; the liar does nothing of that, by right or not, but
-lies (`lies`) from some moment on, in one way or in several. What must hold: no read returns bytes that nobody put under
-that key; reads of what a living honest peer holds succeed, 99 in 100, once the attack has gone on for ten seconds;
-and when the liar is gone, every honest peer reads the newest value of everything that was put and not removed.
+The honest peers' clients put, overwrite, remove and read keys; the liar does nothing of that, by right or not, but lies
+(`lies`) from some moment on, in one way or in several. What must hold: no read returns bytes that were never put under
+that key; reads of what a living honest peer holds succeed, 99 in 100, once the attack has gone on for ten seconds; and
+when the liar is gone, every honest peer reads the newest value of everything that was put and not removed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from simulation.scenario import ScenarioRun
 
 STEP_SECONDS: Final = 0.1
 BELIEVED_SECONDS: Final = 10.0
-"""So long an attack may do harm to reads."""
+"""Seconds for which an attack may harm reads."""
 GET_SECONDS: Final = 10.0
 """A read that takes longer has failed."""
 GONE_SECONDS: Final = 30.0
-"""What a removal forbids is read nowhere any more, so long after it."""
+"""This long after a removal, no peer serves what it forbids."""
 FLOORS_SECONDS: Final = 150.0
-"""An attack on the dropping of floors goes on for so long at least: a minute passes before the first ones may go."""
+"""Shortest attack on the dropping of floors: a minute passes before the first ones may go."""
 LET_GO_SECONDS: Final = 0.001
 """After a read its copy goes: others may have waited for the same one."""
 LONGEST_WAIT_SECONDS: Final = 10.0
@@ -54,7 +54,7 @@ class LiarScenario:
     operations_per_second: float = 20.0
     largest_value_bytes: int = 2_000
     floors_per_second: float = 25.0
-    """Keys removed besides, which nobody holds: floors are crowded by them."""
+    """Keys removed besides, which no peer holds: floors are crowded by them."""
     floor_limit: int = 2_000
     floor_kept_seconds: float = 10.0
     settle_seconds: float = 40.0
@@ -78,7 +78,7 @@ class LiarOutcome:
     """Of what a living honest peer holds and the reader does not, ten seconds after the attack began."""
     reads_failed: int = 0
     wrong: int = 0
-    """Reads that gave bytes which nobody put under that key, or that were removed long ago."""
+    """Reads that gave bytes never put under that key, or removed long ago."""
     lost: int = 0
     """Keys whose newest value some honest peer could not read in the end."""
     longest_read_seconds: float = 0.0
@@ -232,7 +232,7 @@ class LiarRun(ScenarioRun):
             lie.end()
 
     def _end(self) -> None:
-        """The liar's machine is switched off; what goes on comes to its end."""
+        """The liar's machine is switched off; operations under way end."""
         for lie in self._lies:
             self._end_lie(lie)
         self.liar.crash()
@@ -381,7 +381,7 @@ class LiarRun(ScenarioRun):
             reader.settle()
 
     def _remove_nothing(self) -> None:
-        """Floors of keys that nobody holds, by all honest peers in turn: as many as they may write."""
+        """Floors of keys that no peer holds, by all honest peers in turn: as many as they may write."""
         self._floors_due += STEP_SECONDS * self.scenario.floors_per_second
         waited = self._floors_due / self.scenario.floors_per_second
         self.outcome.longest_wait_seconds = max(self.outcome.longest_wait_seconds, waited)

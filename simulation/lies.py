@@ -279,7 +279,7 @@ class Poison(Behaviour):
         return self._torn.get(digest, truth)
 
     def told(self, message: Message, to: PeerId) -> Message:
-        if isinstance(message, peer_messages.Locations):  # nobody else has anything
+        if isinstance(message, peer_messages.Locations):  # no other peer has anything
             place = (self.core.member, self.core.incarnation, self.core.gossip.log.sequence)
             items = [
                 [each for each in holdings if each.member == place[0]] for holdings in message.items
@@ -337,7 +337,7 @@ class Tails(Behaviour):
         return message
 
     def _holdings(self, holdings: list[peer_messages.Holding]) -> list[peer_messages.Holding]:
-        """The same holders, at places that their logs never reach, with versions that nobody wrote."""
+        """The same holders, at places that their logs never reach, with versions that were never written."""
         forged = []
         for each in holdings:
             record = decode_location(each.record)
@@ -411,7 +411,7 @@ class Claims(Behaviour):
 
 
 class Invented(Behaviour):
-    """Brings in members by the thousand that do not exist, with memory for everybody, and objects of others."""
+    """Brings in members by the thousand that do not exist, with memory for all, and objects of others."""
 
     def __init__(self, liar: LyingPeer, rng: Random) -> None:
         super().__init__(liar, rng)
@@ -621,7 +621,7 @@ class Homes(Behaviour):
 
 
 class Floors(Behaviour):
-    """Announces floors that nobody else has, so that none can be dropped."""
+    """Announces floors that no other peer has, so that none can be dropped."""
 
     def __init__(self, liar: LyingPeer, rng: Random) -> None:
         super().__init__(liar, rng)
@@ -647,7 +647,7 @@ class Floors(Behaviour):
 
 
 class Orders(Behaviour):
-    """Has the copies of others end, or be pinned no longer, by messages that nobody signs."""
+    """Has the copies of others end, or be pinned no longer, by messages without a valid signature."""
 
     def step(self) -> None:
         unix_ms = int(1000 * self.core.unix(self.now))

@@ -1,4 +1,4 @@
-"""What was removed, who knows of it, and which reads must therefore not happen.
+"""The removals, the peers that know of them, and the reads that must therefore not happen.
 
 The rule. Let a floor f forbid the version v that a read at peer r returned. The read is wrong when, at
 the time it began,
@@ -8,7 +8,7 @@ the time it began,
    and no partition stood between them.
 
 It does not matter that f has been dropped since, everywhere. A floor that was known only to peers which
-were killed before they wrote it down, and told nobody, is lost, and the rule asks nothing of it.
+were killed before they wrote it down or told others, is lost, and the rule asks nothing of it.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class SimulatedPeer:
         self.memory_bytes = memory_bytes
         self.disk = Disk()
         self.keeps_cold = False
-        """Whether there is an SSD: what was in memory comes back after a restart."""
+        """Whether there is an SSD: objects in memory come back after a restart."""
         self.keeps_memory = False
         """Whether the memory itself outlives the process, however that ends."""
         self._segment_id = b""
@@ -407,7 +407,7 @@ class SimulatedPeer:
         timeout_seconds: float,
         finish: Callable[[Any], None],
     ) -> None:
-        """Ask on a control stream. What is malformed ends the connection, and nothing comes back."""
+        """Ask on a control stream. A malformed message ends the connection, and gets no reply."""
         body = encode_body(request)
 
         def serve(peer: SimulatedPeer, reply: Callable[[Any], None]) -> None:
@@ -495,11 +495,11 @@ class SimulatedPeer:
             reply(answer)
 
     def sending_seconds(self, size_bytes: int) -> float:
-        """How long this host takes to send so much, beyond the network's time."""
+        """Seconds that this host takes to send this much, beyond the network's time."""
         return 0.0
 
     def look(self, digest: bytes) -> data.ObjectReply | None:
-        """What this peer says of an object, without its bytes. None when no process runs here."""
+        """This peer's facts of an object, without its bytes. None when no process runs here."""
         return None if self.core is None else self._object_reply(self.core, digest)
 
     def _object_reply(self, core: PeerCore, digest: bytes) -> data.ObjectReply:
@@ -551,7 +551,7 @@ class SimulatedPeer:
         self._round_trip(effect.peer_id, 64, 2.0, serve, finish)
 
     def snapshot_of(self, member: Member) -> tuple[SnapshotHead, bytes] | None:
-        """What this peer answers who fetches a member's whole log."""
+        """This peer's answer to a fetch of a member's whole log."""
         assert self.core is not None
         return self.core.gossip.snapshot(member)
 

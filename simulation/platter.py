@@ -1,4 +1,4 @@
-"""What lies on a simulated disk: what is read now, and what a crash would leave of it."""
+"""The bytes of a simulated disk: as read now, and as a crash would leave them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Platter:
     def __init__(self, rng: Random, size_bytes: int) -> None:
         self.visible = bytearray(size_bytes)
         self.written = 0
-        """So many writes there were, ever."""
+        """The number of writes, ever."""
         self._pending: list[Write] = []
         """The last of them: those that were not synced."""
         self._durable = bytearray(size_bytes)
@@ -48,12 +48,12 @@ class Platter:
             self.write(part)
 
     def sync(self, covered: int) -> None:
-        """The first so many writes ever are durable."""
+        """The first `count` writes ever are durable."""
         for write in self._take_pending(covered):
             self._put(self._durable, write)
 
     def sync_failed(self, covered: int) -> None:
-        """Of the first so many writes ever, those that were pending are durable in part. The rest of them may still
+        """Of the first `count` writes ever, those that were pending are durable in part. The rest of them may still
         be read, or not, and no later sync makes it durable: the kernel has marked it clean."""
         failed = self._take_pending(covered)
         for write in failed:
@@ -85,7 +85,7 @@ class Platter:
         self._put(self._durable, write)
 
     def _take_pending(self, covered: int) -> list[Write]:
-        """Those among the first so many writes ever that are pending still: they are not any more."""
+        """Those among the first `count` writes ever that are pending still: they are not any more."""
         kept = max(0, self.written - covered)
         taken = self._pending[: max(0, len(self._pending) - kept)]
         del self._pending[: len(taken)]

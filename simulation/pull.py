@@ -24,7 +24,7 @@ PROGRESS_SECONDS: Final = 5.0
 async def pull_object(peer: SimulatedPeer, effect: PullObject) -> PullOutcome | None:
     """Bring the object into the peer's memory from the first of its copies that delivers it, best first.
 
-    Runs as a task, which ends with the peer's process. None when nobody waits for the object any more.
+    Runs as a task, which ends with the peer's process. None when no read waits for the object any more.
     """
     core, cluster = peer.core, peer.cluster
     assert core is not None

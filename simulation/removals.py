@@ -24,13 +24,13 @@ STEP_SECONDS: Final = 0.25
 BACK_SECONDS: Final = 120.0
 """A peer that was killed shows again what it had within this time."""
 KEPT_OBJECTS: Final = 20
-"""At every peer: those that nobody removes."""
+"""At every peer: keys that are not removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemovalScenario:
-    """Times in virtual seconds. A tenth of rate and limit is the same course in a tenth of the time: what counts is how
-    many seconds of removals the limit holds."""
+    """Times in virtual seconds. A tenth of rate and limit is the same course in a tenth of the time: the limit is
+    a number of seconds of removals."""
 
     peers: int = 4
     seconds: float = 600.0
@@ -171,7 +171,7 @@ class Removals(ScenarioRun):
                 self._check_doubts(peer)
 
     def _check_doubts(self, reader: SimulatedPeer) -> None:
-        """Nobody was away: nobody's objects may be unreadable, not even while floors are compacted."""
+        """No peer was away: all objects must be readable, even while floors are compacted."""
         assert reader.core is not None
         for holder in self.cluster.running:
             assert holder.core is not None

@@ -26,7 +26,7 @@ _Known = tuple[PeerId, Member, list[Any], list[Any]]
 
 
 def acquaint_at_once(peers: Sequence[GossipPeer]) -> None:
-    """Have these running peers, who know nobody yet, know each other, and know that they do. Only for those that
+    """Have these running peers, which know no others yet, know each other, and know that they do. Only for those that
     follow no logs: they have no views of them."""
     known = [_known(peer) for peer in peers]
     names = peers[0].gossip.knowledge.table

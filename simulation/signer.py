@@ -11,7 +11,7 @@ from p2pstore.gossip.records import (
 
 
 class SimulatedSigner:
-    """Signatures that are cheap to make and check: a keyed hash with a key that everybody knows."""
+    """Signatures that are cheap to make and check: a keyed hash with a public key."""
 
     def __init__(self, number: int) -> None:
         self.peer_id: PeerId = peer_id_from_public_key(number.to_bytes(32, "little"))

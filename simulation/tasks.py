@@ -1,6 +1,6 @@
-"""Coroutines in virtual time: what is written for real drivers runs on the simulated kernel.
+"""Coroutines in virtual time: code written for real drivers runs on the simulated kernel.
 
-A task goes on in events of its own, never inside of whoever woke it. So steps do not nest, and the order of
+A task goes on in events of its own, never inside the one that woke it. So steps do not nest, and the order of
 events alone decides what happens, as everywhere in the simulator: the same seed gives the same run.
 """
 
@@ -61,7 +61,7 @@ class Task(Generic[T]):
         self.ended = True
 
     def _waker(self) -> Wake:
-        """What ends the wait that begins now."""
+        """The wake-up of the wait that begins now."""
         self._waits += 1
         number = self._waits
 
@@ -97,7 +97,7 @@ def _waiting(wait: Wait) -> Generator[Wait, None, None]:
 
 
 async def sleep(seconds: float) -> None:
-    """Go on after so much virtual time."""
+    """Go on after this much virtual time."""
     await _waiting(lambda kernel, wake: kernel.after(seconds, wake))
 
 
@@ -109,14 +109,14 @@ class Answer(Generic[T]):
         self._wake: Wake = lambda: None
 
     def bring(self, value: T) -> None:
-        """Here it is. What comes after the first does not count: networks deliver twice."""
+        """Deliver the value. Only the first counts: networks deliver twice."""
         if not self._values:
             self._values.append(value)
             self._wake()
 
     @property
     def value(self) -> T:
-        """What was brought. Raises `IndexError` before that."""
+        """The delivered value. Raises `IndexError` before that."""
         return self._values[0]
 
     async def wait(self, timeout_seconds: float) -> bool:

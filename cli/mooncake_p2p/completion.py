@@ -87,7 +87,7 @@ complete --command %(program)s --no-files --arguments '(%(function)s)'""",
 
 
 def script(shell: str) -> str:
-    """What to evaluate in `shell` (bash, zsh, fish) at its start."""
+    """The script that `shell` (bash, zsh, fish) evaluates at its start."""
     return SCRIPTS[shell] % {
         "function": f"_{PROGRAM.replace('-', '_')}_completion",
         "variable": COMPLETION_VARIABLE,
@@ -113,7 +113,7 @@ def answer(instruction: str, environment: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What a word may become: value -> description. `replaced`: the word as far as it was typed."""
+    """Completions of a word: value -> description. `replaced`: the word as far as it was typed."""
 
     values: Mapping[str, str]
     replaced: str = ""
@@ -122,7 +122,7 @@ class Candidates:
 
 @dataclass(slots=True)
 class _Typed:
-    """What stands before the word in question, as options and arguments of its command."""
+    """The words before the one to complete, as options and arguments of its command."""
 
     command: str
     options: dict[str, str] = field(default_factory=dict)
@@ -163,7 +163,7 @@ def _lines(found: Candidates, shell: str, environment: Mapping[str, str]) -> Ite
 
 
 def candidates(words: Sequence[str], word: str) -> Candidates:
-    """What `word`, which follows `words`, may become."""
+    """The completions of `word`, which follows `words`."""
     left = [each for each in words if each not in GLOBAL_OPTIONS[:2]]
     if not left:
         found = dict.fromkeys(GLOBAL_OPTIONS, "") if word.startswith("-") else commands_below("")
@@ -233,7 +233,7 @@ def _of_command(typed: _Typed, words: Sequence[str], word: str) -> Candidates:
 
 
 def _values(typed: _Typed, parameter: Any, word: str, before: str = "") -> Candidates:
-    """What the value of an option or argument may become."""
+    """The completions of an option's or argument's value."""
     files = any(each in (parameter.metavar or "") for each in FILE_METAVARS)
     found = _choices(function_of(typed.command), parameter.name)
     source = SOURCES.get(parameter.name)
@@ -273,7 +273,7 @@ Source = Callable[[Options, str], Iterable[str]]
 
 
 def in_time(found: Iterable[str]) -> list[str]:
-    """What comes within `LOOK_SECONDS` and without an error, and is one word for the shell, sorted."""
+    """The values that come within `LOOK_SECONDS` and are one word for the shell, sorted."""
     taken: set[str] = set()
     with contextlib.suppress(Exception), _time_limit(LOOK_SECONDS):
         for each in found:

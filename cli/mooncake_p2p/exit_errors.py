@@ -19,7 +19,7 @@ from p2pstore import errors
 from p2pstore.objects import printable
 
 STANDARD_OUTPUT: Final = "standard output"
-"""What errors call stdout."""
+"""The name of stdout in errors."""
 
 
 class ExitCode(IntEnum):
@@ -108,7 +108,7 @@ def describe(error: BaseException) -> str:
 
 
 def error_document(error: BaseException, message: str) -> dict[str, Any]:
-    """What `--json` prints of an error under `error`, for every command: `type`, which is a class of
+    """The error of any command under `error` of `--json`: `type`, which is a class of
     `p2pstore.errors`, of Python's `OSError` or one of the words below, `message` as on stderr, and the exit
     status."""
     if isinstance(error, AlreadyTold):
@@ -170,7 +170,7 @@ class Interrupts:
         number, self._pending = self._pending, None
         if number is None:
             return
-        self._allowed = False  # whoever cleans up now is not interrupted again
+        self._allowed = False  # cleaning up is not interrupted again
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)

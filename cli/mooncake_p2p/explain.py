@@ -1,4 +1,4 @@
-"""What `get --explain` says: the course of one get, for people and as JSON."""
+"""`get --explain`: the course of one get, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _by_rdma(trace: FetchTrace) -> bool:
 
 def _lookup(trace: FetchTrace) -> str:
     if trace.local and not trace.lookup_seconds:
-        return "in the local peer's memory; nobody was asked"
+        return "in the local peer's memory; no peer was asked"
     copies = "1 copy" if trace.copies_known == 1 else f"{trace.copies_known} copies"
     if trace.copies_unreachable:
         copies += f" and {trace.copies_unreachable} that cannot be reached"
@@ -76,7 +76,7 @@ def _outcome(each: TransportTry) -> str:
 
 
 def _short(reason: str) -> str:
-    """What happened, without what to do about it, which the error says where there is one."""
+    """The cause, without the cure, which the error names."""
     return textwrap.shorten(reason.partition("; ")[0], REASON_COLUMNS, placeholder=" ..")
 
 

@@ -28,7 +28,7 @@ PIECE_BYTES: Final = MIB
 SMALL_PAGES_BYTES: Final = 2 * MIB
 
 Advance = Callable[[int], None]
-"""Says that so many more bytes are done."""
+"""Called with the number of bytes that were done since the last call."""
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def value_of(descriptor: int) -> Iterator[memoryview]:
     """All bytes from the descriptor's position to its end.
 
     A regular file is mapped, not read. Anything else has no length to reserve memory for, so it is
-    first spooled to a temporary file. Raises `ObjectTooLarge` above 4 GiB. When somebody shortens
+    first spooled to a temporary file. Raises `ObjectTooLarge` above 4 GiB. When another process shortens
     the file meanwhile, the process ends (SIGBUS) and nothing is stored.
     """
     status = os.fstat(descriptor)
@@ -258,8 +258,8 @@ def _link(descriptor: int, path: Path) -> None:
 
 
 def _create_locked(path: Path) -> int | None:
-    """A new file that is ours alone, or None when another process is at it. What a process that is gone
-    left under this name is removed."""
+    """A new file locked by this process, or None when another process writes it. A file left by an ended process
+    under this name is removed."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o666)

@@ -58,7 +58,7 @@ _from_stdin: list[str] = []
 
 
 def read_line_of_invite() -> str:
-    """What stands on stdin, of which only 64 KiB are read; the same when asked again."""
+    """The first 64 KiB of stdin; the same text on later calls."""
     if not _from_stdin:
         _from_stdin.append(sys.stdin.read(MAX_LINE))
     return _from_stdin[0]
@@ -144,7 +144,7 @@ def start_detached(given: Mapping[str, Any]) -> None:
         process: subprocess.Popen[bytes] | None = None
         try:
             with interrupts.allowed():
-                with interrupts.held():  # no moment at which a process runs that nobody knows of
+                with interrupts.held():  # else a signal could leave the new process behind
                     process = _start(given, line_of_invite, complaints)
                 with progress(f"joining by {wanted}" if wanted else "starting"):
                     line = _wait_until_ready(process, complaints, deadline)
@@ -164,13 +164,13 @@ def start_detached(given: Mapping[str, Any]) -> None:
 
 
 def _why_alone(socket: str, seconds: float) -> str:
-    """Why a peer that serves has joined nobody, as it says itself."""
-    text = f"the peer joined nobody within {seconds:g} s"
+    """Why a running peer has joined no other, by its own statistics."""
+    text = f"the peer joined no other within {seconds:g} s"
     with contextlib.suppress(P2PStoreError), connected(socket) as client:
         for problem in client.statistics(cluster=False)["peer"]["problems"]:
             if problem["name"] == "alone":
-                return f"{text}: {problem['cause']}. It tries on; {problem['cure']}"
-    return f"{text}, and tries on"
+                return f"{text}: {problem['cause']}. It keeps trying; {problem['cure']}"
+    return f"{text}, and keeps trying"
 
 
 def _start(

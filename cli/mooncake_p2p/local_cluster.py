@@ -162,7 +162,7 @@ class LocalCluster:
     def start(self, *peers: PeerProcess, bootstrap: str | None = None) -> None:
         """Start peers side by side and wait until all are ready."""
         for peer in peers:
-            with self._interrupts.held():  # no moment at which a process runs that nobody knows of
+            with self._interrupts.held():  # else a signal could leave the new process behind
                 peer.start(bootstrap)
         for peer in peers:
             peer.wait_until_ready()

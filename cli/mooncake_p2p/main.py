@@ -38,8 +38,8 @@ COMPLETION_VARIABLE: Final = "_MOONCAKE_P2P_COMPLETE"
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "join": ("join", "Run a peer in the foreground."),
-    "put": ("objects", "Store a file, or standard input, under a key."),
-    "get": ("objects", "Fetch the value of a key."),
+    "put": ("put_get", "Store a file, or standard input, under a key."),
+    "get": ("put_get", "Fetch the value of a key."),
     "ls": ("listing", "List keys of the whole cluster."),
     "rm": ("changing", "Remove keys everywhere."),
     "flush": ("changing", "Remove everything in a namespace, on all peers."),
@@ -110,7 +110,7 @@ class ManualCommand(TyperCommand):
             if record is not None:
                 name, text = record
                 if parameter.param_type_name == "argument":
-                    name = name.partition(" <")[0]  # what Python makes of it helps nobody
+                    name = name.partition(" <")[0]  # without the Python type
                 rows[parameter.param_type_name].append((name, text))
         for title, kind in (("Arguments", "argument"), ("Options", "option")):
             if rows[kind]:
@@ -230,7 +230,7 @@ def _options(
         typer.Option("--help", "-h", callback=_show_help, is_eager=True, help="Show this message."),
     ] = False,
 ) -> None:
-    """A pool of memory for KV cache and checkpoints, from peer to peer, with nobody in charge.
+    """A pool of memory for KV cache and checkpoints, from peer to peer, without a master.
 
     `mooncake-p2p demo` shows it at work; `mooncake-p2p join` starts a peer that serves this machine.
 
@@ -384,7 +384,7 @@ def main() -> NoReturn:
 
 
 def complete(instruction: str) -> int:
-    """What a shell's completion script asks for."""
+    """Answer a shell's completion script."""
     from mooncake_p2p.completion import answer
 
     return answer(instruction, os.environ)

@@ -26,7 +26,7 @@ MEANINGS: Final[dict[int, str]] = {
 
 @dataclass(frozen=True)
 class Page:
-    """What the help of one command ends with."""
+    """The end of a command's help."""
 
     examples: tuple[Example, ...]
     statuses: tuple[tuple[int, str], ...]
@@ -87,7 +87,7 @@ PAGES: Final[dict[str, Page]] = {
         ("mooncake-p2p get checkpoint.tar | tar x", "Into another program."),
         (
             "mooncake-p2p get prompt/7 -o kv.bin --wait 30",
-            "Wait up to half a minute for somebody to put it.",
+            "Wait up to half a minute until it is put.",
         ),
         (
             "mooncake-p2p get model/part-1 -o /dev/null --explain",
@@ -99,14 +99,14 @@ PAGES: Final[dict[str, Page]] = {
     "ls": _page(
         ("mooncake-p2p ls", "The first 1,000 keys of the whole cluster."),
         ("mooncake-p2p ls model/ --limit 20 --after model/part-3", "The next page."),
-        ("mooncake-p2p ls --local --pinned", "What takes up this peer's memory for good."),
+        ("mooncake-p2p ls --local --pinned", "Objects that stay in this peer's memory."),
         ("mooncake-p2p ls prompt/ --json", "For programs: keys, more, silent_peers."),
         also=(4, 5),
         meaning={0: "done, also when peers did not answer: stderr and silent_peers name them"},
     ),
     "rm": _page(
         ("mooncake-p2p rm prompt/7 prompt/8", "Remove two keys."),
-        ("mooncake-p2p rm --prefix prompt/ --yes", "Remove all keys that begin so."),
+        ("mooncake-p2p rm --prefix prompt/ --yes", "Remove all keys that begin with prompt/."),
         also=(3, 4, 5, 6),
         meaning={
             1: "failed; also when peers that did not answer may hold more such keys",
@@ -151,13 +151,13 @@ PAGES: Final[dict[str, Page]] = {
     "stats": _page(
         ("mooncake-p2p stats", "This peer and the cluster at a glance."),
         ("mooncake-p2p stats --watch", "The same with rates, live, until Ctrl-C."),
-        ("mooncake-p2p stats --slow", "What took long lately, and where its time went."),
+        ("mooncake-p2p stats --slow", "Recent slow operations, and the time of their stages."),
         ("mooncake-p2p stats --json", "Everything that is counted, for programs."),
         also=(4, 5),
     ),
     "peers": _page(
-        ("mooncake-p2p peers", "Who is in the cluster now."),
-        ("mooncake-p2p peers --all --json", "Also who died or left today, for programs."),
+        ("mooncake-p2p peers", "The members of the cluster now."),
+        ("mooncake-p2p peers --all --json", "Also members that died or left today, for programs."),
         ("mooncake-p2p peers --reads", "From whom reads come, by which transport, how fast."),
         also=(4, 5),
     ),
@@ -184,7 +184,10 @@ PAGES: Final[dict[str, Page]] = {
         also=(4, 5),
     ),
     "config": _page(
-        ("mooncake-p2p config show", "What `mooncake-p2p join` would use here, and why."),
+        (
+            "mooncake-p2p config show",
+            "The settings that `mooncake-p2p join` would use here, and why.",
+        ),
         (
             "mooncake-p2p config show --config peer.toml --memory 8GiB",
             "The same for `join` with these options.",
@@ -259,11 +262,11 @@ PAGES: Final[dict[str, Page]] = {
         meaning={
             1: "failed; also when a newer version was published meanwhile",
             3: "the local peer did not publish it",
-            5: "followers are behind: nobody switches",
+            5: "followers are behind: none switches",
         },
     ),
     "checkpoint status": _page(
-        ("mooncake-p2p checkpoint status llama", "Who has it, and who is how far."),
+        ("mooncake-p2p checkpoint status llama", "Its holders, and the progress of each."),
         ("mooncake-p2p checkpoint status llama --watch", "Again and again."),
         also=(3, 4, 5),
         meaning={3: "no such checkpoint"},
@@ -274,7 +277,7 @@ PAGES: Final[dict[str, Page]] = {
         also=(4, 5),
     ),
     "checkpoint rm": _page(
-        ("mooncake-p2p checkpoint rm llama", "Nobody gets it from here any more."),
+        ("mooncake-p2p checkpoint rm llama", "The local peer serves it no more."),
         ("mooncake-p2p checkpoint rm mistral --yes", "Without asking."),
         also=(3, 4, 5),
         meaning={3: "the local peer did not publish it"},
@@ -313,7 +316,7 @@ PAGES: Final[dict[str, Page]] = {
         meaning={
             1: "failed; also when the disk is full",
             3: "no such checkpoint, or no such version",
-            6: "nobody who has it can be reached",
+            6: "no peer that has it can be reached",
         },
     ),
     "demo": _page(
@@ -327,7 +330,7 @@ PAGES: Final[dict[str, Page]] = {
         ("mooncake-p2p completion fish | source", "For ~/.config/fish/config.fish."),
     ),
     "help": _page(
-        ("mooncake-p2p help get", "What `mooncake-p2p get --help` shows."),
+        ("mooncake-p2p help get", "The same as `mooncake-p2p get --help`."),
         ("mooncake-p2p help", "All commands."),
     ),
 }

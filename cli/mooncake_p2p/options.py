@@ -1,12 +1,15 @@
-"""Options that commands share, durations as people write them, and the connection to the peer."""
+"""Options that commands share, records of options, durations as people write them, and the connection to the peer."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
 import typer
 
@@ -45,7 +48,7 @@ Timeout = Annotated[
     typer.Option(
         metavar="SECONDS",
         envvar="MOONCAKE_P2P_TIMEOUT",
-        help="Give up after so long without progress.",
+        help="Give up after this time without progress.",
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask whether you are sure.")]
@@ -62,6 +65,55 @@ Exclude = Annotated[
     typer.Option(metavar="PATTERN", help="No files whose path matches.", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+
+
+@dataclass(frozen=True, slots=True)
+class AtPeer:
+    """The options of commands about objects: whom to ask, and the form of the answer."""
+
+    socket: Socket = None
+    namespace: Namespace = "default"
+    timeout: Timeout = DEFAULT_TIMEOUT
+    json: Json = False
+
+    def connected(self) -> AbstractContextManager[BlockingClient]:
+        """See `connected`."""
+        return connected(self.socket, self.namespace, self.timeout)
+
+
+def with_records(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each field of the dataclasses that are its keyword-only parameters."""
+    own = inspect.signature(command, eval_str=True)
+    annotations: dict[str, Any] = {name: each.annotation for name, each in own.parameters.items()}
+    records: dict[str, Any] = {
+        name: kind for name, kind in annotations.items() if is_dataclass(kind)
+    }
+    parameters: list[inspect.Parameter] = []
+    for name, each in own.parameters.items():
+        if name not in records:
+            parameters.append(each.replace(kind=each.KEYWORD_ONLY))
+            continue
+        hints = get_type_hints(each.annotation, include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                field.name,
+                each.KEYWORD_ONLY,
+                default=each.empty if field.default is MISSING else field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(each.annotation)
+        ]
+
+    @functools.wraps(command)
+    def call(**given: Any) -> None:
+        for name, record in records.items():
+            own_fields = [field.name for field in fields(record) if field.name in given]
+            given[name] = record(**{each: given.pop(each) for each in own_fields})
+        command(**given)
+
+    call.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    return call
 
 
 def was_given(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What commands print: results as JSON or tables on stdout, remarks and progress on stderr."""
+"""Output of commands: results as JSON or tables on stdout, remarks and progress on stderr."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PIPE_COLUMNS: Final = 10_000  # nothing is folded for a program that reads
 
 
 class JsonOutput:
-    """What `--json` prints on stdout: one document when the command ends, with `error` in it when it failed. A
+    """The output of `--json` on stdout: one document when the command ends, with `error` in it when it failed. A
     command that looks again and again prints a line each time, too."""
 
     def __init__(self) -> None:
@@ -39,7 +39,8 @@ class JsonOutput:
         self._document, self._has_lines = None, False
 
     def end(self, error: dict[str, Any] | None = None, *, stopped: bool = False) -> None:
-        """Print the document, if there is one or an error. `stopped`: somebody wanted no more lines."""
+        """Print the document, if there is one or an error. `stopped`: the user ended the command, so lines need no
+        error."""
         document = self._document
         if error is not None:
             if stopped and self._has_lines:
@@ -84,11 +85,11 @@ def end_with(failures: Mapping[str, Exception]) -> None:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Go on only with --yes, or when somebody at the terminal says so. Raises `CommandFailed`."""
+    """Go on only with --yes, or when the user at the terminal agrees. Raises `CommandFailed`."""
     if yes:
         return
     if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise CommandFailed(f"{question} Nobody is here to ask: add --yes", ExitCode.USAGE)
+        raise CommandFailed(f"{question} No terminal to ask at: add --yes", ExitCode.USAGE)
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise CommandFailed("nothing was removed")
@@ -182,7 +183,7 @@ def progress(label: str, total_bytes: int | None = None) -> Iterator[ProgressBar
 
 
 class ProgressBar:
-    """What `progress` gives its body: tell it how far the work is. `shown` says whether anybody looks."""
+    """The progress of some work. `shown`: stderr is a terminal."""
 
     def __init__(self, label: str, total_bytes: int | None, *, shown: bool) -> None:
         self.shown = shown
@@ -194,11 +195,11 @@ class ProgressBar:
         self._bar: Any = None
 
     def advance(self, count: int) -> None:
-        """So many more bytes are done."""
+        """`count` more bytes are done."""
         self.at(self._done + count, self._total)
 
     def at(self, done_bytes: int, total_bytes: int | None) -> None:
-        """So many bytes are done of so many; going back means that the work starts over."""
+        """`done_bytes` of `total_bytes` are done; a lower value than before means that the work starts over."""
         if not self.shown:
             return
         with self._lock:

@@ -28,7 +28,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What clients asked and what was moved: counts and bytes since the peer's start, or per second."""
+    """Requests of clients and bytes moved: since the peer's start, or per second."""
 
     puts: float
     put_bytes: float
@@ -174,12 +174,12 @@ def _peer_lines(peer: Document, blocks: bool) -> list[str]:
 
 
 def _role_lines(role: str) -> list[str]:
-    """What the peer's key lets it do, unless that is everything."""
+    """The role of the peer's key, unless it is a member's."""
     return [] if role == "member" else [_fact("role", printable(role))]
 
 
 def _problem_lines(problem: Document, columns: int) -> list[str]:
-    """What is wrong, why, and what to do: as the status page and `doctor` say it."""
+    """A problem, its cause and its cure, in the words of the status page and `doctor`."""
     texts = {str(problem["status"]): problem["what"], "why": problem["cause"]}
     texts["cure"] = problem["cure"]
     return [
@@ -192,12 +192,12 @@ def _problem_lines(problem: Document, columns: int) -> list[str]:
 
 
 def _returning_lines(count: int) -> list[str]:
-    """What kept memory had, and nobody is shown yet."""
-    return [_fact("", f"{count:,} more of before the start, not checked yet")] if count else []
+    """Objects of kept memory that are not announced yet."""
+    return [_fact("", f"{count:,} more from before the start, not checked yet")] if count else []
 
 
 def _quota_lines(peer: Document, blocks: bool) -> list[str]:
-    """What namespaces have of their quotas, and all others together."""
+    """Use of each quota, and of all other namespaces together."""
     quotas = peer.get("quotas", {})
     lines = []
     for name, use in quotas.items():
@@ -225,11 +225,11 @@ def _ssd_lines(ssd: Document | None, blocks: bool) -> list[str]:
         return []
     bar = memory_bar(ssd["live_bytes"], ssd["capacity_bytes"], blocks)
     read = ssd.get("read_latency", {})
-    facts = [f"{ssd['objects']:,} objects", f"hit rate {_percent(ssd.get('hit_rate'))}"]
+    facts = [_objects(ssd["objects"]), f"hit rate {_percent(ssd.get('hit_rate'))}"]
     if ssd.get("write_amplification"):
         facts.append(f"write amplification {ssd['write_amplification']:.2f}")
     if read.get("p50_ms"):
-        facts.append(f"reads {read['p50_ms']:.1f} ms, 99 % in {read['p99_ms']:.1f}")
+        facts.append(f"reads P50 {read['p50_ms']:.1f} ms, P99 {read['p99_ms']:.1f} ms")
     moving = [ssd.get("read_bytes_per_second", 0), ssd.get("written_bytes_per_second", 0)]
     lines = [_fact("ssd", bar), _fact("", ", ".join(facts))]
     if any(moving):
@@ -254,16 +254,16 @@ def _directory_lines(directory: Document) -> list[str]:
 
 
 def _repair_lines(repair: Document) -> list[str]:
-    """What was copied again since holders were lost, and what lacks copies."""
+    """Copies made again after the loss of holders, and objects that lack copies."""
     facts = []
     if repair.get("copies"):
         facts.append(f"{_copies(repair['copies'])} made again ({_bytes(repair['bytes'])})")
     if repair.get("lacking"):
         count = repair["lacking"]
-        facts.append(f"{count:,} object{'' if count == 1 else 's'} with fewer copies than wanted")
+        facts.append(f"{_objects(count)} with fewer copies than wanted")
     if repair.get("limited"):
         count = repair["limited"]
-        facts.append(f"{count:,} object{'' if count == 1 else 's'} limited by the number of peers")
+        facts.append(f"{_objects(count)} limited by the number of peers")
     return [_fact("repair", ", ".join(facts))] if facts else []
 
 
@@ -438,6 +438,10 @@ def _bytes(value: float) -> str:
 
 def _copies(count: int) -> str:
     return "1 copy" if count == 1 else f"{count:,} copies"
+
+
+def _objects(count: int) -> str:
+    return "1 object" if count == 1 else f"{count:,} objects"
 
 
 def _percent(value: float | None) -> str:

@@ -45,8 +45,8 @@ class OutagePlan:
 
 
 class Outages:
-    """Whoever replays says when it is between two requests: only then a peer comes back. It is killed at any moment, by
-    a timer. One peer at a time is away; the next one is killed once it is back."""
+    """A timer kills a peer at any moment; it comes back between two requests of the replay (`between`). One peer at a
+    time is away; the next one is killed once it is back."""
 
     def __init__(
         self, cluster: LocalCluster, clients: list[BlockingClient], plan: OutagePlan
@@ -66,8 +66,8 @@ class Outages:
             self._arm()
 
     def between(self, request: int) -> None:
-        """Before the request of this number is served: start who has been away for long enough, and take back who is
-        ready."""
+        """Before the request of this number is served: start a peer that was away long enough, and take back one that
+        is ready."""
         self._request = request
         if self._away is None or self.up[self._away]:
             return
@@ -106,7 +106,7 @@ class Outages:
         self._killed_at = time.monotonic()
         self.changes.append(PeerChange(self._request, number, up=False))
         self._away = number
-        self.up[number] = False  # before it dies: whoever then fails to reach it knows why
+        self.up[number] = False  # before it dies, so that failures to reach it are expected
         self._cluster.peers[number].kill()
 
     def _living(self) -> PeerProcess:
@@ -115,8 +115,8 @@ class Outages:
 
 PAGE_BYTES: Final = 4096
 TRAILER_BYTES: Final = PAGE_BYTES
-"""Key, sums and header of a block in memory: so much shorter is its value, so that it takes what was asked for. What
-remains are whole pages, as blocks of KVCache are."""
+"""Key, sums and header of a block in memory. The value is shorter by that, so that a block takes what was asked for, in
+whole pages as blocks of KVCache."""
 BLOCK_BYTES: Final = 16 * 1024
 LEAST_BLOCK_BYTES: Final = 2 * PAGE_BYTES
 LEAST_COLD_BLOCK_BYTES: Final = 32 * 1024
@@ -140,11 +140,11 @@ class Scale:
         return self.block_bytes - TRAILER_BYTES
 
     def memory_bytes(self, blocks: int) -> int:
-        """Memory for so many blocks."""
+        """Memory for `blocks` blocks."""
         return blocks * self.block_bytes
 
     def ssd_bytes(self, blocks: int) -> int:
-        """An SSD with room for at least so many blocks beside what its log keeps free."""
+        """An SSD with room for at least `blocks` blocks beside the free segments of its log."""
         pages = -(-self.value_bytes // PAGE_BYTES)
         record = SSD_HEADER_BYTES + pages * PAGE_BYTES
         return max(LEAST_SSD_BYTES, round(blocks * record / (1 - SSD_UNUSED)))
@@ -152,7 +152,7 @@ class Scale:
 
 @dataclass(slots=True)
 class RealOutcome:
-    """What a replay on real peers came to."""
+    """The outcome of a replay on real peers."""
 
     counts: HitCounts = field(default_factory=HitCounts)
     seconds: float = 0.0
@@ -161,13 +161,13 @@ class RealOutcome:
     ratios: list[float] = field(default_factory=list)
     """The hit rate so far, before each of them."""
     changes: list[PeerChange] = field(default_factory=list)
-    """Who was killed and came back."""
+    """Peers killed and started again."""
     unreadable: int = 0
-    """Blocks that were known to be somewhere, and could not be read: whoever had them was gone, or dropped them."""
+    """Blocks with a known holder that could not be read: the holder was gone, or had dropped them."""
     failed: int = 0
     """Those of them that a living peer had."""
     first_failure: str = ""
-    """What was said of the first of these."""
+    """The message of the first of these."""
     last_copies_dropped: int = 0
     """While a peer had nothing else to evict, or its SSD did not keep up."""
     read_bytes: Counter[str] = field(default_factory=Counter)
@@ -287,7 +287,7 @@ class _Replay:
 
     @contextmanager
     def _killed_or_failed(self, peer: int) -> Iterator[None]:
-        """What fails at a peer that was killed is no failure."""
+        """Ignore failures of a peer that was killed."""
         try:
             yield
         except P2PStoreError:
@@ -358,7 +358,7 @@ class _Replay:
 
 
 class _Values:
-    """What blocks are filled with: different for each, and nothing that compresses."""
+    """The contents of blocks: different for each, and incompressible."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -377,7 +377,7 @@ class _Counters:
         self._sums: Counter[str] = Counter()
 
     def take(self, peer: int, statistics: dict[str, Any]) -> None:
-        """What a peer counts now."""
+        """Take in the counters of a peer."""
         counted = statistics["counters"]
         now = Counter(
             {f"read {name}": use["bytes"] for name, use in statistics["received"].items()}

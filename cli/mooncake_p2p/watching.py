@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Readings = Generator[tuple[Reading | None, Reading], None, None]
 """The previous reading and this one, again and again."""
 GONE = (NoLocalPeer, StoreClosed, DeadlineExceeded)
-"""What a peer that ended, was stopped or is being restarted looks like."""
+"""Errors of a peer that ended, was stopped or is being restarted."""
 
 
 def watch(socket: str | None, timeout: str, interval_seconds: float, *, as_json: bool) -> None:
@@ -77,7 +77,7 @@ def _print_block(before: Reading | None, reading: Reading) -> None:
 
 
 class _Picture:
-    """What the live view shows; drawn anew for the terminal's size of the moment."""
+    """The picture of the live view; drawn anew for the terminal's size of the moment."""
 
     def __init__(self, interval_seconds: float) -> None:
         self.interval_seconds = interval_seconds
@@ -101,7 +101,7 @@ class _Picture:
         yield Text("\n".join(lines), no_wrap=True, overflow="crop", end="")
 
     def fitted(self, columns: int, height: int) -> list[str]:
-        """The picture in so many lines. What went wrong is never cut; what is left out is counted."""
+        """The picture in `height` lines. Problems are never cut; lines left out are counted."""
         lines = self.lines(columns)
         footer = self._footer(columns, any(line.endswith("~") for line in lines))
         room = max(1, height - len(footer))
@@ -158,7 +158,7 @@ def _keep_looking(
             for picture.before, picture.reading in stream:
                 picture.read_at, picture.problem = time.strftime("%H:%M:%S"), ""
         except GONE as error:
-            picture.before = picture.reading  # nothing happens per second that anybody knows of
+            picture.before = picture.reading  # no rates without an answer
             picture.problem = f"no answer, trying again: {describe(error)}"
         time.sleep(picture.interval_seconds)
         stream = again()

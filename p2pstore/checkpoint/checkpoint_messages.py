@@ -79,8 +79,8 @@ class Fetched(Message, frozen=True):
     unmatched: list[str] = []
 
 
-class Progress(Message, frozen=True):
-    """Ask for the progress of this connection's job. Answered when it differs from `seen`, or after `wait_ms`."""
+class AskNews(Message, frozen=True):
+    """Ask for the state of this connection's job. Answered when its number differs from `seen`, or after `wait_ms`."""
 
     seen: int = 0
     wait_ms: int = 0
@@ -112,13 +112,6 @@ class Follow(Message, frozen=True):
     exclude: list[str] = []
 
 
-class FollowNews(Message, frozen=True):
-    """Ask for the state of this connection's follow. Answered when it differs from `seen`, or after `wait_ms`."""
-
-    seen: int = 0
-    wait_ms: int = 0
-
-
 class FollowNewsReply(Message, frozen=True):
     """`version` is the next one to use, or the one in use; `stage` a `group.Stage`; `current` the version in use; `why`
     the reason of a failure. Versions are empty where there is none."""
@@ -143,13 +136,6 @@ class Update(Message, frozen=True):
     name: str
     timeout_ms: int
     quorum: int = -1
-
-
-class UpdateNews(Message, frozen=True):
-    """Ask for the state of this connection's update. Answered when it differs from `seen`, or after `wait_ms`."""
-
-    seen: int = 0
-    wait_ms: int = 0
 
 
 class FollowerEntry(Message, frozen=True):
@@ -252,25 +238,17 @@ class CheckpointRemoved(Message, frozen=True):
     version: bytes
 
 
-REQUESTS: Final[dict[int, type[Message]]] = {
-    LocalKind.CHECKPOINT_PUBLISH: Publish,
-    LocalKind.CHECKPOINT_FETCH: Fetch,
-    LocalKind.CHECKPOINT_PROGRESS: Progress,
-    LocalKind.CHECKPOINT_FOLLOW: Follow,
-    LocalKind.CHECKPOINT_FOLLOW_NEWS: FollowNews,
-    LocalKind.CHECKPOINT_UPDATE: Update,
-    LocalKind.CHECKPOINT_UPDATE_NEWS: UpdateNews,
-    LocalKind.CHECKPOINT_LIST: ListCheckpoints,
-    LocalKind.CHECKPOINT_REMOVE: RemoveCheckpoint,
+MESSAGES: Final[dict[int, tuple[type[Message], type[Message]]]] = {
+    LocalKind.CHECKPOINT_PUBLISH: (Publish, Published),
+    LocalKind.CHECKPOINT_FETCH: (Fetch, Fetched),
+    LocalKind.CHECKPOINT_PROGRESS: (AskNews, ProgressReply),
+    LocalKind.CHECKPOINT_FOLLOW: (Follow, Empty),
+    LocalKind.CHECKPOINT_FOLLOW_NEWS: (AskNews, FollowNewsReply),
+    LocalKind.CHECKPOINT_UPDATE: (Update, Updated),
+    LocalKind.CHECKPOINT_UPDATE_NEWS: (AskNews, UpdateNewsReply),
+    LocalKind.CHECKPOINT_LIST: (ListCheckpoints, Checkpoints),
+    LocalKind.CHECKPOINT_REMOVE: (RemoveCheckpoint, CheckpointRemoved),
 }
-REPLIES: Final[dict[int, type[Message]]] = {
-    LocalKind.CHECKPOINT_PUBLISH: Published,
-    LocalKind.CHECKPOINT_FETCH: Fetched,
-    LocalKind.CHECKPOINT_PROGRESS: ProgressReply,
-    LocalKind.CHECKPOINT_FOLLOW: Empty,
-    LocalKind.CHECKPOINT_FOLLOW_NEWS: FollowNewsReply,
-    LocalKind.CHECKPOINT_UPDATE: Updated,
-    LocalKind.CHECKPOINT_UPDATE_NEWS: UpdateNewsReply,
-    LocalKind.CHECKPOINT_LIST: Checkpoints,
-    LocalKind.CHECKPOINT_REMOVE: CheckpointRemoved,
-}
+"""Request and reply of each kind."""
+REQUESTS: Final = {kind: request for kind, (request, _) in MESSAGES.items()}
+REPLIES: Final = {kind: reply for kind, (_, reply) in MESSAGES.items()}

@@ -93,7 +93,7 @@ class _Batch:
         2. HERE;
         3. ONLY_HOLDER;
         4. one plan for all, and its HOLDERS in groups;
-        5. object by object, what did not come so.
+        5. the rest object by object.
         """
         count = len(self.outcomes)
         if count == 1:
@@ -114,7 +114,8 @@ class _Batch:
         return self.outcomes
 
     async def _fetch_alone(self) -> None:
-        """One object is got as if there were no batches, which take several times as long to begin and to end."""
+        """One object is read without a batch. Measured with 4 KiB: 12 us of CPU instead of 22 from own memory, 46
+        instead of 91 from another peer."""
         self._prepare(1)
         if not self._wanted:
             return
@@ -219,10 +220,11 @@ class _Batch:
     ) -> list[memoryview]:
         """`RoomsFor` of a batch of items. One without room is settled, and has an empty one."""
         rooms: list[memoryview] = []
+        room_for = self._rooms.room_for
         for place, length in zip(places, lengths, strict=True):
             number = numbers[place]
             try:
-                rooms.append(self._rooms.room_for(number, length))
+                rooms.append(room_for(number, length))
             except (P2PStoreError, ValueError) as error:
                 self._settle(number, plain_error(error))
                 rooms.append(_NO_ROOM)

@@ -414,7 +414,7 @@ def _match(leased: Sequence[_Leased]) -> list[bool]:
 
 
 class GpuSource(PutSource):
-    """A tensor on a GPU, which copies it into the room that was reserved for it in the segment. What computes it is to
+    """A tensor on a GPU, which copies it into the room that was reserved for it in the segment. Its computation is to
     be done by then (`await_computed`): that may take longer than the room is ours."""
 
     def __init__(self, mapping: GpuMapping, device: OnDevice) -> None:

@@ -114,7 +114,8 @@ class Fetcher:
     ) -> int:
         """`fetch` to the beginning of a buffer: the object's length. Raises as `fetch`, and `BufferTooSmall`.
 
-        The first places are tried without a `ReadPlan`, which takes 2 us of 10 to 40."""
+        The first two places are tried without a `ReadPlan` and a destination. Measured with 4 KiB: 7 us of CPU instead
+        of 12 from own memory, 37 instead of 60 from another peer."""
         length = await copy_into(self._link.driver, self._link.readers, digest, view)
         if length is not None:
             self._link.ledger.read(digest, length)

@@ -17,11 +17,7 @@ from p2pstore.client.presence_calls import PrefixChains, Presence
 from p2pstore.client.writing import Writer
 from p2pstore.local.local_protocol import Access
 from p2pstore.local.socket_paths import find_socket
-from p2pstore.objects import (
-    DEFAULT_NAMESPACE,
-    batch_key_hasher,
-    key_hasher,
-)
+from p2pstore.objects import DEFAULT_NAMESPACE, batch_key_hasher, key_hasher
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, Driver
 from p2pstore.values import RegisteredBuffer
 

@@ -15,6 +15,7 @@ from p2pstore.client.puts import AHEAD_MAX_BYTES, AHEAD_SHARE, GrantedAhead
 from p2pstore.client.read_ledger import ReadLedger
 from p2pstore.errors import ProtocolMismatch
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_messages import Abort, Leased, Release
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.local.local_requests import Cuts, RequestAhead
@@ -100,12 +101,14 @@ class PeerLink:
         connection = await LocalConnection.open(
             driver,
             path,
-            namespace=namespace,
-            access=access,
-            timeout_seconds=timeout_seconds,
-            location_table=location_table,
-            hazards=True,
-            trusted_users=trusted_users,
+            Opening(
+                namespace,
+                access,
+                location_table=location_table,
+                hazards=True,
+                trusted_users=trusted_users,
+            ),
+            timeout_seconds,
         )
         try:
             return cls(driver, connection, timeout_seconds)

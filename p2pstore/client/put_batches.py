@@ -30,7 +30,7 @@ class PutRow(NamedTuple):
 
 
 class RowWriter(Protocol):
-    """What a batch needs of the writer of single values."""
+    """The methods of the writer of single values that a batch needs."""
 
     window_bytes: int
     """Of values that are reserved, written and published together."""
@@ -83,7 +83,7 @@ class PutBatch:
         self._rooms: dict[int, local.Reservation] = {}
         """Room that was granted, by the row's place, until the peer has said what became of it."""
         self._alone: list[PutRow] = []
-        """Values that found no room: what this batch reserved may have been in their way."""
+        """Values that found no room: reservations of this batch may have been in their way."""
         self._sent: deque[_Sent] = deque()
 
     async def put(self) -> None:
@@ -140,7 +140,7 @@ class PutBatch:
         return rows, items
 
     async def _take_answer(self) -> None:
-        """What became of the oldest window, and which rows of a later one have room."""
+        """The results of the oldest window, and the rows of a later one that have room."""
         sent = self._sent[0]
         reply = await sent.request.receive()
         self._sent.popleft()

@@ -1,1 +1,1 @@
-"""Who is alive, what they offer, who holds which key."""
+"""Gossip: members, their offers, and the holders of each key."""

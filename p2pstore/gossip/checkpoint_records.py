@@ -1,6 +1,6 @@
 """Checkpoints in cluster records: which version a name has (head), and which one its followers use (switch). Pure.
 
-A name belongs to whoever publishes it: the publisher is part of what the record is about. So nobody takes another's
+A name belongs to its publisher, which is part of what the record is about. So no publisher takes another's
 name away, and who reads chooses whom to trust. A publisher writes heads and switches of its own names only: a record
 is taken when its name is what its body and its signer make it, and is ignored otherwise.
 """
@@ -89,7 +89,7 @@ class Switch:
 
 
 def checkpoint_digest(namespace: str, name: str, publisher: PeerId) -> bytes:
-    """What heads, switches and participations call a publisher's name: 16 bytes. Raises `ValueError` for what is no
+    """The 16 bytes by which heads, switches and participations call a publisher's name. Raises `ValueError` for no
     namespace or no name."""
     space, encoded = encode_namespace(namespace), name.encode(errors="surrogatepass")
     if not 1 <= len(encoded) <= MAX_NAME_BYTES:

@@ -47,7 +47,7 @@ class GossipConfig:
     head_seconds: float = 0.2
     head_seconds_a_member: float = 0.05
     """Shortest time between two signatures made only because the log moved on, by the size of the cluster:
-    everybody is sent each, and checks it. So all of them together are some 20 a second, or less."""
+    all members are sent each, and check it. So all of them together are some 20 a second, or less."""
     longest_head_seconds: float = 300.0
     partitioned_digest_bytes_per_second: float = 15_000.0
     """How much of digests a peer in partitioned mode sends of its own accord: of thousands of members they are
@@ -64,7 +64,7 @@ class GossipConfig:
     own is an older process defending itself: this one gives way."""
 
     def head_interval_seconds(self, members: int) -> float:
-        """How long a head may be behind its log in a cluster of so many members."""
+        """Seconds that a head may be behind its log in a cluster of `members`."""
         return min(
             max(self.head_seconds, self.head_seconds_a_member * members), self.longest_head_seconds
         )

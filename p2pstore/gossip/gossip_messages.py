@@ -71,7 +71,7 @@ class Welcome(Message, frozen=True):
 
 
 class Status(IntEnum):
-    """What is claimed of a member. A higher incarnation overrides; within one the higher status does.
+    """A claim about a member. A higher incarnation overrides; within one the higher status does.
     Claims of a status that is not known here are passed over."""
 
     ALIVE = 0
@@ -141,7 +141,7 @@ class LogChunk(Message, frozen=True):
     operations: bytes
     signature: bytes = b""
     count: int = 0
-    """So many operations, packed (`packed_runs`). 0: they are there as they are."""
+    """Operations in packed form (`signed_runs`). 0: they are plain."""
 
 
 MAX_RECORDS: Final = 1024
@@ -177,7 +177,7 @@ class Exchange(Message, frozen=True):
     which `floors_hash` stands for (`floor_sync`); 0 does not ask.
 
     `members_hash` stands for the members that the sender knows (`digests`); 0 comes from an older sender.
-    Who has named one is asked with `positions` in place of `digest`. `cluster_cells` are hashes of the
+    A peer that has named one is asked with `positions` in place of `digest`. `cluster_cells` are hashes of the
     cells of some buckets that differ: `u8 bucket | 64 u64` each.
 
     `hot` tells peers in partitioned mode, now and then, where keys are that many look for (`hot_locations`).

@@ -9,9 +9,10 @@ import msgspec
 
 from p2pstore.gossip.exchange.anti_entropy import Knowledge
 from p2pstore.gossip.exchange.asking import Questions
+from p2pstore.gossip.exchange.delta_checks import DeltaChecks, FutureRecords
+from p2pstore.gossip.exchange.digests import DigestTable
 from p2pstore.gossip.exchange.exchanges import Exchanges
 from p2pstore.gossip.exchange.fresh_news import FreshNews, OperationRate
-from p2pstore.gossip.exchange.future_records import FutureRecords
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.floors.floor_sync import FloorSync
 from p2pstore.gossip.gossip_config import GossipConfig
@@ -87,24 +88,40 @@ class GossipState:
             kept_seconds=config.floor_kept_seconds,
             published=self.published,
         )
+        self.floor_set = self.cluster_records.floors
         self.floors = FloorSync(self.member, self.cluster_records, accepts_clock, wall_clock)
-        self.contacts = Contacts(rng)
-        self.addresses = AddressBook(self.contacts, self.membership, self.membership.newcomers)
         self.future = FutureRecords()
-        """What was left out because its stamp is too far ahead of this peer's clock."""
-        self.knowledge = Knowledge(
+        """Stamps left out because they are too far ahead of this peer's clock."""
+        table = DigestTable(self.membership, self.directory, self.log)
+        self.checks = DeltaChecks(
             config.cluster,
-            self.membership,
+            table,
             self.directory,
-            self.log,
             self.cluster_records,
             verifier,
             accepts_clock,
-            rng,
             accepts_peer,
-            newest_accepted=self.time.newest_accepted,
-            future=self.future,
+            self.time.newest_accepted,
+            self.future,
         )
+        self.wrong_runs, self.location_shares = self.checks.wrong_runs, self.directory.shares
+        self.knowledge = Knowledge(
+            self.membership, self.directory, self.log, self.cluster_records, table, rng
+        )
+        self._connect_parts(signer, rng)
+        self._offer = describe
+        self._signer = signer
+        self._recorded: SignedRecord | None = None
+        self.losses = 0
+        """Grows whenever a member that may have held something died, left, began anew or was expelled."""
+        self._changes: list[MemberChange] = []
+        self._ranked: tuple[int, list[Member]] = (-1, [])
+
+    def _connect_parts(self, signer: Signer, rng: Random) -> None:
+        """Make what talks to other peers."""
+        config = self.config
+        self.contacts = Contacts(rng)
+        self.addresses = AddressBook(self.contacts, self.membership, self.membership.newcomers)
         self.questions = Questions(config)
         self.view = ActiveView(
             self.membership, rng, config.active_view, config.view_rotation_seconds
@@ -117,21 +134,14 @@ class GossipState:
         self.exchanges = Exchanges(
             config, self.knowledge, self.floors, self.questions, self.view, rng, rate
         )
-        self.exchanges.hot_for = self.partitions.hot_for
+        self.exchanges.hot_for = self.partitions.hot.tell
         self.exchanges.unix_ms = self.time.unix_ms
         self.fresh = FreshNews(config, self.knowledge, self.view, self.questions, rate)
         self.probing = Probing(self.membership, self.questions, rng)
         self.own_record = OwnRecord(
             signer, self._describe, config, self.membership, self.log, self.floors
         )
-        self.losses = 0
-        """Grows whenever a member that may have held something died, left, began anew or was expelled."""
-        self._changes: list[MemberChange] = []
-        self._offer = describe
-        self._signer = signer
-        self._recorded: SignedRecord | None = None
         self._pace = SigningPace(lambda: rate.is_high, lambda: 1 + len(self.directory.unsettled))
-        self._ranked: tuple[int, list[Member]] = (-1, [])
 
     # --- this peer ---------------------------------------------------------------------------
 
@@ -144,11 +154,6 @@ class GossipState:
     def leaving(self) -> bool:
         """Whether `leave` was called."""
         return self.own_record.leaving
-
-    @property
-    def alone_by_configuration(self) -> bool:
-        """Whether there is nobody else: no member, none that was, and no address to try."""
-        return self.contacts.is_empty and len(self.membership) == 1
 
     def hold(self, record: LocationRecord, now: float) -> None:
         """This peer holds a version of a key from now on."""
@@ -179,7 +184,7 @@ class GossipState:
     def record(self, now: float) -> SignedRecord:
         """This peer's own record, signed anew when something changed; its head's operations are signed with it."""
         signed = self.own_record.signed(now)
-        wanted = self.log.signed < self.log.sequence and self.partitions.logs_are_read
+        wanted = self.log.signed < self.log.sequence and self.partitions.current.logs_are_read
         if wanted and (signed is not self._recorded or self._pace.may_sign(now)):
             self.log.sign(self._signer)
             self._pace.signed(now)
@@ -192,7 +197,7 @@ class GossipState:
         self.exchanges.hurry()
 
     def pushes(self, now: float) -> list[Push]:
-        """What homes should know of this peer's log: at once, then at most every 20 ms."""
+        """Messages for homes about this peer's log: at once, then at most every 20 ms."""
         return self.partitions.take_pushes(now)
 
     def push_answered(
@@ -213,7 +218,7 @@ class GossipState:
         return intake.behind, intake.rivals
 
     def intake(self, sender: Member, update: HomeUpdate) -> PushIntake:
-        """What takes in what an owner pushes, in steps of a few milliseconds. Raises `ProtocolError`, as its
+        """Take in an owner's push, in steps of a few milliseconds. Raises `ProtocolError`, as its
         first steps do, for nonsense."""
         return PushIntake(sender, update, self._take_pushed)
 
@@ -246,13 +251,13 @@ class GossipState:
         return self.floors.doubts.up_to(member, shown, now)
 
     def holders(self, digest: bytes, now: float, *, hearsay: bool = False) -> list[Location]:
-        """Who is known to hold the key: owners believed alive first, among them the newest version first. With
-        `hearsay` also who may hold it: for who looks there."""
+        """The known holders of the key: owners believed alive first, among them the newest version first. With
+        `hearsay` also those that may hold it."""
         return self.locations.holders(digest, now, hearsay=hearsay)
 
     def homes(self, digest: bytes) -> list[PeerId]:
         """The key's home peers, best first; this one may be among them."""
-        return self.peer_ids(self.partitions.homes(digest))
+        return self.peer_ids(self.partitions.current.of(digest))
 
     def rank(self, digest: bytes) -> list[PeerId]:
         """The other live members in rendezvous order for a key."""
@@ -278,7 +283,7 @@ class GossipState:
     def _note_operations(self, operations: Sequence[bytes], now: float) -> None:
         """The last ones of this peer's log."""
         self.partitions.note(operations, now)
-        if self.partitions.logs_are_read and operations:
+        if self.partitions.current.logs_are_read and operations:
             first = self.log.sequence + 1 - len(operations)
             self.fresh.add_own(first, len(operations))
             self.exchanges.hurry()

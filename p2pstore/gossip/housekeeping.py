@@ -59,7 +59,7 @@ class Housekeeping:
         if self._state.partitions.housekeep(now, agreed=self._state.exchanges.agreed):
             self._state.own_record.changed()
         self._state.knowledge.table.follows_logs = self._state.partitions.mode.follows_logs
-        self._state.knowledge.table.logs_are_read = self._state.partitions.logs_are_read
+        self._state.knowledge.table.logs_are_read = self._state.partitions.current.logs_are_read
         self._state.knowledge.table.read_anew()
         overdue = [member for member, due in self._forget_at.items() if due <= now]
         if overdue:  # a dictionary that was large once stays so: a smaller one takes its place
@@ -67,7 +67,7 @@ class Housekeeping:
         for member in overdue:
             self._state.partitions.drop(member)
         self._state.floors.housekeep(
-            now, alone=self._state.alone_by_configuration, members=self._membership.others()
+            now, alone=self._alone_by_configuration(), members=self._membership.others()
         )
         for peer_id in self._state.peer_ids(self._state.floors.take_to_ask(now)):
             if self._membership.is_live(peer_id):
@@ -75,6 +75,10 @@ class Housekeeping:
         self._state.questions.give_up_lost(now)
         self._vouch(now)
         return [*self._doubt_the_late(now), *self._fetch_snapshots(now)]
+
+    def _alone_by_configuration(self) -> bool:
+        """Whether there is no other member, none that was, and no address to try."""
+        return self._state.contacts.is_empty and len(self._membership) == 1
 
     def _vouch(self, now: float) -> None:
         """Let clients answer from the table by themselves for a while, or not."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.anti_entropy import News, check_claims
+from p2pstore.gossip.exchange.anti_entropy import News
 from p2pstore.gossip.exchange.asking import Asked
+from p2pstore.gossip.exchange.delta_checks import check_claims
 from p2pstore.gossip.exchange.exchanges import read_reply, read_request
 from p2pstore.gossip.gossip_effects import Ask, Effect, Later
 from p2pstore.gossip.gossip_messages import (
@@ -63,7 +64,7 @@ class Incoming:
                 self._heard(sender, now)
                 return Empty(), []
             case Leave():
-                pair = self._state.knowledge.check_record(request.record)
+                pair = self._state.checks.check_record(request.record)
                 if pair is not None and (pair[0].peer_id != sender or not pair[0].leaving):
                     raise ProtocolError("a farewell that is not the sender's own")
                 self._take_delta(sender, Delta([request.record], [], [], []), now)
@@ -104,7 +105,7 @@ class Incoming:
                 raise
             self._state.time.clocks.answered(pinged, reply.unix_ms, asked.sent_at, now)
             self._heard(asked.peer_id, now)
-            # What rides on an answer that a helper passed on is nobody's word: the helper has taken it in.
+            # Claims on an answer that a helper passed on count for nothing: the helper has taken them in.
             claims = [] if asked.about else reply.claims
             alive = self._self_claim(pinged, reply.incarnation)
             self._membership.observe_claims([*claims, alive], now, asked.peer_id)
@@ -120,7 +121,7 @@ class Incoming:
         hot = unpack_hot(reply.hot)
         self._state.time.clocks.answered(asked.peer_id, reply.unix_ms, asked.sent_at, now)
         news = self._take_delta(asked.peer_id, reply.delta, now)
-        self._state.partitions.learn_hot(hot, now)
+        self._state.partitions.hot.learn(hot, now)
         self._state.exchanges.learn(
             asked, reply, theirs, now, new_records=len(news.cluster_records)
         )
@@ -133,7 +134,7 @@ class Incoming:
             raise ProtocolError(f"a ping for incarnation {ping.incarnation}")
         claims = list(ping.claims)
         if ping.incarnation > self._membership.own.incarnation:
-            # Somebody made it up, or this peer's clock went back: be above it, or nobody listens.
+            # It was made up, or this peer's clock went back: be above it, or no member listens.
             claims.append(
                 Claim(
                     self._state.peer_id, ping.incarnation, int(Status.SUSPECT), self._state.member
@@ -163,21 +164,21 @@ class Incoming:
         self._state.time.clocks.asked(sender, request.unix_ms, now)
         self._heard(sender, now)
         self._membership.observe_claims(request.claims, now, sender)
-        self._state.partitions.learn_hot(hot, now)
+        self._state.partitions.hot.learn(hot, now)
         self._state.record(now)
         answer = self._state.exchanges.answer(sender, request, theirs, now)
         self.limit_step(now)
         return answer
 
     def _take_delta(self, sender: PeerId, delta: Delta, now: float) -> News:
-        checked = self._state.knowledge.check(delta, now, sender)
+        checked = self._state.checks.check(delta, now, sender)
         known = [self._membership.get(record.peer_id) for record, _ in checked.records]
         records = [state.record if state is not None else None for state in known]
         news = self._state.knowledge.apply(checked, now, sender)
         for before, (record, _) in zip(records, checked.records, strict=True):
             self._state.partitions.observe_record(before, record, now)
             self._state.losses += before is not None and record.incarnation > before.incarnation
-        self._state.partitions.keep_up()
+        self._state.partitions.current.keep_up()
         self._membership.heard(sender, now)
         for chunk in checked.logs:
             self._state.heard_of(chunk.operations, now)

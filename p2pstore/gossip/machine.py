@@ -10,7 +10,7 @@ and `contacted` or `contact_failed`.
 How news travels. A new operation, member or cluster record goes to four random neighbours at once
 (see `active_view`), and those for whom it is new do the same. What that misses, one exchange with one
 random neighbour brings: every 67 ms while there are differences, once a second when there are none. A reader behind
-everybody's ring fetches a snapshot from the log's owner. A key's home peers are told of its
+all rings fetches a snapshot from the log's owner. A key's home peers are told of its
 locations directly (`pushes`).
 """
 
@@ -109,11 +109,12 @@ class Gossip(GossipState):
 
     def expel(self) -> list[PeerId]:
         """Forget the members, and what they hold, that `accepts_peer` does not accept any more."""
-        accepts = self.knowledge.accepts_peer
-        gone = [s for s in self.membership.states() if not accepts(s.peer_id)]
+        accepts = self.checks.accepts_peer
+        own = self.membership.own
+        gone = [s for s in self.membership.states() if s is not own and not accepts(s.peer_id)]
         self.losses += len(gone)
         for state in gone:
-            self.membership.expel(state.peer_id)
+            self.membership.forget(state)
             self.partitions.drop(state.member)
             self._housekeeping.back(state.member)
             self.floors.expelled(state.member)
@@ -127,7 +128,7 @@ class Gossip(GossipState):
     ) -> tuple[Message | Later, list[Effect]]:
         """Answer a peer's request; `Later` when another peer has to be asked first (see there).
 
-        Raises `ProtocolError`, and changes nothing, for nonsense. Who asks far more often than it may
+        Raises `ProtocolError`, and changes nothing, for nonsense. A peer that asks far more often than it may
         (`message_budget`) is told so, and nothing else.
         """
         if not self.questions.budget.serve(sender, now):
@@ -171,7 +172,7 @@ class Gossip(GossipState):
         self, token: int, head: SnapshotHead | None, packed: bytes | CheckedSnapshot, now: float
     ) -> list[Effect]:
         """The outcome of a `FetchSnapshot`; `head` None when it failed. A shell with threads has a snapshot
-        checked in one; what comes as bytes is checked here.
+        checked in one; bytes are checked here.
 
         Raises `ProtocolError`, and changes nothing, for a snapshot that its owner did not sign; it
         is fetched again after a while.
@@ -208,7 +209,7 @@ class Gossip(GossipState):
         return []
 
     def contact_failed(self, addresses: Sequence[str], now: float) -> list[Effect]:
-        """Nobody answered at these addresses (exactly those of the `Contact`)."""
+        """No peer answered at these addresses (exactly those of the `Contact`)."""
         self.contacts.failed(addresses, now)
         return []
 
@@ -253,7 +254,7 @@ class Gossip(GossipState):
             self.probing.due(),
             self._housekeeping.due,
             self.contacts.next_due(),
-            self.partitions.due(),
+            self.partitions.pushes.due(),
             self.exchanges.due(),
             self.fresh.due(),
             self.view.due(),

@@ -124,7 +124,7 @@ class LocationRecord(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def identity(self) -> tuple[bytes, int, int]:
-        """What tells two records of one owner apart: digest and version."""
+        """The identity of a record among its owner's: digest and version."""
         return self.digest, self.version.clock, self.version.writer
 
 
@@ -355,7 +355,7 @@ def keys_of_floor(record: ClusterRecord) -> tuple[bytes, ...]:
 
 class NewerFormat(ProtocolError):
     """A record of a format that this version does not know. It is left alone: no reason to refuse
-    whoever passed it on, nor what came with it."""
+    its sender, nor what came with it."""
 
 
 def read_peer_record(signed: SignedRecord) -> PeerRecord:

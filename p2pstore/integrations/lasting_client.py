@@ -107,8 +107,8 @@ class LastingClient:
         self._closed = False
 
     def call(self, what: Callable[[BlockingClient], T], otherwise: T) -> T:
-        """What the call gives, or `otherwise` when the store fails; the log says so. When the peer was restarted, the
-        call is made once more, to the new one."""
+        """The result of the call, or `otherwise` when the store fails; the log says so. When the peer was restarted,
+        the call is made once more, to the new one."""
         for attempt in range(2):
             client = self._client
             try:
@@ -167,8 +167,8 @@ class LastingClient:
 
     def hashes_agree(self, engine: str, hashed: Any) -> bool:
         """Whether the other engines of this kind and weight version make the same hashes of the same tokens. `hashed`
-        is what this one makes of something fixed. The first engine leaves its own as an object; who finds another one
-        says in the log that no block will ever match, and why."""
+        is what this one makes of something fixed. The first engine leaves its own as an object; an engine that
+        finds another one logs that no block will ever match, and why."""
         value = repr(hashed).encode()
         key = PROBE_KEY + engine
         self.call(lambda client: client.put(key, value, pin="soft"), None)

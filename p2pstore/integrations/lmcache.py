@@ -51,7 +51,7 @@ def _bytes_of(memory_obj: Any) -> memoryview:
 
 
 def _hashed() -> int:
-    """What Python makes of something fixed: LMCache's default hashes of tokens depend on PYTHONHASHSEED likewise."""
+    """A hash of a constant: like LMCache's default hashes of tokens it depends on PYTHONHASHSEED."""
     return hash(("p2pstore", 1))
 
 
@@ -59,7 +59,7 @@ def _hashed() -> int:
 
 
 class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no dependency, so not there to be checked
-    """Chunks under LMCache's own keys, moved by a few threads so that its event loop goes on. What is there is read in
+    """Chunks under LMCache's own keys, moved by a few threads so that its event loop goes on. Lookups read
     shared memory. With `save_chunk_meta`, which partial chunks need, a chunk is its metadata and then its bytes, which
     takes one more copy each way."""
 
@@ -176,7 +176,7 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
                 self._client.say(f"a chunk was not stored: {result.error}")
 
     def _value_of(self, memory_obj: Any) -> Any:
-        """What is stored of a chunk."""
+        """The value that is stored for a chunk."""
         view = _bytes_of(memory_obj)
         if not self.save_chunk_meta:
             return view
@@ -382,8 +382,8 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
             done[number] = result
         try:
             event.notify()
-        except (OSError, ValueError) as error:  # closed: nobody looks at it any more
-            self._client.say(f"nobody is told of a task that has ended: {error}")
+        except (OSError, ValueError) as error:  # closed meanwhile
+            self._client.say(f"the end of a task could not be signalled: {error}")
 
 
 def _name(key: Any) -> str:

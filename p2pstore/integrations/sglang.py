@@ -209,7 +209,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
     # --- moving ----------------------------------------------------------------------------------
 
     def _are_there(self, objects: Sequence[str]) -> list[bool]:
-        """Which of these objects somebody has."""
+        """For each of these objects, whether a peer has it."""
         nothing = [False] * len(objects)
         return list(self._client.call(lambda client: client.contains_many(objects), nothing))
 
@@ -307,7 +307,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         self._client.close()
 
     def _named(self, layout: dict[str, Any], *, own_rank: bool = False) -> str:
-        """What all keys of this rank begin with. `own_rank`: each rank has its own, also with MLA."""
+        """The prefix of all keys of this rank. `own_rank`: each rank has its own, also with MLA."""
         config = self._config
         by_rank = own_rank or not config.is_mla_model
         fields = {

@@ -176,7 +176,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
 
 def _prefix(spec: Any, block_bytes: int) -> str:
-    """What all keys begin with: the same for engines whose blocks are alike."""
+    """The prefix of all keys: the same for engines whose blocks are alike."""
     config = spec.config
     parallel = config.parallel
     fields = {
@@ -195,7 +195,7 @@ def _prefix(spec: Any, block_bytes: int) -> str:
 
 
 def _hash_seed() -> Any:
-    """What the hashes of all chains of blocks begin with in this engine."""
+    """The seed of this engine's hashes of chains of blocks."""
     from vllm.v1.core import kv_cache_utils
 
     seed = getattr(kv_cache_utils, "NONE_HASH", None)

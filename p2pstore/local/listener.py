@@ -18,8 +18,9 @@ import trio
 from p2pstore.errors import (
     ConfigError,
 )
+from p2pstore.local.local_clients import LocalBackend, RequestObserver
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.server import LocalBackend, RequestObserver, _Connection, logger
+from p2pstore.local.server import _Connection, logger
 from p2pstore.local.socket_paths import answers, check_socket_path, not_a_socket
 from p2pstore.runtime.accepting import Accepting
 from p2pstore.runtime.linux import lock_owner
@@ -38,8 +39,8 @@ LOCK_PAUSE_SECONDS: Final = 0.02
 async def listen_at(path: Path, mode: int, group: str | None) -> socket.socket:
     """A listening socket at `path`, after removing one that a dead peer left there.
 
-    Raises `ConfigError` when another peer serves there, or somebody keeps peers from starting there, or the socket
-    cannot be made, or not given to the group; nothing is left behind then.
+    Raises `ConfigError` when another peer serves there, another process holds the lock of the directory, or the socket
+    cannot be made or given to the group; nothing is left behind then.
     """
     group_id = None if group is None else _group_id(group)
     async with _one_peer_at_a_time(path.parent):
@@ -109,7 +110,7 @@ def _give_to(path: Path, group_id: int, group: str | None) -> None:
 @asynccontextmanager
 async def _one_peer_at_a_time(directory: Path) -> AsyncIterator[None]:
     """Two peers that start together must not take each other's fresh socket for a stale one. Any user who can read the
-    directory can hold its lock: nobody waits long for it, and whoever waits can be cancelled."""
+    directory can hold its lock: the wait for it is short, and can be cancelled."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -165,7 +166,7 @@ async def serve_local(
         await _accept_forever(listener, partial(_Connection, backend, observer, others_read_only))
     finally:
         listener.close()
-        if file_identity(where) == identity:  # nobody removed or replaced it meanwhile
+        if file_identity(where) == identity:  # it was not removed or replaced meanwhile
             where.unlink(missing_ok=True)
 
 

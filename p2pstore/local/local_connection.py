@@ -1,6 +1,6 @@
 """The client's end of the local socket: hello, mapped segments, pipelined requests.
 
-Many tasks or threads use one connection at once. Nobody runs in the background: of those who wait
+Many tasks or threads use one connection at once. Nothing runs in the background: of the callers that wait
 for a reply one receives, for all of them, and hands the receiving on when its own reply has come.
 So a lone caller pays for one send and one receive and nothing else, under both drivers.
 """
@@ -8,45 +8,34 @@ So a lone caller pays for one send and one receive and nothing else, under both 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import mmap
 import os
 import select
 import socket
-import struct
-import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from p2pstore.errors import (
     ClientForked,
     DeadlineExceeded,
-    NoLocalPeer,
     ProtocolError,
     StoreClosed,
 )
-from p2pstore.local.local_protocol import Access, Hello, HelloReply, LocalKind, SegmentInfo
+from p2pstore.local.local_greeting import Greeting, Opening, connect_to_peer, greet, hangs, user_at
+from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import (
     Frame,
     LateFrame,
     RequestAhead,
     Waiter,
+    Waiters,
     late_frame,
     reply_in,
 )
-from p2pstore.local.socket_paths import CHOICES, not_a_socket
-from p2pstore.memory.hazards import HAZARD_PAGE_BYTES, HazardPage
-from p2pstore.memory.mapped.joined_memory import map_joined
-from p2pstore.memory.mapped.mapped_memory import map_read_only, map_table, map_writable
-from p2pstore.runtime import memory_barrier
 from p2pstore.runtime.blocking_streams import is_from_signal_handler
-from p2pstore.runtime.linux import is_shortage, shortage
 from p2pstore.runtime.streams import (
     DEFAULT_PROGRESS_SECONDS,
-    MAX_PASSED_DESCRIPTORS,
     ByteStream,
     Driver,
     Event,
@@ -55,9 +44,6 @@ from p2pstore.wire import (
     ERROR,
     HEADER_BYTES,
     LOCAL_LIMITS,
-    MAX_PROTOCOL_VERSION,
-    MIN_PROTOCOL_VERSION,
-    PREFACE_LOCAL,
     Code,
     Failure,
     FrameBuffer,
@@ -65,7 +51,6 @@ from p2pstore.wire import (
     decode_body,
     encode_frame,
     error_of,
-    negotiate_version,
 )
 
 M = TypeVar("M", bound=Message)
@@ -77,28 +62,23 @@ PEER_GONE: Final = (
     "`mooncake-p2p join` starts a peer"
 )
 
-_CREDENTIALS: Final = struct.Struct("3i")
-"""Process, user and group at the other end of a Unix socket."""
-
 _open_connections: weakref.WeakSet[LocalConnection] = weakref.WeakSet()
 
 
 class LocalConnection:
     """An open connection to the local peer. Make one with `LocalConnection.open`.
 
-    `hello` is what the peer said; `segments` are its mapped segments in the hello's order,
-    writable for WRITE access; `location_table` is mapped, too, when it was wanted and there is one, and so are
-    `hazards`.
-    `collect_one_way` is asked for frames to go out with whatever is sent next.
+    `hello` is what the peer said; its memories are mapped as `segments`, `location_table`, `hazards` and `checkpoint`
+    (see `Greeting`). `collect_one_way` is asked for frames to go out with whatever is sent next.
     """
 
-    def __init__(self, driver: Driver, stream: ByteStream, path: str) -> None:
+    def __init__(self, driver: Driver, stream: ByteStream, path: str, greeting: Greeting) -> None:
         self.path = path
-        self.hello: HelloReply
-        self.segments: list[memoryview] = []
-        self.location_table: mmap.mmap | None = None
-        self.checkpoint: memoryview | None = None
-        self.hazards: HazardPage | None = None
+        self.hello = greeting.hello
+        self.segments = greeting.segments
+        self.location_table = greeting.location_table
+        self.hazards = greeting.hazards
+        self.checkpoint = greeting.checkpoint
         self.collect_one_way: Callable[[], Sequence[bytes]] = tuple
         self._driver = driver
         self._stream = stream
@@ -106,13 +86,8 @@ class LocalConnection:
         self._closed_because: str | None = None
         self._frames = FrameBuffer(LOCAL_LIMITS)
         self._receive_buffer = memoryview(bytearray(RECEIVE_BYTES))
-        self._numbers = itertools.count(1)
-        self._waiters: dict[int, Waiter] = {}
-        self._receiving = False
+        self._waiters = Waiters()
         self._receive_seconds = 0.0
-        self._abandoned = 0
-        # Guards the three above; held for microseconds, never awaited in.
-        self._state = threading.Lock()
         self._sending = driver.lock()
         self._is_sending = False
 
@@ -121,129 +96,32 @@ class LocalConnection:
         cls,
         driver: Driver,
         path: str,
-        *,
-        namespace: str,
-        access: Access,
+        opening: Opening,
         timeout_seconds: float = DEFAULT_PROGRESS_SECONDS,
-        location_table: bool = False,
-        trusted_users: Collection[int] | None = None,
-        directory: int = -1,
-        checkpoint: bytes = b"",
-        hazards: bool = False,
     ) -> LocalConnection:
-        """Connect and say hello; with `location_table`, map the peer's table of locations, too, and with `hazards` a
-        page to lease by (where the machine lets one). `directory` is the
-        descriptor of a directory that the peer is given, for what is asked on this connection; `checkpoint` the
-        version of one in the peer's memory, to be mapped as `self.checkpoint`. Raises
-        `NoLocalPeer` when nobody listens at `path`, or a user who is none of `trusted_users`, and
-        `DeadlineExceeded` when the peer takes longer than `timeout_seconds` over either."""
-        try:
-            stream = await driver.connect_unix(path, timeout_seconds)
-        except DeadlineExceeded as error:
-            raise _hangs(path) from error
-        except PermissionError as error:
-            raise NoLocalPeer(
-                f"no permission to use the local socket {path}: run as the peer's user, or start "
-                "the peer with --socket-mode and --socket-group"
-            ) from error
-        except OSError as error:
-            if is_shortage(error):
-                raise NoLocalPeer(
-                    f"this process cannot connect to the peer at {path}: {shortage(error)}"
-                ) from error
-            if what := not_a_socket(path):
-                raise NoLocalPeer(
-                    f"{path} is {what}, not a peer's socket: {CHOICES} names one"
-                ) from error
-            raise NoLocalPeer(
-                f"no peer listens at {path} ({error.strerror}): start one with `mooncake-p2p join`"
-            ) from error
+        """Connect and say hello. Raises `NoLocalPeer` when no peer listens at `path`, or one of another user than the
+        trusted ones; `DeadlineExceeded` when the peer takes longer than `timeout_seconds` over either step; the error
+        with which the peer refuses."""
+        stream = await connect_to_peer(driver, path, timeout_seconds)
         stream.progress_seconds = timeout_seconds
-        connection = cls(driver, stream, path)
+        connection = None
         try:
-            if trusted_users is not None and connection.peer_user not in trusted_users:
-                raise NoLocalPeer(f"the socket {path} belongs to another user's process")
-            hello = Hello(
-                MIN_PROTOCOL_VERSION,
-                MAX_PROTOCOL_VERSION,
-                namespace,
-                access,
-                os.getpid(),
-                location_table=location_table,
-                directory=directory >= 0,
-                checkpoint=checkpoint,
-                hazards=hazards and memory_barrier.take_part(),
-            )
-            await connection._greet(hello, directory)
+            greeting = await greet(stream, path, opening)
+            connection = cls(driver, stream, path, greeting)
         except ConnectionError as error:
-            connection.close()
             raise StoreClosed(f"the peer at {path} closed the connection at once") from error
         except DeadlineExceeded as error:
-            connection.close()
-            raise _hangs(path) from error
-        except BaseException:
-            connection.close()
-            raise
+            raise hangs(path) from error
+        finally:
+            if connection is None:
+                stream.close()
         _open_connections.add(connection)
         return connection
-
-    async def _greet(self, hello: Hello, directory: int) -> None:
-        begin = PREFACE_LOCAL + encode_frame(LocalKind.HELLO, 0, hello)
-        with contextlib.suppress(BrokenPipeError):  # refused: the reason can still be received
-            if directory < 0:
-                await self._stream.send(begin)
-            else:  # nothing was sent before: it fits
-                with socket.socket(fileno=os.dup(self._stream.fileno())) as sock:
-                    socket.send_fds(sock, [begin], [directory])
-        descriptors: list[int] = []
-        try:
-            while (frame := self._frames.next_frame()) is None:
-                count, passed = await self._stream.receive_descriptors(self._receive_buffer)
-                descriptors += passed
-                if count == 0:
-                    raise ConnectionResetError
-                if len(descriptors) > MAX_PASSED_DESCRIPTORS:
-                    raise ProtocolError("the peer passed more descriptors than it has segments")
-                self._frames.feed(self._receive_buffer[:count])
-            self.hello = reply_in(frame, LocalKind.HELLO, HelloReply)
-            negotiate_version(self.hello.version, self.hello.version)
-            table_bytes = self.hello.location_table_bytes
-            counts = [max(1, len(segment.pieces)) for segment in self.hello.segments]
-            checkpoint_bytes = self.hello.checkpoint_bytes
-            gives_page = self.hello.hazards
-            expected = sum(counts) + bool(table_bytes) + gives_page + bool(checkpoint_bytes)
-            if len(descriptors) != expected:
-                raise ProtocolError("the peer did not pass a descriptor for each of its memories")
-            writable = Access.WRITE == hello.access == self.hello.access
-            left = iter(descriptors)
-            user = (
-                self.peer_user
-            )  # could show anything anyway: a file of its memory is taken from it
-            self.segments = [
-                _map_segment(segment, list(islice(left, count)), user, writable=writable)
-                for segment, count in zip(self.hello.segments, counts, strict=True)
-            ]
-            if table_bytes:
-                descriptor = next(left)
-                with contextlib.suppress(OSError):  # no room to map it: the peer can be asked
-                    self.location_table = map_table(descriptor, table_bytes)
-            if gives_page:
-                descriptor = next(left)
-                with contextlib.suppress(OSError):
-                    self.hazards = HazardPage(map_writable(descriptor, HAZARD_PAGE_BYTES))
-            if checkpoint_bytes:
-                self.checkpoint = map_read_only(next(left), checkpoint_bytes)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
 
     @property
     def peer_user(self) -> int:
         """The user who listens at the other end, as the kernel has it."""
-        with socket.socket(fileno=os.dup(self._stream.fileno())) as sock:
-            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        user: int = _CREDENTIALS.unpack(credentials)[1]
-        return user
+        return user_at(self._stream)
 
     def segment(self, number: int) -> memoryview:
         """The mapped segment that an answer names. Raises `StoreClosed` when the client was closed since,
@@ -302,7 +180,7 @@ class LocalConnection:
                     return reply_in(frame, kind, reply_type)
                 except ProtocolError:
                     raise
-                except BaseException:  # interrupted: nobody looks at it
+                except BaseException:  # interrupted: the caller does not see it
                     if on_late_frame is not None:
                         on_late_frame(frame)
                     raise
@@ -325,7 +203,7 @@ class LocalConnection:
             await self._receive_or_wait(waiter, deadline)
             if waiter.frame is None:
                 await self._receive_until(waiter, deadline, progress_seconds)
-            return self._taken(waiter)
+            return self._waiters.take(waiter)
         except BaseException:
             self.give_up(waiter, on_late_frame)
             raise
@@ -362,22 +240,19 @@ class LocalConnection:
         except BaseException:
             self.give_up(waiter, on_late_frame)
             raise
-        return self._taken(waiter)
+        return self._waiters.take(waiter)
 
     def _register(self, kind: LocalKind, message: Message) -> tuple[Waiter, bytes]:
-        """A new request and its frame to send; `_taken` or `give_up` must follow."""
+        """A new request and its frame to send; `Waiters.take` or `give_up` must follow."""
         self.check_usable()
-        number = next(self._numbers) & 0xFFFF_FFFF
+        number = self._waiters.next_number()
         frame = encode_frame(kind, number, message)
         if len(frame) - HEADER_BYTES > LOCAL_LIMITS.body_bytes:
             raise ValueError(
                 f"the batch needs a request of {len(frame):,} bytes; at most "
                 f"{LOCAL_LIMITS.body_bytes:,} are allowed: split it"
             )
-        waiter = Waiter(number)
-        with self._state:  # another thread may be going through them
-            self._waiters[number] = waiter
-        return waiter, frame
+        return self._waiters.add(number), frame
 
     async def _receive_until(
         self, waiter: Waiter, deadline: float, progress_seconds: float
@@ -392,46 +267,25 @@ class LocalConnection:
                 )
             await self._receive_or_wait(waiter, deadline)
 
-    def _taken(self, waiter: Waiter) -> Frame:
-        """The reply that has come."""
-        with self._state:
-            del self._waiters[waiter.number]
-        assert waiter.frame is not None
-        return waiter.frame
-
     def give_up(self, waiter: Waiter, on_late_frame: LateFrame | None = None) -> None:
-        """Nobody waits for this reply any more; `on_late_frame` gets it when it comes after all."""
-        with self._state:
-            if (
-                not self._receiving
-            ):  # that may have been handed to this one: now it is the next one's
-                any(other.wake() for other in self._waiters.values() if other is not waiter)
-            if waiter.frame is None and on_late_frame is not None:
-                waiter.on_late_frame = on_late_frame
-                self._abandoned += 1
-                return
-            self._waiters.pop(waiter.number, None)
-        if waiter.frame is not None and on_late_frame is not None:
-            on_late_frame(waiter.frame)
+        """The caller wants this reply no more; `on_late_frame` gets it when it comes after all."""
+        self._waiters.give_up(waiter, on_late_frame)
 
     @property
     def awaits_late_replies(self) -> bool:
         """Whether a caller gave up on a request whose reply must still be looked at."""
-        return self._abandoned > 0
+        return self._waiters.abandoned > 0
 
     async def receive_late_replies(self, timeout_seconds: float) -> None:
-        """Receive for those who gave up, for at most that long."""
+        """Receive replies of abandoned requests, for at most that long."""
         deadline = time.monotonic() + timeout_seconds
-        onlooker = Waiter(-next(self._numbers))
-        with self._state:
-            self._waiters[onlooker.number] = onlooker
+        onlooker = self._waiters.add(-self._waiters.next_number())
         try:
-            while self._abandoned and time.monotonic() < deadline:
+            while self._waiters.abandoned and time.monotonic() < deadline:
                 self.check_usable()
                 await self._receive_or_wait(onlooker, deadline)
         finally:
-            with self._state:
-                del self._waiters[onlooker.number]
+            self._waiters.give_up(onlooker)
 
     async def flush(self) -> None:
         """Send what `collect_one_way` has, if anything."""
@@ -439,7 +293,7 @@ class LocalConnection:
         await self._send()
 
     async def _send(self, frame: bytes = b"") -> None:
-        """Send whole frames: half a frame would spoil the connection for everybody who uses it."""
+        """Send whole frames: half a frame would spoil the connection for all its users."""
         async with self._sending:
             unasked = self.collect_one_way()
             if unasked:
@@ -468,25 +322,19 @@ class LocalConnection:
                 self._is_sending = False
 
     async def _receive_or_wait(self, waiter: Waiter, deadline: float) -> None:
-        """Receive once for everybody, or wait until somebody who receives has news for `waiter`."""
+        """Receive once for all that wait, or wait until the one that receives has news for `waiter`."""
         event: Event | None = None
-        receives = False
+        waiters = self._waiters
         try:
-            with self._state:
-                if waiter.frame is not None:  # who received before brought it along
-                    return
-                if self._receiving:
-                    event = waiter.event = self._driver.event()
-                else:
-                    receives = self._receiving = True
-            if receives:
+            event = waiters.begin_receiving(waiter, self._driver.event)
+            if waiters.receiver is waiter:
                 self._limit_receiving(deadline - time.monotonic())
                 count = await self._stream.receive_into(self._receive_buffer)
                 self._dispatch(self._receive_buffer[:count], waiter)
         except DeadlineExceeded as error:
             if is_from_signal_handler(error):
                 raise self._driver.interrupted(error) from None
-            # whose deadline it was, its waiter finds out
+            # the waiter whose deadline it was finds out
         except Exception as error:
             if is_from_signal_handler(error):
                 raise self._driver.interrupted(error) from None
@@ -496,12 +344,7 @@ class LocalConnection:
                 f"the connection to the local peer broke ({error}): connect again"
             ) from error
         finally:
-            if receives:
-                with self._state:
-                    self._receiving = False
-                    for other in self._waiters.values():
-                        if other.wake():
-                            break  # that one receives from now on
+            waiters.end_receiving(waiter)
         if event is not None:
             await event.wait(deadline - time.monotonic())
 
@@ -511,7 +354,7 @@ class LocalConnection:
             self._receive_seconds = self._stream.receive_seconds = max(0.001, seconds)
 
     def _dispatch(self, data: memoryview, receiver: Waiter) -> None:
-        """Give the frames that have arrived whole to those who wait for them."""
+        """Give the frames that have arrived whole to their waiters."""
         if not data:
             self._end(PEER_GONE)
             return
@@ -520,39 +363,23 @@ class LocalConnection:
             if frame[0].request_id == receiver.number:
                 receiver.frame = frame
             else:
-                self._deliver(frame)
+                self._waiters.deliver(frame)
             return
         self._frames.feed(data)
         while (frame := self._frames.next_frame()) is not None:
-            self._deliver(frame)
-
-    def _deliver(self, frame: Frame) -> None:
-        number = frame[0].request_id
-        with self._state:
-            waiter = self._waiters.get(number)
-            if waiter is None:
-                return
-            waiter.frame = frame
-            waiter.wake()
-            if waiter.on_late_frame is not None:
-                del self._waiters[number]
-                self._abandoned -= 1
-        if waiter.on_late_frame is not None:
-            waiter.on_late_frame(frame)
+            self._waiters.deliver(frame)
 
     def _end(self, reason: str) -> StoreClosed:
-        """Close; everybody who waits fails with the reason."""
-        with self._state:
-            if self._closed_because is None:
-                self._closed_because = reason
-            for waiter in self._waiters.values():
-                waiter.wake()
+        """Close; every request that waits fails with the reason."""
+        if self._closed_because is None:
+            self._closed_because = reason
+        self._waiters.wake_all()
         self._stream.close()
         return StoreClosed(self._closed_because)
 
     def say_last(self, frames: bytes) -> None:
-        """Send one-way frames before closing, as far as the socket takes them at once: who closes does not
-        wait, and half a frame harms nobody when nothing follows."""
+        """Send one-way frames before closing, as far as the socket takes them at once: closing does not
+        wait, and half a frame does no harm when nothing follows."""
         if self._is_sending or self._closed_because is not None or self.is_inherited:
             return
         with (
@@ -570,35 +397,16 @@ class LocalConnection:
         self.segments.clear()
         self.location_table = self.hazards = None
 
-    def let_go_after_fork(self) -> None:
-        """In a forked child: give up the socket, or the parent's leases would outlive it."""
-        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if self._stream.fileno() >= 0:
-                os.dup2(nowhere, self._stream.fileno(), inheritable=False)
-        finally:
-            os.close(nowhere)
-
-
-def _map_segment(
-    segment: SegmentInfo, descriptors: list[int], user: int, *, writable: bool
-) -> memoryview:
-    length = segment.total_bytes
-    if segment.pieces:
-        return map_joined(descriptors, segment.pieces, length, writable=writable, trusted_user=user)
-    return (map_writable if writable else map_read_only)(descriptors[0], length, trusted_user=user)
-
-
-def _hangs(path: str) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"the peer at {path} does not answer: its process hangs or was stopped; look at its log, or end "
-        "it and start it again"
-    )
-
 
 def _let_go_of_inherited_sockets() -> None:
-    for connection in list(_open_connections):
-        connection.let_go_after_fork()
+    """In a forked child: give up the sockets, or the parent's leases would outlive it."""
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for connection in list(_open_connections):
+            if connection._stream.fileno() >= 0:
+                os.dup2(nowhere, connection._stream.fileno(), inheritable=False)
+    finally:
+        os.close(nowhere)
 
 
 os.register_at_fork(after_in_child=_let_go_of_inherited_sockets)

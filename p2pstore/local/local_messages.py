@@ -1,10 +1,4 @@
-"""Messages on the local socket, between a client and the peer of its host. Pure.
-
-The client sends the preface `P2PSTORL` and HELLO. The reply carries, as SCM_RIGHTS, one descriptor for
-each memory of each segment, in the order of `segments` and their `pieces`: read-only for READ access, writable for
-WRITE. Afterwards requests may be pipelined; replies come in any order. What a connection reserved or leased ends
-with it.
-"""
+"""Messages on the local socket, between a client and the peer of its host; `local_protocol` has their kinds. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +23,6 @@ class ItemError(Message, frozen=True):
 
 
 OK = ItemError()
-
 
 # --- put -------------------------------------------------------------------------------------
 
@@ -93,8 +86,7 @@ class Abort(Message, frozen=True):
 
 
 class Place(Message, frozen=True):
-    """Which peers could hold a value that this one has no room for? Older clients do not say its namespace, nor
-    whether it is to be pinned."""
+    """Ask for peers that could hold a value without room here. Older clients say neither namespace nor pin."""
 
     digest: bytes
     length: int
@@ -134,7 +126,6 @@ class StoredElsewhere(Message, frozen=True):
 
 # --- get -------------------------------------------------------------------------------------
 
-
 # --- the rest --------------------------------------------------------------------------------
 
 
@@ -171,7 +162,7 @@ class Peers(Message, frozen=True):
 
 
 class TransportUse(Message, frozen=True):
-    """What this peer and its clients read from a member by one transport. Of those objects that were read one by one,
+    """Reads of this peer and its clients from a member by one transport. Of those objects that were read one by one,
     half took at most `median_microseconds`, 99 % at most `p99_microseconds`, by powers of two; 0 where there were
     none."""
 
@@ -326,7 +317,7 @@ class Plan(Message, frozen=True):
 
 
 class Holder(Message, frozen=True):
-    """One copy: who has it and how to get there. A ticket is good for every object of that peer."""
+    """One copy: its holder and how to get there. A ticket is good for every object of that peer."""
 
     member: int
     peer_id: bytes
@@ -434,7 +425,7 @@ class UnseenRead(Message, frozen=True):
 
 class Report(Message, frozen=True):
     """One way, at most every 100 ms: reads that the peer did not see, and holders that failed. `misses` counts
-    reads that ended without the value: nobody had it, or nobody who has it could be reached."""
+    reads that ended without the value: it had no holder, or none that could be reached."""
 
     accesses: Annotated[list[AccessCount], MANY]
     failures: Annotated[list[HolderFailure], MANY] = []

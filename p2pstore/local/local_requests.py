@@ -1,4 +1,4 @@
-"""Requests on their way to the local peer: who waits for which reply. No I/O of its own.
+"""Requests on their way to the local peer: which caller waits for which reply. No I/O of its own.
 
 `LocalConnection` sends and receives; here is what it remembers of each request, and the handle that is given to
 who wants the reply later.
@@ -6,6 +6,8 @@ who wants the reply later.
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -48,6 +50,94 @@ class Waiter:
         if event is not None:
             event.set()
         return event is not None
+
+
+class Waiters:
+    """The requests of one connection that wait for replies, and which of them receives for all. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.receiver: Waiter | None = None
+        self.abandoned = 0
+        """Requests that were given up, whose replies must still be looked at."""
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, Waiter] = {}
+        self._state = threading.Lock()  # held for microseconds, never awaited in
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def next_number(self) -> int:
+        """The number of the next request."""
+        return next(self._numbers) & 0xFFFF_FFFF
+
+    def add(self, number: int) -> Waiter:
+        """A request is about to be sent; `take` or `give_up` must follow."""
+        waiter = Waiter(number)
+        with self._state:  # another thread may be going through them
+            self._waiting[number] = waiter
+        return waiter
+
+    def take(self, waiter: Waiter) -> Frame:
+        """The reply that has come."""
+        with self._state:
+            del self._waiting[waiter.number]
+        assert waiter.frame is not None
+        return waiter.frame
+
+    def give_up(self, waiter: Waiter, on_late_frame: LateFrame | None = None) -> None:
+        """The caller wants this reply no more; `on_late_frame` gets it when it comes after all."""
+        with self._state:
+            if self.receiver is waiter:  # it was interrupted when it was about to hand that on
+                self.receiver = None
+            if self.receiver is None:  # this one may have been woken to receive
+                any(other.wake() for other in self._waiting.values() if other is not waiter)
+            if waiter.frame is None and on_late_frame is not None:
+                waiter.on_late_frame = on_late_frame
+                self.abandoned += 1
+                return
+            self._waiting.pop(waiter.number, None)
+        if waiter.frame is not None and on_late_frame is not None:
+            on_late_frame(waiter.frame)
+
+    def begin_receiving(self, waiter: Waiter, new_event: Callable[[], Event]) -> Event | None:
+        """Make `waiter` the receiver, if there is none; else an event to wait for. None as well where its reply has
+        come. `end_receiving` must follow, whatever interrupts the caller."""
+        with self._state:
+            if waiter.frame is not None:  # the receiver before brought it along
+                return None
+            if self.receiver is None:
+                self.receiver = waiter
+                return None
+            waiter.event = event = new_event()
+            return event
+
+    def end_receiving(self, waiter: Waiter) -> None:
+        """Hand the receiving on to the next one, if `waiter` was the receiver."""
+        if self.receiver is waiter:
+            with self._state:
+                self.receiver = None
+                any(other.wake() for other in self._waiting.values())
+
+    def deliver(self, frame: Frame) -> None:
+        """Give a reply to its request."""
+        number = frame[0].request_id
+        with self._state:
+            waiter = self._waiting.get(number)
+            if waiter is None:
+                return
+            waiter.frame = frame
+            waiter.wake()
+            if waiter.on_late_frame is not None:
+                del self._waiting[number]
+                self.abandoned -= 1
+        if waiter.on_late_frame is not None:
+            waiter.on_late_frame(frame)
+
+    def wake_all(self) -> None:
+        """Let every caller look again."""
+        with self._state:
+            for waiter in self._waiting.values():
+                waiter.wake()
 
 
 class Asking(Protocol):
@@ -111,7 +201,7 @@ class RequestAhead(Generic[M]):
         return reply_in(frame, self._kind, self._reply_type)
 
     def abandon(self) -> None:
-        """Nobody wants the reply. Does nothing after `receive`."""
+        """Give the reply up. Does nothing after `receive`."""
         if self._is_open:
             self._is_open = False
             self._connection.give_up(self._waiter, self._on_late_frame)
@@ -120,7 +210,7 @@ class RequestAhead(Generic[M]):
 def late_frame(
     on_late_reply: Callable[[M], None] | None, kind: LocalKind, reply_type: type[M]
 ) -> LateFrame | None:
-    """What takes a frame that comes after its request was given up."""
+    """The function that takes a frame that comes after its request was given up."""
     if on_late_reply is None:
         return None
 

@@ -15,9 +15,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Awaitable
+from typing import Final
 
 import msgspec
 import trio
@@ -31,7 +30,8 @@ from p2pstore.errors import (
     ProtocolMismatch,
     StoreClosed,
 )
-from p2pstore.local.local_protocol import Access, Hello, HelloReply, LocalKind
+from p2pstore.local.local_clients import LocalBackend, LocalClient, RequestObserver
+from p2pstore.local.local_protocol import Access, Hello, LocalKind
 from p2pstore.objects import encode_namespace
 from p2pstore.runtime.linux import is_shortage, shortage
 from p2pstore.runtime.streams import ANCILLARY_BYTES, check_descriptors
@@ -62,90 +62,12 @@ logger = logging.getLogger("p2pstore.local")
 MAX_IN_FLIGHT: Final = 64
 HELLO_SECONDS: Final = 5.0
 SEND_SECONDS: Final = 30.0
-"""A client that takes none of its answers for so long is cut off."""
+"""A client that takes none of its answers in this time is cut off."""
 RECEIVE_BYTES: Final = 64 * 1024
 TURN_SECONDS: Final = 0.0005
-"""For so long a connection goes on answering without giving up its turn of the event loop."""
+"""Time in which a connection goes on answering without giving up its turn of the event loop."""
 MAX_PASSED: Final = 1
 MAX_OUTGOING_BYTES: Final = 16 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class LocalClient:
-    """A connected client. `holder` names it in the segment and is never used again."""
-
-    holder: int
-    namespace: str
-    access: Access
-    process_id: int
-    name: str
-    reads_locations: bool = False
-    """Whether it can use the peer's table of locations."""
-    directory: int = -1
-    """The descriptor of a directory that it passed, or -1; closed when the client is gone."""
-    checkpoint: bytes = b""
-    """The version of a checkpoint in memory that it wants to map."""
-    hazards: bool = False
-    """Whether it can lease objects by a page of its own."""
-
-    def __hash__(self) -> int:
-        return self.holder
-
-
-class LocalBackend(Protocol):
-    """What the server asks of the peer. Errors raised go to the client as failures."""
-
-    @property
-    def request_types(self) -> Mapping[int, type[Message]]:
-        """The requests that it answers, by `LocalKind`."""
-        ...
-
-    def welcome(self, client: LocalClient, version: int) -> tuple[HelloReply, list[int]]:
-        """The answer to a client's hello, and a descriptor for each memory of each segment in it: read-only ones for
-        READ access, writable ones for WRITE; then, where the hello names one and the client reads it, a read-only
-        one of the table of locations; then a writable one of its page of hazards; then one of the checkpoint that it
-        wants. The descriptors stay the backend's."""
-        ...
-
-    def welcomed(self, client: LocalClient) -> None:
-        """It has what `welcome` gave: descriptors that were for it alone are not needed any more."""
-        ...
-
-    def handle(
-        self, client: LocalClient, kind: LocalKind, message: Message
-    ) -> Message | Awaitable[Message | None] | None:
-        """The answer to a request, at once or as something to await (which is cancelled when the
-        client is gone). None for kinds without an answer."""
-        ...
-
-    def handled(self) -> None:
-        """All requests that had come were handled, and their answers are on their way as far as the socket takes them:
-        the time for what must not keep them waiting. In the same step, so nothing else happens in between."""
-        ...
-
-    def client_gone(self, client: LocalClient) -> None:
-        """End the leases and reservations of this client. Called once per welcomed client."""
-        ...
-
-
-class RequestObserver(Protocol):
-    """Is told of every request, for statistics. Quick; what it raises is an error of this peer."""
-
-    def began(self, kind: LocalKind, message: Message) -> object:
-        """A request is not answered at once; what is returned comes back with its answer."""
-        ...
-
-    def answered(
-        self,
-        client: LocalClient,
-        kind: LocalKind,
-        message: Message,
-        answer: Message | Exception | None,
-        seconds: float,
-        began: object | None,
-    ) -> None:
-        """A request was answered, `seconds` after it was taken from the socket."""
-        ...
 
 
 def _user_of(sock: socket.socket) -> int:
@@ -198,7 +120,7 @@ class _Connection:
         self._observed: list[tuple[LocalKind, Message, Message | Exception | None, float]] = []
         """Requests that were answered at once, which the observer is still to be told of."""
         self._one_way: deque[Awaitable[None]] = deque()
-        """What is left to do of requests that nobody waits for: it is done before more is received."""
+        """Unfinished one-way requests: they are done before more is received."""
         self._passed: list[int] = []
         """Descriptors that came with the hello."""
 
@@ -246,10 +168,10 @@ class _Connection:
                 data = await self._receive() if received is None else received
                 if not data:
                     break
-            nursery.cancel_scope.cancel()  # nobody is left to hear the answers
+            nursery.cancel_scope.cancel()  # the client has gone: answers are of no use
 
     def _receive_now(self) -> bytes | None:
-        """What has come already: where a lone caller runs on the same core, its next request often has, and a
+        """Bytes that have come already: where a lone caller runs on the same core, its next request often has, and a
         turn of the event loop would cost more than answering it. None when nothing has, or others must have
         their turn."""
         if time.monotonic() - self._turn_began > TURN_SECONDS:
@@ -452,7 +374,7 @@ class _Connection:
         await self._send(_answer(header, answer))
 
     def _tell_observer(self, client: LocalClient) -> None:
-        """Of what was answered at once: only then, as nobody is to wait for it."""
+        """Of requests answered at once: only after their answers, which do not wait for it."""
         observed, self._observed = self._observed, []
         if self._observer is not None:
             for kind, message, answer, seconds in observed:
@@ -486,7 +408,7 @@ class _Connection:
 
 
 async def _call_off(outcome: Awaitable[object]) -> None:
-    """Have an answer end that nobody will wait for: what it began goes on otherwise."""
+    """Cancel an answer that is not needed: the work that it began goes on otherwise."""
     with trio.CancelScope() as scope, contextlib.suppress(Exception):
         scope.cancel()
         await outcome

@@ -21,7 +21,7 @@ DIRECTORY_NAME: Final = "mooncake-p2p"
 SYSTEM_DIRECTORY: Final = Path("/run") / DIRECTORY_NAME
 DIRECTORY_MODE: Final = 0o755
 MAX_PATH_BYTES: Final = 107
-"""What fits into `sockaddr_un.sun_path` with its final zero byte."""
+"""Size of `sockaddr_un.sun_path` less its final zero byte."""
 PROBE_SECONDS: Final = 1.0
 
 
@@ -98,9 +98,9 @@ def unreachable_by_others(path: Path) -> Path | None:
 
 
 def distrust(directory: Path) -> str | None:
-    """Why somebody else could have put a socket into this directory, or None.
+    """Why another user could have put a socket into this directory, or None.
 
-    It must be this user's or root's, or stand where only root decides whose it is, such as `/run`; and nobody
+    It must be this user's or root's, or stand where only root decides whose it is, such as `/run`; and no user
     but its owner may write to it.
     """
     status = os.lstat(directory)
@@ -154,7 +154,7 @@ def find_socket(explicit: str | os.PathLike[str] | None = None) -> Path:
 
 
 def live_sockets() -> list[Path]:
-    """The sockets in the usual places at which somebody accepts connections."""
+    """The sockets in the usual places at which a process accepts connections."""
     return [path for path in _candidates() if answers(path)]
 
 
@@ -170,7 +170,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def not_a_socket(path: Path | str) -> str:
-    """What is at `path` instead of a socket; empty for a socket, and where nothing is, or nothing can be seen."""
+    """Name what is no socket at `path`; empty for a socket, and where nothing is, or can be seen."""
     try:
         mode = os.stat(path).st_mode
     except OSError:
@@ -179,7 +179,7 @@ def not_a_socket(path: Path | str) -> str:
 
 
 def answers(path: Path | str) -> bool:
-    """Whether somebody accepts connections at `path`; a file that a dead peer left does not. Raises `NoLocalPeer` when
+    """Whether a process accepts connections at `path`; a file that a dead peer left does not. Raises `NoLocalPeer` when
     this process cannot look."""
     try:
         probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

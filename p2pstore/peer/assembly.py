@@ -26,7 +26,7 @@ from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.gossip_config import preset
 from p2pstore.gossip.homes.directory_mode import ModeLimits
-from p2pstore.gossip.links.host import open_control_host
+from p2pstore.gossip.links.host import HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier
 from p2pstore.gossip.machine import Gossip, GossipConfig
 from p2pstore.gossip.records import (
@@ -340,17 +340,19 @@ class Assembly:
         config = self.config
         node.host = await self.stack.enter_async_context(
             open_control_host(
-                identity=self.identity,
-                listen=listen,
-                ring=self.credentials.ring,
-                allowed=self.credentials.allowed,
-                cluster=config.cluster,
-                handler=node.control.serve,
-                readers=node.control.serve_reader,
-                on_lost=node.control.lost,
-                on_refused=node.control.stranger_refused,
-                software=p2pstore.__version__,
-                budget=node.budget,
+                listen,
+                HostSettings(
+                    identity=self.identity,
+                    ring=self.credentials.ring,
+                    allowed=self.credentials.allowed,
+                    cluster=config.cluster,
+                    handler=node.control.serve,
+                    readers=node.control.serve_reader,
+                    on_lost=node.control.lost,
+                    on_refused=node.control.stranger_refused,
+                    software=p2pstore.__version__,
+                    budget=node.budget,
+                ),
             )
         )
         refuse_open_door(config, "listen", node.host.listening)

@@ -211,9 +211,9 @@ class Node:
         self.core.gossip_arrived(self.now)
         for change in self.core.gossip.take_changes():
             self._member_changed(change)
-        for member, count in self.core.gossip.directory.shares.take_news().items():
+        for member, count in self.core.gossip.location_shares.take_news().items():
             self._locations_refused(member, count)
-        for sender, owner in self.core.gossip.knowledge.wrong_runs.take_news().items():
+        for sender, owner in self.core.gossip.wrong_runs.take_news().items():
             self._wrong_operations(sender, owner)
         self.core.flush_pushes(self.now)
         self._follow_checkpoints()

@@ -186,22 +186,22 @@ class Statistics:
             "known_locations": gossip.locations.record_count,
             "directory": gossip.partitions.document(),
             "members_refused": membership.refused_count,
-            "floors": records.floors.count,
-            "floors_permille": round(1000 * records.floors.crowding),
+            "floors": gossip.floor_set.count,
+            "floors_permille": round(1000 * gossip.floor_set.crowding),
             "floors_refused": records.floors_refused,
             "floors_wait_for": removals.waits_for(),
             "floors_disbelieved": removals.disbelieved(self._node.now),
             "log_sequence": gossip.log.sequence,
             "connections": {
-                "open": host.open_connections,
+                "open": len(host.connections.each()),
                 "neighbours": len(gossip.view.neighbours()),
                 **asdict(host.keeper.counts),
             },
             "gossip": {
                 "members": {status.name.lower(): states[status] for status in Status},
                 "local_health": membership.health.score,
-                "sent_bytes": host.carried.sent,
-                "received_bytes": host.carried.received,
+                "sent_bytes": host.connections.carried.sent,
+                "received_bytes": host.connections.carried.received,
             },
         }
 

@@ -22,8 +22,8 @@ LONGEST_PAUSE_SECONDS: Final = 2.0
 
 
 class Accepting:
-    """Accepts connections of one listener, on through shortages: these are said once a minute, and whoever connects
-    meanwhile is turned away with the reason instead of waiting for an answer that does not come.
+    """Accepts connections of one listener, on through shortages: these are logged once a minute, and a process that
+    connects meanwhile is turned away with the reason.
 
     `what` connects, for people. `turn_away` gets such a connection and the reason, and closes it; it may not raise.
     """
@@ -61,7 +61,7 @@ class Accepting:
                     raise
                 if not is_shortage(error):  # the connection was gone before it was accepted
                     await trio.lowlevel.checkpoint()
-                elif not is_ready(listener.fileno(), 0):  # nobody is there who could be accepted
+                elif not is_ready(listener.fileno(), 0):  # no connection waits
                     await trio.lowlevel.wait_readable(listener.fileno())
                 else:
                     await self._in_shortage(listener, error)
@@ -69,7 +69,7 @@ class Accepting:
                 if self._keep_spare():
                     self._pause_seconds = FIRST_PAUSE_SECONDS
                     return sock, address
-                # It took the last descriptor, without which nobody could be told any more.
+                # It took the last descriptor, without which the next one could not be told.
                 self._say(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), sock)
                 await trio.lowlevel.checkpoint()
 
@@ -85,7 +85,7 @@ class Accepting:
         self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
 
     def _say(self, error: OSError, sock: socket.socket | None = None) -> None:
-        """Tell whoever connected, if that was accepted, and now and then the log."""
+        """Tell the other side, if it was accepted, and now and then the log."""
         reason = shortage(error)
         if sock is not None:
             self._turn_away(sock, reason)

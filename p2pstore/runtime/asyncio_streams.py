@@ -219,7 +219,7 @@ class _AsyncioHelper:
 
     @property
     def ended_well(self) -> bool:
-        """Whether nobody needs to look at it any more."""
+        """Whether it needs no further look."""
         return self.task.done() and (self.task.cancelled() or self.task.exception() is None)
 
     def cancel(self) -> None:
@@ -287,7 +287,7 @@ class AsyncioDriver:
             except asyncio.CancelledError as error:  # what it writes to is busy until it returns
                 cancelled = error
         if cancelled is not None:
-            running.exception()  # nobody else asks for it
+            running.exception()  # else asyncio warns that it was never retrieved
             raise cancelled
         return running.result()
 

@@ -177,7 +177,7 @@ _entered = _Entered()
 
 
 class _BlockingLock:
-    """Ctrl-C may strike when the lock is taken and nobody has noted it yet, or before it is released;
+    """Ctrl-C may strike when the lock is taken and not noted yet, or before it is released;
     `release_interrupted` finds out."""
 
     def __init__(self) -> None:
@@ -274,7 +274,7 @@ class _HelperThread:
                 with self._state:
                     self._connecting = sock
                     if self._cancelled:
-                        raise ConnectionAbortedError("nobody waits for this connection any more")
+                        raise ConnectionAbortedError("this connection is not needed any more")
                 sock.connect(address)
             except BaseException as error:
                 sock.close()

@@ -3,8 +3,8 @@
 Every connection has an `Account`. Its owner is the member at the other end, within its host, and may have any number
 of connections. There are two bounds:
 
-1. An owner that holds its share or more has no room: its connections are not read until it holds less. What was read
-   is answered meanwhile, and what does not become whole, or is not read there, has a deadline: so that comes.
+1. An owner that holds its share or more has no room: its connections are not read until it holds less, which comes:
+   requests that were read are answered meanwhile, and unfinished requests and unread answers have deadlines.
 2. When all owners together hold more than the limit, the largest account of the largest owner of the largest host is
    ended. So an owner that hoards is ended by itself, and others that hold little never are.
 """
@@ -24,7 +24,7 @@ FREE_BYTES: Final = 8 * 1024
 
 
 class Owner(NamedTuple):
-    """Who has bytes held: a member, by its peer id, at a host (`strangers.host_group`)."""
+    """The member for which bytes are held, by its peer id, at a host (`strangers.host_group`)."""
 
     host: str
     member: bytes
@@ -67,7 +67,7 @@ class ByteBudget:
         """Whether more may be taken on for this owner."""
         return (
             self._of_owner.get(owner, 0) < self.share_bytes
-            and self._total_bytes <= self.limit_bytes  # what ends is still there
+            and self._total_bytes <= self.limit_bytes  # ending accounts are still there
         )
 
     def has_plenty(self, owner: Owner) -> bool:
@@ -136,7 +136,7 @@ class Account:
 
     @property
     def counted_bytes(self) -> int:
-        """What counts of it."""
+        """The held bytes that count."""
         return max(0, self.held_bytes - self._free_bytes)
 
     @property
@@ -151,7 +151,7 @@ class Account:
         return self._budget.has_plenty(self.owner)
 
     def hold(self, count: int) -> None:
-        """So many bytes more are held, less when negative; this may end an account, perhaps this one."""
+        """`count` bytes more are held, less when negative; this may end an account, perhaps this one."""
         if self._is_closed:
             return
         before, self.held_bytes = self.held_bytes, self.held_bytes + count
@@ -162,7 +162,7 @@ class Account:
                 self._budget._change(self, change)
 
     def release(self, count: int) -> None:
-        """So many bytes less are."""
+        """`count` bytes less are held."""
         self.hold(-count)
 
     def when_room(self, wake: Callable[[], None]) -> None:
@@ -170,11 +170,11 @@ class Account:
         self._budget._waiting[wake] = self
 
     def give_up(self, wake: Callable[[], None]) -> None:
-        """Nobody waits for this any more."""
+        """Forget a call of `when_room`."""
         self._budget._waiting.pop(wake, None)
 
     def close(self) -> None:
-        """Its connection has ended; may be called twice. What is held or released later does not count."""
+        """Its connection has ended; may be called twice. Later calls of `hold` and `release` do not count."""
         self.release(self.held_bytes)
         self._is_closed = True
         self._budget._accounts.discard(self)

@@ -23,20 +23,20 @@ LOWEST_RATE: Final = 16 * KIB
 ASSUMED_RATE: Final = 10 * MIB
 """Bytes a second that a holder is expected to bring which was not measured."""
 PATIENCE: Final = 2.0
-"""A holder is left when it takes so many times as long as another one would."""
+"""A holder is left when another one is expected to be this many times faster."""
 MOST_LEAST_RATE: Final = 10 * MIB
-"""No holder that brings so much is left for its rate, however fast others were: hundreds of readers may share the
+"""A holder of at least this rate is never left for its rate, however fast others were: many readers may share the
 reader's own link. Below 64 MiB an object is there within 7 s then; the readers of larger ones compare each other
 (`transfer.slicing`)."""
 ANSWER_SHARE: Final = 0.2
-"""Each answer that begins makes up for so much of the patience: round trips of a slow path."""
+"""Share of the patience that each answer's beginning gives back: round trips of a slow path."""
 STALL: Final = 1.25
-"""A stream ends a wait that is longer than the patience. One so many times as long was this process standing still."""
+"""A stream ends a wait that is longer than the patience. A wait this many times as long was a stall of this process."""
 
 MEASURED_BYTES: Final = 256 * KIB
 """From here on an exchange tells a rate; less tells round trips."""
 MEASURED_SECONDS: Final = 0.5
-"""An exchange that took so long tells a rate whatever it brought."""
+"""An exchange of at least this time tells a rate whatever it brought."""
 REMEMBERED_SECONDS: Final = 60.0
 SHARE_OF_NEWEST: Final = 0.5
 MAX_HOLDERS: Final = 1024
@@ -81,7 +81,7 @@ class Flow:
             self._lag_seconds = max(0.0, self._lag_seconds - ANSWER_SHARE * self.patience_seconds)
 
     def moved(self, count: int, seconds: float) -> bool:
-        """So many bytes moved, after a wait of so long. Whether the flow is still fast enough."""
+        """`count` bytes moved, after a wait of `seconds`. Whether the flow is still fast enough."""
         if seconds > STALL * self.patience_seconds:
             seconds = 0.0
         self.moved_bytes += count
@@ -101,7 +101,7 @@ class Flow:
 
 
 class HolderRates:
-    """What holders brought lately, in bytes a second, by peer id."""
+    """Recent rates of holders, in bytes a second, by peer id."""
 
     def __init__(self) -> None:
         self._rates: dict[bytes, tuple[float, float]] = {}
@@ -121,16 +121,16 @@ class HolderRates:
             del self._rates[next(iter(self._rates))]
 
     def expected(self, peer_id: bytes, now: float) -> float:
-        """What this holder is expected to bring."""
+        """The expected rate of this holder."""
         rate, at = self._rates.get(peer_id, (ASSUMED_RATE, now))
         return rate if now - at < REMEMBERED_SECONDS else ASSUMED_RATE
 
     def least(self, others: Sequence[bytes], now: float, readers: int = 1) -> float:
-        """What a holder is to bring where these others have the same, as one of so many `readers` of one object."""
+        """The least rate of a holder where these others have the same, for one of `readers` of one object."""
         best = max((self.expected(each, now) for each in others), default=0.0)
         return max(LOWEST_RATE, min(best / PATIENCE, MOST_LEAST_RATE) / readers)
 
 
 def is_outrun(left_seconds: float, seconds_instead: float) -> bool:
-    """Whether to leave a reader that will need so long for the rest, when another one needs so long instead."""
+    """Whether to leave a reader that needs `left_seconds` for the rest, when another one needs `seconds_instead`."""
     return left_seconds > PATIENCE * seconds_instead

@@ -37,7 +37,7 @@ class Histogram:
         self.add(ceil(seconds * 1e6))
 
     def merge(self, counts: Sequence[int], total: int) -> None:
-        """What somebody else counted. Numbers that are no counts are passed over."""
+        """Add counts of another process. Numbers that are no counts are passed over."""
         for bucket, count in enumerate(counts[:BUCKETS]):
             if 0 < count < MAX_COUNT:
                 self.counts[bucket] += count
@@ -50,7 +50,7 @@ class Histogram:
         return sum(self.counts)
 
     def quantile(self, share: float) -> int:
-        """What this share of all values did not exceed: the upper end of a bucket. 0 when there was none."""
+        """The quantile of this share: the upper end of a bucket. 0 when there was no value."""
         left = self.count * share
         for bucket, count in enumerate(self.counts):
             left -= count

@@ -141,9 +141,9 @@ def has_terminal() -> bool:
 
 
 def survive_hangups() -> None:
-    """From now on, until somebody takes it, SIGHUP ends this process only when its terminal is gone.
+    """From now on, until another handler is set, SIGHUP ends this process only when its terminal is gone.
 
-    To a peer the signal means "read your files again", and whoever sends it cannot know that the peer is still
+    To a peer the signal means "read your files again", and its sender cannot know that the peer is still
     starting, and reads them anyway. A process that ignores the signal (`nohup`) goes on ignoring it.
     """
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_DFL:
@@ -187,7 +187,7 @@ def is_shortage(error: OSError) -> bool:
 
 
 def shortage(error: OSError) -> str:
-    """What is lacking, how much there may be of it, and what to do, for people."""
+    """The lacking resource, its limit, and what to do, for people."""
     if error.errno == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         more = f" (the administrator allows {hard:,})" if hard > soft else ""
@@ -200,6 +200,6 @@ def shortage(error: OSError) -> str:
             most = int(Path("/proc/sys/fs/file-max").read_text())
             return (
                 f"this machine has all of the {most:,} files open that it may have: raise `sysctl fs.file-max`, or "
-                "find out what holds so many (`lsof`)"
+                "find out what holds them (`lsof`)"
             )
     return f"the kernel has no memory for it ({error.strerror}): free some, or raise this process's limit of memory"

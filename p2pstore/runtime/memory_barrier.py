@@ -1,7 +1,7 @@
 """A memory barrier in all processes that take part, asked for by one of them (membarrier, Linux 4.16). Shell.
 
-For flags in shared memory that one side sets often and the other looks at seldom: who sets pays for nothing, who looks
-has everybody's earlier stores become visible first. A system call by its number, as glibc has none: 1.4 us, or 11 when
+For flags in shared memory that one side sets often and the other looks at seldom: setting costs nothing, and a look
+makes the earlier stores of all sides visible first. A system call by its number, as glibc has none: 1.4 us, or 11 when
 threads of the others run at the time.
 """
 

@@ -14,9 +14,9 @@ import time
 from typing import Final
 
 POLL_SECONDS: Final = 150e-6
-"""Nobody polls for longer, but for the time in which the other side is busy with what it was sent."""
+"""Upper bound of one busy-poll, beyond the time in which the other side works on what it was sent."""
 MOST_BUSY_SECONDS: Final = 300e-6
-"""It is not taken to be busy for longer."""
+"""Upper bound of that time."""
 CHEAP_SECONDS: Final = 40e-6
 """A wait with sleep that polling would hardly have made shorter: wake-ups are cheap here, or both sides take turns on
 one core. There, who polls keeps the other side from it: beside a stream that has the other core, one small read in
@@ -26,10 +26,10 @@ SHORT_SECONDS: Final = 2e-3
 where cores are slow, a read of 1 MiB took 560 to 620 us by two who slept on and on, and takes 294 to 320 by two who
 poll."""
 ALONE_SECONDS: Final = 2e-3
-"""Who polls is the only thread of its process that has received for so long: of several, some would wait for each
+"""A thread polls only if no other thread of its process received for this time: of several, some would wait for each
 other's core, or for the interpreter."""
 MOST_SLEEPS: Final = 1024
-"""So many waits without polling follow one with polling in vain at most; one after the first, then twice as many. With
+"""Upper bound of waits without polling after one with polling in vain; one after the first, then twice as many. With
 64, where it always is in vain, more than one small read in 100 was kept waiting by it."""
 
 
@@ -48,7 +48,7 @@ class Polling:
         self._busy_seconds = 0.0
 
     def sent(self, seconds: float) -> None:
-        """It took so long to make and send what the other side has to take in before it sends anything: with what it
+        """It took `seconds` to make and send what the other side has to take in before it sends anything: with what it
         does then, that takes it up to twice as long."""
         self._busy_seconds = min(2 * seconds, MOST_BUSY_SECONDS)
 

@@ -33,7 +33,7 @@ meanwhile, and a thread that finds no free core is not waited for."""
 
 
 def threads_for(length_bytes: int) -> int:
-    """How many threads are to share so many bytes."""
+    """The number of threads that share a work of this size."""
     if length_bytes < FROM_BYTES:
         return 1
     cores = min(len(os.sched_getaffinity(0)), _processor_limit())
@@ -48,12 +48,12 @@ def _processor_limit() -> float:
 
 
 def step_bytes(threads: int) -> int:
-    """What is done before anybody looks whether it is to stop; a multiple of a piece."""
+    """Bytes between two looks whether to stop; a multiple of a piece."""
     return PIECE_BYTES if threads == 1 else PIECE_BYTES * PIECES_A_THREAD * threads
 
 
 def side_by_side(threads: int, function: Callable[[T], R], pieces: Iterable[T]) -> list[R]:
-    """The results for all pieces, in their order, by this thread and so many others as there may be, up to `threads` in
+    """The results for all pieces, in their order, by this thread and as many others as may be had, up to `threads` in
     all. No other one is at work any more when it ends, also by an interrupt; raises what `function` raises."""
     work = _Work(function, list(pieces))
     try:

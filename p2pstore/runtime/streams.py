@@ -4,7 +4,7 @@ Protocol code (data connections, the local socket, the clients) is written once 
 small interfaces, `ByteStream` and `Driver`. `blocking_streams`, `trio_streams` and `asyncio_streams` implement them.
 
 A deadline counts time without progress, not total time. Progress is a rate (`p2pstore.runtime.flow`): streams measure
-it of what they send, and whoever receives measures it there.
+it of what they send, and receivers measure it there.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ByteStream(Protocol):
 
     progress_seconds: float
     receive_seconds: float | None
-    """Instead of `progress_seconds` for receiving alone, unless None: who sends on a connection that many
-    share must not be cut off because somebody else's wait for a reply is nearly over."""
+    """Instead of `progress_seconds` for receiving alone, unless None: a send on a connection that many
+    share must not be cut off because another caller's wait for a reply is nearly over."""
 
     async def send(self, *parts: BytesLike) -> None:
         """Send all parts, in order."""
@@ -70,7 +70,7 @@ class ByteStream(Protocol):
     def fileno(self) -> int: ...
 
     def abort(self) -> None:
-        """End the connection under whoever uses it, in another task or thread: what they wait for fails at once.
+        """End the connection under its users, in other tasks or threads: their waits fail at once.
         They close it; its descriptor stays theirs until then."""
         ...
 
@@ -92,12 +92,12 @@ class AcceptedStream(ByteStream, Protocol):
         ...
 
     async def lend(self, work: Callable[[socket.socket], T]) -> T:
-        """Have a thread run `work` on the non-blocking socket, which nobody else uses meanwhile. A cancellation ends
+        """Have a thread run `work` on the non-blocking socket, which it has for itself meanwhile. A cancellation ends
         the connection. Raises the `OSError` that `work` raises."""
         ...
 
     def stop_receiving(self) -> None:
-        """Whoever waits to receive gets what has arrived, and then 0 as if the other side had closed."""
+        """A receive gets bytes that have arrived, and then 0 as if the other side had closed."""
         ...
 
 
@@ -115,7 +115,7 @@ class HelperTask(Protocol):
     """A coroutine that runs side by side with the one that started it."""
 
     def cancel(self) -> None:
-        """End it where it waits. A thread only while it connects: whoever wants to end it elsewhere closes the
+        """End it where it waits. A thread only while it connects: to end it elsewhere, close the
         connection that it uses."""
         ...
 
@@ -191,7 +191,7 @@ def gather(views: Sequence[memoryview], first: int) -> list[memoryview]:
 
 def send_all(sock: socket.socket, parts: Sequence[BytesLike], progress_seconds: float) -> None:
     """Send everything on a socket that waits in the kernel. Raises `DeadlineExceeded` when next to nothing moves for
-    `progress_seconds`, and `OSError` when the connection breaks, or somebody shuts it down."""
+    `progress_seconds`, and `OSError` when the connection breaks, or is shut down."""
     sent = sock.sendmsg(parts[:MAX_GATHER])
     if sent < sum(map(len, parts)):  # seldom: many parts, or little progress
         views = flatten_parts(parts)
@@ -204,7 +204,7 @@ def send_views(sock: socket.socket, views: list[memoryview], progress_seconds: f
     flow, first = Flow(progress_seconds), 0
     while first < len(views):
         began = time.monotonic()
-        # All that is left: between two calls the thread needs the interpreter's lock, and whoever else wants that
+        # All that is left: between two calls the thread needs the interpreter's lock, and another one that wants it
         # waits for it when the kernel lets another thread run then.
         sent = sock.sendmsg(views[first : first + MAX_GATHER])
         if not flow.moved(sent, time.monotonic() - began):
@@ -217,7 +217,7 @@ def waiting_in_kernel(
     sock: socket.socket, *, send_seconds: float, receive_seconds: float | None = None
 ) -> Iterator[None]:
     """A non-blocking socket for a thread that may wait, which has it for itself: it waits in the kernel. Sending raises
-    `DeadlineExceeded` when nothing moves for so long, receiving `BlockingIOError`."""
+    `DeadlineExceeded` when nothing moves for `send_seconds`, receiving `BlockingIOError` after `receive_seconds`."""
     sock.setblocking(True)
     try:
         _set_kernel_timeout(sock, socket.SO_SNDTIMEO, send_seconds)
@@ -233,13 +233,13 @@ def waiting_in_kernel(
 @contextlib.contextmanager
 def taking_no_core() -> Iterator[None]:
     """The calling thread, each time that it has waited, waits on until a core is free or its turn comes: it does not
-    have the kernel stop who is at work (SCHED_BATCH, see sched(7)). Who sends a large object waits thousands of times
-    for room, and would go on each time for a piece so small that most of it is switching."""
+    have the kernel preempt running threads (SCHED_BATCH, see sched(7)). A sender of a large object waits thousands of
+    times for room, and would run each time for a piece so small that most of it is switching."""
     before = os.sched_getscheduler(0)
-    if before != os.SCHED_OTHER:  # somebody chose what is better
+    if before != os.SCHED_OTHER:  # a better one was chosen
         yield
         return
-    with contextlib.suppress(PermissionError):  # a sandbox; what is sent arrives as well
+    with contextlib.suppress(PermissionError):  # a sandbox; sending works as well
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield
@@ -273,7 +273,7 @@ ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_PASSED_DESCRIPTORS * array.array(
 _TCP_NOTSENT_LOWAT: Final = 25
 """Linux' number of the option; Python has no name for it before 3.13."""
 UNSENT_BYTES: Final = 256 * KIB
-"""So much may wait in the kernel beyond what is on its way. The kernel sends what waits when an acknowledgement comes:
+"""Bytes that may wait in the kernel beyond those on their way. The kernel sends them when an acknowledgement comes:
 within a host on the receiver's processor, while the sender's thread sends on its own one. So pieces of large objects
 overtook each other, were taken for lost and sent again, and a connection to which that had happened was up to twice as
 slow from then on. With 512 KiB it still happens, with 256 hardly ever. More would also stand in the way of messages
@@ -287,7 +287,7 @@ def tune_tcp(sock: socket.socket) -> None:
     bbr, the default of many distributions, halves loopback and same-rack throughput.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with contextlib.suppress(OSError):  # what is sent arrives without it as well
+    with contextlib.suppress(OSError):  # sending works without it as well
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     for congestion_control in (b"cubic", b"reno"):
         with contextlib.suppress(OSError):
@@ -301,7 +301,7 @@ def _set_kernel_timeout(sock: socket.socket, option: int, seconds: float) -> Non
 
 
 def stalled(seconds: float) -> DeadlineExceeded:
-    """The error of a connection on which nothing moved for so long."""
+    """The error of a connection on which nothing moved for `seconds`."""
     return DeadlineExceeded(f"the connection made no progress for {seconds:g} s")
 
 
@@ -319,6 +319,6 @@ def check_descriptors(ancillary: Sequence[tuple[int, int, bytes]], flags: int) -
 
 
 def shut_down(sock: socket.socket) -> None:
-    """End a connection, also one that is only being made: whoever waits for it is woken."""
+    """End a connection, also one that is only being made: its waiters are woken."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -130,7 +130,7 @@ class TrioStream:
             except BlockingIOError:
                 await self._wait_readable()
                 continue
-            # No cancellation from here on: what was taken off the socket would be lost.
+            # No cancellation from here on: bytes taken off the socket would be lost.
             self._unyielded_bytes += count
             if self._unyielded_bytes >= SEND_PIECE_BYTES:
                 self._unyielded_bytes = 0
@@ -174,7 +174,7 @@ class TrioStream:
                     shield=True
                 ):  # the thread uses what is ours until it has ended
                     try:
-                        # Whoever lends counts the threads.
+                        # The lender counts the threads.
                         limiter = trio.CapacityLimiter(1)
                         result = await trio.to_thread.run_sync(work, sock, limiter=limiter)
                     except (OSError, DeadlineExceeded) as problem:
@@ -198,7 +198,7 @@ class TrioStream:
             shut_down(self._sock)
 
     def stop_receiving(self) -> None:
-        """Whoever waits to receive gets what has arrived, and then 0 as if the other side had closed."""
+        """A receive gets bytes that have arrived, and then 0 as if the other side had closed."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 
@@ -211,7 +211,7 @@ class TrioStream:
             return 0
 
     def wake_after(self, length_bytes: int) -> None:
-        """Whoever waits to receive is woken when so many bytes have come (or the end), not by each packet: for what
+        """Wake a receiver when `length_bytes` have come (or the end), not by each packet: for data that
         comes in bulk over a slow link. To be set back to 1 when fewer may be all that comes."""
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, length_bytes)
 

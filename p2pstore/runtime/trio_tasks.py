@@ -14,9 +14,9 @@ from p2pstore.runtime.byte_budget import Account
 from p2pstore.runtime.stepping import Result, Steps
 
 FIRST_TURN_SECONDS: Final = 0.001
-"""For so long steps follow each other where the work was asked for, after what that took itself."""
+"""Time in which steps follow each other where the work was asked for, after the time that this took itself."""
 TURN_SECONDS: Final = 0.002
-"""For so long they do later, before others have their turn."""
+"""Time in which they do later, before others have their turn."""
 _turns: Final[trio.lowlevel.RunVar[trio.StrictFIFOLock]] = trio.lowlevel.RunVar("turns")
 
 
@@ -54,7 +54,7 @@ async def _go_on(steps: Steps[Result]) -> Result:
             if ended:
                 await (
                     trio.lowlevel.checkpoint()
-                )  # what follows, such as encoding it, is a step of its own
+                )  # the next work, such as encoding it, is a step of its own
                 return result  # type: ignore[return-value]  # None until it ended
     finally:
         steps.close()
@@ -70,7 +70,7 @@ def _one_at_a_time() -> trio.StrictFIFOLock:
 
 
 def _turn(steps: Steps[Result], seconds: float) -> tuple[bool, Result | None]:
-    """Steps for so long: whether that was all, and the result."""
+    """Steps for `seconds`: whether that was all, and the result."""
     end = time.monotonic() + seconds
     try:
         next(steps)
@@ -97,11 +97,11 @@ async def open_background_nursery() -> AsyncIterator[trio.Nursery]:
 
     Cancellation from outside reaches the block alone: its last words (a peer's farewell, a connection's
     orderly end) still have the background running. What the block or a task raises comes out as itself,
-    not inside an exception group: who writes `except NoSuchKey` around the block must catch it.
+    not inside an exception group: `except NoSuchKey` around the block must catch it.
     """
     try:
         async with trio.open_nursery() as outer:
-            with trio.CancelScope(shield=True):  # else a task that nobody can cancel stays behind
+            with trio.CancelScope(shield=True):  # else a task that cannot be cancelled stays behind
                 background: trio.Nursery = await outer.start(_run_shielded)
             try:
                 yield background

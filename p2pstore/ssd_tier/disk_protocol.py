@@ -13,7 +13,7 @@ ALIGNMENT_BYTES: Final = 4096
 """Positions, lengths and addresses in memory are multiples of this: direct I/O wants it of every disk in use."""
 
 SECTOR_BYTES: Final = 512
-"""What a disk writes whole or not at all."""
+"""The unit that a disk writes whole or not at all."""
 
 MAX_BUFFERS: Final = 1024
 """As many pieces of memory one system call takes (IOV_MAX)."""

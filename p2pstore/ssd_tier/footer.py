@@ -91,7 +91,7 @@ def flags_of(pin: int, soft: bool, *, described: bool) -> int:
 
 
 def disk_bytes(rows: Rows) -> npt.NDArray[np.int64]:
-    """What each record occupies on the disk, with its header page."""
+    """The bytes of each record on the disk, with its header page."""
     stored = rows["stored_bytes"].astype(np.int64)
     return (stored + (2 * PAGE_BYTES - 1)) // PAGE_BYTES * PAGE_BYTES
 
@@ -115,7 +115,7 @@ _LENGTH: Final = struct.Struct("<H")
 
 @dataclass(frozen=True, slots=True)
 class FooterTail:
-    """What a tail page says of the body that ends before it. All in bytes but `rows` and `namespaces`."""
+    """The decoded tail page: sizes of the body that ends before it. All in bytes but `rows` and `namespaces`."""
 
     rows: int
     row_bytes: int

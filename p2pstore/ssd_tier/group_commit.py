@@ -115,7 +115,7 @@ class GroupCommit:
             self.syncs += 1
             this.error = None
         except OSError as error:
-            # What was written while it ran is in doubt as well.
+            # Writes that returned while it ran are in doubt as well.
             in_doubt, self._unsynced = covered | self._unsynced, set()
             this.error = error
             self._failed(error, in_doubt)

@@ -48,9 +48,9 @@ class Health:
 
     state: TierState = TierState.OK
     why: str = ""
-    """What made the state worse than OK."""
+    """The cause of a state worse than OK."""
     cure: str = ""
-    """What to do about it, for people."""
+    """The cure, for people."""
     failed_segments: int = 0
     read_errors: int = 0
     write_errors: int = 0
@@ -125,7 +125,7 @@ class Miss(Enum):
     ABSENT = "absent"
     EXPIRED = "expired"
     DAMAGED = "damaged"
-    """What the disk gave is not what was written; the object was dropped."""
+    """The disk returned other bytes than were written; the object was dropped."""
     READ_ERROR = "read_error"
     """The disk gave nothing, twice; the object was dropped."""
     SILENT = "silent"

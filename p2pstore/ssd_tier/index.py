@@ -137,7 +137,7 @@ class ColdEntry(msgspec.Struct, frozen=True, gc=False):
     soft: bool
     disk_bytes: int
     described: bool = False
-    """Whether it has a dtype and a shape, which its record tells. What an older version wrote seems to have none."""
+    """Whether it has a dtype and a shape, which its record tells. Records of older versions never say so."""
 
 
 class ColdRecord(msgspec.Struct, frozen=True, gc=False):
@@ -154,7 +154,7 @@ class ColdRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 def with_care(facts: ColdFacts, entry: ColdEntry | None) -> ColdFacts:
-    """What a record says of its object, with how firmly that is kept by now."""
+    """The facts of a record, with the current pin, replicas and end of its object."""
     if entry is None or entry.version != facts.version:
         return facts
     return replace(
@@ -192,7 +192,7 @@ class ColdIndex:
 
     @property
     def live_bytes(self) -> int:
-        """What all records of the index occupy on the disk."""
+        """Bytes on the disk of all records in the index."""
         return self._rows.live_bytes
 
     @property
@@ -206,7 +206,7 @@ class ColdIndex:
         return [] if number is None else self._rows.oldest(number, count_bytes, limit)
 
     def segment_live_bytes(self, segment: int) -> int:
-        """What the segment's records in the index occupy."""
+        """Bytes on the disk of the segment's records in the index."""
         return int(self._rows.segment_live_bytes[segment])
 
     # --- adding --------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ MAX_READS: Final = 128
 MAX_READ_BYTES: Final = 256 * KIB
 """Submitting a larger read would take the loop longer than waking a thread."""
 USUAL_COMMAND_BYTES: Final = 128 * KIB
-"""What almost every device reads in one command."""
+"""Bytes that almost every device reads in one command."""
 MAX_BUFFERS: Final = 4
 
 _NUMBERS: Final = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}

@@ -106,7 +106,7 @@ def part_bytes(length: int, part: int) -> int:
 
 
 def record_bytes(stored_bytes: int) -> int:
-    """What a record with that payload occupies: its header page and whole pages of payload."""
+    """Bytes of a record with that payload: its header page and whole pages of payload."""
     return PAGE_BYTES + round_up_to_page(stored_bytes)
 
 
@@ -239,7 +239,7 @@ _FLAG_OPENED: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What the log is: `store_id` are 16 random bytes, drawn when it was made."""
+    """The superblock: `store_id` are 16 random bytes, drawn when it was made."""
 
     store_id: bytes
     segments: int
@@ -249,7 +249,7 @@ class Superblock:
 
     @property
     def total_bytes(self) -> int:
-        """What the log occupies on its disk."""
+        """Bytes of the log on its disk."""
         return segment_position(self.segments, self.segment_bytes)
 
 
@@ -263,7 +263,7 @@ class SegmentHeader:
 
 
 def cluster_mark(cluster: str) -> int:
-    """What a log has of its cluster's name: 32 bits of a hash, never 0."""
+    """The mark of a cluster's name in its logs: 32 bits of a hash, never 0."""
     return xxhash.xxh3_64_intdigest(cluster.encode()) % 0xFFFF_FFFF + 1
 
 

@@ -47,7 +47,7 @@ class SegmentState(Enum):
 
 
 class Stream(Enum):
-    """What an open segment takes."""
+    """The kind of records that an open segment takes."""
 
     NEW = "new"
     KEPT = "kept"
@@ -108,7 +108,7 @@ class SegmentTable:
 
     @property
     def usable_bytes(self) -> int:
-        """What one record with a short key may take in a segment of its own."""
+        """Most bytes of one record with a short key in a segment of its own."""
         return (self.segment_pages - FIRST_RECORD_PAGE - self.footer_pages(1, 0)) * PAGE_BYTES
 
     @property
@@ -266,7 +266,7 @@ class SegmentTable:
         text_bytes: int = 0,
         first_sequence: int = 0,
     ) -> None:
-        """What recovery found: a segment that is EMPTY, FREE, to be sealed (SEALING) or SEALED."""
+        """Enter a segment that recovery found: EMPTY, FREE, to be sealed (SEALING) or SEALED."""
         segment = self.segments[number]
         self._expect(segment, SegmentState.EMPTY)
         if state in (SegmentState.OPEN, SegmentState.DRAINING):

@@ -332,7 +332,7 @@ def unpack_part(header: RecordHeader, stored: memoryview, into: memoryview) -> N
 
 
 def stored_chunk_bytes(header: RecordHeader) -> list[int]:
-    """What each chunk of the payload takes, as it is stored."""
+    """The stored size of each chunk of the payload."""
     if header.codec is Codec.LZ4:
         return list(header.chunk_sizes)
     return [end - start for start, end in chunk_bounds(header.part_bytes)]

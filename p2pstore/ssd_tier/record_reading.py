@@ -126,7 +126,7 @@ class RecordReader:
 
 
 def plain_bytes(length: int) -> int:
-    """What an object occupies when none of its parts is compressed."""
+    """Bytes on the disk of an object without a compressed part."""
     full, last = part_count(length) - 1, part_bytes(length, part_count(length) - 1)
     return full * record_bytes(part_bytes(length, 0)) + record_bytes(last)
 
@@ -255,7 +255,7 @@ class Reader:
 
 
 def facts_known(entry: ColdEntry) -> ColdFacts:
-    """What the index knows of an object: all but its sums, dtype and shape."""
+    """The facts of an object in the index: all but its sums, dtype and shape."""
     return ColdFacts(
         digest=entry.digest,
         version=entry.version,

@@ -160,7 +160,7 @@ class RecordRows:
         self.max_records = max_records
         self.records = 0
         self.live_bytes = 0
-        """What all records occupy on the disk."""
+        """Bytes of all records on the disk."""
         self.newest_clock = 0
         """The highest clock of all versions that were ever here."""
         self.segment_live_bytes = np.zeros(segments, np.int64)

@@ -36,7 +36,7 @@ ROOM_SECONDS: Final = 5.0
 
 SPARE_SHARE: Final = 64
 MOST_SPARE_BYTES: Final = 16 * MIB
-"""What a namespace at its cap gives up ahead of need: this part of its share, at most."""
+"""A namespace at its cap gives up this part of its share ahead of need, at most."""
 SHARES_SECONDS: Final = 1.0
 """Between two looks whether namespaces have more than their shares."""
 MOST_GIVEN_UP: Final = 4_096
@@ -61,7 +61,7 @@ class Writer:
         self.queued_bytes = 0
         """Bytes of values whose `store` has not returned."""
         self._coming: Counter[str] = Counter()
-        """What these values may take on the disk, by namespace."""
+        """Most bytes of these values on the disk, by namespace."""
         self._log = log
 
     async def store(self, facts: ColdFacts, payload: memoryview, *, durable: bool) -> bool:
@@ -266,12 +266,12 @@ def _pack(value: memoryview, memory: memoryview) -> tuple[int, ...] | None:
 
 
 def stored_bytes_of(length: int) -> int:
-    """What a value of this length takes on the disk, if it does not compress."""
+    """Bytes on the disk of an uncompressed value of this length."""
     return sum(record_bytes(part_bytes(length, part)) for part in range(part_count(length)))
 
 
 def text_bytes(facts: ColdFacts) -> int:
-    """What the object's key and namespace take in a footer, at most."""
+    """Most bytes of the object's key and namespace in a footer."""
     return len(facts.key.encode()) + len(facts.namespace.encode())
 
 

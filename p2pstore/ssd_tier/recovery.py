@@ -200,7 +200,7 @@ _END_BYTES: Final = 32 * KIB
 
 
 class FoundState(Enum):
-    """What a segment turned out to be."""
+    """The state of a segment that was read."""
 
     FREE = "free"
     """Nothing of its generation was written to it."""

@@ -105,7 +105,7 @@ async def _write_first(disk: Disk, superblock: Superblock, have_segments: int) -
 
 
 async def read_log(disk: Disk, superblock: Superblock) -> list[FoundSegment]:
-    """Everything that is on the disk. What it fails to read is missing."""
+    """Read all segments. Unreadable parts are missing."""
     found: dict[int, FoundSegment] = {}
     numbers = iter(range(superblock.segments))
     async with trio.open_nursery() as nursery:

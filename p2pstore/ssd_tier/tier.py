@@ -64,7 +64,7 @@ class SsdTier:
 
     @property
     def why(self) -> str:
-        """What made the state worse than OK; empty while it is OK."""
+        """The cause of a state worse than OK; empty while it is OK."""
         return self._log.health.why
 
     def __len__(self) -> int:
@@ -73,12 +73,12 @@ class SsdTier:
 
     @property
     def capacity_bytes(self) -> int:
-        """What all segments have together."""
+        """Bytes of all segments."""
         return self._log.table.count * self._log.segment_bytes
 
     @property
     def live_bytes(self) -> int:
-        """What the objects occupy."""
+        """Bytes of the objects on the disk."""
         return self._log.index.live_bytes
 
     @property
@@ -87,7 +87,7 @@ class SsdTier:
         return self._log.index.newest_clock
 
     def bytes_of(self, namespace: str) -> int:
-        """What a namespace with a share occupies."""
+        """Bytes on the disk of a namespace with a share."""
         return self._log.index.of_namespaces.bytes_of(namespace)
 
     # Looking.

@@ -131,7 +131,7 @@ class Keeper:
 
 
 class DeadMarkWriter:
-    """Writes pages of marks and syncs, in rounds. What failed is written again, until the tier is off.
+    """Writes pages of marks and syncs, in rounds. Failed pages are written again, until the tier is off.
 
     A page is written whole and anew each time, so a sync that follows speaks for it, whatever became of the last one.
     """

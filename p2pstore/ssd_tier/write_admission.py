@@ -45,7 +45,7 @@ class AdmissionPolicy:
     min_hits: int = 1
     """Reads before an object is worth a write; a last copy needs none."""
     write_bytes_per_day: int | None = None
-    """What the device is rated for; None: no limit."""
+    """The device's rating; None: no limit."""
     burst_seconds: float = 3600.0
     """How much of the budget may be saved up and spent at once."""
     max_queued_bytes: int = 256 * MIB
@@ -63,7 +63,7 @@ class AdmissionPolicy:
 
 
 class WriteBudget:
-    """A token bucket of bytes per day. What must be written anyway may leave it in debt."""
+    """A token bucket of bytes per day. Mandatory writes may leave it in debt."""
 
     def __init__(self, bytes_per_day: int, burst_seconds: float, now: float) -> None:
         self.bytes_per_second = bytes_per_day / SECONDS_A_DAY
@@ -157,7 +157,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one namespace may count on, and may take."""
+    """The reserve and the cap of one namespace."""
 
     reserved_bytes: int = 0
     most_bytes: int | None = None
@@ -174,7 +174,7 @@ def no_shares() -> Mapping[str, Share]:
 
 
 class NamespaceBytes:
-    """What these namespaces have in each segment. Others are not counted."""
+    """Bytes of these namespaces in each segment. Others are not counted."""
 
     def __init__(self, namespaces: Iterable[str], segments: int) -> None:
         self._in_segments = {name: np.zeros(segments, np.int64) for name in namespaces}
@@ -200,7 +200,7 @@ class NamespaceBytes:
                 counted += np.bincount(segments[its], sizes[its], len(counted)).astype(np.int64)
 
     def bytes_of(self, namespace: str) -> int:
-        """What a counted namespace has in all; 0 for others."""
+        """All bytes of a counted namespace; 0 for others."""
         counted = self._in_segments.get(namespace)
         return 0 if counted is None else int(counted.sum())
 
@@ -213,7 +213,7 @@ class NamespaceBytes:
         }
 
     def reserved_in(self, segment: int, above_reserve: Mapping[str, int]) -> int:
-        """What of a segment gives way to no other namespace."""
+        """Bytes of a segment that give way to no other namespace."""
         return sum(
             max(0, int(self._in_segments[name][segment]) - above)
             for name, above in above_reserve.items()

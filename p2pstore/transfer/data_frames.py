@@ -39,7 +39,7 @@ async def receive_bulk(stream: AcceptedStream, frames: FrameBuffer, view: memory
 async def skip_bulk(
     stream: AcceptedStream, frames: FrameBuffer, length_bytes: int, buffer: memoryview
 ) -> None:
-    """Receive bulk bytes that nobody wants."""
+    """Receive bulk bytes and drop them."""
     while length_bytes:
         piece = buffer[: min(length_bytes, len(buffer))]
         await receive_bulk(stream, frames, piece)
@@ -49,11 +49,11 @@ async def skip_bulk(
 LINK_LIMITS: Final = Limits(64 * KIB, 0)
 RECEIVE_BYTES: Final = 16 * KIB
 MAX_UNSENT_BYTES: Final = MIB
-"""What may wait for a side that does not read; more ends the link."""
+"""Upper bound of bytes that wait for a side that does not read; more ends the link."""
 
 
 class FrameLink:
-    """One task receives; anybody says something at any time, and another task (`send_all`) sends it."""
+    """One task receives; any task says something at any time, and one (`send_all`) sends it."""
 
     def __init__(self, stream: ByteStream, frames: FrameBuffer) -> None:
         """`frames` has what was received already."""
@@ -82,7 +82,7 @@ class FrameLink:
         return True
 
     def _send_now(self, frame: bytes) -> int:
-        """What goes out at once, nearly always all of it: to wake a task for that would cost more than sending."""
+        """Bytes sent at once, nearly always all: to wake a task for that would cost more than sending."""
         send_now = getattr(self._stream, "send_now", None)
         if send_now is None or self._closed:
             return 0
@@ -138,11 +138,11 @@ class FrameLink:
         return self._closed
 
     def end(self) -> None:
-        """End it under whoever receives or sends: that fails at once, and they close it. May be called twice."""
+        """End it under the tasks that receive or send: both fail at once, and close it. May be called twice."""
         self._closed = True
         self._stream.abort()
 
     def close(self) -> None:
-        """End it when nobody uses it any more; may be called twice."""
+        """End it when no task uses it any more; may be called twice."""
         self._closed = True
         self._stream.close()

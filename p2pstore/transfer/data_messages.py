@@ -122,7 +122,7 @@ class GetItem(Message, frozen=True):
     slot: int = 0
 
     def of(self, value: memoryview) -> memoryview:
-        """What is asked for of an object's bytes; nothing when it begins beyond their end (which asks for slot and
+        """The wanted bytes of an object; none when it begins beyond their end (which asks for slot and
         trailer)."""
         start = max(0, self.first_chunk) * CHUNK_BYTES
         if self.chunk_count <= 0:
@@ -174,10 +174,10 @@ MAX_OTHERS: Final = 64
 
 
 class Keeps(IntEnum):
-    """What becomes of an object that is asked for."""
+    """Whether the reader keeps a copy of the object."""
 
     NO = 0
-    """It is not kept, or whoever asks insists."""
+    """It is not kept, or the reader insists."""
     BY_PEER = 1
     """A client's own peer could bring it, and keep a copy."""
     YES = 2

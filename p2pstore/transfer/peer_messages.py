@@ -10,7 +10,7 @@ from p2pstore.wire import Message
 
 
 class Lookup(Message, frozen=True):
-    """Who holds these keys? `digests` are packed, 16 bytes each."""
+    """Ask for the holders of these keys. `digests` are packed, 16 bytes each."""
 
     digests: bytes
 
@@ -38,7 +38,6 @@ class Locations(Message, frozen=True):
 MAX_PUSHED_OPERATIONS: Final = 32_768
 MAX_PUSHED_RECORDS: Final = 256
 """Each costs the receiver a signature check."""
-
 
 MAX_PUSHED_SETS: Final = 1_024
 MAX_RIVALS: Final = 64

@@ -1,4 +1,4 @@
-"""Tickets: what lets a connection read from a peer, or store there. Pure.
+"""Tickets: they let a connection read from a peer, or store there. Pure.
 
 A ticket's claims name the peer that issued it (signed with that peer's ed25519 key), the peer whose
 data it opens, when it ends, and what it allows. Two secrets follow from the claims and a cluster key:
@@ -7,7 +7,7 @@ data it opens, when it ends, and what it allows. Two secrets follow from the cla
     proof  = HMAC-SHA256(secret, role || both nonces)
 
 A peer makes a ticket for itself with the key it has. A client without keys gets ticket and secret from
-its local peer over the local socket. Who overhears a ticket has no secret, so it cannot be replayed;
+its local peer over the local socket. An eavesdropper has no secret, so a ticket cannot be replayed;
 a client of one host cannot widen its ticket to another peer, to other rights or to another namespace. The key of a
 writer follows from its namespace, so a ticket that names another one has another secret.
 """
@@ -163,7 +163,7 @@ def open_ticket(
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What a connection may ask for: what its ticket's claims say, as far as the role goes of whoever holds the key
+    """The rights of a connection: the claims of its ticket, within the role of the holder of the key
     that proved them."""
 
     claims: TicketClaims

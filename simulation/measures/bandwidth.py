@@ -1,4 +1,4 @@
-"""What gossip costs: bytes and messages per peer, idle and with everybody writing."""
+"""The cost of gossip: bytes and messages per peer, idle and with all peers writing."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class _Window:
 
 
 def _write(cluster: GossipCluster) -> None:
-    """Have every peer change something so often, from now on: records come, and the oldest go."""
+    """Have every peer change something at this rate, from now on: records come, and the oldest go."""
     for peer in cluster.peers:
         cluster.kernel.after(
             cluster.kernel.rng.random() / CHANGES_PER_SECOND, partial(_change, peer, 0)

@@ -34,7 +34,7 @@ class Case:
     seed: int = 1
     quick: bool = False
     part: str = ""
-    """One of the measure's `PARTS`, if it has any: what can be taken apart from the rest, in a process of its own."""
+    """One of the measure's `PARTS`, if it has any: a part that can be taken in a process of its own."""
     resident_bytes: Callable[[], int] = _not_handed_in
     """How much memory this process has; handed in, because it is not of the simulated world."""
 
@@ -101,5 +101,5 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 def no_problems(cluster: GossipCluster) -> Figure:
-    """What may not happen in any measure did not."""
+    """The checks that hold for every measure."""
     return Figure("messages refused by honest peers", cluster.problem_count, "", 0)

@@ -114,7 +114,7 @@ class _Work:
         self._by_member = {peer.member: peer for peer in cluster.peers}
 
     def fill(self) -> None:
-        """Have every peer hold its objects, of which nobody is told yet."""
+        """Have every peer hold its objects, without telling others yet."""
         for peer in self._cluster.peers:
             for _ in range(self._keys):
                 record = self._record(peer)
@@ -127,10 +127,10 @@ class _Work:
         """Have homes know what owners hold, and owners know that they do."""
         for peer in self._cluster.peers:
             directory = peer.gossip.partitions
-            table = directory._table
+            table = directory.current.table
             table.by_home = self._sample.by_home
             pushes = directory.pushes
-            pushes.table, pushes._synced = table, list(table.homes)
+            pushes.table, pushes._confirmed.by = table, list(table.homes)
             self._tell(peer)
 
     def _tell(self, peer: GossipPeer) -> None:
@@ -162,7 +162,7 @@ class _Work:
                 assert not behind
 
     def begin(self) -> None:
-        """Let all machines go, each at another moment, and have each change something so often."""
+        """Let all machines go, each at another moment, and have each change something at its rate."""
         pause = self._sample.round_seconds / len(self._sample.by_home)
         for peer in self._cluster.peers:
             gossip, rng, now = peer.gossip, self._rng, peer.now
@@ -238,7 +238,7 @@ _MISS: Final = 99
 
 
 class _Window:
-    """What everybody sends and gets from now on."""
+    """Count what all peers send and get from now on."""
 
     def __init__(self, cluster: GossipCluster, sample: _Sample) -> None:
         self._cluster = cluster

@@ -27,7 +27,7 @@ PATIENCE_SECONDS: Final = 120.0
 DEAD_FOR_SECONDS: Final = 30.0
 WITHIN_SECONDS: Final = 10.0
 AHEAD: Final = 3_600_000
-"""An incarnation is milliseconds: what was claimed of the dead is an hour ahead of the clocks."""
+"""An incarnation is milliseconds: claims about the dead are an hour ahead of the clocks."""
 
 
 def measure(case: Case) -> Measured:

@@ -145,7 +145,7 @@ class Crashes:
         self._known[key] = Known(clock, facts.length, discarded=known.discarded)
 
     def _take_withdrawn(self, harness: Harness) -> None:
-        """What its background gives up while others are looked at, and until it is closed."""
+        """Take in the objects that the tier gives up in the background, until it is closed."""
         for entry in harness.withdrawn:
             known = self._known[entry.key]
             known.withdrawn = max(known.withdrawn, entry.version.clock)

@@ -48,7 +48,7 @@ class Work:
         self.busy: set[str] = set()
 
     async def write(self) -> None:
-        """Store under keys that nobody else is at."""
+        """Store under keys that no other writer uses now."""
         while True:
             key = self.take()
             self.clock += 1

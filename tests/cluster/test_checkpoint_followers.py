@@ -99,7 +99,7 @@ def join_all(machine: Machine) -> list[Peer]:
 
 
 @pytest.mark.slow
-def test_nobody_switches_before_all_are_ready_whoever_is_stopped_or_killed() -> None:
+def test_no_follower_switches_before_all_are_ready_although_some_are_stopped_or_killed() -> None:
     with new_machine() as machine:
         publisher, b, c = join_all(machine)
         folder = machine.folder
@@ -112,7 +112,7 @@ def test_nobody_switches_before_all_are_ready_whoever_is_stopped_or_killed() -> 
             assert json.loads(updated.stdout)["using"] == 2
             assert (one.current, two.current) == (first, first)
 
-            # A peer stands still: nobody switches, and it is named. (At once: who is dead already is not waited for.)
+            # A peer is stopped: no follower switches, and it is named. (At once: a dead peer is not waited for.)
             make_files(folder / "v2", {"weights": 300_001})
             c.process.send_signal(signal.SIGSTOP)
             second = publisher.client.checkpoints.publish("model", folder / "v2").version

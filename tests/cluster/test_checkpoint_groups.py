@@ -65,7 +65,7 @@ async def following(*follows: Follow) -> AsyncIterator[trio.Nursery]:
 
 
 async def until_followed(peer: Peer, count: int) -> None:
-    """The peer has heard of so many followers."""
+    """The peer has heard of `count` followers."""
     with trio.fail_after(DEADLINE):
         while True:
             infos = await peer.checkpoints.names()
@@ -107,7 +107,7 @@ async def test_followers_prepare_and_switch_together(
             first = (await a.checkpoints.publish("model", tmp_path / "v1")).version
             for follow in (one, two):
                 await follow.until("verified", first)
-                assert follow.current is None, "nobody said that it is to be used"
+                assert follow.current is None, "there was no switch"
             (told,) = b.node.statistics.document()["follows"]
             assert (told["name"], told["ready"], told["current"]) == ("model", True, True)
             await until_followed(a, 2)
@@ -136,7 +136,7 @@ async def test_followers_prepare_and_switch_together(
             assert await a.checkpoints.remove("model") == second
             with pytest.raises(errors.NoSuchKey):
                 await a.checkpoints.update("model")
-        # Who comes late to a name that is gone has nothing to do, and who was there keeps what it has.
+        # A late follower of a removed name has nothing to do; earlier ones keep what they have.
         assert same_files(tmp_path / "v2", tmp_path / "b/current")
 
 
@@ -152,7 +152,7 @@ async def test_some_files_of_each_version_are_followed(tmp_path: Path) -> None:
             assert (await a.checkpoints.update("model", timeout=DEADLINE)).using == 1
         found = sorted(path.name for path in (tmp_path / "b/current").rglob("*") if path.is_file())
         assert found == ["config.json", "config.json"]
-        # Who follows them again has them already; who wants more does not.
+        # A follower with the same patterns has them already; one with more does not.
         again = Follow(b, tmp_path / "b", "config.json")
         async with following(again):
             await again.until("current", first)
@@ -182,7 +182,7 @@ async def test_late_ones_pruned_versions_and_two_publishers(tmp_path: Path) -> N
                 await one.until("verified", made.version)
             assert one.current == first
             kept = {path.name for path in one.directory.iterdir() if len(path.name) == 32}
-            assert kept == {first, versions[-1]}, "what is used, and what is new"
+            assert kept == {first, versions[-1]}, "the version in use and the newest"
             await until_members(b, [(b, first, "seeding"), (b, versions[2], "seeding")])
 
             # A stranger publishes the name: b keeps to whom it knows, and d, which knows neither, is asked to choose.
@@ -202,7 +202,7 @@ async def test_late_ones_pruned_versions_and_two_publishers(tmp_path: Path) -> N
             with pytest.raises(ValueError, match="2 publishers"):
                 await Follow(d, tmp_path / "d").run()
 
-            # The publisher is gone: who comes late gets all from the others, and uses what they use.
+            # The publisher is gone: a late follower gets all from the others, and uses their version.
             late = Follow(d, tmp_path / "d")
             a.node.leave_requested.set()
             async with trio.open_nursery() as nursery:
@@ -222,7 +222,7 @@ async def test_late_ones_pruned_versions_and_two_publishers(tmp_path: Path) -> N
                 nursery.cancel_scope.cancel()
 
 
-async def test_an_update_that_nobody_follows_ends_soon(
+async def test_an_update_without_followers_ends_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(updating, "FIRST_FOLLOWER_SECONDS", 0.1)

@@ -83,7 +83,7 @@ def test_ctrl_c_kill_9_and_a_source_that_goes() -> None:
         assert fetch(b, folder / "b") <= total - (had - small) * PIECE
         assert same_files(folder / "from", folder / "b" / "current")
 
-        # The source goes once others have everything; who comes then has it from them.
+        # The source goes once others have everything; a later peer gets it from them.
         done(source.run(*publish, str(PIECE), "--wait-seeded"))
         source.stop(signal.SIGKILL)
         assert fetch(c, folder / "c") == total

@@ -115,7 +115,7 @@ async def test_what_is_there_is_verified_piece_by_piece_each_once_and_several_at
     def hashing(self: PieceHashes, run: range) -> int:
         runs.append(run)
         if len(runs) <= 2:
-            together.wait(20)  # breaks, where there is nobody else
+            together.wait(20)  # breaks without a second party
         return hash_run(self, run)
 
     async with cluster(tmp_path, 2) as (a, b):
@@ -365,7 +365,7 @@ async def test_tensors_are_fetched_anew_while_their_memory_is_given_back(
     def close_slowly(self: MemoryTarget) -> None:
         close(self)
         closed.set()
-        assert refused.wait(60), "nobody asked for what is being closed"
+        assert refused.wait(60), "no request came for the closing version"
 
     def read_or_say(self: MemoryTarget, piece: int, room: memoryview | None = None) -> memoryview:
         try:
@@ -463,10 +463,10 @@ async def test_of_some_tensors_and_rows_only_the_pieces_they_are_in_are_fetched(
 
         with pytest.raises(errors.CapacityExceeded, match=r"\(--checkpoint-memory\)"):
             await b.checkpoints.fetch_tensors("model")
-        with pytest.raises(ValueError, match="rows one behind the other"):
+        with pytest.raises(ValueError, match="rows must be consecutive"):
             await b.checkpoints.fetch_tensors("model", rows=lambda *_: slice(None, None, 2))
 
-        # What is in memory need not come again for a directory, and stays what it is.
+        # Pieces in memory are not fetched again for a directory.
         whole = await b.checkpoints.fetch("model", tmp_path / "b")
         assert whole.fetched_bytes < published.total_bytes - 3 * size + 8 * PIECE
         assert same_files(source, tmp_path / "b" / "current")

@@ -12,6 +12,7 @@ import trio
 import trio.testing
 
 from p2pstore.gossip.links import connection_keeper as attempts_module
+from p2pstore.gossip.links import dialling
 from p2pstore.gossip.links import host as host_module
 from p2pstore.gossip.links.connection_keeper import Attempts
 from p2pstore.gossip.links.control_link import LinkError
@@ -101,7 +102,7 @@ async def test_an_attempt_ends_with_the_host_with_a_disconnect_and_in_its_own_ti
     if way == "deadline":
         monkeypatch.setattr(host_module, "CONNECTING_SECONDS", 0.3)
     errors: list[LinkError] = []
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # its kernel answers, nobody else does
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # only its kernel answers
         address = f"127.0.0.1:{silent.getsockname()[1]}"
 
         async def wait() -> None:
@@ -113,7 +114,7 @@ async def test_an_attempt_ends_with_the_host_with_a_disconnect_and_in_its_own_ti
         async with opened(1) as host:
             with pytest.raises(LinkError, match=r"within 0\.1 s"):
                 await ping(host, peer_id(2), address, 0.1)
-            assert len(host._attempts) == 1  # without anybody who waits for it
+            assert len(host._attempts) == 1  # though no request waits for it
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(wait)
                 nursery.start_soon(wait)
@@ -134,8 +135,8 @@ async def test_an_attempt_ends_with_the_host_with_a_disconnect_and_in_its_own_ti
 async def test_a_machine_that_does_not_answer_at_all_is_soon_tried_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else whoever is back after a while waits for a kernel that repeats itself ever less often."""
-    monkeypatch.setattr(host_module, "TCP_SECONDS", 0.2)
+    """Else a machine that is back after a while waits for a kernel that repeats itself ever less often."""
+    monkeypatch.setattr(dialling, "TCP_SECONDS", 0.2)
 
     async def never(_endpoint: object) -> None:
         await trio.sleep_forever()
@@ -143,7 +144,7 @@ async def test_a_machine_that_does_not_answer_at_all_is_soon_tried_anew(
     async with opened(1) as host, opened(2) as other:
         address = f"127.0.0.1:{other.listening[1]}"
         with monkeypatch.context() as patch:
-            patch.setattr(host_module, "connect", never)
+            patch.setattr(dialling, "connect", never)
             with pytest.raises(LinkError, match=r"did not answer within 0\.2 s"):
                 await ping(host, peer_id(2), address)
         await ping(host, peer_id(2), address)

@@ -18,7 +18,7 @@ import trio
 from p2pstore.gossip.gossip_messages import Ack, ControlKind, PingRequest
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.host import ControlHost, HostSettings
 from p2pstore.gossip.records import PeerId
 from p2pstore.wire import Empty, Message
 from tests.cluster.test_control_host import Seen, address_of, opened, peer_id, ping, until
@@ -42,7 +42,7 @@ class Party:
         await ping(self.hosts[asker], self.id(target), address_of(self.hosts[target]))
 
     def open(self, place: int) -> int:
-        return self.hosts[place].open_connections
+        return len(self.hosts[place].connections.each())
 
     @property
     def lost(self) -> list[PeerId]:
@@ -185,7 +185,7 @@ async def test_over_the_limit_the_longest_unused_go_first(monkeypatch: pytest.Mo
 
 
 async def test_forty_hosts_with_room_for_a_few_reach_each_other_whenever_they_want() -> None:
-    """A cluster larger than what a peer may hold: no request fails, and nobody is taken for lost."""
+    """A cluster larger than what a peer may hold: no request fails, and no peer is taken for lost."""
     async with party(40, ConnectionLimits(idle_seconds=0.3, max_open=8)) as many:
         rng = Random(2)
         for place, host in enumerate(many.hosts):
@@ -207,8 +207,8 @@ async def test_peers_keep_the_connections_with_their_neighbours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three peers that close what is idle for half a second: all are neighbours, so nothing is."""
-    opened = partial(open_control_host, limits=ConnectionLimits(idle_seconds=0.5))
-    monkeypatch.setattr("p2pstore.peer.api.open_control_host", opened)
+    settings = partial(HostSettings, limits=ConnectionLimits(idle_seconds=0.5))
+    monkeypatch.setattr("p2pstore.peer.api.HostSettings", settings)
     async with cluster(tmp_path, 3) as peers:
         nodes = [peer.node for peer in peers]
         for node in nodes:
@@ -242,9 +242,9 @@ async def test_connections_that_come_and_go_leak_nothing() -> None:
                 match rng.choice([0, 1, 1, 2, 2, 2, 3, 3]):
                     case 0:
                         await two.ping(0, 1)
-                        await until(lambda: not host._connections)
+                        await until(lambda: not host.connections)
                     case 1:
-                        await until(lambda: not other._connections)  # none of a cancelled dial
+                        await until(lambda: not other.connections)  # none of a cancelled dial
                         await two.ping(1, 0)
                         await host.disconnect(two.id(1))
                     case 2:
@@ -252,13 +252,15 @@ async def test_connections_that_come_and_go_leak_nothing() -> None:
                             await two.ping(0, 1)
                     case 3:
                         await two.ping(0, 1)
-                        for connection in host._connections.get(two.id(1), ()):
+                        for connection in host.connections.get(two.id(1), ()):
                             connection._sock.abort()
-                        await until(lambda: not host._connections)
+                        await until(lambda: not host.connections)
 
         async def settled() -> tuple[int, int]:
-            await until(lambda: not host._connections and not other._connections)
-            await until(lambda: not len(host._strangers) and not len(other._strangers))
+            await until(lambda: not host.connections and not other.connections)
+            await until(
+                lambda: not len(host.arrivals.strangers) and not len(other.arrivals.strangers)
+            )
             await until(lambda: not len(host._attempts) and not len(other._attempts))
             with trio.move_on_after(1):  # the last tasks end
                 await until(lambda: counted() == before)
@@ -276,19 +278,19 @@ async def test_connections_that_come_and_go_leak_nothing() -> None:
         assert not len(host._attempts)
         for each in (host, other):
             assert not each.keeper.admitted()
-            assert not each._budget.held_bytes
+            assert not each.settings.budget.held_bytes
 
 
 async def test_a_peer_that_hangs_up_on_every_request_is_not_dialled_for_ever() -> None:
     async with party(2, ConnectionLimits()) as two:
 
         async def hang_up(_peer_id: PeerId, _kind: int, _request: Message) -> Message:
-            for connection in two.hosts[1]._connections[two.id(0)]:
+            for connection in two.hosts[1].connections[two.id(0)]:
                 await connection.muxed.say_goodbye()
                 connection.abort()
             return Empty()
 
-        two.hosts[1]._handler = hang_up
+        two.hosts[1].settings.handler = hang_up
         with pytest.raises(LinkError, match="closes every connection"):
             await two.ping(0, 1)
         assert two.hosts[0].keeper.counts.opened == 3
@@ -304,7 +306,7 @@ async def test_requests_leave_nothing_behind_whatever_becomes_of_them() -> None:
             with trio.move_on_after(rng.choice([0, 0.0005, 1])):
                 await two.hosts[0].ask(two.id(1), [], ControlKind.PING_REQUEST, request, 1)
         for place in (0, 1):
-            [[connection]] = two.hosts[place]._connections.values()
+            [[connection]] = two.hosts[place].connections.values()
             await until(lambda connection=connection: not connection.activity.in_flight)  # type: ignore[misc]
             assert connection.asking is None or not connection.asking._pending
 
@@ -314,10 +316,10 @@ async def test_the_end_of_one_of_two_connections_is_no_loss() -> None:
         await two.ping(0, 1)
         await two.hosts[0].discover(address_of(two.hosts[1]), 10)
         await two.ping(0, 1)  # on the newer one
-        older, newer = two.hosts[0]._connections[two.id(1)]
+        older, newer = two.hosts[0].connections[two.id(1)]
         older.abort()
         await until(older.ended.is_set)
-        assert two.hosts[0]._connections[two.id(1)] == [newer]
+        assert two.hosts[0].connections[two.id(1)] == [newer]
         assert not two.seen[0].lost
         newer.abort()
         await until(lambda: two.seen[0].lost == [two.id(1)])

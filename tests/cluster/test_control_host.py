@@ -32,12 +32,13 @@ from p2pstore.addresses import DEFAULT_CONTROL_PORT
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.gossip_messages import Ack, ControlKind, Exchange, Ping, PingRequest
 from p2pstore.gossip.links import control_connection as connection_module
+from p2pstore.gossip.links import control_frames, secured_connections
 from p2pstore.gossip.links import control_link as link_module
 from p2pstore.gossip.links import host as host_module
 from p2pstore.gossip.links import sockets as sockets_module
 from p2pstore.gossip.links.admission import Opener
 from p2pstore.gossip.links.control_link import LinkError, open_asking_stream
-from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import PeerId
 from p2pstore.wire import HEADER, Code, Message, encode_frame
@@ -75,7 +76,6 @@ def opened(
     seen = seen or Seen()
     settings: dict[str, Any] = {
         "identity": Identity(bytes([number]) * 32),
-        "listen": ("127.0.0.1", 0),
         "ring": KeyRing([key] if key else []),
         "cluster": "test",
         "handler": seen.handle,
@@ -83,7 +83,8 @@ def opened(
         "on_refused": lambda address, reason: seen.refused.append((address, reason)),
         "software": "test",
     }
-    return open_control_host(**(settings | options))
+    listen = options.pop("listen", ("127.0.0.1", 0))
+    return open_control_host(listen, HostSettings(**(settings | options)))
 
 
 def address_of(host: ControlHost) -> str:
@@ -112,7 +113,7 @@ def dial(host: ControlHost) -> socket.socket:
 
 
 async def receive(sock: socket.socket) -> bytes:
-    """What arrives next; b"" when the other side has closed or reset the connection."""
+    """The next bytes; b"" when the other side has closed or reset the connection."""
     with trio.fail_after(SECONDS):
         await trio.lowlevel.wait_readable(sock)
     try:
@@ -144,7 +145,7 @@ Victim = tuple[ControlHost, Seen]
 
 @pytest.fixture
 def short_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_module, link_module, connection_module):
+    for module in (host_module, link_module, connection_module, secured_connections):
         monkeypatch.setattr(module, "ADMISSION_SECONDS", 0.5)
 
 
@@ -194,7 +195,7 @@ async def test_garbage_and_hangups(victim: Victim) -> None:
 
 @pytest.mark.parametrize("protocol", [b"/plaintext/2.0.0", b"/secio/1.0.0", b"/tls/1.0.0"])
 async def test_nothing_but_noise_is_negotiated(victim: Victim, protocol: bytes) -> None:
-    """With plaintext anybody could claim any identity."""
+    """With plaintext any stranger could claim any identity."""
     host, _ = victim
     sock = dial(host)
     sock.send(MULTISTREAM + bytes([len(protocol) + 1]) + protocol + b"\n")
@@ -240,7 +241,7 @@ async def test_too_many_strangers_are_turned_away(
     victim: Victim,
 ) -> None:
     host, seen = victim
-    host._strangers.limit = 5
+    host.arrivals.strangers.limit = 5
     waiting = [dial(host) for _ in range(8)]
     await until(lambda: len(seen.refused) == 3)
     assert "5 connections wait" in seen.reasons()
@@ -298,7 +299,9 @@ async def test_a_listener_that_is_not_the_wanted_peer_is_noticed(victim: Victim)
 async def test_an_identity_that_is_not_ed25519_is_refused(victim: Victim) -> None:
     host, seen = victim
     async with opened(3) as stranger:
-        stranger._noise = NoiseTransport(create_rsa_key_pair(), X25519PrivateKey.new())
+        stranger.dialler._securing._noise = NoiseTransport(
+            create_rsa_key_pair(), X25519PrivateKey.new()
+        )
         with contextlib.suppress(LinkError):
             await ping(stranger, peer_id(1), address_of(host), 3)
         await until(lambda: "no ed25519 key" in seen.reasons())
@@ -317,15 +320,15 @@ class Attacker:
 
     @classmethod
     async def connect(cls, host: ControlHost, victim: ControlHost) -> Attacker:
-        connection = await host._dial(None, [address_of(victim)], SECONDS)
+        connection = await host.dialler.dial(None, [address_of(victim)], SECONDS)
         stream = await connection.muxed.open_stream()
         communicator = MultiselectCommunicator(stream)  # type: ignore[arg-type]
-        await MultiselectClient().select_one_of([host_module._PROTOCOL], communicator)
+        await MultiselectClient().select_one_of([secured_connections._PROTOCOL], communicator)
         await stream.lift_allowance()
         return cls(connection, stream)
 
     async def be_admitted(self, host: ControlHost) -> None:
-        await open_asking_stream(self.stream, host._side(Opener, self.connection))
+        await open_asking_stream(self.stream, host.settings.side(Opener, self.connection.peer_id))
 
     async def expect_closed(self) -> None:
         with trio.fail_after(SECONDS), contextlib.suppress(OSError):
@@ -378,11 +381,11 @@ async def test_a_stream_that_does_not_start_with_admission_ends(
 async def test_streams_beyond_four_are_reset(victim: Victim) -> None:
     host, _ = victim
     async with opened(3) as hostile:
-        connection = await hostile._dial(None, [address_of(host)], SECONDS)
+        connection = await hostile.dialler.dial(None, [address_of(host)], SECONDS)
         streams = [await connection.muxed.open_stream() for _ in range(30)]
         for stream in streams[10:]:
             await Attacker(connection, stream).expect_closed()
-        [connection] = host._connections[peer_id(3)]
+        [connection] = host.connections[peer_id(3)]
         assert len(connection.muxed._session.streams) <= 4
 
 
@@ -407,15 +410,15 @@ async def test_unread_data_is_bounded(victim: Victim, admitted: bool) -> None:
                 header = struct.pack("!BBHII", 0, 0, flags, flooded, 65536)
                 await attacker.connection.muxed.send(header + bytes(65536))
         await until(attacker.connection.ended.is_set)
-        await until(lambda: peer_id(3) not in host._connections)
+        await until(lambda: peer_id(3) not in host.connections)
         assert bool(seen.lost) == admitted
 
 
 async def test_a_peer_that_does_not_read_its_answers_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its window is full: what waits to be written must not wait for ever."""
-    monkeypatch.setattr(link_module, "WRITE_SECONDS", 0.5)
+    """Its window is full: a frame to be written must not wait for ever."""
+    monkeypatch.setattr(control_frames, "WRITE_SECONDS", 0.5)
 
     async def large(_peer_id: PeerId, _kind: int, request: Message) -> Message:
         assert isinstance(request, Ping)
@@ -446,7 +449,7 @@ async def test_a_connection_that_takes_no_bytes_is_dropped(monkeypatch: pytest.M
 
 PEER = """
 import sys, trio
-from p2pstore.gossip.links.host import open_control_host
+from p2pstore.gossip.links.host import open_control_host, HostSettings
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.gossip_messages import Ack, Ping
 from p2pstore.access.keyring import KeyRing
@@ -455,10 +458,11 @@ async def handle(peer_id, kind, request):
     return Ack(request.incarnation + 1, []) if isinstance(request, Ping) else Ack(0, [])
 
 async def main():
-    async with open_control_host(
-        identity=Identity(bytes([9]) * 32), listen=("127.0.0.1", 0), ring=KeyRing([b"k" * 32]),
-        cluster="test", handler=handle, on_lost=lambda _: None, software="child",
-    ) as host:
+    settings = HostSettings(
+        identity=Identity(bytes([9]) * 32), ring=KeyRing([b"k" * 32]), cluster="test",
+        handler=handle, on_lost=lambda _: None, software="child",
+    )
+    async with open_control_host(("127.0.0.1", 0), settings) as host:
         print(host.listening[1], flush=True)
         await trio.sleep_forever()
 
@@ -501,7 +505,7 @@ async def test_a_killed_peer_is_lost_and_a_stopped_one_times_out(
                     await host.ask(peer_id(9), [address], kind, request, 0.4)
                 assert not error.value.refused
             assert trio.current_time() - start < 3
-            await ping(host, peer_id(2), address_of(other))  # nobody else is held up
+            await ping(host, peer_id(2), address_of(other))  # no other peer is held up
             assert not seen.lost
             process.send_signal(signal.SIGCONT)
             await ping(host, peer_id(9), address)
@@ -563,7 +567,7 @@ async def test_wildcard_and_ipv6_and_names() -> None:
             opened(2, listen=("::1", 0)) as v6,
             opened(3) as host,
         ):
-            # localhost is ::1 too on many machines, where nobody listens at this port
+            # localhost is ::1 too on many machines, without a listener at this port
             port = everywhere.listening[1]
             assert await host.discover(f"localhost:{port}", SECONDS) == peer_id(1)
             address = f"[::1]:{v6.listening[1]}"
@@ -641,13 +645,13 @@ async def test_a_cancelled_dial_leaks_nothing() -> None:
     async with opened(1) as host, opened(2) as other:
         await ping(host, peer_id(2), address_of(other))
         await host.disconnect(peer_id(2))
-        await until(lambda: not other._connections)
+        await until(lambda: not other.connections)
         before = open_descriptors()
         for step in range(40):
             with trio.move_on_after(0.0004 * step):
                 await ping(host, peer_id(2), address_of(other))
             await host.disconnect(peer_id(2))
-        await until(lambda: not other._connections and open_descriptors() == before)
+        await until(lambda: not other.connections and open_descriptors() == before)
 
 
 async def test_the_library_logs_nothing_above_debug_and_the_root_logger_is_left_alone(
@@ -656,7 +660,7 @@ async def test_the_library_logs_nothing_above_debug_and_the_root_logger_is_left_
     host, seen = victim
     library = logging.getLogger("libp2p")
     assert not library.propagate
-    assert [type(each) for each in library.handlers].count(host_module._Forward) == 1
+    assert [type(each) for each in library.handlers].count(secured_connections._Forward) == 1
     root = logging.getLogger()
     with caplog.at_level(logging.DEBUG):
         before = list(root.handlers), root.level
@@ -683,7 +687,7 @@ async def test_a_callback_that_fails_does_not_end_the_host() -> None:
     async with opened(1, on_lost=fail, on_refused=fail) as host:
         async with opened(2) as other:
             await ping(other, peer_id(1), address_of(host))
-        await until(lambda: not host._connections)
+        await until(lambda: not host.connections)
         dial(host).close()
         async with opened(3) as other:
             await ping(other, peer_id(1), address_of(host))

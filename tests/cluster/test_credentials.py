@@ -21,7 +21,7 @@ from p2pstore import blocking, errors
 from p2pstore.access.keyring import KeyRing, new_cluster_key, parse_cluster_keys
 from p2pstore.gossip.gossip_messages import Ack, ControlKind, Ping
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import format_peer_id
 from p2pstore.peer import Peer, open_peer
@@ -164,13 +164,15 @@ async def member(key: bytes) -> AsyncIterator[tuple[Identity, ControlHost, DataP
 
     try:
         async with open_control_host(
-            identity=identity,
-            listen=("127.0.0.1", 0),
-            ring=ring,
-            cluster="default",
-            handler=handle,
-            on_lost=lambda _: None,
-            software="test",
+            ("127.0.0.1", 0),
+            HostSettings(
+                identity=identity,
+                ring=ring,
+                cluster="default",
+                handler=handle,
+                on_lost=lambda _: None,
+                software="test",
+            ),
         ) as host:
             yield identity, host, pool
     finally:
@@ -209,13 +211,13 @@ async def test_who_was_admitted_with_a_removed_key_is_out_within_seconds(tmp_pat
     ):
         await ask_control(peer, host)
         await ask_data(peer, pool)
-        [connection] = host._connections[peer.node.core.peer_id]
+        [connection] = host.connections[peer.node.core.peer_id]
         key_file.write_text(f"{new}\n{old}\n")
         assert await peer.reload()
         assert not await peer.reload()  # nothing new
         await ask_control(peer, host)  # still accepted, and on the connections that were there
         await ask_data(peer, pool)
-        assert host._connections[peer.node.core.peer_id] == [connection]
+        assert host.connections[peer.node.core.peer_id] == [connection]
 
         key_file.write_text(f"{new}\n")
         assert await peer.reload()

@@ -22,11 +22,11 @@ from p2pstore.access.keyring import KeyRing
 from p2pstore.addresses import split_address
 from p2pstore.gossip.gossip_messages import ControlKind
 from p2pstore.gossip.gossip_messages import Ping as ControlPing
-from p2pstore.gossip.links import control_link as link_module
+from p2pstore.gossip.links import control_frames, secured_connections
 from p2pstore.gossip.links import host as host_module
 from p2pstore.gossip.links.admission import Opener
 from p2pstore.gossip.links.control_link import open_asking_stream
-from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.libp2p_parts import MultiselectClient, MultiselectCommunicator
 from p2pstore.objects import KIB, MIB, key_digest
@@ -48,9 +48,9 @@ from tests.cluster.test_strangers import private_bytes_of
 OPEN: Final = ("--transport", "tcp", "--insecure")
 SECONDS = 20.0
 MOST_BYTES: Final = 96 * MIB
-"""What hoarders may add to a peer's memory: 48 MiB are its budget, the rest is for their connections."""
+"""Memory that hoarders may add to a peer: 48 MiB are its budget, the rest is for their connections."""
 QUIET_SECONDS: Final = 0.5
-"""Hoarders that get nothing through for so long have got all they can."""
+"""Hoarders that get nothing through for this long have got all they can."""
 BYTES_AT_ONCE: Final = 256 * KIB
 
 
@@ -69,7 +69,7 @@ class Hoarders:
 
     async def stream(self, host: ControlHost) -> Any:
         """An admitted stream on a connection of its own."""
-        connection = await host._dial(None, [self.victim.control], SECONDS)
+        connection = await host.dialler.dial(None, [self.victim.control], SECONDS)
         return await admitted(host, connection)
 
     async def data(self, number: int) -> DataConnection:
@@ -168,13 +168,15 @@ async def hostile_host(number: int, cluster_name: str) -> AsyncIterator[ControlH
         raise errors.Unavailable("there is nothing here")
 
     async with open_control_host(
-        identity=Identity(bytes([number]) * 32),
-        listen=("127.0.0.1", 0),
-        ring=KeyRing(),
-        cluster=cluster_name,
-        handler=handle,
-        on_lost=lambda _: None,
-        software="hostile",
+        ("127.0.0.1", 0),
+        HostSettings(
+            identity=Identity(bytes([number]) * 32),
+            ring=KeyRing(),
+            cluster=cluster_name,
+            handler=handle,
+            on_lost=lambda _: None,
+            software="hostile",
+        ),
     ) as host:
         host._end_when_useless = stay  # type: ignore[method-assign, assignment]  # its streams are not the host's
         yield host
@@ -188,9 +190,9 @@ async def admitted(host: ControlHost, connection: Any) -> Any:
     """A stream on which the other side takes requests."""
     stream = await connection.muxed.open_stream()
     communicator = MultiselectCommunicator(stream)
-    await MultiselectClient().select_one_of([host_module._PROTOCOL], communicator)
+    await MultiselectClient().select_one_of([secured_connections._PROTOCOL], communicator)
     await stream.lift_allowance()
-    await open_asking_stream(stream, host._side(Opener, connection))
+    await open_asking_stream(stream, host.settings.side(Opener, connection.peer_id))
     return stream
 
 
@@ -216,7 +218,7 @@ async def test_control_frames_that_are_never_whole(victim: Victim) -> None:
     async with hoarding(victim) as hoarders:
         for number in range(10):
             host = await hoarders.host(100 + number)
-            connection = await host._dial(None, [victim.control], SECONDS)
+            connection = await host.dialler.dial(None, [victim.control], SECONDS)
             for _ in range(4):
                 stream = await admitted(host, connection)
                 hoarders.pour(stream.write, frame)
@@ -229,7 +231,7 @@ async def test_nothing_is_kept_of_requests_that_were_handled(victim: Victim) -> 
     async with hoarding(victim) as hoarders:
         for number in range(8):
             host = await hoarders.host(120 + number)
-            connection = await host._dial(None, [victim.control], SECONDS)
+            connection = await host.dialler.dial(None, [victim.control], SECONDS)
             for _ in range(4):
                 stream = await admitted(host, connection)
                 await hoarders.send(stream.write, frame)
@@ -282,7 +284,7 @@ def member(number: int) -> Identity:
 async def data_of(
     peer: Peer, count: int, members: int = 1, first: int = 1000
 ) -> AsyncIterator[list[DataConnection]]:
-    """Connections that are there and ask for nothing, of so many members."""
+    """Idle connections of this number of members."""
     connections: list[DataConnection] = []
     try:
         for number in range(count):
@@ -299,7 +301,7 @@ async def data_of(
 async def test_idle_data_connections_yield_to_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, members: int
 ) -> None:
-    """All places are taken by who asks for nothing: those who do get theirs; who has taken many is told of."""
+    """Idle members take all places: active ones get theirs, and a member that has taken many is reported."""
     monkeypatch.setattr(data_server, "ServerLimits", partial(ServerLimits, connections=8))
     async with cluster(tmp_path, 2, transport="tcp") as (victim, reader):
         await victim.put("k", os.urandom(100_000))
@@ -346,13 +348,13 @@ async def test_a_request_that_is_never_whole_ends(
 ) -> None:
     """A byte now and then is no progress."""
     monkeypatch.setattr(data_server, "ServerLimits", partial(ServerLimits, frame_seconds=0.5))
-    monkeypatch.setattr(link_module, "FRAME_SECONDS", 0.5)
+    monkeypatch.setattr(control_frames, "FRAME_SECONDS", 0.5)
     async with (
         open_peer(config(tmp_path, "victim")) as victim,
         data_of(victim, 1) as (connection,),
         hostile_host(7, "default") as host,
     ):
-        control = await host._dial(None, [victim.control], SECONDS)
+        control = await host.dialler.dial(None, [victim.control], SECONDS)
         stream = await admitted(host, control)
         await until(lambda: victim.node.host.keeper.admitted() != [])
         data = HEADER.pack(DataKind.PING, 0, 1, 1000, 0) + bytes(900)
@@ -373,7 +375,7 @@ async def test_a_request_that_is_never_whole_ends(
 async def test_a_newcomer_finds_a_place_among_hoarders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int
 ) -> None:
-    """All places for members are taken, by one that has many or by many that have one, and nobody uses them."""
+    """All places for members are taken, by one that has many or by many that have one, and none is used."""
     monkeypatch.setattr(host_module, "MAX_ADMITTED", 12)
     async with open_peer(config(tmp_path, "victim")) as victim, AsyncExitStack() as stack:
         keeper = victim.node.host.keeper
@@ -383,7 +385,7 @@ async def test_a_newcomer_finds_a_place_among_hoarders(
         ]
         for number in range(12):
             host = hostile[number % hosts]
-            connection = await host._dial(None, [victim.control], SECONDS)
+            connection = await host.dialler.dial(None, [victim.control], SECONDS)
             await admitted(host, connection)
         await until(lambda: len(keeper.admitted()) == 12)
         # a connection that was made just now is about to be used
@@ -404,13 +406,13 @@ async def test_a_member_that_uses_all_places_makes_room_for_others(
     async with open_peer(config(tmp_path, "victim")) as victim, hostile_host(1, "default") as host:
         keeper = victim.node.host.keeper
         for _ in range(8):
-            connection = await host._dial(None, [victim.control], SECONDS)
+            connection = await host.dialler.dial(None, [victim.control], SECONDS)
             await admitted(host, connection)
         await until(lambda: len(keeper.admitted()) == 8)
         for connection in keeper.admitted():
             connection.activity.begin()
         with pytest.raises(Exception, match="in use"):
-            await admitted(host, await host._dial(None, [victim.control], SECONDS))
+            await admitted(host, await host.dialler.dial(None, [victim.control], SECONDS))
         async with hostile_host(2, "default") as other:
             await other.ask(
                 victim.node.core.peer_id,

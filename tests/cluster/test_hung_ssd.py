@@ -68,7 +68,7 @@ async def cool(owner: Peer, key: str) -> None:
 
 
 async def push_out(owner: Peer, key: str) -> None:
-    """Of its memory: what was read more than once outlives a few rounds of others, each of a hundred."""
+    """Evict objects from its memory: those read more than once outlive a few rounds of a hundred others."""
     fillers = count()
     with trio.fail_after(30.0):
         while in_memory(owner, key):

@@ -168,8 +168,8 @@ def test_who_joins_nobody_in_the_background_is_told_why(machine: Machine) -> Non
     result = machine.run("join", "--detach", *options)
     waiting, warning, runs = result.stderr.splitlines()
     assert waiting == "joining by 127.0.0.1:1: waiting for at most 0.2 s (--join-timeout)"
-    assert warning.startswith("warning: the peer joined nobody within 0.2 s: ")
-    assert "cannot reach 127.0.0.1:1: Connection refused. It tries on; " in warning
+    assert warning.startswith("warning: the peer joined no other within 0.2 s: ")
+    assert "cannot reach 127.0.0.1:1: Connection refused. It keeps trying; " in warning
     assert "the peer runs as process" in runs
     assert result.returncode == 0
     assert '"joined": false' in result.stdout
@@ -283,7 +283,7 @@ def test_a_closed_terminal_ends_a_peer_in_the_foreground(machine: Machine) -> No
 
 
 def state_of(process_id: int) -> str:
-    """`Z` once it ended and nobody asked how."""
+    """`Z` once it ended and was not waited for."""
     return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
 
 

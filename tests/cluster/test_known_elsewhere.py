@@ -464,7 +464,7 @@ async def test_without_room_to_map_the_table_the_peer_is_asked(
     def no_room(descriptor: int, length: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("p2pstore.local.local_connection.map_table", no_room)
+    monkeypatch.setattr("p2pstore.local.local_greeting.map_table", no_room)
     with trio.fail_after(SECONDS):
         async with open_peer(config_in(tmp_path)) as peer:
             assert not await peer.contains("nowhere")

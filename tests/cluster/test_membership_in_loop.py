@@ -114,7 +114,7 @@ async def test_a_reset_turns_readers_away_at_once_and_is_no_verdict(tmp_path: Pa
         await until(lambda: id_of(c) in a.node.host.connected())
         core = a.node.core
         assert not core.holders.is_avoided(c.node.core.member, a.node.now)
-        for connection in list(c.node.host._connections[id_of(a)]):
+        for connection in list(c.node.host.connections[id_of(a)]):
             connection.abort()
         await until(lambda: core.holders.is_avoided(c.node.core.member, a.node.now))
         assert holds(a, c, Status.ALIVE)

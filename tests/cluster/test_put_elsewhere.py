@@ -19,11 +19,12 @@ import trio
 import p2pstore
 from p2pstore import blocking, errors
 from p2pstore.access.keyring import KeyRing
-from p2pstore.client import elsewhere
+from p2pstore.client import writing as elsewhere
 from p2pstore.client.read_plan import remote_copy
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import MIB, chunk_sums, clock_from_unix_seconds, key_digest, root_checksum
 from p2pstore.peer import Peer, open_peer
@@ -300,9 +301,7 @@ async def test_a_strict_transport_is_kept_to(tmp_path: Path) -> None:
 
 async def test_a_client_that_may_only_read_gets_no_place(tmp_path: Path) -> None:
     async with peers(tmp_path, NONE, {}) as (a, _):
-        reader = await LocalConnection.open(
-            TrioDriver(), a.socket, namespace="default", access=Access.READ
-        )
+        reader = await LocalConnection.open(TrioDriver(), a.socket, Opening("default", Access.READ))
         with pytest.raises(ValueError, match="only to read"):
             await reader.request(LocalKind.PLACE, local.Place(key_digest("k"), 5), local.Placed)
         news = local.StoredElsewhere(a.node.core.peer_id, 1, 1, bytes(42))

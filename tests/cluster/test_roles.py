@@ -24,7 +24,7 @@ from p2pstore.gossip.gossip_messages import (
     Status,
 )
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import (
     SCOPE_NAMESPACE,
@@ -92,13 +92,15 @@ async def no_requests(*_: object) -> Message:
 async def hostile_reader(key_file: str, identity: Identity) -> AsyncIterator[ControlHost]:
     """A host that speaks the control protocol with a reader's key, and says what it likes."""
     async with open_control_host(
-        identity=identity,
-        listen=("127.0.0.1", 0),
-        ring=ring_in(key_file),
-        cluster="default",
-        handler=no_requests,
-        on_lost=lambda _: None,
-        software="hostile",
+        ("127.0.0.1", 0),
+        HostSettings(
+            identity=identity,
+            ring=ring_in(key_file),
+            cluster="default",
+            handler=no_requests,
+            on_lost=lambda _: None,
+            software="hostile",
+        ),
     ) as host:
         yield host
 
@@ -302,13 +304,15 @@ async def test_a_reader_believes_members_only(tmp_path: Path) -> None:
     ring = KeyRing(ring_in(reader).keys)  # as a liar would read its own file: as a member's
     async with (
         open_control_host(
-            identity=Identity(bytes([9]) * 32),
-            listen=("127.0.0.1", 0),
-            ring=ring,
-            cluster="default",
-            handler=no_requests,
-            on_lost=lambda _: None,
-            software="liar",
+            ("127.0.0.1", 0),
+            HostSettings(
+                identity=Identity(bytes([9]) * 32),
+                ring=ring,
+                cluster="default",
+                handler=no_requests,
+                on_lost=lambda _: None,
+                software="liar",
+            ),
         ) as liar,
         hostile_reader(reader, Identity(bytes([8]) * 32)) as honest,
         hostile_reader(member, Identity(bytes([7]) * 32)) as of_member,

@@ -41,13 +41,14 @@ from p2pstore.gossip.gossip_messages import (
     Proof,
     Status,
 )
+from p2pstore.gossip.links import arrivals as refusals_module
 from p2pstore.gossip.links import control_connection as connection_module
 from p2pstore.gossip.links import control_link as link_module
 from p2pstore.gossip.links import host as host_module
-from p2pstore.gossip.links import refusals as refusals_module
+from p2pstore.gossip.links import secured_connections
 from p2pstore.gossip.links.admission import Opener
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.multiplexer import MuxedStream
 from p2pstore.gossip.locations.log import REMOVED
@@ -100,7 +101,6 @@ __all__ = ["machine"]  # a fixture
 
 SECONDS = 10.0
 MIB = 1024 * 1024
-
 
 # --- floods ----------------------------------------------------------------------------------
 
@@ -174,16 +174,16 @@ async def test_a_stranger_from_another_host_is_let_in_through_a_crowd(tmp_path: 
     """The crowd's longest waiting connection goes for it."""
     async with cluster(tmp_path, 1) as (peer,):
         host = peer.node.host
-        host._strangers.limit = 8
+        host.arrivals.strangers.limit = 8
         crowd = list(flood(peer.control, 12, 3, b""))
-        await until(lambda: len(host._strangers) == 8)
+        await until(lambda: len(host.arrivals.strangers) == 8)
         async with stranger_host() as newcomer:
             await newcomer.ask(
                 peer.node.core.peer_id, [peer.control], ControlKind.PING, Ping(1, []), SECONDS
             )
         for sock in crowd:
             sock.close()
-        await until(lambda: not len(host._strangers))
+        await until(lambda: not len(host.arrivals.strangers))
 
 
 async def test_lines_about_strangers_are_few_however_many_hosts_they_come_from(
@@ -194,7 +194,7 @@ async def test_lines_about_strangers_are_few_however_many_hosts_they_come_from(
         for address in (peer.control, peer.data[0]):
             for sock in flood(address, 100, 50, b"\xff" * 50):
                 sock.close()
-        await until(lambda: not len(peer.node.host._strangers))
+        await until(lambda: not len(peer.node.host.arrivals.strangers))
         await still_well(peer)
     lines = [r for r in caplog.records if r.name == "p2pstore.host" and r.levelno > logging.DEBUG]
     assert len(lines) == 5
@@ -205,7 +205,7 @@ async def test_lines_about_strangers_are_few_however_many_hosts_they_come_from(
 
 @pytest.fixture
 def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_module, link_module, connection_module):
+    for module in (host_module, link_module, connection_module, secured_connections):
         monkeypatch.setattr(module, "ADMISSION_SECONDS", 1.0)
     monkeypatch.setattr(local_server, "HELLO_SECONDS", 1.0)
     monkeypatch.setattr(data_server, "ServerLimits", partial(ServerLimits, hello_seconds=1.0))
@@ -271,24 +271,26 @@ async def test_byte_by_byte_on_every_port(tmp_path: Path) -> None:
         await still_well(victim, neighbour)
 
 
-# --- proofs that belong to somebody else -----------------------------------------------------
+# --- proofs that belong to another peer ------------------------------------------------------
 
 
 @asynccontextmanager
 async def stranger_host(number: int = 77, key: bytes | None = None) -> AsyncIterator[ControlHost]:
-    """Somebody with an identity of his own, by default a member of the keyless cluster."""
+    """A host with an identity of its own, by default a member of the keyless cluster."""
 
     async def handle(*_: object) -> Message:
         raise errors.Unavailable("there is nothing here")
 
     async with open_control_host(
-        identity=Identity(bytes([number]) * 32),
-        listen=("127.0.0.1", 0),
-        ring=KeyRing([key] if key else []),
-        cluster="default",
-        handler=handle,
-        on_lost=lambda _: None,
-        software="stranger",
+        ("127.0.0.1", 0),
+        HostSettings(
+            identity=Identity(bytes([number]) * 32),
+            ring=KeyRing([key] if key else []),
+            cluster="default",
+            handler=handle,
+            on_lost=lambda _: None,
+            software="stranger",
+        ),
     ) as host:
         yield host
 
@@ -338,7 +340,7 @@ async def test_a_recorded_admission_cannot_be_played_again(tmp_path: Path) -> No
         stranger_host(6) as thief,
     ):
         connection, stream = await raw_stream(member, victim)
-        opener = member._side(Opener, connection)
+        opener = member.settings.side(Opener, connection.peer_id)
         recorded = [encode_frame(ControlKind.HELLO, 1, opener.hello())]
         await stream.write(recorded[0])
         _, _, body = await read_frame(stream)
@@ -358,7 +360,7 @@ async def test_a_recorded_admission_cannot_be_played_again(tmp_path: Path) -> No
 
 
 async def test_a_proof_cannot_be_reflected(tmp_path: Path) -> None:
-    """Who has no key sends back what the victim proved, or has one victim prove to another."""
+    """A thief without a key sends back the victim's proof, or has one victim prove to another."""
     async with (
         cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour),
         stranger_host(6) as thief,
@@ -396,7 +398,7 @@ async def test_without_the_key_there_is_nothing(tmp_path: Path, key: bytes | Non
             await thief.ask(
                 victim.node.core.peer_id, [victim.control], ControlKind.PING, Ping(1, []), SECONDS
             )
-        granted = ticket(victim, thief._identity, KeyRing([key] if key else []))
+        granted = ticket(victim, thief.settings.identity, KeyRing([key] if key else []))
         with pytest.raises(errors.AuthenticationFailed, match="does not hold"):
             await open_data(victim, granted)
         await still_well(victim, neighbour)
@@ -429,7 +431,7 @@ async def test_tickets_that_open_nothing(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour):
         await victim.put("k", b"value")
         thief, ring = Identity(b"t" * 32), KeyRing([KEY])
-        good = ticket(victim, neighbour.node.host._identity, ring, Scope.READ)
+        good = ticket(victim, neighbour.node.host.settings.identity, ring, Scope.READ)
         (await open_data(victim, good)).close()
 
         class InTheNameOf:
@@ -465,7 +467,7 @@ async def test_tickets_that_open_nothing(tmp_path: Path) -> None:
 async def test_an_overheard_ticket_answers_nothing_without_its_secret(tmp_path: Path) -> None:
     """The thief does not mind who the server is; the server minds who he is."""
     async with cluster(tmp_path, 2, **secured(tmp_path)) as (victim, neighbour):
-        overheard = ticket(victim, neighbour.node.host._identity, KeyRing([KEY])).ticket
+        overheard = ticket(victim, neighbour.node.host.settings.identity, KeyRing([KEY])).ticket
         stream = await TrioDriver().connect_tcp(*split_address(victim.data[0], "data"), SECONDS)
         hello = data.Hello(1, 1, overheard, bytes(32))
         await stream.send(
@@ -488,7 +490,7 @@ async def test_an_overheard_ticket_answers_nothing_without_its_secret(tmp_path: 
         await still_well(victim, neighbour)
 
 
-# --- words in somebody else's name -----------------------------------------------------------
+# --- words in another peer's name ------------------------------------------------------------
 
 
 async def test_records_that_their_owner_did_not_sign(tmp_path: Path) -> None:
@@ -496,7 +498,7 @@ async def test_records_that_their_owner_did_not_sign(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as liar:
         await neighbour.put("k", b"value")
         await until(lambda: victim.contains_nowait("k"))
-        mallory = liar._identity
+        mallory = liar.settings.identity
         gossip = victim.node.core.gossip
         state = gossip.membership.get(neighbour.node.core.peer_id)
         assert state is not None
@@ -552,7 +554,7 @@ async def test_records_that_their_owner_did_not_sign(tmp_path: Path) -> None:
 async def test_an_old_record_does_not_come_back(tmp_path: Path) -> None:
     """Signed by its owner, but of earlier: with other addresses, or from before it left."""
     async with cluster(tmp_path, 1) as (victim,), stranger_host() as liar:
-        mallory = liar._identity
+        mallory = liar.settings.identity
         old: list[SignedRecord] = []
         for sequence, leaving in ((1, False), (2, False), (3, True)):
             described = read_peer_record(victim.node.core.gossip.record(victim.node.now))
@@ -713,7 +715,7 @@ async def test_lists_that_are_too_long_are_refused(tmp_path: Path) -> None:
                             victim.node.core.peer_id, [victim.control], kind, message, SECONDS
                         )
                 elif port == "data":
-                    granted = ticket(victim, host._identity, KeyRing())
+                    granted = ticket(victim, host.settings.identity, KeyRing())
                     connection = await open_data(victim, granted)
                     with pytest.raises((errors.P2PStoreError, PullFailed, OSError)):
                         await connection.request(DataKind(kind), message)
@@ -808,13 +810,13 @@ def abuse() -> dict[str, Callable[[int], bytes]]:
 async def test_abuse_of_the_multiplexer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, admitted: bool
 ) -> None:
-    """20,000 frames: the connection may end, nobody else notices, and nothing piles up."""
+    """20,000 frames: the connection may end, no other peer notices, and nothing piles up."""
     frame = abuse()[name]
     async with cluster(tmp_path, 1) as (victim,), stranger_host() as hostile:
         attacker = await Attacker.connect(hostile, victim.node.host)
         if admitted:
             await attacker.be_admitted(hostile)
-        [connection] = victim.node.host._connections[hostile._identity.peer_id]
+        [connection] = victim.node.host.connections[hostile.settings.identity.peer_id]
         piled = 0
         with suppress(Exception), trio.move_on_after(3):
             for start in range(0, 20_000, 500):
@@ -839,7 +841,7 @@ async def test_abuse_of_the_multiplexer(
 
 
 async def test_a_stranger_is_not_collected_for(tmp_path: Path) -> None:
-    """The multiplexer reads a whole frame of up to 16 MiB before anybody sees it."""
+    """The multiplexer reads a whole frame of up to 16 MiB before it is checked."""
     async with cluster(tmp_path, 1) as (victim,), stranger_host() as hostile:
         attacker = await Attacker.connect(hostile, victim.node.host)
         sent = 0

@@ -60,7 +60,7 @@ def loop_device(folder: Path, size_bytes: int = SIZE) -> Iterator[Path]:
 
 @contextmanager
 def disk_of_kind(kind: str, folder: Path) -> Iterator[OpenedDisk]:
-    """What opens a disk: the same one, each time."""
+    """A function that opens the same disk each time."""
     disks: list[Disk] = []
 
     def keep(disk: Disk) -> Disk:

@@ -1,6 +1,6 @@
 """Members of a swarm in one process: real data servers and connections on loopback, without peers around them.
 
-Gossip is what the world says at once: who is there, and who has a part in which version.
+Gossip is instantaneous: the world knows all members and their parts in versions.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class MemberHere:
         return self.join(signed, target, config=config)
 
     def leave(self) -> None:
-        """Take part no longer, and answer nobody."""
+        """End the part, and the server."""
         assert self.taking_part is not None
         self.taking_part.cancel()
         self.die()
@@ -213,7 +213,7 @@ class World:
         return member
 
     def changed(self) -> None:
-        """Gossip: everybody hears who takes part."""
+        """Gossip: all members hear of all participants."""
         for member in self.living.values():
             for run in member.swarms.all():
                 run.look_around()
@@ -221,7 +221,7 @@ class World:
 
 @asynccontextmanager
 async def open_world(*, tls: bool = False) -> AsyncIterator[World]:
-    """A world for one test; at its end nobody serves any more."""
+    """A world for one test; at its end all servers end."""
     async with trio.open_nursery() as nursery:
         world = World(nursery, tls)
         try:

@@ -18,6 +18,7 @@ from p2pstore.errors import DeadlineExceeded
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.local.local_requests import MOST_ITEMS, Waiter
 from p2pstore.local.server import MAX_IN_FLIGHT, TURN_SECONDS
@@ -158,7 +159,7 @@ async def test_cancelled_in_the_middle_nothing_is_left_under_way(
 
 def open_connection(peer: SmallPeer) -> LocalConnection:
     return run_blocking(
-        LocalConnection.open(BlockingDriver(), str(peer.path), namespace="n", access=Access.READ)
+        LocalConnection.open(BlockingDriver(), str(peer.path), Opening("n", Access.READ))
     )
 
 

@@ -25,7 +25,7 @@ from p2pstore.gossip.gossip_messages import (
     PingRequest,
 )
 from p2pstore.gossip.links.control_link import Handler, Link, LinkError
-from p2pstore.gossip.links.host import open_control_host
+from p2pstore.gossip.links.host import HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.memory_link import MemoryNetwork, open_memory_link
 from p2pstore.gossip.records import PeerId, SignedRecord
@@ -181,22 +181,26 @@ async def control_hosts(answerer: Handler) -> AsyncIterator[Pair]:
     assert isinstance(answerer, Answerer)
     async with (
         open_control_host(
-            identity=ours,
-            listen=("127.0.0.1", 0),
-            ring=KeyRing([b"k" * 32]),
-            cluster="contract",
-            handler=answerer,
-            on_lost=lost.append,
-            software="asker",
+            ("127.0.0.1", 0),
+            HostSettings(
+                identity=ours,
+                ring=KeyRing([b"k" * 32]),
+                cluster="contract",
+                handler=answerer,
+                on_lost=lost.append,
+                software="asker",
+            ),
         ) as link,
         open_control_host(
-            identity=theirs,
-            listen=("127.0.0.1", 0),
-            ring=KeyRing([b"k" * 32]),
-            cluster="contract",
-            handler=answerer,
-            on_lost=lambda _: None,
-            software="answerer",
+            ("127.0.0.1", 0),
+            HostSettings(
+                identity=theirs,
+                ring=KeyRing([b"k" * 32]),
+                cluster="contract",
+                handler=answerer,
+                on_lost=lambda _: None,
+                software="answerer",
+            ),
         ) as other,
         open_background_nursery() as nursery,
     ):

@@ -51,6 +51,7 @@ from p2pstore.local import local_requests as requests
 from p2pstore.local import socket_paths as paths
 from p2pstore.local.listener import MAX_CONNECTIONS, listen_at
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.local.server import MAX_IN_FLIGHT
 from p2pstore.memory import hazards
@@ -881,9 +882,7 @@ def test_a_dropped_client_ends_its_connection(peer: SmallPeer) -> None:
 async def test_a_wait_that_is_nearly_over_does_not_cut_off_who_sends(peer: SmallPeer) -> None:
     """Of two tasks on one connection, one gives up soon, while the other's request is still being taken."""
     driver = TrioDriver()
-    connection = await LocalConnection.open(
-        driver, str(peer.path), namespace="n", access=Access.READ
-    )
+    connection = await LocalConnection.open(driver, str(peer.path), Opening("n", Access.READ))
     request = local.Locate(bytes(16))
     large = local.Contains(bytes(2 * MIB))  # more than the socket holds
 
@@ -985,9 +984,7 @@ def test_a_thousand_clients(peer: SmallPeer) -> None:
     driver = BlockingDriver()
 
     def connect() -> LocalConnection:
-        return run_blocking(
-            LocalConnection.open(driver, str(peer.path), namespace="n", access=Access.READ)
-        )
+        return run_blocking(LocalConnection.open(driver, str(peer.path), Opening("n", Access.READ)))
 
     with contextlib.ExitStack() as stack:
         for _ in range(1000):
@@ -1073,7 +1070,7 @@ def test_what_requests_gave_to_do_is_done_also_before_garbage(peer: SmallPeer) -
 
 def test_a_client_with_read_access_cannot_write(peer: SmallPeer) -> None:
     connection = run_blocking(
-        LocalConnection.open(BlockingDriver(), str(peer.path), namespace="n", access=Access.READ)
+        LocalConnection.open(BlockingDriver(), str(peer.path), Opening("n", Access.READ))
     )
     try:
         assert connection.segments[0].readonly

@@ -28,11 +28,14 @@ from p2pstore.client import host_neighbours as neighbours
 from p2pstore.client import leasing
 from p2pstore.client.host_neighbours import Neighbours
 from p2pstore.client.peer_link import PeerLink
+from p2pstore.local import local_connection, local_greeting
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import MIB, key_digest
 from p2pstore.runtime.blocking_streams import BlockingDriver, BlockingStream, run_blocking
+from p2pstore.runtime.streams import ByteStream
 from tests.contract.small_peer import PEER_ID, small_peer
 from tests.contract.worlds import ASYNC_WORLDS, WORLDS, Cluster, Store, open_cluster, until
 
@@ -759,10 +762,8 @@ def connect(path: Path, users: set[int]) -> None:
         LocalConnection.open(
             BlockingDriver(),
             str(path),
-            namespace="n",
-            access=Access.READ,
-            timeout_seconds=0.2,
-            trusted_users=users,
+            Opening("n", Access.READ, trusted_users=users),
+            0.2,
         )
     )
 
@@ -774,12 +775,15 @@ def test_whom_a_client_trusts(
     scene = street()
     me = os.geteuid()
     users: dict[str, int] = {}
-    real = LocalConnection.__dict__["peer_user"].fget
+    real = local_greeting.user_at
 
-    def claimed(self: LocalConnection) -> int:
-        return users[self.path] if self.path in users else int(real(self))
+    def claimed(stream: ByteStream) -> int:
+        with socket.socket(fileno=os.dup(stream.fileno())) as sock:
+            path = sock.getpeername()
+        return users[path] if path in users else real(stream)
 
-    monkeypatch.setattr(LocalConnection, "peer_user", property(claimed))
+    monkeypatch.setattr(local_greeting, "user_at", claimed)
+    monkeypatch.setattr(local_connection, "user_at", claimed)
     own, house = str(scene.own.path), str(scene.houses[0].path)
     for claims, trusted in (
         ({own: me, house: me + 1}, False),

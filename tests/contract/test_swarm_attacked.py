@@ -52,7 +52,7 @@ def raw(kind: int, body: bytes, flags: int = ONE_WAY) -> bytes:
 MESSAGES = {
     "grants of pieces that are nowhere": said(Grant(HUGE)) + said(Grant(-HUGE)),
     "a refusal that has no name": said(Refuse(-HUGE)) + said(Refuse(HUGE)),
-    "members that are nobody": said(Members([0, -1, HUGE] * 21)),
+    "members that do not exist": said(Members([0, -1, HUGE] * 21)),
     "a hundred thousand invitations": said(Invite()) * 100_000,
     "maps that are too long": said(PieceMapMessage(b"\xff" * 8192)),
     "needs that are too long": said(Needs(b"\xff" * 8192)),
@@ -150,7 +150,7 @@ async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(
 @pytest.mark.parametrize(
     ("first_bytes", "every_seconds"), [(10_000, 0.1), (10_000, 4.0), (PIECE // 2, NEVER)]
 )
-async def test_who_sends_pieces_byte_by_byte_delays_nobody_for_long(
+async def test_a_sender_of_single_bytes_delays_no_other_for_long(
     tmp_path: Path, first_bytes: int, every_seconds: float
 ) -> None:
     """It has everything, as a good member does, and its links are as good."""

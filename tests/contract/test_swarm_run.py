@@ -58,7 +58,7 @@ def to(tmp_path: Path, member: MemberHere) -> Path:
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-async def test_a_directory_reaches_everybody_once(tmp_path: Path, tls: bool) -> None:
+async def test_a_directory_reaches_each_member_once(tmp_path: Path, tls: bool) -> None:
     async with open_world(tls=tls) as world:
         source, signed = await published(world, tmp_path)
         fetchers = [await world.add() for _ in range(4)]
@@ -124,7 +124,7 @@ async def test_the_source_goes_once_the_others_have_everything(tmp_path: Path) -
         await complete(tmp_path, [first, late])
 
 
-async def test_one_that_dies_in_the_middle_holds_up_nobody_and_goes_on_later(
+async def test_a_death_in_the_middle_holds_up_no_other_and_the_fetch_goes_on_later(
     tmp_path: Path,
 ) -> None:
     async with open_world() as world:
@@ -163,7 +163,7 @@ class _Lying:
     def close(self) -> None: ...
 
 
-async def test_who_sends_bad_pieces_is_banned_and_everybody_completes(tmp_path: Path) -> None:
+async def test_a_sender_of_bad_pieces_is_banned_and_the_others_complete(tmp_path: Path) -> None:
     async with open_world() as world:
         source, signed = await published(world, tmp_path)
         liar = await world.add()
@@ -259,7 +259,7 @@ async def test_peers_of_one_host_bring_each_piece_once(tmp_path: Path) -> None:
         assert source.sent_bytes < 2.5 * total
 
 
-async def test_a_manifest_is_asked_of_whoever_has_it(tmp_path: Path) -> None:
+async def test_a_manifest_comes_from_any_member_that_has_it(tmp_path: Path) -> None:
     from p2pstore.gossip.links.identity import Ed25519Verifier
 
     async with open_world() as world:

@@ -255,7 +255,7 @@ async def _welcome(victim: Victim, stream: TrioStream, buffer: bytearray) -> Non
         hello.ticket,
         audience=victim.mallory.peer_id,
         ring=victim.ring,
-        verifier=victim.peer.node.core.gossip.knowledge.verifier,
+        verifier=victim.peer.node.core.gossip.checks.verifier,
         now_unix=_unix(victim),
     )
     nonce = bytes(32)

@@ -90,7 +90,7 @@ class Victim:
 
     def _record_answers(self, peer: Peer) -> None:
         host = peer.node.host
-        serve = host._handler
+        serve = host.settings.handler
 
         async def answer(sender: PeerId, kind: int, request: Message) -> Message:
             reply = await serve(sender, kind, request)
@@ -99,7 +99,7 @@ class Victim:
                 self.replies.append((kind, reply))
             return reply
 
-        host._handler = answer
+        host.settings.handler = answer
 
     def frames(self, recorded: list[tuple[int, Message]], flags: int = 0) -> list[bytes]:
         """Recorded messages as frames."""
@@ -161,14 +161,14 @@ class Victim:
             raise Problem("more cluster records than are allowed")
         if len(gossip.questions) > MAX_ASKED + MAX_IN_FLIGHT_EXCHANGES:
             raise Problem(f"{len(gossip.questions)} requests of gossip are under way")
-        knowledge = gossip.knowledge
+        checks = gossip.checks
         for state in membership.states():
             if state.signed is None or state is membership.own:
                 continue
             record = state.record
             assert record is not None
             body = b"p2pstore peer record 1\0" + state.signed.body
-            if not knowledge.verifier.verify(state.peer_id, body, state.signed.signature):
+            if not checks.verifier.verify(state.peer_id, body, state.signed.signature):
                 raise Problem(f"a forged record of {record.name} was taken for true")
 
 

@@ -49,7 +49,7 @@ def test_pieces_that_take_no_longer_than_a_few_messages_keep_links_busy_as_well(
     assert broadcast(two_slots).last > 1.3
 
 
-def test_who_sends_wrong_bytes_is_banned_and_everybody_else_gets_the_right_ones() -> None:
+def test_a_sender_of_wrong_bytes_is_banned_and_the_others_get_the_right_ones() -> None:
     scenario = BroadcastScenario(32, pieces=128, hostile_share=0.1)
     outcomes = [broadcast(scenario, seed) for seed in range(1, 4)]
     for outcome in outcomes:
@@ -96,7 +96,7 @@ def test_who_needs_a_part_gets_that_part_from_those_who_have_it_and_nothing_else
 
 
 def test_everything_at_once() -> None:
-    """Nobody healthy is left behind, whatever happens."""
+    """Every healthy receiver completes in every scenario."""
     scenario = BroadcastScenario(
         48,
         pieces=64,
@@ -136,7 +136,7 @@ def test_the_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:
 
 def test_a_figure_that_is_not_as_wanted_ends_the_script_with_status_1() -> None:
     done = run_script("--receivers", "1000", "--case", "leaving", "--pieces", "2")
-    assert done.returncode == 0, done.stderr  # nothing is wanted of so few pieces
+    assert done.returncode == 0, done.stderr  # there are no limits for this few pieces
 
 
 @pytest.mark.parametrize(

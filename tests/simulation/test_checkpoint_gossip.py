@@ -199,7 +199,7 @@ def test_a_follower_that_is_cut_off_or_dead_and_a_publisher_that_dies() -> None:
     assert world.update(first) is Verdict.SWITCH
     world.until_all_use(V1, 10.0)
 
-    # One is cut off before it has the next version: nobody switches.
+    # One is cut off before it has the next version: no follower switches.
     lost = world.followers[-1]
     world.network.partition(set(range(5)), {lost.peer.number})
     second = world.publish(V2)

@@ -17,7 +17,7 @@ SEEDS = range(1000, 1200)
 BLOCKS = [SEEDS[start : start + 25] for start in range(0, len(SEEDS), 25)]
 SCENARIO = GossipScenario()
 USUAL = ("snapshots", "denials", "deaths", "false_deaths", "checks")
-"""What has to happen in every block of seeds, or they show nothing."""
+"""Events that must happen in every block of seeds, or it shows nothing."""
 
 
 @pytest.fixture(scope="module")

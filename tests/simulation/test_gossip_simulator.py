@@ -158,7 +158,7 @@ def test_a_reset_is_told_and_a_silent_end_is_not() -> None:
 
 
 def test_bytes_and_course_are_the_same_without_decoding() -> None:
-    """What is done above 499 peers must not change anything but the time it takes."""
+    """The short cuts above 499 peers must not change anything but the time it takes."""
 
     def run(decodes: bool) -> tuple[str, object]:
         cluster = GossipCluster(3, 6)

@@ -28,7 +28,7 @@ SEEDS: Final[dict[str, tuple[int, ...]]] = {
 }
 """Each behaviour in its ways. `floors` takes minutes of virtual time: only `scripts/simulate --liar` has those."""
 OPEN: Final[frozenset[tuple[str, int]]] = frozenset()
-"""What a liar can still do: see docs/security.md. Whoever mends one of these takes it out."""
+"""Harm that a liar can still do: see docs/security.md. A fix removes its entry here."""
 
 
 def cases() -> list[Any]:

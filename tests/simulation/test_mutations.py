@@ -30,7 +30,7 @@ STALLS = replace(SCENARIO, faults="stalls")
 SEEDS = range(100)
 REMOVED = 0x80
 NO_OPERATION = bytes(LOCATION_BYTES - 1) + bytes((REMOVED,))
-"""Withdraws what nobody holds."""
+"""Withdraws keys that no peer holds."""
 
 
 def first_caught(
@@ -97,11 +97,11 @@ class Credulous:
 
 
 class TombstoneGossip(Gossip):
-    """Withdrawals are passed on for a second and then forgotten; who was away never hears of them."""
+    """Withdrawals are passed on for a second and then forgotten; a peer that was away never hears of them."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.knowledge.verifier = Credulous()
+        self.checks.verifier = Credulous()
         self._passed_on = self.knowledge.operations_since
         self._heard_at: dict[tuple[Member, bytes], float] = {}
         self._at = 0.0
@@ -174,7 +174,7 @@ class GaplessGossip(Gossip):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.knowledge._check_runs = lambda chunks, *_: chunks  # type: ignore[method-assign]
+        self.checks._check_runs = lambda chunks, *_: chunks  # type: ignore[method-assign]
         self._apply = self.directory.apply
         self.directory.apply = self._apply_anywhere  # type: ignore[method-assign]
 

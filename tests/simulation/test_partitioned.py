@@ -1,4 +1,4 @@
-"""Whole peers that keep a part of the directory each: nobody misses a key that somebody has held for a while."""
+"""Whole peers that keep a part of the directory each: no read misses a key that a peer has held for a while."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class World:
         peer.when_done(operation, done)
 
     def look(self, asker: SimulatedPeer, key: str) -> None:
-        """Ask, and count it as missed when a holder is there and nobody is said to be."""
+        """Ask, and count a miss when there is a holder and the answer names none."""
         core = asker.core
         assert core is not None
         holder, life, _ = self.keys[key]
@@ -97,7 +97,7 @@ class World:
         asker.settle()
 
     def expected(self, age: float) -> list[str]:
-        """Keys that have been held for so long, by peers that still run."""
+        """Keys that have been held for this long, by peers that still run."""
         return [
             key
             for key, (peer, life, since) in self.keys.items()

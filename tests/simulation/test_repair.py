@@ -81,7 +81,7 @@ class World:
         self.replications = 0
 
     def holders(self, key: str) -> list[SimulatedPeer]:
-        """Who has a firm copy."""
+        """The peers with a firm copy."""
         digest = key_digest(key, NAMESPACE)
         found = []
         for peer in self.cluster.running:
@@ -130,7 +130,7 @@ def test_after_a_crash_each_lost_copy_is_made_again_exactly_once(
 
 
 def test_copies_are_there_when_the_first_in_turn_had_time_for_it() -> None:
-    """Nobody waits for a turn that nobody else takes."""
+    """No peer waits for a turn that no other takes."""
     world = World(4, 5)
     world.put_many(30)
     world.peer(2).crash()
@@ -286,7 +286,7 @@ def test_copies_that_a_cluster_never_had_are_not_called_lost() -> None:
 def test_a_put_whose_target_died_under_it_is_completed_later() -> None:
     world = World(53, 2)
     world.peer(1).crash()
-    end = world.put(0, "k", 2)  # before anybody knows of the crash
+    end = world.put(0, "k", 2)  # before any peer knows of the crash
     assert end.copies == 1
     world.peer(1).boot([world.peer(0).address])
     world.run(TIMING.delay_seconds + TIMING.jitter_seconds + TIMING.turn_seconds + 5.0)

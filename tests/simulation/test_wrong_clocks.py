@@ -330,7 +330,7 @@ class WrongClocks:
             run(self.cluster, self.rng.uniform(0.3, 2.0))
 
     def check(self) -> None:
-        """What was reported as done is done, everywhere, and all can write again."""
+        """Writes that were reported as done are done, everywhere, and all can write again."""
         cluster = self.cluster
         run(cluster, 150.0)
         assert not cluster.disagreements()

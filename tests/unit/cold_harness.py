@@ -38,7 +38,7 @@ NAMESPACE = "tests"
 
 
 def value_of(key: str, clock: int, length: int, *, compressible: bool = False) -> bytes:
-    """What was stored under the key with this clock: different for each."""
+    """The value stored under the key with this clock: different for each."""
     rng = Random(f"{key} {clock} {length}")
     if compressible:
         return (rng.randbytes(64) * (length // 64 + 1))[:length]

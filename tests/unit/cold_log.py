@@ -135,7 +135,7 @@ class Log:
         self.write(position, marks.encode())
 
     def read(self, wanted: Read) -> bytes:
-        """What lies there now."""
+        """The bytes there now."""
         assert wanted.position % PAGE_BYTES == wanted.length % PAGE_BYTES == 0
         assert wanted.length > 0
         assert wanted.position + wanted.length <= len(self.disk)

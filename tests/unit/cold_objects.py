@@ -21,7 +21,7 @@ def facts_of(
     namespace: str = "default",
     value: bytes | None = None,
 ) -> ColdFacts:
-    """The facts of `value`, or of so many zeros."""
+    """The facts of `value`, or of that number of zeros."""
     packed = chunk_sums(value) if value is not None else _sums_of_zeros(length)
     sums = tuple(
         int.from_bytes(packed[start : start + 8], "little") for start in range(0, len(packed), 8)

@@ -189,7 +189,7 @@ class ColdWorld(Harness):
             self.write()
 
     def cool(self, key: str, value: bytes, **options: Any) -> LocationRecord:
-        """An object that is on the SSD alone. What this peer announces of it."""
+        """An object that is on the SSD alone. The location that this peer announces of it."""
         self.stored(key, value, **options)
         self.cool_again(key)
         record = self.announced(key)

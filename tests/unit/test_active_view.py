@@ -113,7 +113,9 @@ def test_who_dies_is_replaced_at_once_and_who_is_suspected_stays() -> None:
     assert peer_id_of(victim) not in peer.neighbours
     assert len(peer.neighbours) == 4
     assert peer.view.version > before
-    peer.membership.expel(peer_id_of(doubted))
+    gone = peer.membership.get(peer_id_of(doubted))
+    assert gone is not None
+    peer.membership.forget(gone)
     assert peer_id_of(doubted) not in peer.neighbours
     assert len(peer.neighbours) == 4
 
@@ -138,7 +140,7 @@ def test_one_neighbour_is_turned_over_every_ten_seconds() -> None:
 
 
 def test_views_are_uniform_whenever_a_member_came() -> None:
-    """A newcomer is told news as soon as anybody else: each peer takes it in with probability limit / others."""
+    """A newcomer is told news as soon as any other: each peer takes it in with probability limit / others."""
     counts: Counter[PeerId] = Counter()
     for number in range(1_000, 1_300):
         peer = Peer(number)
@@ -267,7 +269,7 @@ def parts_under_churn(seed: int, view: type[ActiveView], limit: int) -> int:
             case 1:
                 for number in cluster.rng.sample(sorted(cluster.peers), len(cluster.peers) // 4):
                     cluster.die(number)
-            case 2:  # nearly everybody
+            case 2:  # nearly all
                 survivors = min(len(cluster.peers), cluster.rng.randrange(2, 8))
                 dying = len(cluster.peers) - survivors
                 for number in cluster.rng.sample(sorted(cluster.peers), dying):

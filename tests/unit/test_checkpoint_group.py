@@ -1,4 +1,4 @@
-"""Followers of a checkpoint and their publisher: who prepares what, when all switch. Whole groups in random order."""
+"""Followers of a checkpoint and their publisher: preparing and switching. Whole groups with events in random order."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_who_is_late_fetches_first_what_the_others_use() -> None:
 
 
 def test_an_old_switch_after_a_new_head() -> None:
-    """What is verified already is switched to beside the fetch of what is new; what is not interrupts it."""
+    """A switch to a verified version happens beside the fetch of a newer one; another switch interrupts that fetch."""
     follower = Follower(b"", ())
     follower.handle(Heard(V1, b""), 0.0)
     follower.handle(Prepared(V1), 0.0)
@@ -124,15 +124,15 @@ def test_what_fails_is_tried_again_ever_less_often_and_says_why() -> None:
 def test_a_failure_does_not_hold_up_another_version() -> None:
     follower = Follower(b"", ())
     follower.handle(Heard(V2, V1), 0.0)
-    assert follower.handle(NotPrepared(V1, "nobody has it"), 0.0) == [Prepare(V2)]
+    assert follower.handle(NotPrepared(V1, "no peer has it"), 0.0) == [Prepare(V2)]
     assert follower.said == Said(V2, Stage.FETCHING, b""), "an update to it is not held up"
     assert follower.handle(NotPrepared(V2, "disk full"), 0.0) == []
-    assert follower.said == Said(V1, Stage.FAILED, b"", "nobody has it")
+    assert follower.said == Said(V1, Stage.FAILED, b"", "no peer has it")
     assert follower.handle(Tick(), follower.wake_at) == [Prepare(V1)]
-    assert follower.handle(NotPrepared(V1, "nobody has it"), 6.0) == [Prepare(V2)]
+    assert follower.handle(NotPrepared(V1, "no peer has it"), 6.0) == [Prepare(V2)]
     assert follower.handle(Heard(V3, V3), 1.0) == [Abandon(V2)]
     assert follower.handle(NotPrepared(V2), 1.0) == [Prepare(V3)]
-    assert follower.wake_at == math.inf, "what nobody wants any more is not tried again"
+    assert follower.wake_at == math.inf, "an unwanted version is not retried"
 
 
 def test_a_switch_that_fails_is_tried_again_and_what_is_missing_is_fetched_again() -> None:
@@ -158,7 +158,7 @@ BEHIND = state(V2, Stage.FETCHING, V1, 400)
 
 def test_all_followers_must_have_it() -> None:
     update = GroupUpdate(V2, deadline=10.0)
-    assert update.judge(V2, {}, (), 0.0) is Verdict.WAIT, "nobody is not everybody"
+    assert update.judge(V2, {}, (), 0.0) is Verdict.WAIT, "no followers are not all followers"
     assert update.judge(V2, {1: READY, 2: BEHIND}, (), 1.0) is Verdict.WAIT
     assert (update.ready_count, update.follower_count) == (1, 2)
     assert update.judge(V2, {1: READY, 2: READY}, (), 2.0) is Verdict.SWITCH
@@ -216,7 +216,7 @@ def test_who_uses_it_already_has_it_whatever_it_does_now() -> None:
 
 
 class Group:
-    """A publisher and followers over records that arrive late, or never while somebody is dead. Every step one thing
+    """A publisher and followers over records that arrive late, or never while a peer is dead. Every step one thing
     happens, in random order: so whatever can come in between does."""
 
     def __init__(self, seed: int, followers: int) -> None:
@@ -378,7 +378,7 @@ class Peer:
 
     def use(self, version: bytes) -> None:
         assert version in self.on_disk, "a switch to what is not there"
-        assert version in self.group.switches, "a switch that nobody ordered"
+        assert version in self.group.switches, "a switch without an order"
         self.current = version
         self.used.append(version)
 
@@ -390,11 +390,11 @@ def test_groups_in_any_order(seed: int) -> None:
         group.step()
     group.settle()
     for peer in group.peers:
-        assert peer.current == group.switch[1], "everybody uses what was ordered last, in the end"
+        assert peer.current == group.switch[1], "all use the last ordered version in the end"
         for version in (group.head[1], group.switch[1]):
             assert not version or version in peer.on_disk
         order = [group.switches.index(version) for version in peer.used]
-        assert order == sorted(order), "nobody goes back"
+        assert order == sorted(order), "no follower goes back"
 
 
 def test_the_groups_above_have_seen_all_of_it() -> None:
@@ -413,11 +413,11 @@ def test_the_groups_above_have_seen_all_of_it() -> None:
     assert late > 2
 
 
-def test_without_a_quorum_nobody_is_waited_for_who_does_not_come_soon() -> None:
+def test_without_a_quorum_a_first_follower_must_come_soon() -> None:
     update = GroupUpdate(V2, deadline=10.0, first_by=3.0)
     assert update.wake_at == 3.0
     assert update.judge(V2, {}, (), 2.9) is Verdict.WAIT
-    assert update.judge(V2, {}, (), 3.0) is Verdict.NOBODY
+    assert update.judge(V2, {}, (), 3.0) is Verdict.NO_FOLLOWERS
     assert update.judge(V2, {1: BEHIND}, (), 3.1) is Verdict.WAIT
     assert update.wake_at == 10.0
     assert GroupUpdate(V2, 10.0, 1, 3.0).judge(V2, {}, (), 5.0) is Verdict.WAIT

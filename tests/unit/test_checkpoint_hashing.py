@@ -214,7 +214,7 @@ async def test_a_piece_of_a_file_that_changed_later_is_not_sent(tmp_path: Path) 
         source.read_piece(manifest, 0)
     # Even when the times say that nothing has changed.
     os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(CheckpointChanged, match="not the bytes"):
+    with pytest.raises(CheckpointChanged, match="bytes are not those"):
         source.read_piece(manifest, 0)
     assert source.read_piece(manifest, 1) == FILES["model/1.safetensors"][PIECE : 2 * PIECE]
 

@@ -1,4 +1,4 @@
-"""What a publisher is told of its directory: what is left out, what is broken, what is missing."""
+"""Notes to a publisher about its directory: files that are left out, broken or missing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_belongs_to_a_download_is_left_out_and_said(tmp_path: Path) -> None
         "b.safetensors.1a2b.incomplete",
         "config.json.lock",
     }
-    # Who names it, has it.
+    # A pattern that names it includes it.
     wanted = SourceDirectory(tmp_path, ["*.lock", ".git/*", "*.safetensors"])
     assert [file.path for file in wanted.files] == [
         ".git/HEAD",

@@ -201,7 +201,7 @@ def test_a_manifest_travels() -> None:
     assert len(format_version(version)) == 32
 
 
-def test_the_same_files_are_the_same_version_whoever_publishes_them() -> None:
+def test_the_same_files_are_the_same_version_from_any_publisher() -> None:
     other = Identity(bytes([1]) * 32)
     assert sign_manifest(SMALL, PUBLISHER).body == sign_manifest(replace(SMALL), other).body
     renamed = sign_manifest(replace(SMALL, name="other"), PUBLISHER)

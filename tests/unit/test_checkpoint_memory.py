@@ -74,7 +74,7 @@ def test_other_bytes_are_no_piece_and_change_nothing() -> None:
     target.close()
 
 
-def test_memory_is_held_as_long_as_somebody_looks_and_no_more_than_allowed() -> None:
+def test_memory_is_held_while_a_client_uses_it_and_no_more_than_allowed() -> None:
     memories = Memories(MIB)
     target = filled()
     memories.add(target, 1)

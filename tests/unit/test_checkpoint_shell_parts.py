@@ -55,7 +55,7 @@ def test_buffers_are_used_again_while_any_is_in_use() -> None:
     buffers.give_back(first)
     assert buffers.kept == 1
     buffers.give_back(second)
-    assert not buffers.kept  # nobody sends or fetches: the memory is others'
+    assert not buffers.kept  # no transfer is under way: the memory is free
 
 
 def test_of_large_buffers_few_are_kept() -> None:
@@ -71,7 +71,7 @@ def test_of_large_buffers_few_are_kept() -> None:
 def test_who_comes_is_told_of_all_and_all_of_it() -> None:
     meeting = Introductions()
     meeting.linked(1)
-    assert not meeting.due  # there is nobody to tell
+    assert not meeting.due  # there is no other member to tell
     meeting.linked(2)
     assert meeting.due
     assert meeting.take() == [([1, 2], Members([1, 2]))]
@@ -104,7 +104,7 @@ def test_what_neighbours_tell_is_believed_for_a_while_and_not_without_end() -> N
 
 
 class _Frames(FrameLink):
-    """What is said, as it is sent."""
+    """Records the frames that are sent."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []

@@ -22,7 +22,7 @@ def members(*others: str) -> list[PeerInfo]:
         (),
         ("a:alive", "b:dead"),
         ("a:left", "b:left"),
-        ("a:dead", "a:alive"),  # it came back as somebody else
+        ("a:dead", "a:alive"),  # it came back as another member
     ],
 )
 def test_a_peer_that_reaches_half_of_the_others_says_nothing(others: tuple[str, ...]) -> None:

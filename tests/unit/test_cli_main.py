@@ -1,4 +1,4 @@
-"""The command's surface: what is listed, how fast it answers, how it ends."""
+"""The command's surface: its list of commands, its speed, its exit statuses."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_a_deadline_says_which_option_is_about_it() -> None:
 
 
 def test_a_get_into_a_full_device_names_it() -> None:
-    from mooncake_p2p.commands.objects import _destination
+    from mooncake_p2p.commands.put_get import _destination
 
     with pytest.raises(OSError, match="/dev/full"), _destination("/dev/full") as sink:
         sink(lambda: memoryview(b"value"))

@@ -168,8 +168,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
         store.namespace = namespace
         yield store
 
-    for module in ("objects", "listing", "changing"):
-        monkeypatch.setattr(f"mooncake_p2p.commands.{module}.connected", connected)
+    for module in ("commands.changing", "options"):
+        monkeypatch.setattr(f"mooncake_p2p.{module}.connected", connected)
     return store
 
 

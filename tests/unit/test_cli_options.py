@@ -173,7 +173,7 @@ def test_the_socket_of_another_peer_in_the_environment_is_explained(
         assert run(["join"]) == 2
         assert "MOONCAKE_P2P_SOCKET" in capsys.readouterr().err
         assert run(["join", "--socket", str(tmp_path / "own.sock")]) == 0
-    assert run(["join"]) == 0  # nobody listens there any more
+    assert run(["join"]) == 0  # no peer listens there any more
     assert [config.socket for config in started] == [str(tmp_path / "own.sock"), str(path)]
 
 

@@ -1,4 +1,4 @@
-"""What is printed, into a pipe and on a terminal of 80 columns."""
+"""Output into a pipe and on a terminal of 80 columns."""
 
 from __future__ import annotations
 

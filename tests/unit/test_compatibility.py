@@ -51,6 +51,7 @@ from p2pstore.gossip.records import (
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.memory.entries import Written
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
@@ -313,7 +314,7 @@ def test_an_older_peer_passes_newer_records_on_as_they_are() -> None:
     assert network.run(20, network.converged)
     now, relay, third = network.now, nodes[1].gossip, nodes[2].gossip
     for node in (relay, third):
-        node.knowledge.verifier = Ed25519Verifier()
+        node.checks.verifier = Ed25519Verifier()
         node.membership._met = 100  # in a large cluster, where a relay's word is enough
     identity = Identity(b"n" * 32)
     record = peer_record(9, peer_id=identity.peer_id, incarnation=5)
@@ -576,8 +577,7 @@ def test_a_version_that_was_not_offered_is_refused(tmp_path: Path) -> None:
         opening = LocalConnection.open(
             BlockingDriver(),
             str(tmp_path / "s"),
-            namespace="default",
-            access=local_protocol.Access.READ,
+            Opening("default", local_protocol.Access.READ),
         )
         with pytest.raises(ProtocolMismatch, match="the other side 2 to 2"):
             run_blocking(opening)

@@ -52,7 +52,7 @@ def hear(
     name: bytes | None = None,
     kind: int = ClusterRecordKind.CHECKPOINT_HEAD,
 ) -> None:
-    """Gossip brings what somebody signed."""
+    """Gossip brings a signed record."""
     record = ClusterRecord(
         CLUSTER_RECORD_FORMAT,
         int(kind),
@@ -78,7 +78,7 @@ def test_what_is_published_is_kept_spread_and_found(world: Harness) -> None:
     checkpoints = world.core.checkpoints
     seen = checkpoints.version
     published = publish(world)
-    assert checkpoints.version != seen, "who waits for news hears of it"
+    assert checkpoints.version != seen, "waiters for news hear of it"
     assert checkpoints.find(NAMESPACE, "model") == published
     assert (published.version, published.publisher) == (V1, world.core.peer_id)
     assert published.body.total_bytes == 1 << 30
@@ -102,7 +102,7 @@ def test_a_removed_name_is_gone_until_it_is_published_again(world: Harness) -> N
     published = publish(world)
     checkpoints.switch(NAMESPACE, "model", V1, world.now)
     assert checkpoints.remove(NAMESPACE, "model", world.now).gone
-    assert checkpoints.switched(published.digest) is None, "nobody fetches what is gone"
+    assert checkpoints.switched(published.digest) is None, "a removed version is not fetched"
     assert checkpoints.heads() == []
     with pytest.raises(NoSuchKey):
         checkpoints.find(NAMESPACE, "model")
@@ -132,7 +132,7 @@ def test_names_that_cannot_be(world: Harness) -> None:
         publish(world, b"short")
 
 
-def test_nobody_takes_the_place_of_another_publisher(world: Harness) -> None:
+def test_no_peer_takes_the_place_of_another_publisher(world: Harness) -> None:
     """A member that signs a head for another's name digest is ignored, and what came with it is not."""
     good, bad = world.others[:2]
     records = world.gossip.cluster_records
@@ -166,7 +166,9 @@ def test_of_several_publishers_none_is_guessed(world: Harness) -> None:
     one, two, _ = world.others
     checkpoints = world.core.checkpoints
     hear(world, one, head())
-    assert list(map(checkpoints.trusts, checkpoints.heads())) == [True], "nobody else to choose"
+    assert list(map(checkpoints.trusts, checkpoints.heads())) == [True], (
+        "no other publisher to choose"
+    )
     hear(world, two, head(V2))
     assert list(map(checkpoints.trusts, checkpoints.heads())) == [False, False]
     with pytest.raises(ValueError, match=r"2 publishers: .*\(peer-\d\), .*\(peer-\d\); choose"):
@@ -214,7 +216,7 @@ def test_a_publisher_that_is_gone_for_good_may_be_forgotten_here(world: Harness)
     hear(world, two, head(V2), clock=2)
     before = checkpoints.version, checkpoints.pins_version
     assert checkpoints.forget(NAMESPACE, "model", one.peer_id).version == V1
-    assert checkpoints.version != before[0], "who waits for the name looks again"
+    assert checkpoints.version != before[0], "waiters for the name look again"
     assert checkpoints.pins_version > before[1], "to be saved"
     assert [each.publisher for each in checkpoints.heads(NAMESPACE)] == [two.peer_id]
     assert checkpoints.find(NAMESPACE, "model").version == V2
@@ -273,7 +275,7 @@ def test_participants_are_the_living_that_move_pieces(world: Harness) -> None:
     assert checkpoints.version != seen, "a death is news"
 
 
-def test_a_member_may_take_part_in_so_many_only(world: Harness) -> None:
+def test_a_member_has_a_limited_number_of_parts(world: Harness) -> None:
     parts = [part(bytes([number]) * 16) for number in range(MAX_PARTICIPATIONS + 1)]
     world.offer(world.others[0], checkpoints=parts)
     assert world.core.checkpoints.participants(bytes([MAX_PARTICIPATIONS - 1]) * 16)
@@ -370,7 +372,7 @@ def test_followers_and_those_who_follow_no_more(world: Harness) -> None:
     follows = part(V1, TakesPart.VERIFIED, follows=True)
     for each in (one, two, three):
         world.offer(each, checkpoints=[part(V2, TakesPart.SEEDING), follows])
-    assert checkpoints.participants(V1) == {}, "what is verified is not given away"
+    assert checkpoints.participants(V1) == {}, "a verified part serves no pieces"
     assert checkpoints.followers(name) == dict.fromkeys(
         (one.member, two.member, three.member), follows
     )
@@ -427,7 +429,7 @@ def test_a_name_of_another_publisher_is_not_free_until_that_is_forgotten(world: 
         checkpoints.check_free(NAMESPACE, "model")
     hear(world, one, head(gone=True), clock=5)
     checkpoints.check_free(NAMESPACE, "model")
-    # Who has it keeps it; who removed it has it no more.
+    # Others keep their copies; the peer that removed it has none.
     publish(world, V3)
     hear(world, one, head(V2), clock=6)
     checkpoints.check_free(NAMESPACE, "model")

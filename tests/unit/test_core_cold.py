@@ -380,7 +380,7 @@ def test_spoilt_memory_leaves_the_copy_on_the_ssd() -> None:
 
 
 def test_what_leaves_memory_is_kept_on_the_ssd_as_firmly_as_it_was_last() -> None:
-    """It was written before anybody wanted three copies, and while it was pinned."""
+    """It was written while it was pinned, and before three copies were asked for."""
     world = ColdWorld()
     world.cool("k", VALUE)
     world.store.set_care(

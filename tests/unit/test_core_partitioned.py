@@ -430,7 +430,7 @@ def test_what_others_say_of_a_holder_gives_up_no_copy_and_hides_no_word_of_it(wa
         world.core.copies.learn_locations(liar.peer_id, [digest_of(key)], forged, world.now)
     else:
         place = OTHER_INCARNATION, FAR
-        world.gossip.partitions.learn_hot([(owner.member, place, newer)], world.now)
+        world.gossip.partitions.hot.learn([(owner.member, place, newer)], world.now)
     world.pass_time(0.1)
     assert world.find(key) is copy
     (known,) = (c for c in world.core.copies.known(digest_of(key), world.now) if not c.local)

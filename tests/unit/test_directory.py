@@ -69,7 +69,7 @@ def records_in(packed: bytes) -> set[bytes]:
 
 
 def known_set(directory: Directory) -> tuple[int, int, int, set[bytes]]:
-    """What is known of A's log, as of where."""
+    """The view of A's log, and where it stands."""
     snapshot = directory.snapshot(A)
     assert snapshot is not None
     return *snapshot[:3], records_in(snapshot[3])
@@ -125,7 +125,7 @@ def test_wrong_operations_are_found_at_the_head(count: int, wrong: int, step: in
     assert Outcome.DIVERGED in outcomes
     assert directory.diverged(A)
     assert directory.record_count == 0
-    # Nobody but the owner is believed now.
+    # Only the owner is believed now.
     assert feed(directory, log).outcome is Outcome.STALE
     assert install(directory, log)
     assert not directory.diverged(A)

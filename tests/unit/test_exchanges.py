@@ -1,4 +1,4 @@
-"""What exchanges cost: bytes and messages, and what is sent to whom. In virtual time, with real encoding."""
+"""The cost of exchanges: bytes and messages, and their receivers. In virtual time, with real encoding."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from functools import partial
 
 import pytest
 
-from p2pstore.gossip.exchange.anti_entropy import (
-    SEND_MICROSECONDS,
-    TAKE_MICROSECONDS,
-    work_microseconds,
-)
+from p2pstore.gossip.exchange.anti_entropy import SEND_MICROSECONDS
+from p2pstore.gossip.exchange.delta_checks import TAKE_MICROSECONDS, work_microseconds
 from p2pstore.gossip.gossip_effects import Ask
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, Exchange, ExchangeReply, LogChunk
 from p2pstore.gossip.locations.signed_runs import sign_run
@@ -113,7 +110,7 @@ def formed(count: int, seed: int = 1, config: GossipConfig | None = None) -> Cou
 
 
 def load(net: CountingNetwork, per_second: float) -> None:
-    """Every peer changes what it holds so often, from now on."""
+    """Every peer changes what it holds at this rate, from now on."""
     keys = iter(range(10_000_000))
 
     def change(node: Node) -> None:
@@ -158,7 +155,7 @@ def test_the_cost_of_an_idle_cluster() -> None:
 
 
 def test_messages_are_bounded_when_operations_trickle() -> None:
-    """Too few to count as load, enough to keep everybody busy telling everybody."""
+    """Too few to count as load, enough to keep all peers busy telling the others."""
     net = formed(PEERS)
     load(net, 5.0)
     net.run(1)
@@ -299,7 +296,7 @@ def test_an_exchange_that_is_not_answered_holds_up_the_others_for_half_a_second_
         node.gossip.hold(location(len(asked), 1 + len(asked)), now)
         effects = node.gossip.tick(now)
         asked += [e for e in effects if isinstance(e, Ask) and e.kind == ControlKind.EXCHANGE]
-    assert len(asked) == 16  # and never more than these, while nobody answers at all
+    assert len(asked) == 16  # and never more than these, while no peer answers
 
 
 def test_a_joiner_takes_in_many_floors_in_little_steps() -> None:
@@ -342,10 +339,10 @@ def test_one_delta_brings_no_more_than_its_receiver_can_carry_out_at_once() -> N
         return LogChunk(member, incarnation, first + 1, operations, signature)
 
     pieces = [chunk(first, 4) for first in range(0, 6000, 4)]
-    taken = other.gossip.knowledge.check(Delta([], pieces, [], []), net.now).logs
+    taken = other.gossip.checks.check(Delta([], pieces, [], []), net.now).logs
     assert taken == pieces[: TAKE_MICROSECONDS // work_microseconds(4)]
     too_long = Delta([], [chunk(0, 6000)], [], [])
-    assert other.gossip.knowledge.check(too_long, net.now).logs == []
+    assert other.gossip.checks.check(too_long, net.now).logs == []
     assert net.run(10, net.converged)
 
 
@@ -363,7 +360,7 @@ def test_of_one_delta_a_bounded_number_of_signatures_is_checked() -> None:
             verified.append(peer_id)
             return super().verify(peer_id, message, signature)
 
-    node.gossip.knowledge.verifier = Counting()
+    node.gossip.checks.verifier = Counting()
     delta = Delta(records, [], [], [])
     for expected in (40, 80):
         node.gossip.serve(sender.peer_id, ControlKind.DELTA, delta, net.now)

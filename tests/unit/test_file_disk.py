@@ -157,7 +157,7 @@ def test_too_little_space_is_said_before_anything_is_taken(
 def test_a_file_that_cannot_grow_stays_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody else took the room meanwhile, or there is a quota."""
+    """Another process took the room meanwhile, or there is a quota."""
 
     def grow_some(descriptor: int, start: int, length: int) -> None:
         os.ftruncate(descriptor, SIZE + PAGE)

@@ -118,7 +118,7 @@ def test_nor_does_one_whose_horizon_is_not_that_of_most() -> None:
 
 
 def test_what_a_member_with_a_right_record_waits_for_stays() -> None:
-    """It may know a member that nobody else knows, and could not follow."""
+    """It may know a member that no other peer knows, and could not follow."""
     cluster = Talking(AGREES_WITH_NOBODY, refuses=False)
     assert not cluster.run_until_some_are_dropped()
 

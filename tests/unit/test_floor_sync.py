@@ -391,7 +391,7 @@ def test_a_member_that_died_is_waited_for_until_all_know() -> None:
 
 
 def test_older_floors_do_not_wait_for_a_newcomer_that_died() -> None:
-    """One that joins and dies all the time, each time as somebody else, must not stop compaction."""
+    """One that joins and dies all the time, each time under another identity, must not stop compaction."""
     cluster = Cluster(3)
     one, other, third = cluster.sides
     for key in range(16):
@@ -629,7 +629,7 @@ def test_a_horizon_that_was_seen_is_followed_after_a_minute_while_floors_are_cro
 
 
 def test_what_was_discarded_for_a_horizon_is_not_discarded_for_it_again() -> None:
-    """Its writer may never be heard of again: nobody will ever say that its floors were seen."""
+    """Its writer may never be heard of again: no peer will ever say that its floors were seen."""
     one, other = pair(100.0)
     other.records.floors.raise_horizon({WRITER: clock(50.0)})
     away(one, other, now=100.0)

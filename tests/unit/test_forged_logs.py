@@ -74,7 +74,7 @@ class World:
         return state.peer_id
 
     def check(self) -> None:
-        """The reader knows exactly what the owner holds, for itself and for whoever asks it."""
+        """The reader knows exactly what the owner holds, for itself and for peers that ask it."""
         assert self.reader.knows(self.owner)
         for key in range(3):
             assert self.holders(key) == [self.owner.peer_id]
@@ -155,16 +155,16 @@ def test_who_forged_once_costs_nothing_any_more_and_is_named_once() -> None:
             checked.append(peer_id)
             return super().verify(peer_id, message, signature)
 
-    world.reader.gossip.knowledge.verifier = Counting()
+    world.reader.gossip.checks.verifier = Counting()
     for step in range(300):
         world.net.now += 0.02
         world.forge(*[world.chunk(FORGERIES["much of it"])] * (1 + step % 3))
         world.check()
     assert len(checked) == 1
-    wrong = world.reader.gossip.knowledge.wrong_runs
+    wrong = world.reader.gossip.checks.wrong_runs
     assert wrong.take_news() == {world.liar.peer_id: world.owner.peer_id}
     assert wrong.take_news() == {}
-    # Neither the owner nor anybody else is blamed; and what the liar signs itself is taken.
+    # Neither the owner nor any other peer is blamed; and operations that the liar signs itself are taken.
     world.owner.hold(location(4), world.net.now)
     world.liar.hold(location(5), world.net.now)
     world.net.rest(world.owner)
@@ -208,7 +208,7 @@ def test_a_relay_passes_on_runs_of_which_it_knew_the_beginning() -> None:
 
 
 def fetching(world: World, count: int) -> FetchSnapshot:
-    """The reader is behind a head that the owner signed, of so many records, and fetches its snapshot."""
+    """The reader is behind a head of `count` records that the owner signed, and fetches its snapshot."""
     gossip = world.reader.gossip
     state = gossip.membership.get(world.owner.peer_id)
     assert state is not None

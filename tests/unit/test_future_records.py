@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pstore.gossip.exchange.future_records import MAX_FLOORS, FutureRecords
+from p2pstore.gossip.exchange.delta_checks import MAX_FLOORS, FutureRecords
 from p2pstore.gossip.records import (
     SCOPE_KEY,
     SCOPE_NAMESPACE,

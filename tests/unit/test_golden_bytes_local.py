@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from p2pstore.checkpoint import checkpoint_messages as checkpoints
-from p2pstore.checkpoint import checkpoint_messages as groups
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
 from p2pstore.local.local_protocol import LocalKind
@@ -141,7 +140,7 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint progress": (
         LocalKind.CHECKPOINT_PROGRESS,
         0,
-        checkpoints.Progress(3, 250),
+        checkpoints.AskNews(3, 250),
         ("320000000403020104000000000000009203ccfa"),
     ),
     "checkpoint progress reply": (
@@ -153,32 +152,38 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint follow": (
         LocalKind.CHECKPOINT_FOLLOW,
         0,
-        groups.Follow("n", "m", b"p", 2, "/d", ["a"], ["b"]),
+        checkpoints.Follow("n", "m", b"p", 2, "/d", ["a"], ["b"]),
         ("3800000004030201120000000000000097a16ea16dc4017002a22f6491a16191a162"),
     ),
     "checkpoint follow news": (
         LocalKind.CHECKPOINT_FOLLOW_NEWS,
         0,
-        groups.FollowNews(3, 250),
+        checkpoints.AskNews(3, 250),
         ("390000000403020104000000000000009203ccfa"),
     ),
     "checkpoint follow news reply": (
         LocalKind.CHECKPOINT_FOLLOW_NEWS,
         REPLY,
-        groups.FollowNewsReply(4, b"p", "pn", b"v", "failed", b"c", 1, 2, "w", True),
+        checkpoints.FollowNewsReply(4, b"p", "pn", b"v", "failed", b"c", 1, 2, "w", True),
         ("39000100040302011a000000000000009a04c40170a2706ec40176a66661696c6564c401630102a177c3"),
     ),
     "checkpoint update": (
         LocalKind.CHECKPOINT_UPDATE,
         0,
-        groups.Update("n", "m", 5000, 2),
+        checkpoints.Update("n", "m", 5000, 2),
         ("3a00000004030201090000000000000094a16ea16dcd138802"),
     ),
     "checkpoint updated": (
         LocalKind.CHECKPOINT_UPDATE,
         REPLY,
-        groups.Updated(
-            b"v", True, False, 3, 2, 1, [groups.FollowerEntry(b"p", "pn", "failed", 4, "w", True)]
+        checkpoints.Updated(
+            b"v",
+            True,
+            False,
+            3,
+            2,
+            1,
+            [checkpoints.FollowerEntry(b"p", "pn", "failed", 4, "w", True)],
         ),
         (
             "3a000100040302011c0000000000000097c40176c3c20302019196c40170a2706ea66661696c656404a177c3"
@@ -187,30 +192,30 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint update news": (
         LocalKind.CHECKPOINT_UPDATE_NEWS,
         0,
-        groups.UpdateNews(3, 250),
+        checkpoints.AskNews(3, 250),
         ("3b0000000403020104000000000000009203ccfa"),
     ),
     "checkpoint update news reply": (
         LocalKind.CHECKPOINT_UPDATE_NEWS,
         REPLY,
-        groups.UpdateNewsReply(4, b"v", 3, 2, 1, True, [], True),
+        checkpoints.UpdateNewsReply(4, b"v", 3, 2, 1, True, [], True),
         ("3b000100040302010b000000000000009804c40176030201c390c3"),
     ),
     "checkpoint list": (
         LocalKind.CHECKPOINT_LIST,
         0,
-        groups.ListCheckpoints("n", "m"),
+        checkpoints.ListCheckpoints("n", "m"),
         ("3c00000004030201050000000000000092a16ea16d"),
     ),
     "checkpoints": (
         LocalKind.CHECKPOINT_LIST,
         REPLY,
-        groups.Checkpoints(
+        checkpoints.Checkpoints(
             [
-                groups.CheckpointEntry(
+                checkpoints.CheckpointEntry(
                     *("n", "m", b"p", "pn", b"v", 1, 2, 3, 4, 5, b"o", b"s", True, True, True),
                     [
-                        groups.MemberEntry(
+                        checkpoints.MemberEntry(
                             b"p", "pn", b"v", "seeding", 6, True, b"c", "w", 7, True, 500
                         )
                     ],
@@ -225,13 +230,13 @@ GOLDEN: dict[str, tuple[int, int, Message, str]] = {
     "checkpoint remove": (
         LocalKind.CHECKPOINT_REMOVE,
         0,
-        groups.RemoveCheckpoint("n", "m", b"p"),
+        checkpoints.RemoveCheckpoint("n", "m", b"p"),
         ("3d00000004030201080000000000000093a16ea16dc40170"),
     ),
     "checkpoint removed": (
         LocalKind.CHECKPOINT_REMOVE,
         REPLY,
-        groups.CheckpointRemoved(b"v"),
+        checkpoints.CheckpointRemoved(b"v"),
         ("3d00010004030201040000000000000091c40176"),
     ),
     "flushed": (

@@ -355,7 +355,7 @@ def test_a_twin_that_starts_later_goes() -> None:
         Delta([Node(net, 1, 20_000_000).gossip.record(net.now)], [], [], []),
         net.now,
     )
-    assert effects == []  # it defends itself as often as somebody comes
+    assert effects == []  # it defends itself against each newcomer
     assert original.incarnation == 20_000_001
 
 

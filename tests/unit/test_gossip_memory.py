@@ -19,7 +19,7 @@ from tests.unit.gossip_network import Network, digest_of, location
 KEYS = 50
 DEAD_KEPT_SECONDS = 10.0
 KEPT_SECONDS = 5.0
-"""What may be needed again for a while."""
+"""Memory that may be needed again for a while."""
 MOST_LEFT_BYTES_AN_OPERATION = 20
 MOST_LEFT_BYTES_A_MEMBER = 4000
 """An observer keeps a few numbers of who wrote; its member's record alone takes 3,000 bytes."""

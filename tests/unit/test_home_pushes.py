@@ -1,4 +1,4 @@
-"""What owners tell homes, and what homes make of it: whatever is lost, late, repeated or restarted meanwhile."""
+"""Pushes of owners to homes, and what homes make of them: whatever is lost, late, repeated or restarted meanwhile."""
 
 from __future__ import annotations
 

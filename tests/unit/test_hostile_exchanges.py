@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.anti_entropy import MAX_READ_RUNS
+from p2pstore.gossip.exchange.delta_checks import MAX_READ_RUNS
 from p2pstore.gossip.exchange.digests import Run, pack_runs
 from p2pstore.gossip.gossip_effects import Ask
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, Exchange, LogChunk
@@ -71,7 +71,7 @@ def test_of_one_delta_a_bounded_number_of_runs_is_looked_at() -> None:
     good = LogChunk(member, incarnation, 1, operation, signature)
     known = LogChunk(member, incarnation - 1, 1, operation, signature)
     beyond = LogChunk(member, incarnation, -1, b"?")
-    check = node.gossip.knowledge.check
+    check = node.gossip.checks.check
     for at, expected in ((MAX_READ_RUNS - 1, [good]), (MAX_READ_RUNS, [])):
         chunks = [known] * at + [good] + [beyond] * 9_000
         if not expected:
@@ -88,7 +88,7 @@ def test_runs_of_no_operations_are_nonsense() -> None:
     node, other = net.nodes[0], net.nodes[1]
     empty = LogChunk(other.gossip.member, other.gossip.incarnation, 1, b"")
     with pytest.raises(ProtocolError, match="no operations"):
-        node.gossip.knowledge.check(Delta([], [empty], [], []), net.now)
+        node.gossip.checks.check(Delta([], [empty], [], []), net.now)
 
 
 def test_nothing_is_kept_of_askers_that_are_no_members() -> None:

@@ -82,17 +82,17 @@ def test_where_a_hot_key_is_spreads_to_all_and_ages_when_nobody_says_it_any_more
 
     assert not any(map(known, others))
     for _ in range(HOT_USES):
-        home.gossip.partitions.used(digest_of(1), net.now)
+        home.gossip.partitions.hot.used(digest_of(1), net.now)
     for node in others:  # they use it, too: what they heard is not to be passed on by them
         for _ in range(2 * HOT_USES):
-            node.gossip.partitions.used(digest_of(1), net.now)
+            node.gossip.partitions.hot.used(digest_of(1), net.now)
     assert net.run(30.0, lambda: all(map(known, others)))
-    home.gossip.partitions._hot = HotKeys()
-    owner.gossip.partitions._hot = HotKeys()
+    home.gossip.partitions.hot.keys = HotKeys()
+    owner.gossip.partitions.hot.keys = HotKeys()
 
     def use() -> None:
         for node in others:
-            node.gossip.partitions.used(digest_of(1), net.now)
+            node.gossip.partitions.hot.used(digest_of(1), net.now)
         net.later(0.2, use)
 
     use()

@@ -43,7 +43,7 @@ def signed(number: int) -> SignedRecord:
 
 
 def invent(net: Network, *, same_for_all: bool, dead_before: bool = False) -> None:
-    """From now on the liar tells every other peer of 40 peers in each message that nobody has ever met."""
+    """From now on the liar tells every other peer of 40 invented peers in each message."""
     numbers = itertools.count(100_000)
 
     def turn() -> None:
@@ -122,7 +122,7 @@ def test_who_is_told_of_by_a_member_that_invents_others_counts_once_it_answers()
 
 
 def large(met: int, **config: Any) -> Membership:
-    """Peer 0, which has met so many others."""
+    """Peer 0, which has met this number of others."""
     settings = replace(MembershipConfig(met_before_trust=3), **config)
     made = Membership(peer_id_of(0), 1, settings)
     for number in range(met + 1):
@@ -144,8 +144,10 @@ def test_a_peer_that_has_met_many_believes_each_member_a_share_of_others() -> No
     assert tell(made, 400, peer_id_of(2))  # another member has a share of its own
     made.heard(peer_id_of(100), 0.0)  # and who is met does not count as told of
     assert tell(made, 401, peer_id_of(1))
-    made.expel(peer_id_of(101))
-    made.expel(peer_id_of(402))
+    for number in (101, 402):
+        gone = made.get(peer_id_of(number))
+        assert gone is not None
+        made.forget(gone)
     assert sum(made._introduced.values()) == share  # one more, and one less
 
 

@@ -70,7 +70,7 @@ def intercept(
 
 
 async def check_reading(disk: FileDisk, size: int = 8 * PAGE) -> None:
-    """What is read is what was written."""
+    """Reads return the bytes that were written."""
     value = aligned_buffer(size)
     value[:] = os.urandom(size)
     await disk.write_from(PAGE, [value])

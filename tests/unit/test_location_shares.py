@@ -1,4 +1,4 @@
-"""Nobody's locations crowd out those of everybody else."""
+"""No member's locations crowd out those of the others."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_an_owner_cannot_have_more_at_a_home_than_a_peer_can_hold(
 
 
 def test_who_makes_room_is_gone_from_the_partition_that_it_makes_room_in() -> None:
-    """Both have keys of one partition only; what takes the other's place is found and counted."""
+    """Both have keys of one partition only; the one that takes the other's place is found and counted."""
     home = HomeViews(PartitionConfig(max_records=300), lambda digest: None)
 
     def keys(first: int, count: int) -> list[bytes]:

@@ -19,8 +19,8 @@ from p2pstore.gossip.exchange.digests import DigestTable
 from p2pstore.gossip.gossip_effects import Ask, Effect
 from p2pstore.gossip.gossip_messages import REQUESTS, Claim, ControlKind, Delta, Ping, Status
 from p2pstore.gossip.homes import partition_homes
+from p2pstore.gossip.homes.current_homes import FOLLOWED_AT_ONCE
 from p2pstore.gossip.homes.partition_homes import HomeTable, choose_homes
-from p2pstore.gossip.homes.partitioned_directory import FOLLOWED_AT_ONCE
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.members.member_table import PARSED_RECORDS
 from p2pstore.gossip.members.membership import Membership
@@ -69,7 +69,7 @@ def full_record(number: int) -> PeerRecord:
 
 
 class Observer:
-    """One peer that hears of many others, and whom nobody answers but with silence."""
+    """One peer that hears of many others, and gets no answers."""
 
     def __init__(self) -> None:
         self.now = 1.0
@@ -102,7 +102,7 @@ class Observer:
                 self.turn(0.05)
 
     def bury(self, kept: int) -> None:
-        """Hear that all but so many are dead."""
+        """Hear that all but `kept` members are dead."""
         membership = self.gossip.membership
         for state in membership.others()[kept:]:
             inform_of_death(membership, state.peer_id, self.now)

@@ -1,4 +1,4 @@
-"""Who makes room when all places are taken."""
+"""The member that makes room when all places are taken."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_of_those_in_use_only_a_crowds_go_and_not_for_itself() -> None:
     assert yielding(member, "a", b"1", 8) is None
     assert yielding(member, "a", b"2", 8) == 0
     hosts = [holder("a", bytes([number]), float(number), busy=True) for number in range(8)]
-    assert yielding(hosts, "a", b"new", 8) is None  # nobody has a quarter
+    assert yielding(hosts, "a", b"new", 8) is None  # no host has a quarter
     assert yielding(hosts, "b", b"new", 8) == 0
     fair = [holder(f"h{number}", bytes([number]), 0.0, busy=True) for number in range(8)]
     assert yielding(fair, "new", b"new", 8) is None

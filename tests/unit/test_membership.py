@@ -1,4 +1,4 @@
-"""What members claim of each other: precedence, refutation, suspicion and its end, forgetting, rumours."""
+"""Claims of members about each other: precedence, refutation, suspicion and its end, forgetting, rumours."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_what_was_refuted_twice_is_not_believed_from_there_for_a_while() -> None
         made.observe_claims([claim(1, Status.ALIVE, 2 + turn)], turn + 0.5, accused)
     assert accuse(liar, 3, 10.0) is Status.ALIVE
     assert accuse(liar, 300, 10.0) is Status.ALIVE
-    assert accuse(other, 3, 10.0) is Status.SUSPECT  # whoever else says it is heard
+    assert accuse(other, 3, 10.0) is Status.SUSPECT  # any other accuser is heard
     made.observe_claims([claim(1, Status.ALIVE, 4)], 11.0, accused)
     made.suspect(accused, 12.0)
     assert accuse(liar, 4, 12.0) is Status.SUSPECT

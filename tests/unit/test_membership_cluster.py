@@ -17,7 +17,7 @@ Changes = list[tuple[GossipPeer, MemberChange]]
 
 
 def settled(count: int, seed: int = 1, faults: Faults | None = None) -> GossipCluster:
-    """Peers that know each other, and nobody's address besides."""
+    """Peers that know each other, and no other address."""
     cluster = GossipCluster(seed, count, faults=faults)
     cluster.boot_acquainted()
     cluster.run(2.0)
@@ -135,12 +135,12 @@ def test_after_loss_the_wrongly_suspected_refute_before_they_are_given_up() -> N
 
 
 def test_a_whole_cluster_that_starts_anew_with_clocks_that_went_back() -> None:
-    """memberlist #311: what was said of the former life outlives it, at a higher incarnation."""
+    """memberlist #311: claims about the former life outlive it, at a higher incarnation."""
     cluster = settled(6)
     old = cluster.peers[0]
     for peer in cluster.peers[1:]:
         peer.crash(silent=True)
-    # Nobody confirms what it finds, so it takes the longest time over it.
+    # No member confirms the suspicion, so it takes the longest time.
     assert cluster.run_until(lambda: len(old.gossip.membership.live()) == 1, 120.0)
     for peer in cluster.peers[1:]:
         peer.clock_skew_seconds = -86_400.0
@@ -159,7 +159,7 @@ def test_the_whole_cluster_restarts_from_its_address_books() -> None:
 
 
 def test_who_was_alone_for_longer_than_the_dead_are_remembered_finds_back() -> None:
-    """memberlist #222: the isolated node thinks that it is alone until somebody restarts it."""
+    """memberlist #222: the isolated node thinks that it is alone until it is restarted."""
     cluster = settled(3)
     cluster.network.partition({0}, {1, 2})
     cluster.run(60.0)

@@ -49,7 +49,7 @@ class Prober:
         return [state.peer_id for state in self.membership.others()]
 
     def quiet(self) -> None:
-        """From here on nobody is probed only because it is its turn."""
+        """From here on no member is probed only because it is its turn."""
         self.probing._probe_at = self.probing._recontact_at = math.inf
 
     def tick(self, now: float) -> list[Ask]:

@@ -1,4 +1,4 @@
-"""Pools of registered memory: what is lent is never lent twice, and never more than there may be."""
+"""Pools of registered memory: no piece is lent twice, and no more than the limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from p2pstore.integrations.mooncake.base import StoreBase
 from p2pstore.integrations.mooncake.buffer_pool import BufferPool
-from p2pstore.integrations.mooncake.settings import from_arguments
+from p2pstore.integrations.mooncake.setup_settings import from_arguments
 
 DEADLINE_SECONDS = 30.0
 KIB = 1024

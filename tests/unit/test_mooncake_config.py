@@ -11,7 +11,7 @@ import pytest
 
 from p2pstore.integrations.mooncake import MooncakeConfig
 from p2pstore.integrations.mooncake.mooncake_config import _VARIABLES
-from p2pstore.integrations.mooncake.settings import from_arguments
+from p2pstore.integrations.mooncake.setup_settings import from_arguments
 
 NEEDED = {"local_hostname": "h", "metadata_server": "P2PHANDSHAKE", "master_server_address": "h:1"}
 

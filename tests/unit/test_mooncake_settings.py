@@ -11,7 +11,7 @@ from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.integrations.mooncake import base
 from p2pstore.integrations.mooncake.memory import Registrations, handle_of, view_at, views_at
-from p2pstore.integrations.mooncake.settings import (
+from p2pstore.integrations.mooncake.setup_settings import (
     from_arguments,
     peer_options,
     size_in_bytes,

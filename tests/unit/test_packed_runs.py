@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.exchange.anti_entropy import chunk_of, plain_chunk
+from p2pstore.gossip.exchange.delta_checks import chunk_of, plain_chunk
 from p2pstore.gossip.gossip_messages import LogChunk
 from p2pstore.gossip.locations.signed_runs import (
     LEAST_PACKED,

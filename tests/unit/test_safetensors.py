@@ -1,4 +1,4 @@
-"""The safetensors reader: what is good is found, what is broken harms only itself and is named."""
+"""The safetensors reader: good tensors are found; broken ones affect only themselves and are named."""
 
 from __future__ import annotations
 
@@ -74,22 +74,22 @@ def test_dtypes_that_are_not_whole_bytes_or_not_known_are_kept(
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        (1, "does not say its dtype"),
+        (1, "lacks its dtype"),
         (entry(data_offsets=[0, 17]), "perhaps an unfinished download"),
-        (entry(data_offsets=[-16, 0]), "are none"),
+        (entry(data_offsets=[-16, 0]), "are invalid"),
         (entry(data_offsets=[16, 0]), "before it begins"),
-        (entry(data_offsets=[0]), "does not say"),
+        (entry(data_offsets=[0]), "lacks its dtype"),
         (entry(shape=[4, 2]), "16 bytes are not those of shape"),
-        (entry(shape=[-2, -2]), "are none"),
-        (entry(shape=["x"]), "are none"),
-        (entry(shape=[2.0, 2.0]), "are none"),
-        (entry(shape=[True, 4]), "are none"),
-        (entry(shape=[1 << 70]), "are none"),
-        (entry(shape=[1] * 65), "are none"),
-        (entry(shape="22"), "are none"),
-        (entry(dtype=7), "are none"),
+        (entry(shape=[-2, -2]), "are invalid"),
+        (entry(shape=["x"]), "are invalid"),
+        (entry(shape=[2.0, 2.0]), "are invalid"),
+        (entry(shape=[True, 4]), "are invalid"),
+        (entry(shape=[1 << 70]), "are invalid"),
+        (entry(shape=[1] * 65), "are invalid"),
+        (entry(shape="22"), "are invalid"),
+        (entry(dtype=7), "are invalid"),
         (entry(dtype="F4", shape=[3]), "are not those"),
-        (entry(data_offsets=["a", "b"]), "are none"),
+        (entry(data_offsets=["a", "b"]), "are invalid"),
     ],
 )
 def test_a_tensor_that_is_described_wrongly_harms_no_other(fields: object, why: str) -> None:
@@ -127,19 +127,19 @@ def test_tensors_that_overlap_are_not_trusted_and_holes_do_no_harm() -> None:
         (PAGE, "an HTML page"),
         (b"\n <html>" + bytes(100), "an HTML page"),
         (bytes(4096), "it begins with zeros: perhaps an unfinished download"),
-        ((1 << 60).to_bytes(8, "little") + bytes(100), "does not begin like one"),
+        ((1 << 60).to_bytes(8, "little") + bytes(100), "does not begin like a safetensors file"),
         (
             (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b'{"a"',
             "would have 100,000,001 bytes; 100,000,000",
         ),
-        (file_with({"w": entry()})[:30], "it ends within its header: perhaps an unfinished"),
+        (file_with({"w": entry()})[:30], "it ends inside its header: perhaps an unfinished"),
         (file_with(b"nope"), "not JSON of the format"),
         (file_with(b"\xff\xfe{}"), "not JSON of the format"),
         (file_with(b'{"w": {"shape": [NaN]}}'), "NaN is no number"),
         (file_with(b'{"w": 1, "w": 2}'), "'w' is there twice"),
         (file_with(b'{"w": {"dtype": "F32", "dtype": "I32"}}'), "'dtype' is there twice"),
         (file_with(b"[" * 200_000), "not JSON of the format"),
-        (file_with([]), "no JSON object"),
+        (file_with([]), "not a JSON object"),
     ],
 )
 def test_a_file_that_is_none_is_named_with_its_likely_cause(content: bytes, why: str) -> None:

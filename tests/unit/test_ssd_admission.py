@@ -1,4 +1,4 @@
-"""What is written to the SSD, and how much of it."""
+"""Admission to the SSD, and the write budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What failures of the disk lead to."""
+"""Consequences of failures of the disk."""
 
 from __future__ import annotations
 

@@ -410,7 +410,7 @@ def test_a_listing_is_prepared_by_steps(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_slots_hold_many_digests_that_begin_alike() -> None:
-    """Whoever chooses keys may find some whose digests agree in many bits: the salt spreads them."""
+    """A client may find keys whose digests agree in many bits: the salt spreads them."""
     rng = np.random.default_rng(1)
     digests = rng.integers(0, 2**63, (4000, 2), dtype=np.uint64)
     digests[:, 0] &= np.uint64(0xFFFF_FFFF_FF00_0000)

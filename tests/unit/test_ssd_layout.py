@@ -1,4 +1,5 @@
-"""The pages of the log of cold objects: what is written is read, anywhere else and anything else is refused."""
+"""The pages of the log of cold objects: a page is read where it was written; other pages and other places are
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Namespaces with a share of the SSD: what is reserved for one goes for no other, and none takes more than it may."""
+"""Namespaces with a share of the SSD: a reserve gives way to no other, and none exceeds its cap."""
 
 from __future__ import annotations
 

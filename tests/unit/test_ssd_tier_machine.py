@@ -1,6 +1,6 @@
 """The SSD tier against a dict: random stores, loads, discards and waits, with crashes and failures in between.
 
-Exact bytes or a miss; never an older version than the newest; what was discarded stays away once that is durable; what
+Exact bytes or a miss; never an older version than the newest; discarded objects stay away once that is durable; what
 was stored durably survives; and what a start would find on the disk is what the tier says it has.
 """
 
@@ -403,7 +403,7 @@ class FaultyTierAgainstDict(TierAgainstDict):
 
 
 class LyingDiskAgainstDict(FaultyTierAgainstDict):
-    """Writes that are lost, or go elsewhere, and nobody is told: then only the bytes can be relied on."""
+    """Writes that are lost or misdirected without an error: then only the bytes can be relied on."""
 
     @rule(lost=st.sampled_from([0.0, 0.1]), misdirected=st.sampled_from([0.0, 0.1]))
     def lie(self, lost: float, misdirected: float) -> None:

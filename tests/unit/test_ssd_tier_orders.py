@@ -58,7 +58,7 @@ def misread(disk: FaultyDisk, page: int, how: str) -> None:
 async def test_what_is_unreadable_for_one_start_never_comes_back(
     what: str, how: str, sealed: bool, alone: bool, autojump_clock: object
 ) -> None:
-    """Meanwhile it may have been discarded, and nobody could mark it."""
+    """Meanwhile it may have been discarded, and could not be marked."""
     disk = simulated_disk()
     until = UntilCrash(disk)
     async with running(until) as harness:
@@ -156,7 +156,8 @@ async def test_marks_are_durable_before_a_segment_gets_its_next_generation(
 async def test_marks_made_while_others_are_written_wait_for_the_next_sync(
     autojump_clock: object,
 ) -> None:
-    """What supersedes a durable object while marks are on their way may be lost by a crash; its victim must not."""
+    """A version that supersedes a durable object while marks are on their way may be lost by a crash; its victim must
+    not."""
     for seed in range(20):
         disk = simulated_disk(seed)
         until = UntilCrash(disk)

@@ -69,7 +69,7 @@ def document(**peer: Any) -> dict[str, Any]:
 
 def test_objects_that_kept_memory_had_are_told_until_they_are_checked() -> None:
     returning = overview(document(objects_returning=1500), None)
-    assert "1,500 more of before the start, not checked yet" in str(returning)
+    assert "1,500 more from before the start, not checked yet" in str(returning)
     assert "not checked" not in str(overview(document(objects_returning=0), None))
 
 

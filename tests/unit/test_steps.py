@@ -32,9 +32,9 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
 )
 from p2pstore.local import local_messages as local
+from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_messages import MAX_BATCH
 from p2pstore.local.local_protocol import Access
-from p2pstore.local.server import LocalClient
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.extent_allocator import GROWN_PER_STEP
 from p2pstore.memory.key_listing import RUN_KEYS, KeyListing

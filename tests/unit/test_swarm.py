@@ -89,7 +89,7 @@ class Peer:
         self._effects += self.machine.handle(event, self.now)
 
     def wait(self, seconds: float) -> None:
-        """Ticks as they are due, for so long."""
+        """Deliver ticks as they are due, for `seconds`."""
         until = self.now + seconds
         for _ in range(10_000):
             due = self.machine.wake_at
@@ -283,7 +283,7 @@ def test_three_of_those_who_were_refused_hear_when_there_is_room() -> None:
     assert peer.told(Invite) == []
 
 
-def test_nobody_is_invited_for_what_is_not_wanted() -> None:
+def test_no_neighbour_is_invited_for_unwanted_pieces() -> None:
     peer = Peer()
     peer.neighbour(1, *range(8))
     peer.neighbour(2, 0)
@@ -406,7 +406,7 @@ def test_what_a_neighbour_turns_out_to_lack_is_asked_for_elsewhere() -> None:
     assert peer.asked(Fetch) == []
 
 
-def test_nobody_offers_so_it_asks_now_and_then() -> None:
+def test_without_offers_it_asks_now_and_then() -> None:
     peer = Peer()
     peer.neighbour(1, 4)
     peer.wait(0.6)
@@ -914,7 +914,7 @@ def test_who_needs_some_pieces_says_so_and_is_complete_when_it_has_them() -> Non
     assert peer.told(Refuse) == [((1,), Refuse(Refusal.NOTHING))]
 
 
-def test_nobody_is_offered_what_it_does_not_need() -> None:
+def test_no_neighbour_is_offered_unneeded_pieces() -> None:
     peer = Peer([0, 1])
     peer.on(Linked(1))
     peer.on(needs(1, 1, 2))
@@ -953,7 +953,7 @@ def test_more_may_be_needed_later() -> None:
     assert peer.told(Needs) == [((1,), Needs(b"\x12"))]
     assert not peer.machine.complete
     peer.wait(1.0)
-    assert peer.asked(Fetch) == [Fetch(1, 4)], "it asks, though nobody grants"
+    assert peer.asked(Fetch) == [Fetch(1, 4)], "it asks without a grant"
     peer.on(PieceArrived(1, 4))
     assert peer.asked(Complete) == [Complete()]
     peer.on(Needed(map_of([4])))

@@ -235,7 +235,7 @@ def test_how_long_answers_to_grants_take_is_known() -> None:
     assert slots.round_trip_seconds == pytest.approx(0.25, rel=0.02)
 
 
-def test_whoever_goes_leaves_its_slots_and_what_it_did_not_get() -> None:
+def test_a_leaving_neighbour_frees_its_slots_and_its_unsent_pieces() -> None:
     slots = UploadSlots(3, grant_seconds=1.0)
     slots.grant(5, 1, now=0.0)
     slots.grant(5, None, now=0.0)

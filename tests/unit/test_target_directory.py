@@ -1,4 +1,4 @@
-"""Where a version is put: resuming, reusing, switching, keeping; what fails before the first piece."""
+"""Target directories: resuming, reusing, switching, keeping; failures before the first piece."""
 
 from __future__ import annotations
 
@@ -182,13 +182,13 @@ def test_going_back_to_an_older_version_is_a_switch(tmp_path: Path) -> None:
     fetch(tmp_path, other)
     assert fetch(tmp_path, BASE) == []
     assert tree(tmp_path / "current") == BASE
-    # What was current last is newer than what was fetched last.
+    # The version last in use counts as newer than the one last fetched.
     fetch(tmp_path, changed(BASE, "b.safetensors", 1))
     assert (tmp_path / name_of(signed(BASE))).exists()
     assert not (tmp_path / name_of(signed(other))).exists()
 
 
-def test_somebody_who_reads_current_all_the_time_never_sees_half_a_version(tmp_path: Path) -> None:
+def test_a_reader_of_current_never_sees_half_a_version(tmp_path: Path) -> None:
     versions = [{"a": b"%d" % n, "b": b"%d" % n} for n in range(12)]
     fetch(tmp_path, versions[0], keep=20)
     seen: list[tuple[bytes, bytes]] = []
@@ -241,7 +241,7 @@ def test_a_version_can_be_put_in_its_place_first_and_switched_to_later(tmp_path:
     held.close()
     assert current_version(tmp_path) == first
     assert versions_with(tmp_path) == [first, second]
-    target = prepared(tmp_path, signed({"a": b"3"}))  # somebody fetches a third one meanwhile
+    target = prepared(tmp_path, signed({"a": b"3"}))  # a third one is fetched meanwhile
     switch_current(tmp_path, second)
     assert tree(tmp_path / "current") == {"a": b"2"}
     target.close()
@@ -258,7 +258,7 @@ def test_versions_that_were_never_switched_to_do_not_pile_up(tmp_path: Path) -> 
         newest = placed(tmp_path, {"a": bytes([number])})
     assert versions_with(tmp_path) == [used, newest]
     only = placed(tmp_path, {"a": b"only"}, keep=1)
-    assert versions_with(tmp_path) == [used, only], "what is used stays, and what will be"
+    assert versions_with(tmp_path) == [used, only], "the version in use stays, and the placed one"
 
 
 def test_a_link_that_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
@@ -470,7 +470,7 @@ def big() -> Files:
 
 
 def test_after_kill_9_no_verified_piece_is_fetched_again(tmp_path: Path) -> None:
-    """Killed again and again in the middle: what was said to be written is never asked for again."""
+    """Killed repeatedly in the middle: pieces reported as written are never requested again."""
     root = Path(__file__).parents[2]
     written: list[str] = []
     for _ in range(6):

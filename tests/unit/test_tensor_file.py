@@ -85,7 +85,7 @@ def test_what_has_no_room_is_said_before_anything_is_written(
         write_image(plan_image(TENSORS))
 
 
-def test_it_is_read_from_the_memory_that_nobody_can_change_any_more() -> None:
+def test_it_is_read_from_memory_that_cannot_change_any_more() -> None:
     descriptor = write_image(plan_image(TENSORS))
     with pytest.raises(PermissionError):
         os.pwrite(descriptor, b"x", 0)
@@ -105,7 +105,7 @@ def test_memory_that_may_change_and_what_is_no_memory_is_refused() -> None:
     os.ftruncate(open_memory, 10)
     folder = os.open("/", os.O_RDONLY)
     for descriptor in (open_memory, folder, -1):
-        with pytest.raises(CheckpointRefused, match="in memory that may still change"):
+        with pytest.raises(CheckpointRefused, match="not in sealed memory"):
             SourceMemory(descriptor, FILE_NAME)
     with pytest.raises(CheckpointRefused, match="an absolute path"):
         SourceMemory(open_memory, "/etc/passwd")

@@ -15,7 +15,7 @@ from p2pstore.wire import Code
 
 
 def ticking(step: float = 0.001) -> ReadWatch:
-    """A watch whose clock goes on by `step` seconds whenever somebody looks at it."""
+    """A watch whose clock goes on by `step` seconds with each reading."""
     ticks = itertools.count()
     return ReadWatch(lambda: next(ticks) * step)
 

@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
-from p2pstore.checkpoint.checkpoint_messages import Progress
+from p2pstore.checkpoint.checkpoint_messages import AskNews
 from p2pstore.core.core_effects import AskPeer, LoadObject, PullObject
 from p2pstore.local import local_messages as local
+from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_protocol import Access, LocalKind
-from p2pstore.local.server import LocalClient
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody
 from p2pstore.objects import Version, key_digest
 from p2pstore.put_facts import PutFacts
@@ -163,7 +163,7 @@ def test_what_clients_do_is_measured_by_namespace(watch: PeerWatch) -> None:
 def test_waiting_that_a_client_asked_for_is_not_measured(watch: PeerWatch) -> None:
     waits = local.Plan(key_digest("k"), wait_ms=5000)
     watch.answered(CLIENT, LocalKind.PLAN, waits, local.Planned([]), 4.0, None)
-    takes_its_time = Progress(1)
+    takes_its_time = AskNews(1)
     watch.answered(CLIENT, LocalKind.CHECKPOINT_PROGRESS, takes_its_time, None, 4.0, None)
     assert watch.measures.requests == {}
 

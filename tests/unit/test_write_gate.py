@@ -12,7 +12,7 @@ PATIENCE_SECONDS = 20.0
 
 
 class Writers:
-    """Threads that write until they are told to end, so many as there are."""
+    """A number of threads that write until they are told to end."""
 
     def __init__(self, gate: WriteGate, count: int) -> None:
         self.began = threading.Semaphore(0)

@@ -17,7 +17,7 @@ class Shell(StrEnum):
 def help(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="COMMAND", help="What to explain.", show_default=False),
+        typer.Argument(metavar="COMMAND", help="Command to explain.", show_default=False),
     ] = None,
 ) -> None:
     """Show the help of a command, as `COMMAND --help` does."""

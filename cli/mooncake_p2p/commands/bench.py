@@ -87,13 +87,13 @@ def medians_in_turns(
 
 
 def document(figures: list[Figure]) -> dict[str, Any]:
-    """What `--json` prints: the shape of the scripts' files."""
+    """The document of `--json`, in the shape of the scripts' files."""
     results = [asdict(result) for figure in figures for result in figure.results()]
     return {"results": results, "machine": machine()}
 
 
 def machine() -> dict[str, object]:
-    """What the figures were measured on."""
+    """The machine of the figures."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line for line in lines if line.startswith("model name")), "")
     return {
@@ -107,9 +107,9 @@ def machine() -> dict[str, object]:
 
 DEFAULT_SIZES: Final = ("4KiB", "1MiB", "64MiB")
 SHARE_OF_FREE: Final = 20
-"""Of the free memory a twentieth is used at most, so that nothing of others has to go."""
+"""At most a twentieth of the free memory is used, so that no other object is evicted."""
 TTL_SECONDS: Final = 600.0
-"""What a bench that was killed leaves behind is forgotten after so long."""
+"""Lifetime of the objects that a killed bench leaves behind."""
 MAX_SECONDS: Final = 60.0
 MANY: Final = 1000
 MOST_OTHERS: Final = 3
@@ -286,7 +286,7 @@ def _fits(peer: _Measured, length: int) -> bool:
 
 
 def _plain_copy(length: int) -> Callable[[], float]:
-    """A copy of so many bytes with the checksums that a put or get makes."""
+    """A copy of `length` bytes with the checksums that a put or get makes."""
     source, target = memoryview(os.urandom(length)), memoryview(bytearray(length))
 
     def copy() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import typer
 
 from mooncake_p2p.commands.bench import Result, machine
 from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.options import Json
+from mooncake_p2p.options import Json, with_records
 from mooncake_p2p.output import print_json, print_table, progress, remark
 from p2pstore.objects import format_bytes, parse_bytes
 
@@ -40,51 +40,79 @@ class Routing(StrEnum):
     affine = "affine"
 
 
-def bench_trace(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="The trace, JSON lines.", show_default=False)
-    ],
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Only on simulated peers, and compare more.")
-    ] = False,
-    peers: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many.")] = 10,
-    memory: Annotated[
-        str, typer.Option(metavar="SIZE|Nblocks", help="Memory of each peer.")
-    ] = "5859blocks",
-    ssd: Annotated[
-        str, typer.Option(metavar="SIZE|Nblocks", help="SSD of each peer; 0: none.")
-    ] = "0",
-    policy: Annotated[Policy, typer.Option(help="What memory evicts first.")] = Policy.prefix,
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """The pool that serves the trace."""
+
+    peers: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many.")] = 10
+    memory: Annotated[str, typer.Option(metavar="SIZE|Nblocks", help="Memory of each peer.")] = (
+        "5859blocks"
+    )
+    ssd: Annotated[str, typer.Option(metavar="SIZE|Nblocks", help="SSD of each peer; 0: none.")] = (
+        "0"
+    )
+    policy: Annotated[Policy, typer.Option(help="Order of eviction from memory.")] = Policy.prefix
     routing: Annotated[
         Routing, typer.Option(help="Which peer a request goes to; affine: has its prefix.")
-    ] = Routing.round_robin,
+    ] = Routing.round_robin
     load_bound: Annotated[
         float, typer.Option(metavar="F", help="affine: at most F times the mean of requests.")
-    ] = 1.05,
+    ] = 1.05
     keep_after: Annotated[
         int,
         typer.Option(
             metavar="N", min=0, help="Readers keep copies of what was read N times; 0: never."
         ),
-    ] = 10,
+    ] = 10
+
+    def settings(self, model: Model) -> PoolSettings:
+        """Checked, in blocks. Raises `ValueError` naming an option."""
+        from p2pstore.trace.cold_blocks import LEAST_BLOCKS
+        from p2pstore.trace.pool import PoolSettings
+
+        memory_blocks = _blocks(self.memory, "--memory", model)
+        ssd_blocks = _blocks(self.ssd, "--ssd", model)
+        if not memory_blocks:
+            raise ValueError(f"--memory: {self.memory!r} is less than a block")
+        if 0 < ssd_blocks < LEAST_BLOCKS:
+            raise ValueError(f"--ssd: {self.ssd!r} is less than {LEAST_BLOCKS} blocks")
+        if not self.load_bound >= 1:
+            raise ValueError(f"--load-bound: {self.load_bound:g} is below 1, the mean")
+        return PoolSettings(
+            peers=self.peers,
+            memory_blocks=memory_blocks,
+            ssd_blocks=ssd_blocks,
+            policy=self.policy.value,
+            routing=self.routing.value,
+            load_bound=self.load_bound,
+            keep_after=self.keep_after,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """How the trace is replayed and shown."""
+
     token_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="KVCache of a token; a block has 512 tokens.")
-    ] = "320KiB",
+    ] = "320KiB"
     block_bytes: Annotated[
         str,
         typer.Option(
             metavar="SIZE", help="Real peers: what a block takes there.", show_default="16KiB"
         ),
-    ] = "",
+    ] = ""
     kill_every: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", min=0, help="Real peers: kill one so often, and start it again."
+            metavar="SECONDS",
+            min=0,
+            help="Real peers: time between two kills of a peer, which starts again.",
         ),
-    ] = 0.0,
-    down: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="How long it is away.")
-    ] = 5.0,
+    ] = 0.0
+    down: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long it is away.")] = (
+        5.0
+    )
     plot: Annotated[
         str | None,
         typer.Option(
@@ -92,7 +120,20 @@ def bench_trace(
             help="Picture: hit rate by memory; of real peers, as it grows.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
+
+
+@with_records
+def bench_trace(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The trace, JSON lines.", show_default=False)
+    ],
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Only on simulated peers, and compare more.")
+    ] = False,
+    *,
+    pool: PoolOptions,
+    replay: ReplayOptions,
     json: Json = False,
 ) -> None:
     """Replay a trace of requests: what a pool of peers would save.
@@ -110,17 +151,19 @@ def bench_trace(
     from p2pstore.trace.comparison import cases, compare
     from p2pstore.trace.prefix_hits import Model
 
-    model = Model(kv_bytes_per_token=_at_least_one(parse_bytes(token_bytes, "--token-bytes")))
-    settings = _settings(peers, memory, ssd, model, policy, routing, load_bound, keep_after)
+    model = Model(
+        kv_bytes_per_token=_at_least_one(parse_bytes(replay.token_bytes, "--token-bytes"))
+    )
+    settings, plot = pool.settings(model), replay.plot
     if plot is not None:
-        _pyplot()  # that it is missing is said now, not after minutes
+        _pyplot()  # a missing module is reported now, not after minutes
     requests = _read(file)
     if not simulate:
-        scale = _scale(block_bytes, settings)
-        outages = OutagePlan(kill_every, down)
+        scale = _scale(replay.block_bytes, settings)
+        outages = OutagePlan(replay.kill_every, replay.down)
         _replay_for_real(requests, settings, model, scale, outages, json, plot)
         return
-    if kill_every:
+    if replay.kill_every:
         raise ValueError("--kill-every: real peers only, without --simulate")
     blocks = len({block for request in requests for block in request.hash_ids})
     replayed: list[Replayed] = []
@@ -141,38 +184,6 @@ def bench_trace(
 
 
 # --- what was asked for --------------------------------------------------------------------------
-
-
-def _settings(
-    peers: int,
-    memory: str,
-    ssd: str,
-    model: Model,
-    policy: Policy,
-    routing: Routing,
-    load_bound: float,
-    keep_after: int,
-) -> PoolSettings:
-    from p2pstore.trace.cold_blocks import LEAST_BLOCKS
-    from p2pstore.trace.pool import PoolSettings
-
-    memory_blocks = _blocks(memory, "--memory", model)
-    ssd_blocks = _blocks(ssd, "--ssd", model)
-    if not memory_blocks:
-        raise ValueError(f"--memory: {memory!r} is less than a block")
-    if 0 < ssd_blocks < LEAST_BLOCKS:
-        raise ValueError(f"--ssd: {ssd!r} is less than {LEAST_BLOCKS} blocks")
-    if not load_bound >= 1:
-        raise ValueError(f"--load-bound: {load_bound:g} is below 1, the mean")
-    return PoolSettings(
-        peers=peers,
-        memory_blocks=memory_blocks,
-        ssd_blocks=ssd_blocks,
-        policy=policy.value,
-        routing=routing.value,
-        load_bound=load_bound,
-        keep_after=keep_after,
-    )
 
 
 def _blocks(text: str, option: str, model: Model) -> int:

@@ -13,15 +13,16 @@ import typer
 from mooncake_p2p.exit_errors import AlreadyTold, CommandFailed, ExitCode, Interrupts, describe
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
+    AtPeer,
     Json,
     Key,
     Keys,
-    Namespace,
     Socket,
     Timeout,
     Yes,
     connected,
     parse_timeout,
+    with_records,
 )
 from mooncake_p2p.output import (
     confirm,
@@ -47,6 +48,7 @@ class Firmness(StrEnum):
     hard = "hard"
 
 
+@with_records
 def pin(
     keys: Keys,
     pin: Annotated[
@@ -64,14 +66,12 @@ def pin(
             show_default=False,
         ),
     ] = None,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    *,
+    peer: AtPeer,
 ) -> None:
     """Keep objects in this peer's memory, and in that of all who have a copy.
 
-    An object that only other peers hold is brought here first. What is pinned hard stays until it is
+    An object that only other peers hold is brought here first. A hard pin stays until it is
     unpinned or removed, and takes up memory that nothing else can use. Without --pin a hard pin stays
     as it is, and the command says so; `--pin soft` makes it a soft one. Holders that cannot be reached
     now keep their copies as before; the command says how many.
@@ -85,22 +85,21 @@ def pin(
     def keep(client: BlockingClient, key: str) -> None:
         if pin is None and any(copy.local and copy.pin == "hard" for copy in client.locate(key)):
             kept_hard.append(key)
-            if not json:
+            if not peer.json:
                 remark(f"{printable(key)} stays pinned hard (--pin soft makes it a soft pin)")
             return
         pinned[key] = client.pin(key, firmness, ttl=ttl_seconds)
 
     pinned: dict[str, PinResult] = {}
-    with connected(socket, namespace, timeout) as client:
-        _for_each(client, keys, keep, "pinned", json, pinned, {"kept_hard": kept_hard})
+    with peer.connected() as client:
+        _for_each(client, keys, keep, "pinned", peer.json, pinned, {"kept_hard": kept_hard})
 
 
+@with_records
 def unpin(
     keys: Keys,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    *,
+    peer: AtPeer,
 ) -> None:
     """Let objects be evicted again, here and on all other peers that have them."""
     unpinned: dict[str, PinResult] = {}
@@ -108,8 +107,8 @@ def unpin(
     def let_go(client: BlockingClient, key: str) -> None:
         unpinned[key] = client.unpin(key)
 
-    with connected(socket, namespace, timeout) as client:
-        _for_each(client, keys, let_go, "unpinned", json, unpinned)
+    with peer.connected() as client:
+        _for_each(client, keys, let_go, "unpinned", peer.json, unpinned)
 
 
 def _for_each(
@@ -148,6 +147,7 @@ def _for_each(
     end_with(failed)
 
 
+@with_records
 def replicate(
     key: Key,
     copies: Annotated[
@@ -156,10 +156,8 @@ def replicate(
             "--replicas", "-n", min=1, metavar="N", help="Copies in all.", show_default=False
         ),
     ],
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    *,
+    peer: AtPeer,
 ) -> None:
     """Have N copies of an object, on as many peers.
 
@@ -167,16 +165,16 @@ def replicate(
     """
     encode_key(key)
     with (
-        connected(socket, namespace, timeout) as client,
+        peer.connected() as client,
         progress(f"copying {printable(key)}"),
     ):
         result = client.replicate(key, copies)
         too_few = shortfall(client, result)
-    if json:
+    if peer.json:
         print_json({"key": key, "copies": result.copies, "wanted": result.wanted})
     if too_few:
         raise CommandFailed(f"{printable(key)}: {too_few}")
-    if not json:
+    if not peer.json:
         remark(f"copies {result.copies}/{result.wanted}")
 
 
@@ -184,6 +182,7 @@ PAGE_KEYS: Final = 1000
 """Keys listed and removed at a time."""
 
 
+@with_records
 def rm(
     keys: Annotated[
         list[str] | None,
@@ -195,13 +194,13 @@ def rm(
     ] = None,
     prefix: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Instead: all keys that begin so.", show_default=False),
+        typer.Option(
+            metavar="TEXT", help="Instead: all keys that begin with this.", show_default=False
+        ),
     ] = None,
     yes: Yes = False,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    *,
+    peer: AtPeer,
 ) -> None:
     """Remove keys everywhere.
 
@@ -215,7 +214,7 @@ def rm(
         raise CommandFailed("name keys to remove, or give --prefix TEXT", ExitCode.USAGE)
     if prefix is None:
         assert keys
-        _remove_named(keys, socket, namespace, timeout, json)
+        _remove_named(keys, peer)
         return
     if not prefix:
         raise CommandFailed(
@@ -223,22 +222,20 @@ def rm(
         )
     confirm(
         f"Remove all keys that begin with {printable(prefix)!r} in namespace "
-        f"{printable(namespace)!r}, on all peers?",
+        f"{printable(peer.namespace)!r}, on all peers?",
         yes=yes,
     )
-    with connected(socket, namespace, timeout) as client:
-        _remove_prefix(client, prefix, json)
+    with peer.connected() as client:
+        _remove_prefix(client, prefix, peer.json)
 
 
-def _remove_named(
-    keys: list[str], socket: str | None, namespace: str, timeout: str, json: bool
-) -> None:
+def _remove_named(keys: list[str], peer: AtPeer) -> None:
     for key in keys:
         encode_key(key)
     removed: list[str] = []
     missing: list[str] = []
     failed: dict[str, Exception] = {}
-    with connected(socket, namespace, timeout) as client, progress("removing"):
+    with peer.connected() as client, progress("removing"):
         for item in client.remove_many(keys):
             if item.error is not None and not isinstance(item.error, NoSuchKey):
                 failed[item.key] = item.error
@@ -246,7 +243,7 @@ def _remove_named(
                 removed.append(item.key)
             else:
                 missing.append(item.key)
-    if json:
+    if peer.json:
         reasons = {key: describe(error) for key, error in failed.items()}
         print_json({"removed": removed, "missing": missing, "failed": reasons})
     elif removed:
@@ -267,11 +264,11 @@ class _Removal:
         for item in items:
             if item.error is None:
                 self.removed += bool(item.value)
-            elif not isinstance(item.error, NoSuchKey):  # else somebody else was faster
+            elif not isinstance(item.error, NoSuchKey):  # else another client removed it first
                 self.failed[item.key] = item.error
 
     def problem(self) -> Exception:
-        """What the command ends with when it could not remove all."""
+        """The error of the command when keys are left."""
         if self.failed:
             return next(iter(self.failed.values()))
         return CommandFailed(incomplete(self.silent_peers))
@@ -283,7 +280,9 @@ def _remove_prefix(client: BlockingClient, prefix: str, json: bool) -> None:
         with Interrupts() as interrupts, progress("removing") as bar:
             after, more = "", True
             while more:
-                with interrupts.allowed():  # else a signal waits: what is removed is also counted
+                with (
+                    interrupts.allowed()
+                ):  # signals wait elsewhere, so that all removed keys are counted
                     page = client.list_keys(prefix, after=after, limit=PAGE_KEYS)
                 removal.silent_peers.update(page.silent_peers)
                 if page.keys:
@@ -323,7 +322,7 @@ def _tell(removal: _Removal, json: bool, *, stopped: bool) -> None:
 
 
 def incomplete(silent_peers: Iterable[str]) -> str:
-    """What to say when peers did not list their keys."""
+    """The message when peers did not list their keys."""
     names = ", ".join(map(printable, sorted(silent_peers)))
     return f"incomplete: {names} did not answer, and may hold more such keys; run it again when they do"
 
@@ -331,7 +330,7 @@ def incomplete(silent_peers: Iterable[str]) -> str:
 def flush(
     namespace: Annotated[
         str,
-        typer.Argument(metavar="NAMESPACE", help="What to remove whole.", show_default=False),
+        typer.Argument(metavar="NAMESPACE", help="Namespace to remove.", show_default=False),
     ],
     yes: Yes = False,
     socket: Socket = None,
@@ -340,8 +339,8 @@ def flush(
 ) -> None:
     """Remove everything in a namespace, on all peers.
 
-    Peers that do not answer now drop their copies as soon as they hear of it. What is put afterwards is
-    new and stays.
+    Peers that do not answer now drop their copies as soon as they hear of it. Objects put afterwards
+    are new and stay.
     """
     encode_namespace(namespace)
     confirm(

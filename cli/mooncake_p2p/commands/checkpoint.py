@@ -7,28 +7,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from mooncake_p2p.options import (
-    DEFAULT_TIMEOUT,
+    AtPeer,
     Exclude,
     Include,
-    Json,
-    Namespace,
-    Socket,
-    Timeout,
-    connected,
     parse_timeout,
     was_given,
+    with_records,
 )
 from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
 from p2pstore.objects import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
-    from p2pstore.results import CheckpointProgress
+    from p2pstore.results import CheckpointProgress, FetchedCheckpoint
 
 Watch = Callable[["CheckpointProgress"], None]
 
@@ -69,80 +66,106 @@ Publisher = Annotated[
         show_default=False,
     ),
 ]
-PieceSize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Length of the pieces that peers exchange, a power of two.",
-        show_default=False,
-    ),
-]
-WaitSeeded = Annotated[
-    bool,
-    typer.Option("--wait-seeded", help="End when the others have all of it: then DIR may change."),
-]
-WaitFollowers = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        metavar="N",
-        help="End when N followers have it verified; status 5 after --timeout, or 10 minutes.",
-        show_default=False,
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be published.")]
-Flat = Annotated[
-    bool, typer.Option("--flat", help="Put the files into DIR itself, without versions.")
-]
-LimitRate = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Fetch no more than this a second.", show_default=False),
-]
-Verify = Annotated[
-    bool, typer.Option("--verify", help="Read and hash again what is in DIR already.")
-]
-Wait = Annotated[
-    str, typer.Option(metavar="SECONDS|10m", help="How long to wait until it is published.")
-]
 
 
-def checkpoint_publish(
-    name: Name,
-    directory: Source,
-    include: Include = None,
-    exclude: Exclude = None,
-    piece_size: PieceSize = None,
-    wait_seeded: WaitSeeded = False,
-    wait_followers: WaitFollowers = 0,
-    dry_run: DryRun = False,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class PublishOptions:
+    """How `checkpoint publish` publishes."""
+
+    include: Include = None
+    exclude: Exclude = None
+    piece_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Length of the pieces that peers exchange, a power of two.",
+            show_default=False,
+        ),
+    ] = None
+    wait_seeded: Annotated[
+        bool,
+        typer.Option(
+            "--wait-seeded", help="End when the others have all of it: then DIR may change."
+        ),
+    ] = False
+    wait_followers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="End when N followers have it verified; status 5 after --timeout, or 10 minutes.",
+            show_default=False,
+        ),
+    ] = 0
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be published.")
+    ] = False
+
+    def arguments(self) -> dict[str, Any]:
+        """As `Checkpoints.publish` takes them. Raises `ValueError` naming an option."""
+        size = self.piece_size
+        return {
+            "include": self.include or [],
+            "exclude": self.exclude or [],
+            "piece_bytes": 0 if size is None else parse_bytes(size, "--piece-size"),
+            "wait_seeded": self.wait_seeded,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOptions:
+    """How `checkpoint fetch` fetches."""
+
+    flat: Annotated[
+        bool, typer.Option("--flat", help="Put the files into DIR itself, without versions.")
+    ] = False
+    keep: Keep = 2
+    include: Include = None
+    exclude: Exclude = None
+    limit_rate: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Fetch no more than this a second.", show_default=False),
+    ] = None
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read and hash again what is in DIR already.")
+    ] = False
+    publisher: Publisher = None
+    wait: Annotated[
+        str, typer.Option(metavar="SECONDS|10m", help="How long to wait until it is published.")
+    ] = "0"
+
+    def arguments(self) -> dict[str, Any]:
+        """As `Checkpoints.fetch` takes them. Raises `ValueError` naming an option."""
+        rate = self.limit_rate
+        return {
+            "publisher": self.publisher,
+            "flat": self.flat,
+            "keep": self.keep,
+            "include": self.include or [],
+            "exclude": self.exclude or [],
+            "limit_rate": 0 if rate is None else parse_bytes(rate, "--limit-rate"),
+            "verify": self.verify,
+            "wait": 0.0 if self.wait == "0" else parse_timeout(self.wait, "--wait"),
+        }
+
+
+@with_records
+def checkpoint_publish(name: Name, directory: Source, *, how: PublishOptions, peer: AtPeer) -> None:
     """Publish a directory as a checkpoint's newest version.
 
     The local peer reads the files in place, as long as it runs: leave them as they are, or wait until others have all
     of them (--wait-seeded). A file that changes meanwhile is an error, never a bad copy. Files of downloads
     (.git, .cache/huggingface, *.incomplete, *.lock) are left out unless --include names them.
     """
-    piece_bytes = 0 if piece_size is None else parse_bytes(piece_size, "--piece-size")
-    if dry_run:
-        _say_what_would_be(directory, include or [], exclude or [], json)
+    arguments = how.arguments()
+    if how.dry_run:
+        _say_what_would_be(directory, arguments["include"], arguments["exclude"], peer.json)
         return
     begin = time.perf_counter()
-    with connected(socket, namespace, timeout) as client, _shown(name) as watch:
-        done = client.checkpoints.publish(
-            name,
-            directory,
-            include=include or [],
-            exclude=exclude or [],
-            piece_bytes=piece_bytes,
-            wait_seeded=wait_seeded,
-            progress=watch,
-        )
-        if wait_followers:
-            _wait_followers(client, name, done.version, wait_followers, timeout)
+    with peer.connected() as client, _shown(name) as watch:
+        done = client.checkpoints.publish(name, directory, **arguments, progress=watch)
+        if how.wait_followers:
+            _wait_followers(client, name, done.version, how.wait_followers, peer.timeout)
     seconds = time.perf_counter() - begin
     document = {
         "name": name,
@@ -154,7 +177,7 @@ def checkpoint_publish(
         "notes": done.notes,
         "seconds": round(seconds, 6),
     }
-    if _reported(json, document, done.notes):
+    if _reported(peer.json, document, done.notes):
         return
     print(f"{name}@{done.version}")
     remark(
@@ -163,21 +186,9 @@ def checkpoint_publish(
     )
 
 
+@with_records
 def checkpoint_fetch(
-    name: NameAndVersion,
-    directory: Target,
-    flat: Flat = False,
-    keep: Keep = 2,
-    include: Include = None,
-    exclude: Exclude = None,
-    limit_rate: LimitRate = None,
-    verify: Verify = False,
-    publisher: Publisher = None,
-    wait: Wait = "0",
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    name: NameAndVersion, directory: Target, *, how: FetchOptions, peer: AtPeer
 ) -> None:
     """Fetch a checkpoint to a directory.
 
@@ -190,23 +201,11 @@ def checkpoint_fetch(
     bare, at, version = name.partition("@")
     if at and not version:
         raise ValueError(f"{printable(name)}: the version is empty: give one, or leave out the @")
-    rate = 0 if limit_rate is None else parse_bytes(limit_rate, "--limit-rate")
-    wait_seconds = 0.0 if wait == "0" else parse_timeout(wait, "--wait")
+    arguments = how.arguments()
     begin = time.perf_counter()
-    with connected(socket, namespace, timeout) as client, _shown(bare) as watch, _go_on_hint():
+    with peer.connected() as client, _shown(bare) as watch, _go_on_hint():
         done = client.checkpoints.fetch(
-            bare,
-            directory,
-            version=version,
-            publisher=publisher,
-            flat=flat,
-            keep=keep,
-            include=include or [],
-            exclude=exclude or [],
-            limit_rate=rate,
-            verify=verify,
-            wait=wait_seconds,
-            progress=watch,
+            bare, directory, version=version, progress=watch, **arguments
         )
     seconds = time.perf_counter() - begin
     document = {
@@ -219,15 +218,18 @@ def checkpoint_fetch(
         "unmatched": done.unmatched,
         "seconds": round(seconds, 6),
     }
-    if _reported(json, document, [f"no file matches {each!r}" for each in done.unmatched]):
+    if _reported(peer.json, document, [f"no file matches {each!r}" for each in done.unmatched]):
         return
     print(done.directory)
+    remark(_fetched_line(bare, done, seconds))
+
+
+def _fetched_line(name: str, done: FetchedCheckpoint, seconds: float) -> str:
     there = done.total_bytes - done.fetched_bytes
     some = "" if done.whole else "some files of "
     reused = f", {format_bytes(there)} were there or in equal files" if there else ""
-    remark(
-        f"fetched {some}{printable(bare)}@{done.version}: {format_transfer(done.fetched_bytes, seconds)}{reused}"
-    )
+    moved = format_transfer(done.fetched_bytes, seconds)
+    return f"fetched {some}{printable(name)}@{done.version}: {moved}{reused}"
 
 
 def counted(count: int, thing: str) -> str:

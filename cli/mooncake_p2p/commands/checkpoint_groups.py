@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -13,16 +13,16 @@ import typer
 from mooncake_p2p.commands.checkpoint import Keep, Name, Publisher, Target, counted
 from mooncake_p2p.exit_errors import describe
 from mooncake_p2p.options import (
-    DEFAULT_TIMEOUT,
+    AtPeer,
     Exclude,
     Include,
     Json,
     Namespace,
     Socket,
-    Timeout,
     Yes,
     connected,
     parse_timeout,
+    with_records,
 )
 from mooncake_p2p.output import (
     confirm,
@@ -66,19 +66,19 @@ SwitchCommand = Annotated[
 # --- following ---------------------------------------------------------------------------------
 
 
-def checkpoint_follow(
-    name: Name,
-    directory: Target,
-    command: SwitchCommand = None,
-    publisher: Publisher = None,
-    keep: Keep = 2,
-    include: Include = None,
-    exclude: Exclude = None,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class FollowOptions:
+    """How `checkpoint follow` follows."""
+
+    command: SwitchCommand = None
+    publisher: Publisher = None
+    keep: Keep = 2
+    include: Include = None
+    exclude: Exclude = None
+
+
+@with_records
+def checkpoint_follow(name: Name, directory: Target, *, how: FollowOptions, peer: AtPeer) -> None:
     """Follow a checkpoint.
 
     Each published version is fetched to DIR/VERSION and verified. DIR/current names it when the publisher says so:
@@ -91,15 +91,15 @@ def checkpoint_follow(
     """
     from mooncake_p2p.on_switch import OnSwitch
 
-    on_switch = None if command is None else OnSwitch(command, name, directory)
+    on_switch = None if how.command is None else OnSwitch(how.command, name, directory)
     told: str | None = None
 
     def changed(now: FollowedCheckpoint) -> None:
         nonlocal told
-        if json:
+        if peer.json:
             print_json_line(asdict(now))
         line = _follow_line(name, now)
-        if line != told and not json:
+        if line != told and not peer.json:
             remark(line)
         told = line
         if on_switch is not None and now.current:
@@ -107,15 +107,15 @@ def checkpoint_follow(
 
     while True:
         try:
-            with connected(socket, namespace, timeout) as client:
+            with peer.connected() as client:
                 client.checkpoints.follow(
                     name,
                     directory,
                     changed,
-                    publisher=publisher,
-                    keep=keep,
-                    include=include or [],
-                    exclude=exclude or [],
+                    publisher=how.publisher,
+                    keep=how.keep,
+                    include=how.include or [],
+                    exclude=how.exclude or [],
                 )
         except (NoLocalPeer, StoreClosed, DeadlineExceeded) as error:
             if told is None:  # it never began
@@ -242,15 +242,14 @@ def _laggard(each: CheckpointFollower) -> str:
 # --- status, list and rm -----------------------------------------------------------------------------
 
 
+@with_records
 def checkpoint_status(
     name: Name,
     watch: Annotated[
         bool, typer.Option("--watch", help="Show it every second, until Ctrl-C.")
     ] = False,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    *,
+    peer: AtPeer,
 ) -> None:
     """Show which peers have a checkpoint, and how far the others are.
 
@@ -260,13 +259,13 @@ def checkpoint_status(
 
     --watch repeats this every second; into a pipe it prints one block each time (with --json one line).
     """
-    with connected(socket, namespace, timeout) as client:
+    with peer.connected() as client:
         infos = client.checkpoints.status(name)
         if not watch:
-            _print_status(infos, json)
+            _print_status(infos, peer.json)
             return
         while True:
-            _print_status(infos, json, again=True)
+            _print_status(infos, peer.json, again=True)
             time.sleep(LOOK_SECONDS)
             infos = client.checkpoints.status(name)
 
@@ -373,17 +372,16 @@ def _document(info: CheckpointInfo) -> dict[str, Any]:
     return document
 
 
+@with_records
 def checkpoint_list(
     everywhere: Annotated[bool, typer.Option("--all", help="Of all namespaces.")] = False,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    *,
+    peer: AtPeer,
 ) -> None:
     """List the checkpoints that are published."""
-    with connected(socket, namespace, timeout) as client:
+    with peer.connected() as client:
         infos = client.checkpoints.names(everywhere=everywhere)
-    if json:
+    if peer.json:
         documents = [asdict(info) for info in infos]
         for document in documents:
             del document["members"]
@@ -409,6 +407,7 @@ def checkpoint_list(
     )
 
 
+@with_records
 def checkpoint_rm(
     name: Name,
     forget: Annotated[
@@ -420,10 +419,8 @@ def checkpoint_rm(
         ),
     ] = None,
     yes: Yes = False,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    *,
+    peer: AtPeer,
 ) -> None:
     """Remove a checkpoint that the local peer published.
 
@@ -434,10 +431,10 @@ def checkpoint_rm(
     """
     done = "removed" if forget is None else "forgot"
     confirm(f"{'Remove' if forget is None else 'Forget'} checkpoint {printable(name)!r}?", yes=yes)
-    with connected(socket, namespace, timeout) as client:
+    with peer.connected() as client:
         known = client.checkpoints
         version = known.remove(name) if forget is None else known.forget(name, forget)
-    if json:
+    if peer.json:
         print_json({"name": name, "version": version})
     else:
         remark(f"{done} {printable(name)}@{version}")

@@ -39,7 +39,7 @@ DEFAULT_INTERVAL: Final = "1"
 KNOWN_PART: Final = {"full": "all", "partitioned": "a part"}
 MIN_INTERVAL_SECONDS: Final = 0.1
 FAREWELL_SECONDS: Final = 5.0
-"""What a peer may need beside draining: to tell the others, and to write what it keeps."""
+"""Time that a peer may need beside draining: to tell the others, and to save its state."""
 LOOK_SECONDS: Final = 0.05
 
 
@@ -48,7 +48,7 @@ def stats(
         bool, typer.Option("--watch", help="Show rates, again and again, until Ctrl-C.")
     ] = False,
     interval: Annotated[
-        str, typer.Option(metavar="SECONDS", help="How often --watch looks.")
+        str, typer.Option(metavar="SECONDS", help="Time between two readings of --watch.")
     ] = DEFAULT_INTERVAL,
     slow: Annotated[
         bool, typer.Option("--slow", help="Recent slow operations, and where their time went.")
@@ -101,7 +101,7 @@ def peers(
         bool, typer.Option("--all", help="Also those that died or left within the last 24 hours.")
     ] = False,
     reads: Annotated[
-        bool, typer.Option("--reads", help="What was read from them, and how long it took.")
+        bool, typer.Option("--reads", help="Reads from them: objects, bytes and latencies.")
     ] = False,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
@@ -109,8 +109,8 @@ def peers(
 ) -> None:
     """List the members of the cluster, as the local peer sees them.
 
-    With --all, STATUS says dead of who ended without a word or cannot be reached, and left of who
-    left on purpose; both are forgotten after 24 hours.
+    With --all, STATUS is dead for members that ended without notice or cannot be reached, and left for
+    those that left on purpose; both are forgotten after 24 hours.
 
     RTT is the shortest of the last pings, HEARD how long ago something came from the member itself.
     LOAD is what its process takes of a core, or its large answers of its upload slots, as it said last.
@@ -118,9 +118,8 @@ def peers(
     READ BY names the transports by which this peer and its clients read from it, with the reads
     that failed.
 
-    --reads shows these reads, by member and transport: how many objects and bytes came, and how long
-    half and 99 % of the objects took at most (to within a factor of two; those of batches are not
-    timed).
+    --reads shows these reads, by member and transport: objects, bytes, and the time of a read at the
+    50th and 99th percentile (to within a factor of two; reads in batches are not timed).
     """
     with connected(socket, timeout=timeout) as client:
         members = client.peers(everyone=everyone)
@@ -183,7 +182,7 @@ def _print_reads(members: Sequence[PeerInfo]) -> None:
         return length(microseconds / 1e6) if microseconds else "-"
 
     print_table(
-        ("NAME", "TRANSPORT", "OBJECTS", "BYTES", "HALF TOOK", "99 % TOOK", "FAILED", "PEER ID"),
+        ("NAME", "TRANSPORT", "OBJECTS", "BYTES", "P50", "P99", "FAILED", "PEER ID"),
         [
             (
                 member.name,
@@ -198,7 +197,7 @@ def _print_reads(members: Sequence[PeerInfo]) -> None:
             for member in members
             for name, use in member.transports.items()
         ],
-        right=("OBJECTS", "BYTES", "HALF TOOK", "99 % TOOK", "FAILED"),
+        right=("OBJECTS", "BYTES", "P50", "P99", "FAILED"),
     )
 
 
@@ -212,7 +211,7 @@ def leave(
 ) -> None:
     """Make the local peer leave the cluster and end. Returns when it has left.
 
-    What only this peer holds is handed over to others first, in at most --drain: pinned objects,
+    Objects that only this peer holds are handed over to others first, in at most --drain: pinned objects,
     then those that are asked for most; to peers that have memory free, else to others, which make
     room for it. With an SSD, memory is written to it meanwhile. --drain 0 hands over nothing.
     """
@@ -235,7 +234,7 @@ def _left_document(handed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _left_behind(handed: dict[str, Any]) -> str:
-    """What became of what it alone held, if there was anything."""
+    """Objects that only this peer held: handed over and left behind."""
     parts = [
         f"{count:,} {'object' if count == 1 else 'objects'} ({format_bytes(size)}) {what}"
         for count, size, what in (
@@ -248,8 +247,8 @@ def _left_behind(handed: dict[str, Any]) -> str:
 
 
 def _wait_until_gone(client: BlockingClient, seconds: float, bar: ProgressBar) -> dict[str, Any]:
-    """Wait until the peer lets go of its clients, which is the last thing it does. What it said of handing over: the
-    peer waits until it was asked for the end of that."""
+    """Wait until the peer lets go of its clients, which is the last thing it does. Returns its report of the hand-over:
+    the peer waits until it was asked for the end of that."""
     deadline = time.monotonic() + seconds
     handed: dict[str, Any] = {"objects": 0, "bytes": 0, "left_objects": 0, "left_bytes": 0}
     while time.monotonic() < deadline:

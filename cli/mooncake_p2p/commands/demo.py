@@ -33,7 +33,7 @@ assert TOKEN_BYTES == 320 * KIB
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of the demo did and how long it took."""
+    """One step of the demo: its time, bytes and result."""
 
     name: str
     seconds: float
@@ -72,7 +72,7 @@ def demo(
             with interrupts.allowed():
                 _play(cluster, show, blocks, memory)
         except BrokenPipeError:
-            raise  # nobody reads any more
+            raise  # the reader of the output is gone
         except Exception as error:
             _show_failure(cluster, show, error)
             if json:
@@ -87,7 +87,7 @@ def demo(
 
 
 class _Show:
-    """What the audience sees: a line when a step begins, its result, and a table at the end."""
+    """The output of the demo: a line when a step begins, its result, and a table at the end."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -152,7 +152,7 @@ class _Running:
         self._since = time.perf_counter()
 
     def pause(self) -> None:
-        """Stop the clock: what follows is the demo's own work."""
+        """Stop the clock: the demo's own work follows."""
         if self._since is not None:
             self.seconds += time.perf_counter() - self._since
             self._since = None

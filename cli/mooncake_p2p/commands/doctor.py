@@ -8,13 +8,23 @@ import shutil
 import sys
 import textwrap
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from mooncake_p2p.exit_errors import CommandFailed, ExitCode
-from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, parse_timeout, was_given
+from mooncake_p2p.options import (
+    DEFAULT_TIMEOUT,
+    Json,
+    Socket,
+    Timeout,
+    parse_timeout,
+    was_given,
+    with_records,
+)
 from mooncake_p2p.output import print_json, printable, progress, remark
 from p2pstore.objects import format_bytes
 
@@ -30,7 +40,10 @@ MAX_MEASURE_SECONDS: Final = 60.0
 COLOURS: Final = {"ok": "32", "warning": "33", "broken": "31", "skipped": "2"}
 
 
-def doctor(
+@dataclass(frozen=True, slots=True)
+class WayOptions:
+    """The options of `doctor --peer`."""
+
     peer: Annotated[
         str | None,
         typer.Option(
@@ -38,15 +51,7 @@ def doctor(
             help="Examine the way to the peer with this control address instead.",
             show_default=False,
         ),
-    ] = None,
-    directory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Try a disk: write 64 MiB there, read it back, remove it.",
-            show_default=False,
-        ),
-    ] = None,
+    ] = None
     cluster_key_file: Annotated[
         str | None,
         typer.Option(
@@ -55,16 +60,39 @@ def doctor(
             help="The cluster's key, for --peer.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     cluster: Annotated[
         str,
         typer.Option(
             metavar="NAME", envvar="MOONCAKE_P2P_CLUSTER", help="The cluster's name, for --peer."
         ),
-    ] = "default",
+    ] = "default"
     seconds: Annotated[
         str, typer.Option(metavar="SECONDS", help="How long --peer measures GB/s.")
-    ] = "2",
+    ] = "2"
+
+    def checked_seconds(self) -> float:
+        """`seconds`. Raises `ValueError` for options that contradict each other."""
+        measure_seconds = parse_timeout(self.seconds, "--seconds")
+        if measure_seconds > MAX_MEASURE_SECONDS:
+            raise ValueError(f"--seconds: {self.seconds!r} is above {MAX_MEASURE_SECONDS:g}")
+        for option in ("cluster_key_file", "cluster", "seconds"):
+            if self.peer is None and was_given(option):
+                name = option.replace("_", "-")
+                raise ValueError(f"--{name} is for --peer: add it, or leave it out")
+        return measure_seconds
+
+
+@with_records
+def doctor(
+    directory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Try a disk: write 64 MiB there, read it back, remove it.",
+            show_default=False,
+        ),
+    ] = None,
     rdma_topology: Annotated[
         str | None,
         typer.Option(
@@ -74,6 +102,8 @@ def doctor(
             show_default=False,
         ),
     ] = None,
+    *,
+    way: WayOptions,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     json: Json = False,
@@ -90,14 +120,9 @@ def doctor(
     does not join the cluster. --timeout is for each step.
     """
     timeout_seconds = parse_timeout(timeout)
-    measure_seconds = parse_timeout(seconds, "--seconds")
-    if measure_seconds > MAX_MEASURE_SECONDS:
-        raise ValueError(f"--seconds: {seconds!r} is above {MAX_MEASURE_SECONDS:g}")
-    if peer is not None and directory is not None:
+    measure_seconds = way.checked_seconds()
+    if way.peer is not None and directory is not None:
         raise ValueError("--directory is about this machine and --peer is not: choose one")
-    for option in ("cluster_key_file", "cluster", "seconds"):
-        if peer is None and was_given(option):
-            raise ValueError(f"--{option.replace('_', '-')} is for --peer: add it, or leave it out")
     if directory is not None and not os.path.isdir(directory):
         raise ValueError(f"--directory: {directory} is no directory; name one on the disk to try")
     findings: list[Finding] = []
@@ -108,26 +133,37 @@ def doctor(
             _show(finding)
             sys.stdout.flush()
 
-    if peer is None:
+    if way.peer is None:
         _examine_machine(report, socket, directory, rdma_topology)
     else:
-        from p2pstore.state.key_files import load_cluster_key_file
-        from p2pstore.state.user_key import ring_of_the_keyless
-        from p2pstore.status.doctor.way import Way, examine_way
-
-        ring = (
-            load_cluster_key_file(cluster_key_file) if cluster_key_file else ring_of_the_keyless()
-        )
-        examine_way(Way(peer, ring, cluster, measure_seconds, timeout_seconds), report)
+        _examine_way(report, way.peer, way, measure_seconds, timeout_seconds)
     _conclude(findings, json)
 
 
+def _examine_way(
+    report: Callable[[Finding], None],
+    peer: str,
+    options: WayOptions,
+    measure_seconds: float,
+    timeout_seconds: float,
+) -> None:
+    from p2pstore.state.key_files import load_cluster_key_file
+    from p2pstore.state.user_key import ring_of_the_keyless
+    from p2pstore.status.doctor.way import Way, examine_way
+
+    file = options.cluster_key_file
+    ring = load_cluster_key_file(file) if file else ring_of_the_keyless()
+    examine_way(Way(peer, ring, options.cluster, measure_seconds, timeout_seconds), report)
+
+
 def _examine_machine(
-    report: object, socket: str | None, directory: str | None, rdma_topology: str | None
+    report: Callable[[Finding], None],
+    socket: str | None,
+    directory: str | None,
+    rdma_topology: str | None,
 ) -> None:
     from p2pstore.status.doctor.checks import examine_machine
 
-    assert callable(report)
     for finding in examine_machine(socket=socket, directory=directory, rdma_topology=rdma_topology):
         report(finding)
 
@@ -203,8 +239,8 @@ def support_bundle(
     """Collect diagnostics for support, without secrets, in one file.
 
     Statistics, members, recent slow operations, settings and the end of the log of each peer on this
-    machine (or of the one named by --socket), what `doctor` finds, and versions. What cannot be had
-    is left out, with the reason: it works without any peer, and when one hangs.
+    machine (or of the one named by --socket), what `doctor` finds, and versions. Missing parts
+    are listed with the reason: it works without any peer, and when one hangs.
 
     Cluster keys, identities, invites, tickets and whatever looks like a secret are removed. Names of
     peers and objects, addresses and paths are not: look before you pass it on.

@@ -66,7 +66,7 @@ SETTINGS: Final[dict[str, Setting]] = {
     "keep_memory": Setting("", "Keep that file, and begin with it the next time", bool),
     "more_memory": Setting("SIZE@WHERE", "More of it, from node:N or in a FILE", list),
     "eviction_policy": Setting(
-        "prefix|lru|s3-fifo", "What goes first when memory is full", default="prefix"
+        "prefix|lru|s3-fifo", "Order of eviction when memory is full", default="prefix"
     ),
     "quota": Setting("NAMESPACE=SIZE", "Memory kept for a namespace", list, "none"),
     "cap": Setting("NAMESPACE=SIZE", "Most memory and SSD of a namespace with a quota", list),
@@ -110,7 +110,7 @@ SETTINGS: Final[dict[str, Setting]] = {
     "socket_mode": Setting("MODE", "Its permissions", default="0600; with a group 0660"),
     "socket_group": Setting("GROUP", "Its group"),
     "socket_others": Setting(
-        "read|write", "What users other than this peer's may do there", default="write"
+        "read|write", "Rights of users other than this peer's there", default="write"
     ),
     "drain_timeout": Setting("SECONDS", "How long a stopping peer may take to leave", default="10"),
     "metrics": Setting(
@@ -243,7 +243,7 @@ class Action(StrEnum):
 def config(
     action: Annotated[
         Action,
-        typer.Argument(metavar="show", help="What to do; there is only this.", show_default=False),
+        typer.Argument(metavar="show", help="The only action.", show_default=False),
     ],
     json: Json = False,
     **given: Any,

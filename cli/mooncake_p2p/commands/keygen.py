@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from mooncake_p2p.exit_errors import CommandFailed
-from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected
+from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected, with_records
 from mooncake_p2p.output import print_json, remark
 
 if TYPE_CHECKING:
@@ -33,23 +34,22 @@ class KeyRole(StrEnum):
     writer = "writer"
 
 
-def keygen(
-    file: Annotated[
-        str,
-        typer.Argument(metavar="FILE", help="The key file; a new one must not exist yet."),
-    ],
+@dataclass(frozen=True, slots=True)
+class KeyOptions:
+    """The task of `keygen`: a step of a rotation, or a key for a role."""
+
     add: Annotated[
         bool, typer.Option("--add", help="Step 1: append a new key that all will accept.")
-    ] = False,
+    ] = False
     promote: Annotated[
         bool, typer.Option("--promote", help="Step 2: the last key comes first: it proves.")
-    ] = False,
+    ] = False
     retire: Annotated[
         bool, typer.Option("--retire", help="Step 3: remove all keys but the first.")
-    ] = False,
+    ] = False
     role: Annotated[
-        KeyRole, typer.Option(help="Whom the key is for; a reader's and a writer's need --from.")
-    ] = KeyRole.member,
+        KeyRole, typer.Option(help="Role of the key; a reader's and a writer's need --from.")
+    ] = KeyRole.member
     source: Annotated[
         str | None,
         typer.Option(
@@ -58,7 +58,7 @@ def keygen(
             help="The cluster's key file, for --role reader and writer.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     namespace: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,7 +67,32 @@ def keygen(
             help="Where --role writer may write; may be repeated.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
+
+    def step(self) -> str:
+        """The step of a rotation; "" for a new key. Raises `BadParameter` for options that contradict each other."""
+        chosen = [step for step in _NEXT_STEP if getattr(self, step)]
+        if len(chosen) > 1:
+            raise typer.BadParameter("--add, --promote and --retire are steps: take one at a time")
+        if (self.role is KeyRole.member) == (self.source is not None):
+            raise typer.BadParameter("--role reader or writer and --from belong together")
+        if (self.role is KeyRole.writer) != bool(self.namespace):
+            raise typer.BadParameter("--role writer and --namespace belong together")
+        if chosen and self.source is not None:
+            raise typer.BadParameter(
+                f"--{chosen[0]} changes the cluster's key file; make the others' files from it anew"
+            )
+        return chosen[0] if chosen else ""
+
+
+@with_records
+def keygen(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="The key file; a new one must not exist yet."),
+    ],
+    *,
+    what: KeyOptions,
     json: Json = False,
 ) -> None:
     """Make a new cluster key: 32 random bytes in hexadecimal, in a file that only you can read.
@@ -90,36 +115,24 @@ def keygen(
 
     2. `keygen --promote FILE`: the new key proves; the old one is still accepted.
 
-    3. `keygen --retire FILE`: the old key is gone. Whoever was admitted with it is disconnected
-    within seconds; who holds the new one has connected anew.
+    3. `keygen --retire FILE`: the old key is gone. Peers that were admitted with it are disconnected
+    within seconds; those with the new one have connected anew.
 
     At every moment any two peers share a key, so nothing fails meanwhile. Each peer's log says
     which key proves, by the same short id that this command prints. A file that a peer cannot
     read or that is malformed leaves its keys as they were, and its log says so.
     """
-    steps = {"add": add, "promote": promote, "retire": retire}
-    chosen = [step for step, wanted in steps.items() if wanted]
-    if len(chosen) > 1:
-        raise typer.BadParameter("--add, --promote and --retire are steps: take one at a time")
-    if (role is KeyRole.member) == (source is not None):
-        raise typer.BadParameter("--role reader or writer and --from belong together")
-    namespaces = namespace or []
-    if (role is KeyRole.writer) != bool(namespaces):
-        raise typer.BadParameter("--role writer and --namespace belong together")
-    if chosen and source is not None:
-        raise typer.BadParameter(
-            f"--{chosen[0]} changes the cluster's key file; make the others' files from it anew"
-        )
-    ids = _change(Path(file), chosen[0]) if chosen else _make(Path(file), source, namespaces)
+    step, source = what.step(), what.source
+    ids = _change(Path(file), step) if step else _make(Path(file), source, what.namespace or [])
     if json:
         print_json({"file": file, "keys": ids})
         return
-    if not chosen:
-        where = "every machine" if source is None else f"the {role}s' machines"
+    if not step:
+        where = "every machine" if source is None else f"the {what.role}s' machines"
         remark(f"wrote {file}; copy it to {where} and join with --cluster-key-file {file}")
         return
     also = f"; accepted as well: {', '.join(ids[1:])}" if ids[1:] else ""
-    remark(f"{file}: key {ids[0]} proves{also}\n{_NEXT_STEP[chosen[0]]}")
+    remark(f"{file}: key {ids[0]} proves{also}\n{_NEXT_STEP[step]}")
 
 
 def _make(path: Path, source: str | None, namespaces: Sequence[str]) -> list[str]:
@@ -267,7 +280,7 @@ def _remarks(
 ) -> Sequence[str]:
     said = []
     if with_key:
-        said.append("this line is a secret: it holds the cluster key, with which anybody can join")
+        said.append("this line is a secret: it holds the cluster key, which lets a machine join")
     elif key_file:
         said.append(f"copy {key_file} to the next machine first")
     if own_user_only:

@@ -1,24 +1,16 @@
-"""`ls` and `locate`: what is stored, and where."""
+"""`ls` and `locate`: stored keys, and the peers that hold them."""
 
 from __future__ import annotations
 
 import shlex
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mooncake_p2p.options import (
-    DEFAULT_TIMEOUT,
-    Json,
-    Key,
-    Namespace,
-    Socket,
-    Timeout,
-    connected,
-)
+from mooncake_p2p.options import AtPeer, Key, with_records
 from mooncake_p2p.output import (
     print_json,
     print_table,
@@ -35,25 +27,34 @@ if TYPE_CHECKING:
     from p2pstore.results import Location, PeerInfo
 
 
-def ls(
-    prefix: Annotated[
-        str, typer.Argument(metavar="PREFIX", help="Only keys that begin so.", show_default=False)
-    ] = "",
+@dataclass(frozen=True, slots=True)
+class ListOptions:
+    """Which keys `ls` lists."""
+
     limit: Annotated[
-        int, typer.Option(min=1, max=100_000, metavar="N", help="At most so many.")
-    ] = 1000,
-    local: Annotated[bool, typer.Option("--local", help="Only what this peer holds.")] = False,
-    pinned: Annotated[bool, typer.Option("--pinned", help="Only what is pinned.")] = False,
+        int, typer.Option(min=1, max=100_000, metavar="N", help="Most keys to list.")
+    ] = 1000
+    local: Annotated[bool, typer.Option("--local", help="Only what this peer holds.")] = False
+    pinned: Annotated[bool, typer.Option("--pinned", help="Only what is pinned.")] = False
     after: Annotated[
         str,
         typer.Option(
             metavar="KEY", help="Only keys behind this one: the next page.", show_default=False
         ),
+    ] = ""
+
+
+@with_records
+def ls(
+    prefix: Annotated[
+        str,
+        typer.Argument(
+            metavar="PREFIX", help="Only keys that begin with this.", show_default=False
+        ),
     ] = "",
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    *,
+    which: ListOptions,
+    peer: AtPeer,
 ) -> None:
     """List keys of the whole cluster, in order.
 
@@ -64,10 +65,10 @@ def ls(
     NOTES: "pinned (hard)" is never evicted, "pinned (soft)" last; a "spare copy" is one of several
     that a peer made for itself, and the first to go when its memory is full.
     """
-    with connected(socket, namespace, timeout) as client, progress("asking all peers"):
-        page = client.list_keys(prefix, after=after, limit=limit, local=local, pinned=pinned)
-        cut_off = "" if local else how_cut_off(client.peers(everyone=True), page.silent_peers)
-    if json:
+    with peer.connected() as client, progress("asking all peers"):
+        page = client.list_keys(prefix, **asdict(which))
+        cut_off = "" if which.local else how_cut_off(client.peers(everyone=True), page.silent_peers)
+    if peer.json:
         print_json(
             {
                 "keys": [asdict(entry) for entry in page.keys],
@@ -77,7 +78,7 @@ def ls(
         )
     elif page.keys:
         print_table(
-            ("KEY", "SIZE", "PINNED" if pinned else "COPIES", "PEERS", "NOTES"),
+            ("KEY", "SIZE", "PINNED" if which.pinned else "COPIES", "PEERS", "NOTES"),
             [
                 (
                     entry.key,
@@ -102,19 +103,14 @@ def ls(
         remark(f"incomplete: {cut_off}")
 
 
-def locate(
-    key: Key,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
-) -> None:
+@with_records
+def locate(key: Key, *, peer: AtPeer) -> None:
     """Show which peers hold a key, as far as the local peer knows.
 
     Of copies elsewhere it knows the size rounded up to 4 KiB: SIZE then begins with <=. NOTES are those
     of `ls`; "local" is this peer's own copy, "unreachable" one whose peer does not answer.
     """
-    with connected(socket, namespace, timeout) as client:
+    with peer.connected() as client:
         copies = client.locate(key)
         lengths = _exact_lengths(client, key, copies)
         cut_off = how_cut_off(client.peers(everyone=True))
@@ -122,7 +118,7 @@ def locate(
         remark(f"incomplete: {cut_off}")
     if not copies:
         raise NoSuchKey(f"no such key: {printable(key)}")
-    if json:
+    if peer.json:
         documents = [{**asdict(copy), "length": lengths.get(copy.version)} for copy in copies]
         print_json({"key": key, "copies": documents})
         return
@@ -155,12 +151,12 @@ def locate(
 
 
 def how_cut_off(members: Sequence[PeerInfo], named: Collection[str] = ()) -> str:
-    """What to say when the local peer reaches less than half of the others, so that much may be missing in what it
-    says; else nothing. Those that left are no members any more, and of those that were `named` it was said."""
+    """A warning when the local peer reaches less than half of the other members, as its answer may be incomplete; else
+    "". Members that left do not count, nor those that were `named` already."""
     alive = [member for member in members if member.status == "alive" and not member.me]
     names = {
         member.name for member in alive
-    }  # who came back without a state directory is somebody else
+    }  # a peer that came back without a state directory is another member
     gone = [
         member
         for member in members

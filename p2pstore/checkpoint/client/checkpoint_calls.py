@@ -1,8 +1,8 @@
 """Publishing and fetching through the local peer. Written once for all drivers.
 
 The client opens the directory and passes its descriptor, so that a path means what it means to its user. Each call has
-a connection of its own, and its job ends with that: errors, cancellation and Ctrl-C leave nothing running. What was
-fetched stays for the next time.
+a connection of its own, and its job ends with that: errors, cancellation and Ctrl-C leave nothing running. Fetched
+pieces stay for the next time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack
@@ -129,13 +128,7 @@ class Checkpoints(CheckpointGroups):
             done = await self._ask(
                 connection, LocalKind.CHECKPOINT_PUBLISH, request, local.Published, progress
             )
-        with suppress(NoSuchKey):  # removed at this moment
-            notes += [
-                f"{each.publisher_name} ({each.publisher}) publishes {name!r} as well: peers that trust that publisher "
-                "take nothing from here"
-                for each in await self.status(name)
-                if not each.mine
-            ]
+        notes += await self._other_publishers(name)
         return PublishedCheckpoint(
             done.version.hex(),
             done.files,
@@ -144,6 +137,19 @@ class Checkpoints(CheckpointGroups):
             done.piece_bytes,
             tuple(notes),
         )
+
+    async def _other_publishers(self, name: str) -> list[str]:
+        """A note for each."""
+        try:
+            infos = await self.status(name)
+        except NoSuchKey:  # removed at this moment
+            return []
+        return [
+            f"{each.publisher_name} ({each.publisher}) publishes {name!r} as well: peers that trust that publisher "
+            "take nothing from here"
+            for each in infos
+            if not each.mine
+        ]
 
     async def _publish_tensors(
         self, request: local.Publish, tensors: Mapping[str, Any], progress: CheckpointWatch | None
@@ -337,7 +343,7 @@ class Checkpoints(CheckpointGroups):
         while True:
             reply = await connection.request(
                 LocalKind.CHECKPOINT_PROGRESS,
-                local.Progress(seen, round(1000 * LOOK_SECONDS)),
+                local.AskNews(seen, round(1000 * LOOK_SECONDS)),
                 local.ProgressReply,
                 progress_seconds=self._timeout + LOOK_SECONDS,
             )

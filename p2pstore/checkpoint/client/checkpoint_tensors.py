@@ -1,7 +1,7 @@
 """Tensors of a checkpoint in the local peer's memory: views, without a copy.
 
-Files in the safetensors format, and tensors that were published as such, are tensors by name; every file can be had as
-bytes. The memory is mapped read-only and stays as long as a view of it does.
+Tensors of safetensors files, and tensors published as such, have names; every file can be read as bytes. The memory is
+mapped read-only and stays as long as a view of it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ _PLAIN_NAMES: Final = frozenset(DTYPES.values())
 
 
 class Place(NamedTuple):
-    """Where a tensor is: from `begin` to `end` of a file, which is given by its number. `dtype` is what the file calls
-    it."""
+    """A tensor's bytes `begin` to `end` in a file, by number. `dtype` is the file's name for it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +55,7 @@ class Place(NamedTuple):
 
 
 class MappedVersion:
-    """A version in the local peer's memory, or as much of it as was fetched."""
+    """A version in the local peer's memory, or as much as was fetched."""
 
     def __init__(self, connection: LocalConnection, version: bytes) -> None:
         """Raises `ProtocolError` when the peer did not pass it."""
@@ -69,20 +68,19 @@ class MappedVersion:
         self._begins = plan_memory([file.size for file in self.manifest.files], 0).files
 
     def bytes_of(self, file: int, begin: int = 0, end: int | None = None) -> memoryview:
-        """Some bytes of a file, as far as it has them."""
+        """Bytes of a file, as far as it has them."""
         size = self.manifest.files[file].size
         at = self._begins[file]
         return self._view[at + min(begin, size) : at + (size if end is None else min(end, size))]
 
     def close(self) -> None:
-        """Let go of it; may be called twice."""
+        """Release it; idempotent."""
         self._connection.close()
 
 
 class CheckpointTensors(Mapping[str, Any]):
     """The tensors of one version, by name: read-only numpy arrays, or `torch` views, or `raw` bytes. Close it, or use
-    it as a context manager: then the peer may use the memory for something else; arrays that are still there stay what
-    they are."""
+    it as a context manager: then the peer may free the memory; arrays that are still in use stay valid."""
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class CheckpointTensors(Mapping[str, Any]):
         files: Collection[int],
         problems: Problems | None = None,
     ) -> None:
-        """`files`: the numbers of those that are there whole."""
+        """`files`: numbers of the files that are there whole."""
         self._version = version
         self._places = places
         self._files = {version.manifest.files[number].path: number for number in files}
@@ -99,12 +97,12 @@ class CheckpointTensors(Mapping[str, Any]):
 
     @property
     def broken(self) -> dict[str, str]:
-        """Files of the version, by path, that are not what they are called, and why: their tensors are missing here."""
+        """Broken files of the version, by path, with the reason: their tensors are missing."""
         return dict(self._problems.files)
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        """A read-only view. Raises `NoSuchKey` for a tensor that is not there, `CheckpointRefused` for one that its
-        file describes wrongly, and `P2PStoreError` for a dtype that numpy does not have here."""
+        """A read-only view. Raises `NoSuchKey` for a missing tensor, `CheckpointRefused` for a wrongly described one,
+        and `P2PStoreError` for a dtype that numpy does not have here."""
         place = self._place(name)
         try:
             kind = numpy_dtype(_plain_name(place.dtype))
@@ -119,9 +117,9 @@ class CheckpointTensors(Mapping[str, Any]):
         return empty
 
     def torch(self, name: str) -> Any:
-        """The tensor as torch has it, also of dtypes that numpy lacks (bfloat16): a view without a copy. The memory is
-        read-only, which torch does not know: to write to it in place ends the process. Raises as `[]`, and
-        `P2PStoreError` where torch is not installed."""
+        """A torch tensor, also of dtypes that numpy lacks (bfloat16): a view without a copy. The memory is read-only,
+        which torch does not know: writing in place ends the process. Raises as `[]`, and `P2PStoreError` where torch is
+        not installed."""
         place = self._place(name)
         try:
             kind = torch_dtype(place.dtype, _plain_name(place.dtype))
@@ -137,16 +135,16 @@ class CheckpointTensors(Mapping[str, Any]):
             return torch.frombuffer(view, dtype=kind).reshape(place.shape)
 
     def raw(self, name: str) -> memoryview:
-        """The tensor's bytes as the file has them, whatever its dtype. Raises as `[]`, but for a dtype."""
+        """The tensor's bytes in the file, of any dtype. Raises as `[]`, except for a dtype."""
         place = self._place(name)
         return self._version.bytes_of(place.file, place.begin, place.end)
 
     def dtype(self, name: str) -> str:
-        """What the file calls the tensor's dtype, such as `BF16` or `F4`. Raises like `raw`."""
+        """The file's name for the tensor's dtype, such as `BF16` or `F4`. Raises like `raw`."""
         return self._place(name).dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape, or that of the rows that were wanted. Raises like `raw`."""
+        """The shape of the tensor, or of its wanted rows. Raises like `raw`."""
         return self._place(name).shape
 
     def _place(self, name: str) -> Place:
@@ -166,7 +164,7 @@ class CheckpointTensors(Mapping[str, Any]):
 
     @property
     def files(self) -> list[str]:
-        """The paths of the files that are there: all, unless some tensors only were fetched."""
+        """Paths of the files that are there: all, unless only some tensors were fetched."""
         return list(self._files)
 
     def file(self, path: str) -> memoryview:
@@ -174,7 +172,7 @@ class CheckpointTensors(Mapping[str, Any]):
         return self._version.bytes_of(self._files[path])
 
     def close(self) -> None:
-        """Tell the peer that nobody looks at it any more; may be called twice."""
+        """Let the peer free the memory; idempotent."""
         self._version.close()
 
     def __enter__(self) -> CheckpointTensors:
@@ -185,19 +183,19 @@ class CheckpointTensors(Mapping[str, Any]):
 
 
 class Problems(NamedTuple):
-    """What is the matter with a version: with files, by path, and with tensors, by name."""
+    """Faults of a version: of files, by path, and of tensors, by name."""
 
     files: dict[str, str]
     tensors: dict[str, str]
 
     def why_not(self, name: str, known: Collection[str]) -> P2PStoreError:
-        """Why a tensor cannot be had."""
+        """The error for a tensor that is not there."""
         if name in self.tensors:
             return CheckpointRefused(f"tensor {name!r}: {self.tensors[name]}")
         return NoSuchKey(f"there is no tensor {name!r} here{nearest(name, known)}{self.said()}")
 
     def said(self) -> str:
-        """The files that are broken, to be appended to another text."""
+        """The broken files, to be appended to an error."""
         listed = [f"{path}: {why}" for path, why in self.files.items()]
         more = len(listed) - LOGGED_PROBLEMS
         shown = "; ".join(listed[:LOGGED_PROBLEMS]) + (
@@ -207,18 +205,17 @@ class Problems(NamedTuple):
 
 
 Rows = Callable[[str, tuple[int, ...]], slice | None]
-"""Which rows (of the first dimension) of a tensor are wanted, by its name and shape; None for all."""
+"""The wanted rows (of the first dimension) of a tensor, by its name and shape; None for all."""
 
 
 class TensorsWanted:
-    """Which pieces of a version some tensors are in. That stands in the files themselves: so `look` at what is there,
-    fetch `pieces`, and look again, until it finds nothing more; then `check`. A file that is not what it is called
-    harms only itself: see `problems`."""
+    """The pieces that wanted tensors are in. That stands in the files themselves: `look` at what is there, fetch
+    `pieces`, and repeat until `look` finds no more; then `check`. A broken file affects only itself: see `problems`."""
 
     def __init__(
         self, names: Sequence[str] = (), files: Sequence[str] = (), rows: Rows | None = None
     ) -> None:
-        """`names` and `files` are patterns; all tensors, and no other files, when there are none."""
+        """`names` and `files` are patterns; without any, all tensors and no other files."""
         self.pieces: PieceMap = NO_PIECES
         self.places: dict[str, Place] = {}
         self.files: set[int] = set()
@@ -229,27 +226,27 @@ class TensorsWanted:
         self._steps = [self._ask_indexes, self._ask_headers, self._ask_long_headers, self._ask_rows]
         self._headed: list[int] = []
         self._by_index: dict[str, str] = {}
-        """Which file an index says has a tensor: of several files that have it, that one counts."""
+        """The file of a tensor by an index, which counts when several files have it."""
         self._known: set[str] = set()
-        """Names of tensors, wanted or not."""
+        """Names of all tensors, wanted or not."""
 
     def look(self, version: MappedVersion) -> bool:
-        """Whether more is to be fetched now."""
+        """Whether more pieces are to be fetched now."""
         before = self.pieces
         while self._steps and self.pieces == before:
             self._steps.pop(0)(version)
         return self.pieces != before
 
     def take_all(self, version: MappedVersion) -> None:
-        """Everything is there."""
+        """All pieces are there."""
         self.files = set(range(len(version.manifest.files)))
         self._ask_headers(version)
         self._ask_long_headers(version)
         self._ask_rows(version)
 
     def check(self, manifest: Manifest) -> None:
-        """Raises `NoSuchKey` for a name or pattern that nothing matches, naming the nearest; `CheckpointRefused` when
-        what matches is broken. Other problems are said in the log."""
+        """Raises `NoSuchKey` for a name or pattern without a match, naming the nearest; `CheckpointRefused` when a
+        match is broken. Logs other faults."""
         called = f"checkpoint {manifest.name!r}"
         for pattern in self._names:
             if not unmatched(self.places, (pattern,)):
@@ -289,7 +286,7 @@ class TensorsWanted:
         self.pieces |= map_of(version.manifest.layout.pieces_of(file, begin, end))
 
     def _ask_indexes(self, version: MappedVersion) -> None:
-        """What says which file has which tensor; and other files that are wanted."""
+        """Ask for indexes of tensors, and for other wanted files."""
         for number, file in enumerate(version.manifest.files):
             chosen = self._patterns and is_chosen(file.path, self._patterns, ())
             if file.path.endswith(SUFFIX + INDEX_SUFFIX) or chosen:
@@ -297,7 +294,7 @@ class TensorsWanted:
                 self._ask(version, number)
 
     def _ask_headers(self, version: MappedVersion) -> None:
-        """The beginnings of files that may have wanted tensors."""
+        """Ask for the beginnings of files that may have wanted tensors."""
         useful: set[str] = set()
         useless: set[str] = set()
         there = {file.path for file in version.manifest.files}
@@ -327,7 +324,7 @@ class TensorsWanted:
             self.problems.files[path] = str(error)
 
     def _ask_long_headers(self, version: MappedVersion) -> None:
-        """Their headers, where these are longer than what came with their beginnings."""
+        """Ask for the rest of longer headers."""
         good = []
         for number in self._headed:
             file = version.manifest.files[number]
@@ -341,7 +338,7 @@ class TensorsWanted:
         self._headed = good
 
     def _ask_rows(self, version: MappedVersion) -> None:
-        """The tensors themselves."""
+        """Ask for the tensors."""
         for number, file in enumerate(version.manifest.files):
             if file.dtype:
                 self._place(
@@ -364,7 +361,7 @@ class TensorsWanted:
         self._find_missing()
 
     def _find_missing(self) -> None:
-        """Tensors that an index has, and the file that it names has not."""
+        """Find tensors that the file named by the index lacks."""
         for name, path in self._by_index.items():
             if self._is_wanted(name) and name not in self.places:
                 why = self.problems.files.get(path, "it has no such tensor")
@@ -393,8 +390,8 @@ class TensorsWanted:
 
 
 def _plain_name(dtype: str) -> str:
-    """What numpy, ml_dtypes or torch call a dtype. A name that only happens to be one of theirs is none: a `U4` of the
-    format would be text to numpy. Raises `P2PStoreError`."""
+    """The name of a dtype in numpy, ml_dtypes or torch. An accidental namesake does not count: a `U4` of the format
+    would be text to numpy. Raises `P2PStoreError`."""
     if dtype not in DTYPES and dtype not in _PLAIN_NAMES:
         raise P2PStoreError(f"{dtype!r} is not known here")
     return DTYPES.get(dtype, dtype)
@@ -402,7 +399,7 @@ def _plain_name(dtype: str) -> str:
 
 @contextmanager
 def _as_shaped(name: str, place: Place, library: str) -> Iterator[None]:
-    """A shape that a file may have and an array not, such as an empty one of (0, 2**62), as a `P2PStoreError`."""
+    """Raise a shape that an array cannot have, such as an empty one of (0, 2**62), as a `P2PStoreError`."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -413,7 +410,7 @@ def _as_shaped(name: str, place: Place, library: str) -> Iterator[None]:
 
 
 def _unknown(name: str, place: Place, library: str, error: P2PStoreError) -> P2PStoreError:
-    """What to do about a dtype that a library does not have here."""
+    """The error for a dtype that a library does not have here, with advice."""
     other = f"torch({name!r})" if library == "numpy" else f"[{name!r}]"
     return P2PStoreError(
         f"tensor {name!r} has dtype {place.dtype} and shape {place.shape}, and {library} has no such dtype here "
@@ -422,18 +419,16 @@ def _unknown(name: str, place: Place, library: str, error: P2PStoreError) -> P2P
 
 
 def _rows_of(name: str, place: Place, rows: slice) -> Place:
-    """Some rows of a tensor: they lie one behind the other."""
+    """The place of some consecutive rows of a tensor."""
     if not place.shape:
-        raise ValueError(f"{name} has no rows: it is one number")
+        raise ValueError(f"{name} has no rows: it is a scalar")
     begin, end, step = rows.indices(place.shape[0])
     if step != 1:
-        raise ValueError(f"{name}: rows one behind the other, please, not every {step}th")
+        raise ValueError(f"{name}: rows must be consecutive, not every {step}th")
     end = max(begin, end)
     whole, count = place.end - place.begin, place.shape[0]
     if count and whole % count:
-        raise ValueError(
-            f"{name}: its rows do not begin at whole bytes ({place.dtype}): take all of it"
-        )
+        raise ValueError(f"{name}: its rows are not whole bytes ({place.dtype}): take all of it")
     row_bytes = whole // count if count else 0
     return place._replace(
         shape=(end - begin, *place.shape[1:]),

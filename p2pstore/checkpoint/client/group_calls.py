@@ -17,6 +17,7 @@ from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
 from p2pstore.errors import CheckpointRefused, FollowersLag, P2PStoreError
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import format_peer_id
 from p2pstore.results import (
@@ -100,7 +101,7 @@ class CheckpointGroups:
         while True:
             reply = await connection.request(
                 LocalKind.CHECKPOINT_FOLLOW_NEWS,
-                local.FollowNews(seen, round(1000 * NEWS_SECONDS)),
+                local.AskNews(seen, round(1000 * NEWS_SECONDS)),
                 local.FollowNewsReply,
                 progress_seconds=max(self._timeout, PATIENCE_SECONDS),
             )
@@ -175,7 +176,7 @@ class CheckpointGroups:
         while True:
             reply = await connection.request(
                 LocalKind.CHECKPOINT_UPDATE_NEWS,
-                local.UpdateNews(seen, round(1000 * NEWS_SECONDS)),
+                local.AskNews(seen, round(1000 * NEWS_SECONDS)),
                 local.UpdateNewsReply,
                 progress_seconds=max(self._timeout, PATIENCE_SECONDS),
             )
@@ -282,11 +283,13 @@ class CheckpointGroups:
             return await LocalConnection.open(
                 self._driver,
                 self._path,
-                namespace=self._namespace,
-                access=Access.WRITE,
-                timeout_seconds=self._timeout,
-                directory=descriptor,
-                checkpoint=checkpoint,
+                Opening(
+                    self._namespace,
+                    Access.WRITE,
+                    directory=descriptor,
+                    checkpoint=checkpoint,
+                ),
+                self._timeout,
             )
         finally:
             if descriptor != passed:

@@ -1,8 +1,5 @@
-"""Named tensors as a file in the safetensors format, in sealed memory that the local peer publishes from.
-
-The tensors are written there once, which is the only copy: the peer reads the same memory, and it stays as long as it
-is published.
-"""
+"""Named tensors as a safetensors file in sealed memory, from which the local peer publishes. They are copied once: the
+peer reads the same memory, which stays as long as it is published."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _NAMES: Final = {name: short for short, name in DTYPES.items()}
 
 
 class TensorImage(NamedTuple):
-    """The file's header, and the bytes of tensors in their order behind it."""
+    """The file's header, and the bytes of its tensors in order."""
 
     header: bytes
     tensors: list[memoryview]
@@ -37,11 +34,11 @@ class TensorImage(NamedTuple):
 
 
 def plan_image(tensors: Mapping[Any, Any]) -> TensorImage:
-    """How the file will be. The largest elements come first, so that all are aligned; then by name, so that the same
-    tensors always lie at the same place, and a version that differs in some has the other pieces in common.
+    """The layout of the file. The largest elements come first, so that all are aligned; then by name, so that equal
+    tensors always have the same place, and versions share unchanged pieces.
 
-    Raises `CheckpointRefused` when there is none or a dtype is none of the format's, `TypeError` and `ValueError` for
-    what is no tensor that lies in one piece in this host's memory.
+    Raises `CheckpointRefused` without tensors and for a dtype outside the format, `TypeError` and `ValueError` for what
+    is no contiguous tensor in this host's memory.
     """
     if not tensors:
         raise CheckpointRefused("there is no tensor to publish")
@@ -79,8 +76,8 @@ def plan_image(tensors: Mapping[Any, Any]) -> TensorImage:
 
 
 def write_image(image: TensorImage) -> int:
-    """A descriptor of sealed memory with the file in it, to be closed by the caller. Raises `CapacityExceeded` when it
-    has no room."""
+    """A descriptor of sealed memory with the file, to be closed by the caller. Raises `CapacityExceeded` without
+    room."""
     room, where = available_memory()
     if image.total_bytes > room:
         raise CapacityExceeded(

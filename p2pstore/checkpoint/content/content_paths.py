@@ -1,7 +1,7 @@
-"""Which names a manifest may give to files and checkpoints. Pure.
+"""Valid names of files and checkpoints, and patterns that choose files. Pure.
 
-What a manifest names is created below a directory of whoever fetches it. So a path is plain: relative, made of
-names, going nowhere but down. There are no links in a manifest at all.
+A manifest's paths are created below a directory of the fetching peer, so they are plain: relative, without `..`. A
+manifest has no links. A pattern is for a whole relative path, and `*` in it matches anything, `/` too.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 MAX_PATH_BYTES: Final = 1024
 MAX_NAME_BYTES: Final = 255
-"""Of one part of a path, as file systems have it, and of a checkpoint's name."""
+"""Of one part of a path, as in file systems, and of a checkpoint's name."""
 MAX_DEPTH: Final = 32
 CURRENT: Final = "current"
-"""The link to the version that counts, where versions are kept."""
+"""The link to the version in use, where versions are kept."""
 RESERVED_PREFIX: Final = ".p2pstore"
-"""Files of the one who fetches, beside what was published, begin like this."""
+"""Prefix of the fetching peer's own files beside the published ones."""
 
 
 _PLAIN_PART: Final = r"[\w\-+=,@~ ][\w.\-+=,@~ ]*"
 _PLAIN: Final = re.compile(f"{_PLAIN_PART}(?:/{_PLAIN_PART})*", re.ASCII)
-"""Paths that need no look at each of their characters, as long as they are short."""
+"""Short paths of these characters need no further check."""
 
 
 def check_path(path: str) -> None:
-    """Raises `CheckpointRefused` for what is not a plain relative path, saying why."""
+    """Raises `CheckpointRefused` for a path that is not plain and relative, with the reason."""
     if len(path) <= MAX_NAME_BYTES and path.count("/") < MAX_DEPTH and _PLAIN.fullmatch(path):
         return
     if not path or len(path.encode(errors="surrogatepass")) > MAX_PATH_BYTES:
@@ -51,7 +51,8 @@ def check_path(path: str) -> None:
 
 
 def check_paths(paths: Sequence[str]) -> None:
-    """Each of them, and all together: in order, none twice, none below another. Raises `CheckpointRefused`."""
+    """Check each path, and all together: in order, without duplicates, none below another. Raises
+    `CheckpointRefused`."""
     files = set(paths)
     for path in paths:
         check_path(path)
@@ -68,7 +69,7 @@ def check_paths(paths: Sequence[str]) -> None:
 
 
 def check_checkpoint_name(name: str) -> None:
-    """Raises `CheckpointRefused` for what cannot name a checkpoint: `@` ends a name, before a version."""
+    """Raises `CheckpointRefused` for an invalid name of a checkpoint: `@` separates name and version."""
     length = len(name.encode(errors="surrogatepass"))
     if not 1 <= length <= MAX_NAME_BYTES or not name.isprintable() or set(name) & set("@ "):
         raise CheckpointRefused(
@@ -91,9 +92,9 @@ def _check_part(part: str, path: str) -> None:
 
 NAMED_FILES: Final = 8
 NEAREST: Final = 3
-"""Names that an error suggests."""
+"""Names suggested by an error."""
 MOST_COMPARED: Final = 5_000
-"""Names that are compared letter by letter; 0.3 s."""
+"""Names compared letter by letter; 0.3 s."""
 WILDCARDS: Final = frozenset("*?[")
 
 
@@ -102,8 +103,7 @@ BOOKKEEPING_SUFFIXES: Final = (".incomplete", ".lock", ".crdownload", ".aria2")
 
 
 def bookkeeping_in(path: str) -> str:
-    """What makes a path one of a download's or a version control's own, which nobody who fetches needs: the name of a
-    folder, or a suffix; empty for others."""
+    """The folder or suffix that marks a path as bookkeeping of a download or version control; empty for others."""
     around = f"/{path}/"
     for folder in BOOKKEEPING_FOLDERS:
         if f"/{folder}/" in around:
@@ -112,27 +112,26 @@ def bookkeeping_in(path: str) -> str:
 
 
 def is_asked_for(path: str, mark: str, include: Sequence[str]) -> bool:
-    """Whether a pattern that names such a mark matches the path: then it is wanted all the same."""
+    """Whether a pattern with such a mark matches the path: then the file is wanted."""
     return any(mark in pattern and fnmatchcase(path, pattern) for pattern in include)
 
 
 def is_chosen(path: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    """Whether a path matches some of `include`, if there are any, and none of `exclude`."""
+    """Whether a path matches some `include`, if there are any, and no `exclude`."""
     if matches(path, exclude):
         return False
     return not include or matches(path, include)
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:
-    """Whether a name is one of these patterns (it may have brackets itself), or matches one."""
+    """Whether a name equals or matches one of these patterns (it may contain brackets itself)."""
     return name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def choose_files(
     manifest: Manifest, include: Sequence[str], exclude: Sequence[str]
 ) -> frozenset[int] | None:
-    """The numbers of the files that are chosen; None when all of them are. Raises `ValueError` when none is, naming
-    some that there are."""
+    """Numbers of the chosen files; None for all. Raises `ValueError` when no file is chosen, naming some that exist."""
     chosen = frozenset(
         number
         for number, file in enumerate(manifest.files)
@@ -149,7 +148,7 @@ def choose_files(
 
 
 def unmatched(paths: Collection[str], patterns: Sequence[str]) -> list[str]:
-    """The patterns that match none of these."""
+    """The patterns without a match."""
     found = []
     for pattern in patterns:
         if pattern in paths:
@@ -160,8 +159,7 @@ def unmatched(paths: Collection[str], patterns: Sequence[str]) -> list[str]:
 
 
 def nearest(wanted: str, known: Collection[str]) -> str:
-    """What may have been meant by a name or pattern that nothing matches, to be appended to an error; else some of
-    what there is."""
+    """Suggestions for a name or pattern without a match, to be appended to an error."""
     plain = wanted.strip("*?").lower()
     like = [name for name in known if plain and plain in name.lower()]
     if not like:

@@ -1,8 +1,8 @@
-"""The versions that are in a directory, which of them `current` names, and which have some of their files only. Shell;
-blocking.
+"""The versions in a directory: which are there, which have some files only, which one `current` names, and the record
+of an unfinished one's pieces. Shell; blocking.
 
-A version with some files only is none that anybody follows or passes on as a whole: `DIR/.p2pstore/VERSION.part` says
-which files are there. The record is there before they are.
+Followers ignore a version with some files only, and it is not passed on as a whole: `DIR/.p2pstore/VERSION.part` names
+its files, and is written before them.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _PART_FORMAT: Final = 1
 
 
 class _Part(Message, frozen=True):
-    """Which files of a version are there: a bit a file, lowest first."""
+    """The files of a version that are there: a bit a file, lowest first."""
 
     format: int
     files: bytes
 
 
 def current_version(directory: Path) -> bytes:
-    """The version that `current` names, which may have some of its files only; empty when there is none. Raises
-    `ConfigError` when it is no link, and `OSError`."""
+    """The version that `current` names, perhaps with some files only; empty for none. Raises `ConfigError` when it is
+    no link, and `OSError`."""
     current = directory / CURRENT
     if current.exists() and not current.is_symlink():
         raise ConfigError(f"{current} is not a link: choose another directory")
@@ -61,8 +61,8 @@ def current_version(directory: Path) -> bytes:
 def versions_with(
     directory: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> list[bytes]:
-    """The versions that are there with all their files, or all that are chosen (`choose_files`). Raises `ConfigError`
-    for a record that is damaged, and `OSError`."""
+    """The versions with all their files, or with all that are chosen (`choose_files`). Raises `ConfigError` for a
+    damaged record, and `OSError`."""
     return [
         version
         for version in kept_versions(directory)
@@ -74,7 +74,7 @@ def versions_with(
 def _has_chosen(
     directory: Path, version: bytes, include: Sequence[str], exclude: Sequence[str]
 ) -> bool:
-    """Of a version with some files only."""
+    """Whether a version with some files only has the chosen ones."""
     signed = kept_manifest(directory, version)
     if signed is None:
         return False
@@ -88,13 +88,13 @@ def _has_chosen(
 
 
 def kept_versions(directory: Path) -> list[bytes]:
-    """The versions that are there, also those with some of their files. Raises `OSError`."""
+    """All versions in the directory, also those with some files only. Raises `OSError`."""
     return [bytes.fromhex(name) for name in versions_in(directory)]
 
 
 def kept_manifest(directory: Path, version: bytes) -> SignedManifest | None:
-    """The manifest of a version that is there, as its publisher signed it; None where there is none. Whoever may write
-    to the directory may have changed it: check it. Raises `OSError`."""
+    """The signed manifest of a version in the directory; None for none. Any writer of the directory may have changed
+    it: verify it. Raises `OSError`."""
     name = format_version(version)
     try:
         return decode_body(
@@ -105,8 +105,8 @@ def kept_manifest(directory: Path, version: bytes) -> SignedManifest | None:
 
 
 def switch_current(directory: Path, version: bytes) -> None:
-    """Have `current` name a version that is there: at once, and for good when this returns. May be called while another
-    version is fetched to the directory. Raises `FileNotFoundError` when the version is not there, and `OSError`."""
+    """Have `current` name a version, at once and durably; allowed while another version is fetched. Raises
+    `FileNotFoundError` when the version is not there, and `OSError`."""
     name = format_version(version)
     if not (directory / name).is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory / name))
@@ -123,8 +123,8 @@ def switch_current(directory: Path, version: bytes) -> None:
 
 
 def part_of(directory: Path, version: bytes, count: int) -> frozenset[int] | None:
-    """The files, by number, that are there of a version with `count` of them; None when nothing says that some are
-    missing. Raises `ConfigError` for a record that is damaged, and `OSError`."""
+    """The files, by number, of a version with `count` files; None when it is not recorded as incomplete. Raises
+    `ConfigError` for a damaged record, and `OSError`."""
     path = _part_file(directory, format_version(version))
     try:
         part = decode_body(_Part, read_regular_file(path))
@@ -139,7 +139,7 @@ def part_of(directory: Path, version: bytes, count: int) -> frozenset[int] | Non
 
 
 def write_part(directory: Path, version: bytes, files: Collection[int] | None, count: int) -> None:
-    """Say which files of a version are there; None: all. Durable when this returns. Raises `OSError`."""
+    """Record which files of a version are there; None: all. Durable on return. Raises `OSError`."""
     path = _part_file(directory, format_version(version))
     if files is None:
         path.unlink(missing_ok=True)
@@ -149,7 +149,7 @@ def write_part(directory: Path, version: bytes, files: Collection[int] | None, c
 
 
 def versions_in(directory: Path) -> list[str]:
-    """Names of the versions that are there, those that were begun or used first before others."""
+    """Names of the versions in the directory, in the order of their first fetch or last use."""
     found = []
     for manifest in (directory / STATE).glob("*.manifest"):
         name = manifest.name.removesuffix(".manifest")
@@ -160,15 +160,15 @@ def versions_in(directory: Path) -> list[str]:
 
 
 def forgetting_versions(directory: Path, keep: int, placed: str = "") -> Iterator[None]:
-    """Remove versions, in steps, until `keep` are left; never what `current` names, nor the one just placed."""
+    """Remove versions, in steps, until `keep` are left; never the one that `current` names, nor the one just placed."""
     current = format_version(current_version(directory))
     staying = {current, placed} - {""}
     others = [name for name in versions_in(directory) if name not in staying]
     for name in others[: max(0, len(others) + len(staying) - max(1, keep))]:
         state = directory / STATE
         going = state / f"{name}.going"
-        yield from removing_tree(going)  # of an earlier time, which was interrupted
-        (directory / name).rename(going)  # nobody finds half of it
+        yield from removing_tree(going)  # left by an interrupted removal
+        (directory / name).rename(going)  # so that no half version is found
         (state / f"{name}.manifest").unlink()
         _part_file(directory, name).unlink(missing_ok=True)
         yield from removing_tree(going)
@@ -176,8 +176,8 @@ def forgetting_versions(directory: Path, keep: int, placed: str = "") -> Iterato
 
 
 def removing_tree(root: Path) -> Iterator[None]:
-    """Remove a folder and all below it, in steps of a folder or some files each; nothing, where there is none. Links
-    are not followed. Raises `OSError`."""
+    """Remove a folder with its content, if there is one, in steps of a folder or some files each. Links are not
+    followed. Raises `OSError`."""
     for folder, folders, files in os.walk(root, topdown=False):
         for count, name in enumerate(files):
             os.unlink(os.path.join(folder, name))
@@ -192,7 +192,7 @@ def removing_tree(root: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Have a file or a directory be on the disk. Raises `OSError`."""
+    """Make a file or a directory durable. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -216,12 +216,12 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> bytes:
-    """36 bytes that are others after each start of the machine."""
+    """36 bytes that differ after each start of the machine."""
     return BOOT_ID.read_bytes().strip()
 
 
 class PieceRecord:
-    """The record of one version; made when there is none, or one of something else. May be used by several threads."""
+    """The pieces of one unfinished version, in a file; a record of anything else is replaced. For several threads."""
 
     def __init__(self, path: Path, version: bytes, count: int, boot: bytes) -> None:
         """Raises `OSError`, and `ConfigError` for what is not a regular file."""
@@ -233,9 +233,9 @@ class PieceRecord:
             header = self._header = _HEADER.pack(MAGIC, FORMAT, count, version, boot)
             found = os.pread(self._descriptor, _HEADER.size + -(-count // 8), 0)
             self.have = NO_PIECES
-            """The pieces that are there."""
+            """Pieces written."""
             self.is_certain = found[: _HEADER.size] == header
-            """Whether all of them were written since the machine was started; what was not is to be verified."""
+            """Whether all of them were written since the machine was started; others are to be verified."""
             if found[: _HEADER.size - 36] == header[:-36]:
                 self.have = int.from_bytes(found[_HEADER.size :], "little") & full_map(count)
             else:
@@ -247,7 +247,7 @@ class PieceRecord:
             raise
 
     def add(self, piece: int) -> None:
-        """The piece is written."""
+        """Add a written piece."""
         with self._lock:
             self.have |= 1 << piece
             place = piece // 8
@@ -255,16 +255,16 @@ class PieceRecord:
             os.pwrite(self._descriptor, bytes([byte]), _HEADER.size + place)
 
     def now_certain(self) -> None:
-        """All pieces that are left were verified, or there are none."""
+        """All remaining pieces were verified, or there are none."""
         os.pwrite(self._descriptor, self._header, 0)
         self.is_certain = True
 
     def remove(self, pieces: PieceMap) -> None:
-        """These pieces are not there after all."""
+        """Remove pieces."""
         with self._lock:
             self.have &= ~pieces
             os.pwrite(self._descriptor, pack_map(self.have, self._count), _HEADER.size)
 
     def close(self) -> None:
-        """The file stays."""
+        """Close the file, which stays."""
         os.close(self._descriptor)

@@ -1,8 +1,8 @@
-"""Hashing pieces where they lie: to make a manifest of files or tensors, and to verify what was fetched. Shell.
+"""Reading and hashing pieces, to make manifests and to verify what was fetched. Shell.
 
-All bytes are read once, by threads side by side: more of them than there are cores, as each has one read under way
-when it does not hash. A thread takes neighbouring pieces of one file at a time, 16 MiB at most (or one piece), so that
-cancelling takes effect soon. Reading and BLAKE3 let go of the interpreter's lock.
+All bytes are read once, by more threads than cores: each has a read under way when it does not hash. A thread takes
+neighbouring pieces of one file, up to 16 MiB or one piece, so that a cancellation takes effect soon. Reads and BLAKE3
+release the GIL.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ LEAST_THREADS: Final = 4
 MOST_THREADS: Final = 16
 
 Progress = Callable[[int], None]
-"""Told of so many more bytes that were hashed."""
+"""Called with the number of bytes hashed since the last call."""
 Opened = Callable[[int], AbstractContextManager[int]]
-"""A file by its number, open for one thread: a descriptor of its own for the time of a block, unless it is memory."""
+"""Opens a file, by number, for one thread: a descriptor for the time of a block."""
 
 
 class SourceEntry(Protocol):
-    """A file or a tensor, as a manifest describes it, but its hash."""
+    """A file or a tensor, as a manifest describes it, without its hash."""
 
     @property
     def path(self) -> str: ...
@@ -59,7 +59,7 @@ class SourceEntry(Protocol):
 
 
 class Source(Protocol):
-    """What is published: `SourceDirectory` or `SourceMemory`."""
+    """A publication: `SourceDirectory` or `SourceMemory`."""
 
     @property
     def files(self) -> Sequence[SourceEntry]: ...
@@ -70,13 +70,13 @@ class Source(Protocol):
 
 
 class PieceHashes:
-    """Hashes of pieces and of small files, as they become known. Each step writes to places of its own."""
+    """Hashes of pieces and of small files. Concurrent steps write to places of their own."""
 
     def __init__(self, layout: PieceLayout, opened: Opened, reader: BulkReader) -> None:
         self.packed = bytearray(HASH_BYTES * layout.count)
-        """Of all pieces, one behind the other; zeros for those that were not hashed."""
+        """Concatenated hashes of all pieces; zeros for those not hashed."""
         self.small_files: dict[int, bytes] = {}
-        """Of those that share a piece with others."""
+        """Of files that share a piece with others."""
         self._layout = layout
         self._opened = opened
         self._reader = reader
@@ -88,8 +88,8 @@ class PieceHashes:
     async def find(
         self, pieces: Iterable[int], *, threads: int = 0, progress: Progress = lambda count: None
     ) -> None:
-        """Hash these pieces, which are in their order. `threads`: 0 for the usual number, by cores. Raises `OSError`,
-        `EOFError` for a file that is too short, and what `opened` raises."""
+        """Hash these pieces, which are in order. `threads`: 0 for the usual number, by cores. Raises `OSError`,
+        `EOFError` for a short file, and errors of `opened`."""
         usual = min(MOST_THREADS, max(LEAST_THREADS, os.cpu_count() or 1))
         limiter = trio.CapacityLimiter(threads or usual)
         runs = neighbours(self._layout, pieces, STEP_BYTES)
@@ -111,8 +111,8 @@ class PieceHashes:
             raise failures[0]
 
     def hash_run(self, pieces: range) -> int:
-        """Hash pieces that are neighbours in one file, or one piece that files share; returns their bytes. Blocking.
-        Raises like `find`."""
+        """Hash neighbouring pieces of one file, or one shared piece; returns their bytes. Blocking. Raises like
+        `find`."""
         extents = self._layout.extents(pieces[0])
         if self._layout.is_shared(pieces[0]):
             return self._hash_shared(pieces[0], extents)
@@ -149,8 +149,7 @@ class PieceHashes:
 
 
 def neighbours(layout: PieceLayout, pieces: Iterable[int], most_bytes: int) -> Iterator[range]:
-    """Pieces in their order, gathered: those that follow one another in one file, so many bytes at a time at most;
-    one that files share is alone."""
+    """Runs of consecutive pieces of one file, at most `most_bytes` each; a shared piece is a run of its own."""
     run = range(0)
     for piece in pieces:
         joins = (
@@ -177,12 +176,9 @@ async def hash_source(
     threads: int = 0,
     progress: Progress = lambda count: None,
 ) -> Manifest:
-    """The manifest of all files, or tensors. `piece_bytes` and `threads`: 0 for the usual, by size and by cores;
-    `previous_piece_bytes` is that of the version before, see `choose_piece_bytes`.
-
-    Raises `CheckpointChanged` when a file changes meanwhile, `CheckpointRefused` for a name or sizes that a manifest
-    cannot have, `OSError` when a file cannot be read.
-    """
+    """The manifest of all files or tensors. `piece_bytes` and `threads`: 0 for the usual, by size and by cores;
+    `previous_piece_bytes`: see `choose_piece_bytes`. Raises `CheckpointChanged` when a file changes meanwhile,
+    `CheckpointRefused` for a name or size that a manifest cannot have, `OSError` when a file cannot be read."""
     plan = partial(_plan, source, piece_bytes, previous_piece_bytes)
     layout = await trio.to_thread.run_sync(plan)
     hashes = PieceHashes(layout, source.opened, reader or BulkReader())
@@ -192,13 +188,13 @@ async def hash_source(
 
 
 def _plan(source: Source, piece_bytes: int, previous_piece_bytes: int) -> PieceLayout:
-    """The pieces; 0.1 s for 100,000 files."""
+    """The layout of pieces; 0.1 s for 100,000 files."""
     sizes = [file.size for file in source.files]
     return PieceLayout(sizes, piece_bytes or choose_piece_bytes(sizes, previous_piece_bytes))
 
 
 def _describe(source: Source, name: str, layout: PieceLayout, hashes: PieceHashes) -> Manifest:
-    """The manifest, when all is hashed; 0.5 s for 100,000 files."""
+    """The manifest, after hashing; 0.5 s for 100,000 files."""
     empty = hash_of(b"")
     files = []
     for number, file in enumerate(source.files):
@@ -215,13 +211,13 @@ def _describe(source: Source, name: str, layout: PieceLayout, hashes: PieceHashe
 
 
 BLOCK_BYTES: Final = 1024 * 1024
-"""That are read and hashed at once: what a disk likes, and a processor's cache holds."""
+"""Read and hashed at once: efficient for disks, and small enough for a processor's cache."""
 AHEAD_BYTES: Final = 4 * BLOCK_BYTES
-"""That the kernel is asked for ahead, of each range that is read."""
+"""Readahead, in each range."""
 CACHE_SECONDS_PER_BYTE: Final = 0.6e-9
-"""CPU time that filling the page cache may take; 0.1 to 0.4 is usual."""
+"""Above this CPU time for filling the page cache, files are read past it; 0.1e-9 to 0.4e-9 is usual."""
 JUDGED_BYTES: Final = BLOCK_BYTES
-"""With fewer, it is not known."""
+"""Minimum sample for that."""
 _PAGE: Final = mmap.PAGESIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -229,18 +225,24 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class BulkReader:
-    """Reads ranges of files for several threads."""
+    """Reads ranges of files to hash them, as fast as their disk gives them; blocking, for several threads.
+
+    Cached blocks come from the page cache, others through it with readahead, as hashed files are often read again soon.
+    Reading past the cache (O_DIRECT) is for files that would not stay in it, and for machines where filling it takes
+    more CPU time than the disk takes: in many virtual machines the host allocates memory at the first touch, 2 s of CPU
+    time for 1 GB; direct I/O into the same blocks takes 0.1 s.
+    """
 
     def __init__(self, *, past_cache: bool = False) -> None:
-        """`past_cache`: what is read is more than memory has room for. Raises `OSError`."""
+        """`past_cache`: the files have no room in memory. Raises `OSError`."""
         self.past_cache = past_cache
-        """Whether what is not in the page cache is read past it; becomes true when that is found to be better."""
+        """Whether to read uncached blocks past the page cache; set when that is found to be cheaper."""
         self._file_systems = Path("/proc/self/mountinfo").read_text()
         self._buffers: list[mmap.mmap] = []
 
     def blocks(self, descriptor: int, offset: int, length: int) -> Iterator[memoryview]:
-        """The bytes of a range, block by block; each view is good until the next. `offset` is a multiple of 4,096,
-        `descriptor` is used by nobody else meanwhile. Raises `OSError`, and `EOFError` when the file ends before."""
+        """The bytes of a range, block by block; each view is valid until the next. `offset` is a multiple of 4,096;
+        `descriptor` must not be in use elsewhere. Raises `OSError`, and `EOFError` for a short file."""
         if not length:
             return
         on_disk = is_local(self._file_systems, os.fstat(descriptor).st_dev)
@@ -278,13 +280,13 @@ class _Price:
 
     @property
     def is_high(self) -> bool:
-        """Whether it is known to be more than reading past the cache takes."""
+        """Whether it exceeds the cost of reading past the cache."""
         limit = self._bytes * CACHE_SECONDS_PER_BYTE
         return self._bytes >= JUDGED_BYTES and self._seconds > limit
 
     @contextmanager
     def of(self, length: int) -> Iterator[None]:
-        """So many bytes are read in the block."""
+        """Measure the read of `length` bytes in the block."""
         began = time.thread_time()
         yield
         self._seconds += time.thread_time() - began
@@ -292,8 +294,8 @@ class _Price:
 
 
 def cached_blocks(descriptor: int, offset: int, length: int) -> list[bool]:
-    """Of each block of a range, whether the page cache has all of it. (Of others' files the kernel does not say: all
-    are then.)"""
+    """For each block of a range, whether the page cache has all of it. (Of files of other users, the kernel reports all
+    pages as cached.)"""
     blocks = -(-length // BLOCK_BYTES)
     try:
         mapping = mmap.mmap(descriptor, length, prot=mmap.PROT_READ, offset=offset)
@@ -311,7 +313,7 @@ def cached_blocks(descriptor: int, offset: int, length: int) -> list[bool]:
 
 
 def _read_past(descriptor: int, whole: memoryview, view: memoryview, offset: int) -> bool:
-    """Read a block past the page cache. False when this file cannot be read so, or not all at once."""
+    """Read a block past the page cache. False when the file does not support it, or for a short read."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -338,8 +340,8 @@ LOCAL_FILE_SYSTEMS: Final = frozenset(
 
 
 def is_local(file_systems: str, device: int) -> bool:
-    """Whether files on `device` (`st_dev`) are on a disk or in memory of this machine. `file_systems` is what
-    /proc/self/mountinfo says; what is not in it is not known to be."""
+    """Whether files on `device` (`st_dev`) are known to be on a disk or in memory of this machine. `file_systems`:
+    content of /proc/self/mountinfo."""
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in file_systems.splitlines():
         before, _, after = line.partition(" - ")
@@ -350,5 +352,5 @@ def is_local(file_systems: str, device: int) -> bool:
 
 
 def is_local_directory(path: Path) -> bool:
-    """`is_local` of a directory that there is. Raises `OSError`."""
+    """`is_local` for an existing directory. Raises `OSError`."""
     return is_local(Path("/proc/self/mountinfo").read_text(), path.stat().st_dev)

@@ -1,14 +1,14 @@
-"""The manifest of a checkpoint: what it is made of, signed. Pure.
+"""The manifest of a checkpoint: its content, signed. Pure.
 
-A manifest is a msgpack array with a format number. Its version is the first 16 bytes of the BLAKE3 of its bytes, so
-the same files under the same name are the same version, whoever publishes them and when. The publisher signs the
-whole BLAKE3 (32 bytes) with its ed25519 key. Pieces have BLAKE3 of 32 bytes each: a piece is what arrives and is
-verified. A file that has pieces of its own has the BLAKE3 of their hashes, a smaller one that of its bytes (what
-`b3sum` prints): so each byte is hashed once, and parts of one file by several cores. (Older versions hashed all bytes
-of each file a second time; such manifests say so by saying nothing.)
+A manifest is a msgpack array with a format number. Its version is the first 16 bytes of the BLAKE3 of its bytes: the
+same files under the same name are the same version, from any publisher, at any time. The publisher signs the whole
+BLAKE3 (32 bytes) with its ed25519 key. Each piece, which arrives and is verified as a unit, has a BLAKE3 of 32 bytes. A
+file with pieces of its own has the BLAKE3 of their hashes, a smaller one that of its bytes (the output of `b3sum`): so
+each byte is hashed once, and several cores hash one file. (Manifests of older versions, without `file_hashes`, have the
+BLAKE3 of each file's bytes.)
 
-Whoever reads a manifest checks, in this order: length, version, signature, form, names and sizes. So nobody but the
-publisher gets as far as the parser, and what the publisher may have wrong is refused before anything is created.
+A reader checks in this order: length, version, signature, form, names and sizes. So only the publisher's bytes reach
+the parser, and its errors are refused before a file is made.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Verifier(Protocol):
 
 
 class FileHashes(IntEnum):
-    """What the hash of a file is, of at least a piece; that of a smaller one is always the BLAKE3 of its bytes."""
+    """How a large file's hash is computed; that of a file below one piece is always the BLAKE3 of its bytes."""
 
     OF_BYTES = 0
     OF_PIECES = 1
-    """The BLAKE3 of its pieces' hashes, one behind the other."""
+    """The BLAKE3 of the concatenated hashes of its pieces."""
 
 
 class FileEntry(Message, frozen=True, gc=False):
@@ -82,8 +82,8 @@ class FileEntry(Message, frozen=True, gc=False):
 
 
 class Manifest(Message, frozen=True, dict=True):
-    """What a version of a checkpoint is made of. `files` are in the order of their paths; `piece_hashes` are those of
-    all pieces, one behind the other. `file_hashes`: a number of `FileHashes`."""
+    """The content of a version. `files` are in the order of their paths; `piece_hashes` are the concatenated hashes of
+    all pieces. `file_hashes`: a number of `FileHashes`."""
 
     format: int
     name: str
@@ -94,27 +94,27 @@ class Manifest(Message, frozen=True, dict=True):
 
     @cached_property
     def layout(self) -> PieceLayout:
-        """Where each piece is. Raises `CheckpointRefused` for sizes that are not allowed."""
+        """The places of all pieces. Raises `CheckpointRefused` for invalid sizes."""
         return PieceLayout([file.size for file in self.files], self.piece_bytes)
 
     def piece_hash(self, piece: int) -> bytes:
-        """What the piece's bytes have to hash to."""
+        """The expected hash of a piece."""
         return self.piece_hashes[piece * HASH_BYTES : (piece + 1) * HASH_BYTES]
 
     def hashes_of(self, file: int) -> bytes:
-        """The hashes of all pieces that a file has bytes in. Of two files that share no piece with others and are as
-        long, in pieces of one length: the same when the files are."""
+        """The hashes of all pieces with bytes of a file. Equal for two equal files of one length that share no piece
+        with others."""
         pieces = self.layout.pieces_of(file)
         return self.piece_hashes[pieces.start * HASH_BYTES : pieces.stop * HASH_BYTES]
 
     @cached_property
     def copies(self) -> dict[int, list[Extent]]:
-        """Pieces whose bytes other pieces have as well, as equal files do: which ranges to copy, in their order. The
-        pieces that have these ranges are no copies. A publisher may have false hashes of files: verify the result."""
+        """Pieces with the same bytes as earlier pieces, such as those of equal files: the ranges to copy. Pieces with
+        these ranges are no copies themselves. A publisher may give false hashes of files: verify the result."""
         return self.copies_among(full_map(self.layout.count))
 
     def copies_among(self, pieces: PieceMap, have: PieceMap = NO_PIECES) -> dict[int, list[Extent]]:
-        """As `copies`, when these pieces are wanted, and some are here."""
+        """`copies` when these pieces are wanted, and some are here."""
         if not self._has_equal_ones:
             return {}
         copies: dict[int, list[Extent]] = {}
@@ -134,18 +134,18 @@ class Manifest(Message, frozen=True, dict=True):
         return len(set(keys)) < len(keys)
 
     def _contents_of(self, piece: int) -> list[tuple[int, bytes]]:
-        """What its ranges are: their lengths and hashes."""
+        """Lengths and hashes of its ranges."""
         if not self.layout.is_shared(piece):
             return [(self.layout.size(piece), self.piece_hash(piece))]
         return [(each.length, self.files[each.file].hash) for each in self.layout.extents(piece)]
 
     def is_piece(self, piece: int, data: bytes | bytearray | memoryview) -> bool:
-        """Whether these are the bytes of the piece. Takes 0.13 s for 1 GB, without the interpreter's lock."""
+        """Whether these are the bytes of the piece. Takes 0.13 s for 1 GB, without the GIL."""
         return hash_of(data) == self.piece_hash(piece)
 
 
 class SignedManifest(Message, frozen=True, dict=True):
-    """A manifest as it travels and is kept: its exact bytes, who signed it, and the signature."""
+    """A manifest as it travels and is stored: its exact bytes, the signer, and the signature."""
 
     body: bytes
     signer: bytes
@@ -153,8 +153,8 @@ class SignedManifest(Message, frozen=True, dict=True):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest, read once. The first access takes up to a second: leave it to a worker thread, as
-        `open_manifest` and `sign_manifest` do. Raises `CheckpointRefused`."""
+        """The decoded manifest. The first access takes up to 1 s: in a worker thread, as `open_manifest` and
+        `sign_manifest` do. Raises `CheckpointRefused`."""
         return read_manifest(self.body)
 
     @cached_property
@@ -169,12 +169,12 @@ def hash_of(data: bytes | bytearray | memoryview) -> bytes:
 
 
 def version_of(body: bytes) -> bytes:
-    """The version that a manifest's bytes are."""
+    """The version of a manifest's bytes."""
     return hash_of(body)[:VERSION_BYTES]
 
 
 def format_version(version: bytes) -> str:
-    """32 hexadecimal digits: how a version is written, and its directory called."""
+    """32 hexadecimal digits: the name of a version, and of its directory."""
     return version.hex()
 
 
@@ -185,15 +185,14 @@ def make_manifest(
     piece_hashes: bytes,
     file_hashes: FileHashes = FileHashes.OF_BYTES,
 ) -> Manifest:
-    """A manifest that others will accept; files in any order are refused like everything else that they would
-    refuse: raises `CheckpointRefused`."""
+    """A valid manifest. Raises `CheckpointRefused` for files out of order, and for all that others would refuse."""
     manifest = Manifest(MANIFEST_FORMAT, name, piece_bytes, list(files), piece_hashes, file_hashes)
     _check(manifest)
     return manifest
 
 
 def sign_manifest(manifest: Manifest, signer: Signer) -> SignedManifest:
-    """The manifest as it travels. For worker threads. Raises `CheckpointRefused` when it is too long."""
+    """Encode and sign; for worker threads. Raises `CheckpointRefused` when it is too long."""
     body = encode_body(manifest)
     if len(body) > MAX_MANIFEST_BYTES:
         raise CheckpointRefused(
@@ -207,8 +206,8 @@ def sign_manifest(manifest: Manifest, signer: Signer) -> SignedManifest:
 def open_manifest(
     signed: SignedManifest, *, version: bytes, publisher: bytes, verifier: Verifier
 ) -> Manifest:
-    """The manifest of `version`, which the peer `publisher` must have signed. For worker threads. Raises
-    `CheckpointRefused` saying what is wrong with it."""
+    """Verify the manifest of `version`, signed by the peer `publisher`; for worker threads. Raises `CheckpointRefused`,
+    with the reason."""
     if len(signed.body) > MAX_MANIFEST_BYTES:
         raise CheckpointRefused(f"a manifest of {len(signed.body):,} bytes")
     whole = hash_of(signed.body)
@@ -226,8 +225,8 @@ def open_manifest(
 
 
 def read_manifest(body: bytes) -> Manifest:
-    """The manifest in these bytes, whoever wrote them. Takes 0.5 s for 100,000 files, in steps of microseconds between
-    which other threads run: for worker threads. Raises `CheckpointRefused`."""
+    """Decode and check a manifest. Takes 0.5 s for 100,000 files, in steps of microseconds between which other threads
+    run: for worker threads. Raises `CheckpointRefused`."""
     if len(body) > MAX_MANIFEST_BYTES:
         raise CheckpointRefused(f"a manifest of {len(body):,} bytes")
     try:
@@ -244,7 +243,7 @@ def read_manifest(body: bytes) -> Manifest:
 
 
 def unchanged_pieces(old: Manifest, new: Manifest) -> dict[int, int]:
-    """Pieces of `new` that `old` has as well, by hash, wherever they lie: number in `new` -> number in `old`."""
+    """Pieces of `new` that `old` has as well, by hash, at any place: number in `new` -> number in `old`."""
     known = {old.piece_hash(piece): piece for piece in range(old.layout.count)}
     return {
         piece: known[new.piece_hash(piece)]
@@ -258,8 +257,8 @@ class _FormatOnly(Message, frozen=True):
 
 
 class _FilesApart(Message, frozen=True):
-    """A `Manifest` whose files are not decoded yet: to decode them in one call would keep the interpreter's lock, and
-    so the event loop, for 200 ms."""
+    """A `Manifest` with its files not yet decoded: decoding them in one call would keep the GIL, and so the event loop,
+    for 200 ms."""
 
     format: int
     name: str
@@ -279,7 +278,7 @@ def _decode(body: bytes) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Names, sizes and numbers. Raises `CheckpointRefused`."""
+    """Check names, sizes and numbers. Raises `CheckpointRefused`."""
     check_checkpoint_name(manifest.name)
     if not 1 <= len(manifest.files) <= MAX_FILES:
         raise CheckpointRefused(f"{len(manifest.files):,} files; 1 to {MAX_FILES:,} are allowed")

@@ -1,16 +1,15 @@
-"""How files are cut into pieces, the unit of what is hashed, asked for and verified. Pure.
+"""Cutting files into pieces, the unit of hashing, requests and verification; maps of pieces; files in memory. Pure.
 
-Large files (at least one piece long) begin with a piece of their own, and their last piece ends with them. All
-smaller ones share pieces: each goes whole into the last piece that small files have, or begins the next. So
+A large file (one piece or longer) begins with a piece of its own and ends with one. Smaller files share pieces: each
+goes whole into the last shared piece, or begins the next. So
 
-- a file that grows or shrinks changes no piece of another large file: a checkpoint that differs a little from the
-  one before has the same pieces, by hash, wherever bytes kept their place within their file;
-- a piece is one range of one file (or some whole small files), so a rank that wants ranges of some files asks for
-  few pieces that it does not want;
+- a file that grows or shrinks changes no piece of another large file: versions that differ a little share the pieces of
+  all bytes that kept their place in their file;
+- a piece is one range of one file (or some whole small files): a rank that needs ranges of files fetches few bytes of
+  others;
 - a hundred thousand tiny tensors are not a hundred thousand pieces.
 
-Pieces run over the concatenation of files in many other systems: there the first file that grows
-moves every byte behind it.
+In systems whose pieces run over the concatenation of files, the first file that grows moves all bytes behind it.
 """
 
 from __future__ import annotations
@@ -26,14 +25,15 @@ from p2pstore.errors import CheckpointRefused, ProtocolError
 
 MIN_PIECE_BYTES: Final = 16 * 1024
 MAX_PIECE_BYTES: Final = 256 * 1024 * 1024
-"""What a publisher may choose; both are powers of two."""
+"""Limits for publishers; both are powers of two."""
 SMALLEST_USUAL: Final = 512 * 1024
 LARGEST_USUAL: Final = 64 * 1024 * 1024
 USUAL_PIECES: Final = 2048
-"""With so many, the start and the end of a broadcast, when not everybody has something to send, cost 1 % of it."""
+"""With this number, the start and the end of a broadcast, when not all peers have something to send, cost 1 % of its
+time."""
 FEWER_PIECES: Final = 512
-"""They cost 2 or 3 % then; where `USUAL_PIECES` would be smaller than `CHEAP`, so many are usual: deciding and messages
-cost a piece of any length as much, 16 % of a core for 1 GB/s in pieces of 512 KiB."""
+"""With this number they cost 2 to 3 %. Usual where `USUAL_PIECES` pieces would be smaller than `CHEAP`: decisions and
+messages cost the same for a piece of any length, 16 % of a core for 1 GB/s in pieces of 512 KiB."""
 CHEAP: Final = 4 * 1024 * 1024
 MAX_PIECES: Final = 65_536
 MAX_FILE_BYTES: Final = 1 << 44
@@ -41,7 +41,7 @@ MAX_TOTAL_BYTES: Final = 1 << 44
 
 
 class Extent(NamedTuple):
-    """A range of one file, which is given by its number in the manifest."""
+    """A range of one file, by its number in the manifest."""
 
     file: int
     offset: int
@@ -52,7 +52,7 @@ class PieceLayout:
     """Which piece has which bytes of which file."""
 
     def __init__(self, file_sizes: Sequence[int], piece_bytes: int) -> None:
-        """Raises `CheckpointRefused` when a size is not allowed, or there would be too many pieces."""
+        """Raises `CheckpointRefused` for an invalid size, and for too many pieces."""
         check_piece_bytes(piece_bytes)
         if any(not 0 <= size <= MAX_FILE_BYTES for size in file_sizes):
             raise CheckpointRefused(
@@ -80,16 +80,16 @@ class PieceLayout:
 
     @property
     def count(self) -> int:
-        """How many pieces there are; 0 when all files are empty."""
+        """Number of pieces; 0 when all files are empty."""
         return self._shared_from + len(self._shared)
 
     def is_shared(self, piece: int) -> bool:
-        """Whether it has whole small files, not a range of a large one."""
+        """Whether the piece has whole small files, not a range of a large one."""
         return piece >= self._shared_from
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Of all pieces, in bytes; each between 1 and `piece_bytes`."""
+        """Bytes of each piece, between 1 and `piece_bytes`."""
         large = [
             min(self.piece_bytes, self.file_sizes[file] - offset)
             for file in self._large
@@ -99,17 +99,17 @@ class PieceLayout:
         return (*large, *shared)
 
     def size(self, piece: int) -> int:
-        """In bytes; between 1 and `piece_bytes`."""
+        """Bytes of a piece."""
         return self.sizes[piece]
 
     def size_of(self, pieces: PieceMap) -> int:
-        """Of these pieces together, in bytes."""
+        """Bytes of these pieces together."""
         if pieces == full_map(self.count):
             return self.total_bytes
         return sum_of(pieces, self.sizes)
 
     def extents(self, piece: int) -> list[Extent]:
-        """Where the piece's bytes are, in their order."""
+        """The ranges of a piece, in order."""
         if not 0 <= piece < self.count:
             raise IndexError(f"piece {piece} of {self.count}")
         if piece >= self._shared_from:
@@ -120,7 +120,7 @@ class PieceLayout:
         return [Extent(file, offset, min(self.piece_bytes, self.file_sizes[file] - offset))]
 
     def pieces_of(self, file: int, start: int = 0, stop: int | None = None) -> range:
-        """The pieces that have bytes `start` to `stop` (default: the end) of a file."""
+        """The pieces with bytes `start` to `stop` (default: the end) of a file."""
         stop = self.file_sizes[file] if stop is None else min(stop, self.file_sizes[file])
         if start >= stop:
             return range(0)
@@ -144,7 +144,7 @@ class PieceLayout:
 
 
 def check_piece_bytes(piece_bytes: int) -> None:
-    """Raises `CheckpointRefused` for a length that pieces cannot have."""
+    """Raises `CheckpointRefused` for an invalid length of pieces."""
     if not MIN_PIECE_BYTES <= piece_bytes <= MAX_PIECE_BYTES or piece_bytes.bit_count() != 1:
         raise CheckpointRefused(
             f"pieces of {piece_bytes:,} bytes: they are a power of two long, from {MIN_PIECE_BYTES:,} "
@@ -154,8 +154,8 @@ def check_piece_bytes(piece_bytes: int) -> None:
 
 def choose_piece_bytes(file_sizes: Sequence[int], previous: int = 0) -> int:
     """The usual length of pieces: 512 to 2,048 of them, 512 KiB to 64 MiB each, larger only where there would be too
-    many. `previous` is that of the version before, which is kept as long as it is within a factor of four: with
-    another one, no piece would be the same. Raises `CheckpointRefused` for what is too large."""
+    many. `previous` is the length in the version before; it is kept within a factor of four, as with another length no
+    piece would be unchanged. Raises `CheckpointRefused` for too large a checkpoint."""
     total = sum(file_sizes)
     wanted = max(1, total // USUAL_PIECES, min(CHEAP, total // FEWER_PIECES))
     usual = min(max(_next_power_of_two(wanted), SMALLEST_USUAL), LARGEST_USUAL)
@@ -190,7 +190,7 @@ def full_map(count: int) -> PieceMap:
 
 
 def map_of(pieces: Iterable[int]) -> PieceMap:
-    """A map of these pieces."""
+    """The map of these pieces."""
     numbers = list(pieces)
     bits = bytearray(max(numbers, default=0) // 8 + 1)
     for piece in numbers:
@@ -199,7 +199,7 @@ def map_of(pieces: Iterable[int]) -> PieceMap:
 
 
 def pieces_in(pieces: PieceMap) -> list[int]:
-    """The numbers of the pieces that are there, in their order; 2 ms for 65,536."""
+    """Numbers of the pieces in a map, in order; 2 ms for 65,536."""
     found: list[int] = []
     for start, bits in _words_in(pieces):
         found += compress(range(start, start + _WORD), bits)
@@ -207,14 +207,14 @@ def pieces_in(pieces: PieceMap) -> list[int]:
 
 
 def sum_of(pieces: PieceMap, sizes: Sequence[int]) -> int:
-    """Of the sizes of all pieces, the sum of those that are there; 2 ms for 65,536."""
+    """Sum of the sizes of the pieces in a map; 2 ms for 65,536."""
     return sum(
         sum(compress(sizes[start : start + _WORD], bits)) for start, bits in _words_in(pieces)
     )
 
 
 def _words_in(pieces: PieceMap) -> Iterator[tuple[int, bytes]]:
-    """The parts of a map that have pieces: the number of the first, and a byte for each, 1 when it is there."""
+    """The parts of a map with pieces: number of the first, and a byte for each, 1 for a piece."""
     for start in range(0, pieces.bit_length(), _WORD):
         word = pieces >> start & _WORD_MASK
         if word:
@@ -222,12 +222,12 @@ def _words_in(pieces: PieceMap) -> Iterator[tuple[int, bytes]]:
 
 
 def pack_map(pieces: PieceMap, count: int) -> bytes:
-    """As it travels: a bit a piece, lowest first, in whole bytes."""
+    """Encode a map: a bit a piece, lowest first, in whole bytes."""
     return pieces.to_bytes(-(-count // 8), "little")
 
 
 def unpack_map(packed: bytes, count: int) -> PieceMap:
-    """What `pack_map` made. Raises `ProtocolError` when it is not of `count` pieces."""
+    """Decode `pack_map`. Raises `ProtocolError` for another number of pieces."""
     if len(packed) != -(-count // 8):
         raise ProtocolError(f"a map of {len(packed)} bytes for {count} pieces")
     pieces = int.from_bytes(packed, "little")
@@ -237,11 +237,8 @@ def unpack_map(packed: bytes, count: int) -> PieceMap:
 
 
 def any_piece(pieces: PieceMap, count: int, rng: Random) -> int:
-    """One of `pieces`, of which there must be some: the first from a place chosen at random.
-
-    So a piece behind a gap is chosen more often than others. That does no harm, and choosing evenly would mean
-    looking at each.
-    """
+    """One of `pieces` (at least one): the first from a random place on. So a piece behind a gap is chosen more often,
+    which does no harm; an even choice would have to look at each."""
     start = int(rng.random() * count)
     beyond = pieces >> start
     if beyond:
@@ -250,18 +247,16 @@ def any_piece(pieces: PieceMap, count: int, rng: Random) -> int:
 
 
 class Availability:
-    """How many of some peers have each piece.
-
-    Pieces lie in levels, a map for each number of copies. A copy more moves a piece one level up; many pieces move in
-    as many steps as there are levels. The rarest of some pieces are those in the lowest level that has any.
-    """
+    """The number of copies of each piece among some peers. Each number of copies has a map, a level. A further copy
+    moves a piece one level up; many pieces move in as many steps as there are levels. The rarest of some pieces are in
+    the lowest level with any of them."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._levels = [full_map(count)]
 
     def add(self, pieces: PieceMap) -> None:
-        """One more has these pieces."""
+        """One more peer has these pieces."""
         levels = self._levels
         level = len(levels) - 1
         while pieces and level >= 0:
@@ -276,7 +271,7 @@ class Availability:
             level -= 1
 
     def remove(self, pieces: PieceMap) -> None:
-        """One that had these pieces is gone. All of them must have been added."""
+        """A peer with these pieces has gone. All of them must have been added."""
         levels = self._levels
         for level in range(1, len(levels)):
             moved = levels[level] & pieces
@@ -290,16 +285,16 @@ class Availability:
             raise ValueError("pieces are removed that were not added")
 
     def copies(self, piece: int) -> int:
-        """How many have the piece."""
+        """Copies of a piece."""
         bit = 1 << piece
         return next(number for number, level in enumerate(self._levels) if level & bit)
 
     def fewest(self) -> int:
-        """How many have the rarest piece of all; 0 when there are no pieces."""
+        """Copies of the rarest piece; 0 without pieces."""
         return next((number for number, level in enumerate(self._levels) if level), 0)
 
     def with_fewest(self, pieces: PieceMap) -> PieceMap:
-        """The rarest of these pieces: all that are equally rare."""
+        """The rarest of these pieces, all of them."""
         for level in self._levels:
             found = level & pieces
             if found:
@@ -311,7 +306,7 @@ ALIGNMENT: Final = 64
 
 
 class MemoryLayout(NamedTuple):
-    """Where everything is; bytes from the beginning."""
+    """Offsets of a version in memory, in bytes: its files, then the manifest."""
 
     files: tuple[int, ...]
     """The beginning of each file."""

@@ -1,9 +1,7 @@
-"""The safetensors format: what the header of a file says of its tensors, and what is the matter with one that is none.
-Pure.
+"""The safetensors format: reading headers and indexes, and naming the faults of broken files. Pure.
 
-A file is a u64 (little-endian), as many bytes of JSON, then the bytes of its tensors. A tensor that the header
-describes wrongly harms no other one, and a dtype that is not known here is kept by its name: its bytes can be had all
-the same.
+A file is a u64 (little-endian), as many bytes of JSON, then the bytes of its tensors. A wrongly described tensor does
+not affect others. An unknown dtype keeps its name, and its bytes can be read.
 """
 
 from __future__ import annotations
@@ -24,32 +22,32 @@ DTYPES: Final[Mapping[str, str]] = {
     **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "C64": "complex64"},
     **{"U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool"},
 }
-"""What the format calls dtypes, and numpy, ml_dtypes or torch: those with whole bytes."""
+"""Dtypes of the format with whole bytes, and their names in numpy, ml_dtypes or torch."""
 BITS: Final[Mapping[str, int]] = {
     **{"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32},
     **{"F16": 16, "BF16": 16, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8},
     **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
     **{"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
 }
-"""Of an element, where that is known."""
+"""Bits of an element, where known."""
 LENGTH_BYTES: Final = 8
 MAX_HEADER_BYTES: Final = 100_000_000
-"""As the format has it."""
+"""The format's limit."""
 MAX_DIMENSIONS: Final = 64
-"""As numpy and torch have them."""
+"""The limit of numpy and torch."""
 HEAD_BYTES: Final = 512
-"""Of a file, that show what else it may be."""
+"""Beginning of a file that shows its kind."""
 _METADATA: Final = "__metadata__"
 _LFS: Final = b"version https://git-lfs"
 _PAGES: Final = (b"<!doctype html", b"<html", b"<?xml")
 
 
 class BrokenFile(ValueError):
-    """It is no file of the format; the text says what is wrong with it."""
+    """The file is not of the format; the text says why."""
 
 
 class Entry(NamedTuple):
-    """A tensor: from `begin` to `end` of its file. `dtype` is the format's name of it."""
+    """A tensor: bytes `begin` to `end` of its file. `dtype` is the format's name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,14 +56,14 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The tensors of a file by name, and what is wrong with others."""
+    """The tensors of a file by name, and the faults of others."""
 
     entries: dict[str, Entry]
     bad: dict[str, str]
 
 
 def header_end(head: bytes | memoryview, file_bytes: int) -> int:
-    """Where the header of a file ends, which begins like this. Raises `BrokenFile`."""
+    """End of the header of a file with this beginning. Raises `BrokenFile`."""
     if file_bytes < LENGTH_BYTES:
         raise BrokenFile(likely_cause(head, file_bytes) or f"it has {file_bytes} bytes only")
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
@@ -74,16 +72,16 @@ def header_end(head: bytes | memoryview, file_bytes: int) -> int:
     if cause := likely_cause(head, file_bytes):
         raise BrokenFile(cause)
     if bytes(head[LENGTH_BYTES : LENGTH_BYTES + 1]) != b"{":
-        raise BrokenFile("it does not begin like one")
+        raise BrokenFile("it does not begin like a safetensors file")
     if length > MAX_HEADER_BYTES:
         raise BrokenFile(
             f"its header would have {length:,} bytes; {MAX_HEADER_BYTES:,} are allowed"
         )
-    raise BrokenFile(f"it ends within its header{_UNFINISHED}")
+    raise BrokenFile(f"it ends inside its header{_UNFINISHED}")
 
 
 def read_header(content: bytes | memoryview, file_bytes: int) -> Header:
-    """What a file has, of which this is the beginning, as far as its header goes at least. Raises `BrokenFile`."""
+    """The header of a file, given its beginning up to the header's end at least. Raises `BrokenFile`."""
     data = header_end(content[:HEAD_BYTES], file_bytes)
     try:
         told = json.loads(
@@ -95,7 +93,7 @@ def read_header(content: bytes | memoryview, file_bytes: int) -> Header:
         cause = likely_cause(content[:HEAD_BYTES], file_bytes)
         raise BrokenFile(cause or f"its header is not JSON of the format: {error}") from None
     if not isinstance(told, dict):
-        raise BrokenFile("its header is no JSON object")
+        raise BrokenFile("its header is not a JSON object")
     header = Header({}, {})
     for name, fields in told.items():
         if name == _METADATA:
@@ -109,7 +107,7 @@ def read_header(content: bytes | memoryview, file_bytes: int) -> Header:
 
 
 def likely_cause(head: bytes | memoryview, file_bytes: int) -> str:
-    """What else than the expected a file may be that begins like this; empty when nothing is known."""
+    """The likely kind of a file with this beginning that is not of the format; empty when unknown."""
     start = bytes(head[:HEAD_BYTES])
     if not file_bytes:
         return f"it is empty{_UNFINISHED}"
@@ -123,7 +121,7 @@ def likely_cause(head: bytes | memoryview, file_bytes: int) -> str:
 
 
 def read_weight_map(content: bytes | memoryview) -> dict[str, str]:
-    """Which file has which tensor, by an index (`*.index.json`). Raises `BrokenFile`."""
+    """The file of each tensor, by an index (`*.index.json`). Raises `BrokenFile`."""
     try:
         told = json.loads(str(content, "utf-8"))
         shards: dict[str, str] = told["weight_map"]
@@ -151,14 +149,14 @@ def _entry(fields: Any, data: int, file_bytes: int) -> Entry:
         dtype, shape = fields["dtype"], tuple(fields["shape"])
         first, last = fields["data_offsets"]
     except (KeyError, TypeError, ValueError):
-        raise ValueError("the header does not say its dtype, shape and offsets") from None
+        raise ValueError("the header lacks its dtype, shape or offsets") from None
     numbers = (*shape, first, last)
     if (
         not isinstance(dtype, str)
         or len(shape) > MAX_DIMENSIONS
         or any(type(each) is not int or not 0 <= each < 1 << 63 for each in numbers)
     ):
-        raise ValueError("its dtype, shape or offsets are none")
+        raise ValueError("its dtype, shape or offsets are invalid")
     if first > last:
         raise ValueError(f"it would end, at {last}, before it begins, at {first}")
     if data + last > file_bytes:
@@ -172,7 +170,7 @@ def _entry(fields: Any, data: int, file_bytes: int) -> Entry:
 
 
 def _set_overlapping_apart(header: Header) -> None:
-    """Of tensors that share bytes, none can be trusted."""
+    """Move tensors that share bytes to the faults: none can be trusted."""
     order = sorted(
         (entry.begin, entry.end, name)
         for name, entry in header.entries.items()

@@ -1,8 +1,8 @@
-"""The files of a directory that is published: which, and their pieces. Shell; blocking, for worker threads.
+"""Published files: directories, sealed memory, and checks of their content. Shell; blocking, for worker threads.
 
-What a name leads to is published, so symbolic links to files are followed (model caches are full of them); what would
-be left out silently, or never end, is refused: links to directories, pipes, devices, names that are not UTF-8. Size and
-time of each file are taken in the beginning. One that is not the same later is `CheckpointChanged`.
+Symbolic links to files are followed (model caches are full of them). Links to directories, pipes, devices and names
+that are not UTF-8 are refused: publishing them would leave files out silently, or never end. Size and mtime of each
+file are taken at the beginning; a difference later is `CheckpointChanged`.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from p2pstore.errors import CheckpointChanged, CheckpointRefused
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file as it was when it was found."""
+    """A file as it was found."""
 
     path: str
     size: int
     mode: int
     stamp: tuple[int, int, int]
-    """Time of the last change of its content (ns), device and inode."""
+    """mtime (ns), device and inode."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """Of tensors; a file has none."""
+    """Of a tensor; empty for a file."""
 
 
 class SourceDirectory:
@@ -65,20 +65,19 @@ class SourceDirectory:
     def __init__(
         self, root: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()
     ) -> None:
-        """`include` and `exclude` are patterns for whole relative paths, in which `*` matches anything, `/` too; what
-        matches no `include` (if there are any) or some `exclude` is left out, and so is what belongs to a download
-        (`bookkeeping_in`), unless `include` names it. Raises `OSError`, and `CheckpointRefused` for what cannot be
-        published."""
+        """`include` and `exclude` are patterns for whole relative paths (`*` matches `/` too). Files that match no
+        `include` (if given) or some `exclude` are left out, and bookkeeping of downloads (`bookkeeping_in`) that
+        `include` does not name. Raises `OSError`, and `CheckpointRefused` for what cannot be published."""
         self.root = root
         self._include = include
         self._exclude = exclude
         self.left_out: list[str] = []
-        """What belongs to a download: files, and folders, which end with a slash."""
+        """Bookkeeping of downloads: files, and folders, which end with a slash."""
         self.excluded: list[str] = []
-        """What `exclude` leaves out."""
+        """Files that `exclude` leaves out."""
         self.not_included: list[str] = []
         self.empty_folders: list[str] = []
-        """A version has none of them."""
+        """Not part of a version."""
         self.files = sorted(self._find(root, ""), key=lambda file: file.path)
         self.total_bytes = sum(file.size for file in self.files)
         """Of all files together."""
@@ -92,8 +91,8 @@ class SourceDirectory:
     def as_it_was(
         cls, root: Path, manifest: Manifest, times: Sequence[tuple[int, int]]
     ) -> SourceDirectory:
-        """The directory that a manifest was made of, perhaps long ago: `times` are the time of the last change (ns) and
-        the inode of each file then. Raises `CheckpointChanged` when anything is not what it was, and `OSError`."""
+        """The directory that a manifest was made of, perhaps by an earlier process: `times` are the mtime (ns) and the
+        inode of each file then. Raises `CheckpointChanged` for any difference, and `OSError`."""
         source = cls.__new__(cls)
         source.root, source._include, source._exclude = root, (), ()
         source.left_out, source.excluded, source.not_included = [], [], []
@@ -113,8 +112,7 @@ class SourceDirectory:
         return source
 
     def read(self, extents: Sequence[Extent]) -> bytearray:
-        """The bytes of these ranges, one behind the other. Raises `CheckpointChanged` when a file is not what it
-        was."""
+        """The concatenated bytes of these ranges. Raises `CheckpointChanged` for a changed file."""
         data = bytearray(sum(extent.length for extent in extents))
         view = memoryview(data)
         for extent in extents:
@@ -127,8 +125,7 @@ class SourceDirectory:
 
     @contextmanager
     def opened(self, file: int) -> Iterator[int]:
-        """A file, open for the time of the block. Raises `CheckpointChanged` when it is not what it was, before or
-        after that."""
+        """A file, open during the block. Raises `CheckpointChanged` for a change before or during it."""
         found = self.files[file]
         with self._open(found) as descriptor:
             try:
@@ -138,20 +135,20 @@ class SourceDirectory:
             _check_unchanged(os.fstat(descriptor), found)
 
     def check(self) -> None:
-        """Raises `CheckpointChanged` when any file is not what it was."""
+        """Raises `CheckpointChanged` when any file was changed."""
         for file in self.files:
             with self._open(file):
                 pass
 
     def read_piece(self, manifest: Manifest, piece: int) -> bytearray:
-        """A piece of the manifest that was made of this directory. Raises `CheckpointChanged` rather than give other
-        bytes: a change within the same tick of the clock shows in the hash only."""
+        """A piece of the manifest that was made of this directory. Raises `CheckpointChanged` rather than return other
+        bytes: a change within one tick of the clock shows in the hash only."""
         data = self.read(manifest.layout.extents(piece))
         if not manifest.is_piece(piece, data):
             names = ", ".join(
                 self.files[each.file].path for each in manifest.layout.extents(piece)[:3]
             )
-            raise CheckpointChanged(f"{names}: not the bytes that were published")
+            raise CheckpointChanged(f"{names}: its bytes are not those that were published")
         return data
 
     def _find(self, folder: Path, prefix: str) -> list[SourceFile]:
@@ -219,7 +216,7 @@ def _source_file(place: Path, path: str) -> SourceFile:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ELOOP):
             raise
-        raise CheckpointRefused(f"{path}: a link to nothing; --exclude it") from error
+        raise CheckpointRefused(f"{path}: a dangling link; --exclude it") from error
     if not stat.S_ISREG(found.st_mode):
         what = "a link to a directory" if stat.S_ISDIR(found.st_mode) else "no regular file"
         raise CheckpointRefused(f"{path}: {what}; --exclude it")
@@ -228,10 +225,10 @@ def _source_file(place: Path, path: str) -> SourceFile:
 
 
 def _way_out(path: str) -> str:
-    """What to do about a path that cannot be published."""
+    """Advice about a path that cannot be published."""
     if path.startswith(RESERVED_PREFIX):
         return (
-            f"they belong to whoever fetched to this directory: publish its `{CURRENT}`, or --exclude "
+            f"they belong to a fetch to this directory: publish its `{CURRENT}`, or --exclude "
             f"'{RESERVED_PREFIX}*'"
         )
     return "rename or --exclude it"
@@ -244,7 +241,7 @@ def _stamp(found: os.stat_result) -> tuple[int, int, int]:
 def _check_unchanged(found: os.stat_result, file: SourceFile) -> None:
     if found.st_size != file.size or _stamp(found) != file.stamp:
         raise CheckpointChanged(
-            f"{file.path}: changed while it was published; publish again when nobody writes to it"
+            f"{file.path}: changed while it was published; publish again when no process writes to it"
         )
 
 
@@ -262,25 +259,22 @@ def _read_fully(descriptor: int, view: memoryview, offset: int, file: SourceFile
 
 
 MODE: Final = 0o644
-"""Of the file where it is fetched to a directory."""
+"""Of the fetched file."""
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class SourceMemory:
-    """One file in sealed memory. Close it when it is published no more."""
+    """One file in sealed memory. Close it when it is not published any more."""
 
     def __init__(self, descriptor: int, path: str) -> None:
-        """`descriptor` stays the caller's. Raises `CheckpointRefused` for what is not sealed memory, and for a path
-        that a file cannot have."""
+        """`descriptor` stays the caller's. Raises `CheckpointRefused` for unsealed memory, and for an invalid path."""
         check_path(path)
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         except (OSError, ValueError):  # no descriptor, or none of memory
             seals = 0
         if seals & SEALS != SEALS:
-            raise CheckpointRefused(
-                f"{path}: it came in no memory, or in memory that may still change"
-            )
+            raise CheckpointRefused(f"{path}: it is not in sealed memory")
         found = os.fstat(descriptor)
         self.files = [SourceFile(path, found.st_size, MODE, (0, found.st_dev, found.st_ino))]
         self._descriptor = os.dup(descriptor)
@@ -291,7 +285,7 @@ class SourceMemory:
         return self.files[0].size
 
     def read(self, extents: Sequence[Extent]) -> bytearray:
-        """The bytes of these ranges, one behind the other. Raises `OSError`."""
+        """The concatenated bytes of these ranges. Raises `OSError`."""
         data = bytearray(sum(extent.length for extent in extents))
         view = memoryview(data)
         for extent in extents:
@@ -311,45 +305,47 @@ class SourceMemory:
         yield self._descriptor
 
     def check(self) -> None:
-        """Nobody can change it."""
+        """Does nothing: sealed memory cannot change."""
 
     def read_piece(self, manifest: Manifest, piece: int) -> bytearray:
         """A piece of the manifest that was made of it. Raises `CheckpointChanged` when memory failed."""
         data = self.read(manifest.layout.extents(piece))
         if not manifest.is_piece(piece, data):
-            raise CheckpointChanged(f"{self.files[0].path}: not the bytes that were published")
+            raise CheckpointChanged(
+                f"{self.files[0].path}: its bytes are not those that were published"
+            )
         return data
 
     def close(self) -> None:
-        """Let go of the memory; may be called twice."""
+        """Release the memory; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 MOST_LOOKED_INTO: Final = 4096
-"""Files of one directory."""
+"""Files checked in one directory."""
 MOST_NOTES: Final = 32
 MAX_INDEX_BYTES: Final = 64 * 1024 * 1024
 MAX_HEADER_READ: Final = 8 * 1024 * 1024
-"""A longer header is not read in full; its length is looked at."""
+"""Only the length of a longer header is checked."""
 POINTER_BYTES: Final = 4096
-"""What stands for a file is shorter: git-LFS pointers, error pages."""
+"""Upper bound of git-LFS pointers and error pages."""
 INDEXES: Final = (SUFFIX + INDEX_SUFFIX, ".bin" + INDEX_SUFFIX)
-"""How indexes of tensors are called."""
+"""Names of tensor indexes."""
 UNFINISHED: Final = (".incomplete", ".part", ".tmp", ".download", ".crdownload", ".aria2")
-"""How the names of files end that are being downloaded."""
+"""Suffixes of files that are being downloaded."""
 HUB_DOWNLOADS: Final = ".cache/huggingface/download"
 SUSPECTED: Final = re.compile(
     r"\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|npz|model|json)$", re.IGNORECASE
 )
 NAMED: Final = 4
-"""Of many, that a text names."""
+"""Paths listed in one text."""
 
 
 def inspect(source: SourceDirectory, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """What is to be known of the files that are chosen, a sentence each. Raises `CheckpointRefused` for a name in
-    `include` that is no file, and for an index that names files which the directory lacks; `OSError`."""
+    """Notes about the chosen files, a sentence each. Raises `CheckpointRefused` for a name in `include` that is no
+    file, and for an index of files that the directory lacks; `OSError`."""
     paths = {file.path for file in source.files}
     notes = []
     if source.left_out:
@@ -388,13 +384,13 @@ def _look_into(source: SourceDirectory, file: SourceFile, paths: set[str]) -> It
 
 
 def _check_head(place: Path, size: int) -> None:
-    """Raises `BrokenFile` for what is known to be something else."""
+    """Raises `BrokenFile` for a file of a known other kind."""
     if cause := likely_cause(_read(place, HEAD_BYTES), size):
         raise BrokenFile(cause)
 
 
 def _check_tensors(place: Path, size: int) -> str:
-    """What is wrong with some tensors; nothing for most. Raises `BrokenFile`."""
+    """The faults of single tensors; empty for most files. Raises `BrokenFile`."""
     end = header_end(_read(place, HEAD_BYTES), size)
     if end > MAX_HEADER_READ:
         return ""
@@ -422,7 +418,7 @@ def _check_index(source: SourceDirectory, file: SourceFile, paths: set[str]) -> 
 
 
 def _why(source: SourceDirectory, absent: str) -> str:
-    """Why a file may be missing."""
+    """The likely reason why a file is missing."""
     paths = [file.path for file in source.files]
     around = [*source.left_out, *source.excluded, *source.not_included, *paths]
     if any(path.startswith(f"{absent}.") and path.endswith(UNFINISHED) for path in around):

@@ -21,8 +21,8 @@ from p2pstore.checkpoint.swarm.group import Stage
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoint_records import Head
 from p2pstore.gossip.records import Participation, TakesPart
+from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.server import LocalClient
 from p2pstore.objects import unix_seconds_from_clock
 from p2pstore.wire import Empty, Message
 
@@ -58,7 +58,7 @@ class ClientRequests:
         """The version in memory that a client's hello names. Raises `NoSuchKey`."""
         target = self._service.memories.use(client.checkpoint, client.holder)
         if target is None:
-            raise NoSuchKey("this version is in this peer's memory no more")
+            raise NoSuchKey("this version is not in this peer's memory any more")
         return target
 
     def client_gone(self, client: LocalClient) -> None:
@@ -115,7 +115,7 @@ class JobRequests:
             return self._do(client, fetch_to_memory)
         return self._do_in_directory(client, message.path, fetch)
 
-    async def progress(self, client: LocalClient, message: local.Progress) -> local.ProgressReply:
+    async def progress(self, client: LocalClient, message: local.AskNews) -> local.ProgressReply:
         """Progress of the connection's job."""
         job = self._jobs.get(client.holder)
         if job is None:
@@ -225,7 +225,7 @@ class GroupRequests:
         return None
 
     async def follow_news(
-        self, client: LocalClient, message: local.FollowNews
+        self, client: LocalClient, message: local.AskNews
     ) -> local.FollowNewsReply:
         """State of the connection's follow."""
         following = self._follows.get(client.holder)
@@ -277,7 +277,7 @@ class GroupRequests:
         return run()
 
     async def update_news(
-        self, client: LocalClient, message: local.UpdateNews
+        self, client: LocalClient, message: local.AskNews
     ) -> local.UpdateNewsReply:
         """State of the connection's update."""
         updating = self._updates.get(client.holder)

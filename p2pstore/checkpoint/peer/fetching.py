@@ -35,7 +35,7 @@ LOOK_SECONDS: Final = 0.05
 
 
 class Fetching:
-    """Fetches for clients and followers. What this peer has of a version it passes on, during the fetch and after."""
+    """Fetches for clients and followers. Pieces that are here are passed on, during the fetch and after."""
 
     def __init__(
         self, peer: PeerInterface, parts: SwarmParts, memories: Memories, finder: Finder

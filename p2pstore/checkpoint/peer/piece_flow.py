@@ -1,8 +1,5 @@
-"""Members of a swarm that neighbours tell of: gossip takes a second to say who came. Pure.
-
-Who links tells the others, and is told of them. Only members that gossip knows to be alive are ever dialed, so that
-who tells nonsense makes others try in vain at most.
-"""
+"""The deciding parts of a swarm's shell: introductions of members, pieces in the event loop or in threads, buffers,
+rates. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +13,15 @@ from p2pstore.objects import MIB
 Member = int
 
 GATHER_SECONDS: Final = 0.05
-"""News of so long is told together."""
+"""Introductions of this period are told together."""
 BELIEVED_SECONDS: Final = 10.0
-"""By then, gossip says it."""
+"""By then, gossip knows a member that neighbours told of."""
 MAX_BELIEVED: Final = 1024
 
 
 class Introductions:
-    """What is to be told, and what is believed."""
+    """Members that neighbours tell of, as gossip takes a second to say who has come. A new link is told to the others,
+    and they to it. Only members that gossip knows to be alive are dialed, so a lie costs vain attempts at most."""
 
     def __init__(self) -> None:
         self._linked: list[Member] = []
@@ -35,7 +33,7 @@ class Introductions:
         self._fresh.append(member)
 
     def unlinked(self, member: Member) -> None:
-        """There is none any more."""
+        """The link has ended."""
         self._linked = [each for each in self._linked if each != member]
         self._fresh = [each for each in self._fresh if each != member]
 
@@ -45,7 +43,7 @@ class Introductions:
         return bool(self._fresh) and len(self._linked) + len(self._fresh) > 1
 
     def take(self) -> list[tuple[list[Member], Members]]:
-        """What to tell whom: those who came, of all; the others, of those who came."""
+        """Messages and their receivers: new links hear of all, old links of the new ones."""
         fresh, known = self._fresh, self._linked
         self._fresh, self._linked = [], known + fresh
         told = [(fresh, Members((fresh + known[::-1])[:MAX_INTRODUCED]))]
@@ -54,7 +52,7 @@ class Introductions:
         return told
 
     def hear(self, members: Iterable[Member], now: float) -> bool:
-        """A neighbour tells of these. Whether any is new."""
+        """A neighbour tells of members. Whether any is new."""
         self._believed = {each: until for each, until in self._believed.items() if until > now}
         before = len(self._believed)
         for member in members:
@@ -64,21 +62,27 @@ class Introductions:
 
     @property
     def believed(self) -> frozenset[Member]:
-        """All that neighbours told of lately."""
+        """Members that neighbours told of lately."""
         return frozenset(self._believed)
 
 
 MOST_BYTES: Final = MIB
 MOST_FILES: Final = 8
-"""To open and close a file takes 20 us; a piece may have ten thousand of them."""
+"""Opening and closing a file takes 20 us; a piece may have ten thousand."""
 SLOW_SECONDS: Final = 0.005
 FIRST_IN_THREADS: Final = 64
-"""Steps that are left to threads after a slow one; twice as many after the next."""
+"""Steps left to threads after a slow one; twice as many after the next."""
 MOST_IN_THREADS: Final = 16_384
 
 
 class AtOnce:
-    """Ask `may` before each step, and say how long it `took`."""
+    """Whether the event loop reads or writes a piece itself, or a thread does. Ask `may` before each step, and report
+    with `took`.
+
+    A small piece is hashed and copied to or from the page cache in a fraction of a millisecond; handing it to a thread
+    costs as much. A slow disk, or a network file system, would stall the loop: so the loop only works on memory and
+    local disks, and after a slow step many are left to threads.
+    """
 
     def __init__(self, is_local: bool) -> None:
         """`is_local`: the pieces are in memory, or on a disk of this machine."""
@@ -87,7 +91,7 @@ class AtOnce:
         self._after_slow = FIRST_IN_THREADS
 
     def may(self, length_bytes: int, files: int = 1) -> bool:
-        """Whether the next step, with so many bytes of so many files, is to be done at once."""
+        """Whether to do the next step, with these bytes and files, in the event loop."""
         if not self._is_local or length_bytes > MOST_BYTES or files > MOST_FILES:
             return False
         if self._in_threads:
@@ -96,7 +100,7 @@ class AtOnce:
         return True
 
     def took(self, seconds: float, waited: bool) -> None:
-        """A step was done at once, in so many seconds; `waited`: for something, not only for a core that others had."""
+        """A step was done in the event loop. `waited`: for I/O, not only for a core in use by others."""
         if waited and seconds > SLOW_SECONDS:
             self._in_threads = self._after_slow
             self._after_slow = min(2 * self._after_slow, MOST_IN_THREADS)
@@ -106,10 +110,11 @@ MOST_KEPT_BYTES: Final = 256 * MIB
 
 
 class PieceBuffers:
-    """All of one size. Those that nobody uses are kept while somebody uses another one, up to `MOST_KEPT_BYTES`."""
+    """Buffers of one size, reused: a fresh one costs a page fault each 4 KiB, which takes longer than reading the piece
+    into it. Free ones are kept, up to `MOST_KEPT_BYTES`, while any is in use."""
 
     def __init__(self, length_bytes: int) -> None:
-        """`length_bytes`: of each of them."""
+        """`length_bytes`: of each buffer."""
         self._length_bytes = length_bytes
         self._most_kept = MOST_KEPT_BYTES // max(length_bytes, 1)
         self._kept: list[bytearray] = []
@@ -117,16 +122,16 @@ class PieceBuffers:
 
     @property
     def kept(self) -> int:
-        """How many nobody uses."""
+        """Free buffers."""
         return len(self._kept)
 
     def take(self) -> bytearray:
-        """A buffer, with whatever is in it. `give_back` follows."""
+        """A buffer with arbitrary content. `give_back` follows."""
         self._used += 1
         return self._kept.pop() if self._kept else bytearray(self._length_bytes)
 
     def give_back(self, buffer: bytearray) -> None:
-        """Nobody reads or writes it any more."""
+        """Free a buffer."""
         self._used -= 1
         if not self._used:
             self._kept.clear()
@@ -135,26 +140,26 @@ class PieceBuffers:
 
 
 BURST_SECONDS: Final = 0.25
-"""So much of what was not used may be used later at once."""
+"""Unused bytes of this period may be used later at once."""
 
 
 class TokenBucket:
-    """How long to wait before so many more bytes may move. What is larger than the bucket waits for it to be full, and
-    those who come next wait for what it owes."""
+    """A limit on bytes a second. A request larger than the bucket waits until it is full, and later ones wait for its
+    debt."""
 
     def __init__(self, bytes_per_second: float, now: float) -> None:
         self._rate = bytes_per_second
         self._free_at = now
-        """When all that was taken so far has been paid for."""
+        """When all that was taken so far is paid for."""
 
     def take(self, length_bytes: int, now: float) -> float:
-        """Take so many bytes; seconds to wait before they may move."""
+        """Take bytes; returns the seconds to wait before they may move."""
         begin = max(self._free_at, now - BURST_SECONDS)
         self._free_at = begin + length_bytes / self._rate
         return max(0.0, begin - now)
 
     def give_back(self, length_bytes: int) -> None:
-        """So many bytes did not move after all."""
+        """Return bytes that did not move."""
         self._free_at -= length_bytes / self._rate
 
 
@@ -171,13 +176,13 @@ class _Pace:
 
 
 class Paces:
-    """Remembers those that fetch something now, and no others."""
+    """Rates of members that fetch now, from their announcements."""
 
     def __init__(self) -> None:
         self._paces: dict[Part, _Pace] = {}
 
     def look(self, fetching: Mapping[Part, int], now: float) -> None:
-        """So much, in permille, has each of those who fetch."""
+        """Take a sample: permille done of each fetching member and version."""
         for part in [each for each in self._paces if each not in fetching]:
             del self._paces[part]
         for part, permille in fetching.items():
@@ -188,7 +193,7 @@ class Paces:
                 pace.permille, pace.changed_at = permille, now
 
     def permille_per_second(self, part: Part) -> float:
-        """Since it was seen first; 0 where that is not known yet."""
+        """Mean rate since the first sample; 0 when unknown."""
         pace = self._paces.get(part)
         if pace is None or pace.changed_at <= pace.began_at:
             return 0.0

@@ -41,7 +41,7 @@ TellPart = Callable[[TakesPart, int, str], None]
 
 
 class RunningSwarms:
-    """Satisfies `p2pstore.transfer.serving.serving_backends.SwarmBackend`."""
+    """Satisfies `p2pstore.transfer.serving.serving_backends.SwarmBackend`; at most one swarm a version."""
 
     def __init__(self) -> None:
         self._runs: dict[bytes, SwarmRun] = {}

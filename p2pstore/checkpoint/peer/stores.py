@@ -122,7 +122,7 @@ class HeldDirectory:
     def __init__(self, descriptor: int, shown: str) -> None:
         """`shown` is the user's name for it. Raises `ConfigError` when the descriptor is not that of a directory."""
         if descriptor < 0 or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise ConfigError("no directory came with the request")
+            raise ConfigError("the request came without a directory")
         self.shown = shown or "the directory"
         self._descriptor = os.dup(descriptor)
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
@@ -253,7 +253,7 @@ class MemoryTarget:
         return data
 
     def close(self) -> None:
-        """Let go of the memory; what clients have mapped stays as long as they do. May be called twice."""
+        """Free the memory; idempotent. Clients' mappings stay valid."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -263,12 +263,13 @@ class MemoryTarget:
     @property
     def _open_view(self) -> memoryview:
         if self._closed:
-            raise StoreClosed("the memory of this version was given back")
+            raise StoreClosed("the memory of this version was freed")
         return self._memory.view
 
 
 class Memories:
-    """At most `limit_bytes` in all; None: as much as half of what is available at the time."""
+    """Versions in memory, and the clients that use them; a version without clients is freed. At most `limit_bytes` in
+    all; None: half of what is available at the time."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
@@ -283,13 +284,12 @@ class Memories:
 
     @property
     def used_bytes(self) -> int:
-        """Of all versions together, those that are on their way as well."""
+        """Of all versions together, with those that are being fetched."""
         there = sum(target.used_bytes for target in self._targets.values())
         return there + sum(self._coming.values()) + sum(self.published.values())
 
     async def until_room(self, length_bytes: int) -> None:
-        """A moment, when this much has no room beside what clients look at: who closes an old version and asks for a
-        new one does so sooner than it is noticed."""
+        """Wait up to `LEAVING_SECONDS` for room: a client may just be closing an older version."""
         with trio.move_on_after(LEAVING_SECONDS):
             while self._targets and self._room < length_bytes <= (self._limit_bytes or 0):
                 await self._given_back.wait()
@@ -302,7 +302,7 @@ class Memories:
 
     @contextmanager
     def room_for(self, version: bytes, length_bytes: int) -> Iterator[None]:
-        """For a version that is brought in this block. Raises `CapacityExceeded` when there is none."""
+        """Reserve room for a version that is fetched in this block. Raises `CapacityExceeded`."""
         room = self._room
         if length_bytes > room:
             raise CapacityExceeded(
@@ -316,8 +316,8 @@ class Memories:
             del self._coming[version]
 
     def check_published(self, length_bytes: int) -> None:
-        """Raises `CapacityExceeded` when what is to be published from memory is more than may be used. (Without a limit
-        it is there already, and whoever wrote it found room.)"""
+        """Raises `CapacityExceeded` when a version published from memory exceeds the limit. (Without one it is in
+        memory already, so there was room.)"""
         if self._limit_bytes is not None and self.used_bytes + length_bytes > self._limit_bytes:
             room = self._limit_bytes - self.used_bytes
             raise CapacityExceeded(
@@ -327,7 +327,7 @@ class Memories:
 
     @asynccontextmanager
     async def turn(self, version: bytes) -> AsyncIterator[None]:
-        """Of those who want one version, one brings it, and the others share what it brought."""
+        """Serialize the fetches of one version: the first brings it, the others share it."""
         lock = self._turns.setdefault(version, trio.Lock())
         try:
             async with lock:
@@ -337,12 +337,12 @@ class Memories:
                 self._turns.pop(version, None)
 
     def add(self, target: MemoryTarget, user: int) -> None:
-        """It is complete, and this client looks at it."""
+        """Add a complete version, with its first client."""
         self._targets[target.version] = target
         self._users[target.version] = {user}
 
     def use(self, version: bytes, user: int) -> MemoryTarget | None:
-        """The version, which this client looks at from now on; None when it is not here."""
+        """The version, with one client more; None when it is not here."""
         target = self._targets.get(version)
         if target is not None and target.closed:  # this peer takes no part in it any more
             del self._targets[version], self._users[version]
@@ -352,7 +352,7 @@ class Memories:
         return target
 
     def left(self, user: int) -> list[MemoryTarget]:
-        """A client is gone; what nobody looks at any more, to be closed."""
+        """Remove a client; returns the versions without clients, to be closed."""
         unused = []
         for version, users in list(self._users.items()):
             users.discard(user)
@@ -365,7 +365,7 @@ class Memories:
         return unused
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         for target in self._targets.values():
             target.close()
         self._targets.clear()
@@ -395,18 +395,18 @@ class Holding:
         return self._store.copies
 
     def fetched_to(self, directory: HeldDirectory) -> bool:
-        """Whether it was fetched to this directory."""
+        """Whether the store was fetched to this directory."""
         fetched = isinstance(self._store, TargetDirectory)
         return fetched and self._directory.identity == directory.identity
 
     def close(self) -> None:
-        """Let go of both."""
+        """Close both."""
         self._store.close()
         self._directory.close()
 
 
 class PublishedMemory(PublishedPieces):
-    """What is published from memory, which counts as long as it is there."""
+    """Pieces published from memory, which count as long as they are there."""
 
     def __init__(
         self, source: SourceMemory, manifest: Manifest, version: bytes, memories: Memories

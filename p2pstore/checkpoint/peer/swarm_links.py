@@ -159,7 +159,7 @@ class SwarmLinks:
         if self._closed or member in self._banned or member == self._surroundings.own:
             raise Unavailable("no link is taken from this member")
         if own_one and self._surroundings.own < member and not settled:
-            raise Unavailable("this side dials, too, and its link is the one that counts")
+            raise Unavailable("this side dials as well, and its link counts")
         if len(self._links) >= MAX_LINKS:
             raise Unavailable(f"there are {MAX_LINKS} links already")
         return OfferedSwarmLink(self, member)

@@ -1,13 +1,11 @@
-"""A group of peers that use the same version of a checkpoint: when each of them fetches and when all of them switch.
-Pure.
+"""A group of peers that use the same version of a checkpoint: when each fetches, and when all switch. Pure.
 
-A follower fetches every new version that its publisher announces (head), has it verified on its disk, and says so. It
-uses it when the publisher says so to all (switch). The publisher says it after all followers, or as many as were asked
-for, have it: so the switch takes every one of them a moment. Who is late fetches what the others use first, then what
-is new.
+A follower fetches and verifies each version that its publisher announces (head), and says so. It uses the version when
+the publisher says so to all (switch). The publisher writes the switch when all followers, or a quorum, have the
+version: so the switch takes each of them a moment. A late follower first fetches what the others use, then what is new.
 
-Both, head and switch, are records that everybody hears of in the end, the newest one of each: so what counts is always
-the newest of both, whatever was missed in between, and nothing depends on the publisher being alive.
+Head and switch are records that reach every peer in the end, the newest of each. So only the newest of both count,
+whatever was missed, and nothing depends on the publisher being alive.
 """
 
 from __future__ import annotations
@@ -23,40 +21,40 @@ FIRST_RETRY_SECONDS: Final = 5.0
 LAST_RETRY_SECONDS: Final = 300.0
 
 Version = bytes
-"""Empty where there is none."""
+"""Empty for none."""
 
 
 class Stage(Enum):
-    """How far a follower is with the version that it is to use next, or uses."""
+    """How far a follower is with its next version, or the one in use."""
 
     WAITING = "waiting"
-    """It knows of none."""
+    """No version is known."""
     FETCHING = "fetching"
     VERIFIED = "verified"
-    """It can be switched to."""
+    """Ready for the switch."""
     CURRENT = "current"
     FAILED = "failed"
-    """It is tried again after a while."""
+    """To be retried after a while."""
 
 
-# --- what happens to a follower ----------------------------------------------------------------
+# --- events of a follower ----------------------------------------------------------------------
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """The newest version that is announced, and the one that all are to use, as far as is known here."""
+    """The newest announced version, and the one that all are to use, as far as is known here."""
 
     head: Version
     switch: Version
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """The version is on the disk, complete and verified."""
+    """The version is complete and verified on the disk."""
 
     version: Version
 
 
 class NotPrepared(msgspec.Struct, frozen=True):
-    """It is not, and nothing is being done about it: it failed (`why`), or was abandoned."""
+    """It is not, and no work is under way: it failed (`why`), or was abandoned."""
 
     version: Version
     why: str = ""
@@ -69,7 +67,7 @@ class Switched(msgspec.Struct, frozen=True):
 
 
 class NotSwitched(msgspec.Struct, frozen=True):
-    """It is not. `missing`: because it is not there any more."""
+    """The switch failed. `missing`: the version is not on the disk any more."""
 
     version: Version
     why: str
@@ -77,13 +75,13 @@ class NotSwitched(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """The time that `wake_at` named has come."""
+    """The time of `wake_at` has come."""
 
 
 Event = Heard | Prepared | NotPrepared | Switched | NotSwitched | Tick
 
 
-# --- what it asks for --------------------------------------------------------------------------
+# --- effects of a follower ---------------------------------------------------------------------
 
 
 class Prepare(msgspec.Struct, frozen=True):
@@ -93,7 +91,7 @@ class Prepare(msgspec.Struct, frozen=True):
 
 
 class Abandon(msgspec.Struct, frozen=True):
-    """Stop that; the answer to `Prepare` follows all the same."""
+    """Stop that; the answer to `Prepare` still follows."""
 
     version: Version
 
@@ -108,7 +106,7 @@ Effect = Prepare | Abandon | SwitchTo
 
 
 class Said(msgspec.Struct, frozen=True):
-    """What a follower says of itself: the version that it is about to use, or uses, and how far it is with it."""
+    """A follower's announcement: its next version, or the one in use, and how far it is."""
 
     version: Version
     stage: Stage
@@ -126,7 +124,7 @@ class Follower:
     """One peer that follows a name."""
 
     def __init__(self, current: Version, complete: Iterable[Version]) -> None:
-        """`current` is the version in use, `complete` are those on the disk: of an earlier life."""
+        """`current` is the version in use, `complete` are those on the disk, from the previous run."""
         self.current = current
         self._complete = set(complete)
         self._head: Version = b""
@@ -138,17 +136,17 @@ class Follower:
 
     @property
     def complete(self) -> frozenset[Version]:
-        """The versions that are on the disk."""
+        """The versions on the disk."""
         return frozenset(self._complete)
 
     @property
     def wake_at(self) -> float:
-        """When to send `Tick`."""
+        """Time of the next `Tick`."""
         return min((failure.retry_at for failure in self._failures.values()), default=math.inf)
 
     @property
     def said(self) -> Said:
-        """What the others are to know."""
+        """The announcement to other peers."""
         wanted = self._wanted()
         able = [version for version in wanted if version not in self._failures]
         version = next(iter(able or wanted), self.current)
@@ -164,7 +162,7 @@ class Follower:
         return Said(version, stage, self.current)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take in what happened; what is to be done."""
+        """Take in an event; returns the effects."""
         match event:
             case Heard(head, switch):
                 self._head, self._switch = head, switch
@@ -193,7 +191,7 @@ class Follower:
     # --- inside ------------------------------------------------------------------------------
 
     def _wanted(self) -> list[Version]:
-        """Versions to have, the more urgent one first: what all use, then what is new."""
+        """Versions to have, the more urgent first: the one of the switch, then the newest."""
         wanted = [self._switch] if self._switch != self.current else []
         wanted.append(self._head)
         return [version for version in wanted if version]
@@ -220,7 +218,7 @@ class Follower:
         return effects
 
     def _aim(self, now: float) -> Version:
-        """What to prepare now. What fails waits, and does not hold up the other one."""
+        """The version to prepare now. A failed one waits, and does not block the other."""
         for version in self._wanted():
             if version not in self._complete and self._may_try(version, now):
                 return version
@@ -241,19 +239,19 @@ class Follower:
 
 
 class Verdict(Enum):
-    """What becomes of an update."""
+    """Outcome of an update."""
 
     WAIT = "wait"
     SWITCH = "switch"
     TOO_LATE = "too late"
-    NOBODY = "nobody follows"
-    """There is no follower, and none is waited for any longer."""
+    NO_FOLLOWERS = "no followers"
+    """There is no follower, and the time to wait for the first one is over."""
     SUPERSEDED = "superseded"
-    """There is a newer version, or none any more: this one is not switched to."""
+    """The name has a newer version, or none any more."""
 
 
 class Laggard(msgspec.Struct, frozen=True):
-    """A follower that does not have the version. `dead`: nothing is heard of it any more."""
+    """A follower without the version. `dead`: it counts as dead now."""
 
     member: int
     stage: Stage
@@ -263,7 +261,7 @@ class Laggard(msgspec.Struct, frozen=True):
 
 
 class FollowerState(msgspec.Struct, frozen=True):
-    """What a follower said last, as far as is known here. Versions may be cut to their first bytes, all alike."""
+    """A follower's last announcement, as known here. Versions may be cut to their first bytes, all alike."""
 
     version: Version
     stage: Stage
@@ -273,12 +271,11 @@ class FollowerState(msgspec.Struct, frozen=True):
 
 
 class GroupUpdate:
-    """The publisher's side of one update: have all followers switch to `version`, or none.
+    """The publisher's side of one update: all followers switch to `version`, or none.
 
-    Followers are those that were alive at its beginning, and all who come during it. One that dies meanwhile is waited
-    for: it may be on the other side of a split, with an engine that goes on. Who says that it does not follow any more,
-    or leaves, does not count. With `quorum` as many are enough; with none, at least one must be there, and be heard of
-    by `first_by`.
+    Followers are those alive at its beginning, and those that come during it. A follower that dies meanwhile is still
+    waited for: it may be on the other side of a split, with an engine that goes on. One that unfollows or leaves does
+    not count. With `quorum` that number suffices; without, at least one follower must be heard of by `first_by`.
     """
 
     def __init__(
@@ -302,8 +299,8 @@ class GroupUpdate:
         gone: Iterable[int],
         now: float,
     ) -> Verdict:
-        """What to do, given the newest version that is announced, the followers that are alive, and members that are
-        alive or have left and do not follow."""
+        """The verdict, given the newest announced version, the live followers, and members that do not follow any
+        more."""
         for member in gone:
             self._followers.pop(member, None)
         self._followers.update(living)
@@ -313,12 +310,12 @@ class GroupUpdate:
         if self._has_enough():
             return Verdict.SWITCH
         if self._lacks_the_first and now >= self._first_by:
-            return Verdict.NOBODY
+            return Verdict.NO_FOLLOWERS
         return Verdict.TOO_LATE if now >= self.deadline else Verdict.WAIT
 
     @property
     def wake_at(self) -> float:
-        """When to judge again, if nothing new is heard before."""
+        """When to judge again without news."""
         return min(self.deadline, self._first_by) if self._lacks_the_first else self.deadline
 
     @property
@@ -327,12 +324,12 @@ class GroupUpdate:
 
     @property
     def follower_count(self) -> int:
-        """How many are waited for, those included that have the version."""
+        """Followers waited for, with or without the version."""
         return len(self._followers)
 
     @property
     def ready_count(self) -> int:
-        """How many of them have it."""
+        """Followers with the version."""
         return sum(map(self._is_ready, self._followers.values()))
 
     @property
@@ -342,14 +339,14 @@ class GroupUpdate:
 
     @property
     def laggards(self) -> list[Laggard]:
-        """Those that do not have it; the ones furthest behind first."""
+        """Followers without the version, the furthest behind first."""
         return self._lagging(
             {m: state for m, state in self._followers.items() if not self._is_ready(state)}
         )
 
     @property
     def not_using(self) -> list[Laggard]:
-        """Those that do not use it."""
+        """Followers that do not use the version."""
         return self._lagging(
             {m: state for m, state in self._followers.items() if state.current != self.version}
         )

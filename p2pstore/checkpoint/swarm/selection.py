@@ -1,8 +1,8 @@
-"""Which piece to take next from somebody who offers. Pure.
+"""Which piece to take next from a neighbour, and the pieces that are on their way. Pure.
 
-The rarest that is missing here and not on its way, by what the neighbours have; of equally rare ones any, so that
-neighbours take different ones and have something for each other. (Rarest first keeps the number of copies of all pieces
-alike: Legout, Urvoy-Keller and Michiardi 2006.)
+The next piece is the rarest among the neighbours that is missing and not on its way; of equally rare ones a random one,
+so that neighbours take different pieces. (Rarest first keeps the numbers of copies alike: Legout, Urvoy-Keller and
+Michiardi 2006.)
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from p2pstore.checkpoint.content.pieces import (
 
 
 class Selection:
-    """What is here, what is on its way, and what to take next."""
+    """Pieces that are here, on their way, missing."""
 
     def __init__(
         self, count: int, have: PieceMap, rng: Random, needed: PieceMap | None = None
     ) -> None:
-        """`have`: pieces of `count` that are here and verified. `needed`: those that are to be here; None: all."""
+        """`have`: verified pieces of `count` that are here. `needed`: pieces to have in the end; None: all."""
         self.count = count
         self.have = have
         self.needed = full_map(count) if needed is None else needed
@@ -40,18 +40,18 @@ class Selection:
 
     @property
     def complete(self) -> bool:
-        """Whether all pieces that are needed are here."""
+        """Whether all needed pieces are here."""
         return not self.missing
 
     def choose(self, offered: PieceMap) -> int | None:
-        """The piece of `offered` to take; None when nothing in it is wanted."""
+        """The piece of `offered` to take; None when none is wanted."""
         candidates = self.wanted & offered
         if not candidates:
             return None
         return any_piece(self.availability.with_fewest(candidates), self.count, self._rng)
 
     def need(self, pieces: PieceMap) -> bool:
-        """These are to be here as well. Whether any of them was not to be."""
+        """Add needed pieces. Whether any is new."""
         new = pieces & full_map(self.count) & ~self.needed
         self.needed |= new
         self.missing |= new & ~self.have
@@ -59,7 +59,7 @@ class Selection:
         return bool(new)
 
     def found(self, pieces: PieceMap) -> PieceMap:
-        """These are here, whether they were needed or not. Those that were not."""
+        """Add pieces that are here, needed or not. Returns the new ones."""
         new = pieces & full_map(self.count) & ~self.have
         self.have |= new
         self.needed |= new
@@ -68,15 +68,15 @@ class Selection:
         return new
 
     def on_its_way(self, piece: int) -> None:
-        """Somebody was asked for the piece."""
+        """A neighbour was asked for the piece."""
         self.wanted &= ~(1 << piece)
 
     def not_coming(self, piece: int) -> None:
-        """Nobody is on it any more."""
+        """The piece is on its way no more."""
         self.wanted |= (1 << piece) & self.missing
 
     def arrived(self, piece: int) -> bool:
-        """The piece is here and verified. Whether it was missing."""
+        """The verified piece is here. Whether it was missing."""
         bit = 1 << piece
         if not self.missing & bit:
             return False
@@ -87,10 +87,10 @@ class Selection:
 
 
 class HostShare:
-    """Which pieces this peer fetches over the network when several peers of its host want the same checkpoint.
+    """The pieces that this peer fetches over the network when several peers of its host want the same checkpoint.
 
-    Peer number i of n in the order of their names takes the pieces k with k mod n = i, and gets the others
-    from its siblings, through memory or as hard links: so each piece crosses the network once for the host.
+    Peer i of n, by name, takes the pieces k with k mod n = i, and gets the others from its siblings through memory:
+    each piece crosses the network once for the host.
     """
 
     def __init__(self, count: int, own: int) -> None:
@@ -98,10 +98,10 @@ class HostShare:
         self._own = own
         self._siblings: set[int] = set()
         self.mask = full_map(count)
-        """The pieces that are this peer's to fetch."""
+        """This peer's pieces."""
 
     def siblings(self, members: set[int]) -> None:
-        """Who else of this host is at work on it."""
+        """Set the other peers of this host that are at work."""
         if members == self._siblings:
             return
         self._siblings = set(members)
@@ -110,7 +110,7 @@ class HostShare:
 
 
 def stripe(count: int, first: int, step: int) -> PieceMap:
-    """Each `step`th piece of `count`, beginning with `first`."""
+    """Each `step`th of `count` pieces, from `first` on."""
     if first >= count:
         return NO_PIECES
     repeats = -(-count // step)
@@ -131,7 +131,8 @@ class Flight:
 
 
 class Flights:
-    """Each piece comes from one member at most, or in the end from two."""
+    """Pieces on their way, and places for more. A piece comes from one member, near the end from two at most. Pieces
+    held up by slow senders take no places of others, up to the number of places."""
 
     def __init__(self) -> None:
         self.over_network = 0
@@ -144,13 +145,13 @@ class Flights:
         return bool(self._flights)
 
     def __iter__(self) -> Iterator[tuple[int, Flight]]:
-        """All of them, by piece."""
+        """All flights, with their pieces."""
         for piece, flights in self._flights.items():
             for flight in flights:
                 yield piece, flight
 
     def of(self, piece: int) -> Sequence[Flight]:
-        """Those of one piece, the first one first."""
+        """The flights of one piece, oldest first."""
         return self._flights.get(piece, ())
 
     def alone(self) -> list[tuple[int, Flight]]:
@@ -160,11 +161,11 @@ class Flights:
         ]
 
     def pieces_from(self, member: int) -> list[int]:
-        """What comes from this member."""
+        """Pieces that come from this member."""
         return [piece for piece, flight in self if flight.member == member]
 
     def has_room(self, places: int) -> bool:
-        """Whether another one may come over the network when there are so many places."""
+        """Whether another piece may come over the network with this number of places."""
         return self.over_network - min(self.held_up, places) < places
 
     def begin(self, piece: int, flight: Flight) -> None:
@@ -177,7 +178,7 @@ class Flights:
             self.held_up += flight.held_up_at == -math.inf
 
     def end(self, member: int, piece: int) -> Flight | None:
-        """The piece came from this member, or does not any more; None when it was not on its way."""
+        """End a flight; None when there was none."""
         flights = self._flights.get(piece, [])
         found = next((flight for flight in flights if flight.member == member), None)
         if found is None:
@@ -193,18 +194,18 @@ class Flights:
         return found
 
     def overdue(self, now: float) -> list[tuple[int, Flight]]:
-        """Those whose deadline has passed."""
+        """Flights past their deadlines."""
         return [(piece, flight) for piece, flight in self if flight.deadline <= now]
 
     def mark_held_up(self, now: float) -> None:
-        """See which ones their senders hold up by now."""
+        """Mark the flights that are held up by now."""
         for _, flight in self:
             if -math.inf < flight.held_up_at <= now:
                 flight.held_up_at = -math.inf
                 self.held_up += not flight.same_host
 
     def next_change(self) -> float:
-        """When the next one is overdue or held up; infinity when there is none."""
+        """When the next flight is overdue or held up; infinity for never."""
         soonest = math.inf
         for _, flight in self:
             soonest = min(soonest, flight.deadline)

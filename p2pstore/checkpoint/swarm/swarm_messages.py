@@ -1,7 +1,7 @@
-"""What peers of a swarm tell each other, beside the pieces themselves. Pure.
+"""Messages between peers of a swarm, and the events and effects of one peer's state machine. Pure.
 
-A piece is asked for by a request of its own and answered with its bytes, BUSY or LACKS; all else are one-way messages
-on the same connection: first each side's map, then what is new, and grants. Bodies grow by appended fields.
+A piece is requested on a connection of its own, and answered with its bytes, BUSY or LACKS. The messages here are
+one-way, on links: first each side's map, then news and grants. Bodies grow by appended fields. Members are short names.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from p2pstore.errors import ProtocolError
 from p2pstore.wire import Message, decode_body
 
 MAX_NEW_PIECES: Final = 4096
-"""Of one `NewPieces`; whoever has more to tell sends its map."""
+"""Of one `NewPieces`; for more, a peer sends its map."""
 MAX_INTRODUCED: Final = 64
 """Members in one `Members`."""
 ANY_PIECE: Final = -1
 
 
 class Kind(IntEnum):
-    """Which message it is, as sent. Numbers never change meaning."""
+    """Kinds of messages. Numbers never change meaning."""
 
     PIECE_MAP = 1
     NEW_PIECES = 2
@@ -39,36 +39,35 @@ class Refusal(IntEnum):
     """Why a grant is not used, or a piece not sent. Numbers never change meaning."""
 
     FULL = 1
-    """Enough is on its way. A receiver that takes pieces again says so by the next piece that it has."""
+    """Enough pieces are on their way. The receiver's next news say that it takes pieces again."""
     NOTHING = 2
-    """The one who grants has nothing that is wanted now."""
+    """The sender has no piece that the receiver wants now."""
     BUSY = 3
     """No slot is free; a grant will come."""
     LACKS = 4
     """The piece is not there."""
     LATER = 5
-    """Enough is on its way; an `Invite` follows some time. Older peers take it for FULL."""
+    """Enough pieces are on their way; an `Invite` follows. Older peers take it for FULL."""
 
 
 class PieceMapMessage(Message, frozen=True):
-    """All that the sender has, as packed by `pack_map`: the first message of a connection, and whenever there is too
-    much to tell."""
+    """All that the sender has, as packed by `pack_map`: the first message of a link, and after that for many news."""
 
     pieces: Annotated[bytes, msgspec.Meta(max_length=MAX_PIECES // 8)]
 
 
 class NewPieces(Message, frozen=True):
-    """Pieces that the sender has got since its last message of this kind."""
+    """Pieces that came to the sender since its last message of this kind."""
 
     pieces: Annotated[list[int], msgspec.Meta(max_length=MAX_NEW_PIECES)]
 
 
 class Grant(Message, frozen=True):
-    """The receiver may ask for one piece now: for this one, or for any."""
+    """The receiver may ask for one piece now: this one, or any."""
 
     piece: int = ANY_PIECE
     slots: int = USUAL_SLOTS
-    """How many pieces the sender sends at once: so many receivers share its link."""
+    """Pieces that the sender sends at once, which share its link."""
 
 
 class Refuse(Message, frozen=True):
@@ -78,20 +77,20 @@ class Refuse(Message, frozen=True):
 
 
 class Members(Message, frozen=True):
-    """Others with whom the sender has links: who came in the last second is not known to all yet by gossip."""
+    """Others that the sender has links with: gossip does not yet know members of the last second."""
 
     members: Annotated[list[int], msgspec.Meta(max_length=MAX_INTRODUCED)]
 
 
 class Needs(Message, frozen=True):
-    """All that the sender is to have in the end, as packed by `pack_map`: told by who is not to have everything, ahead
-    of its map, and whenever it changes. Members that do not know this message offer it more, which it refuses."""
+    """All that the sender is to have in the end, as packed by `pack_map`: sent by peers that need some pieces only,
+    ahead of their map and after changes. Members that do not know this message offer them more, which they refuse."""
 
     pieces: Annotated[bytes, msgspec.Meta(max_length=MAX_PIECES // 8)]
 
 
 class Invite(Message, frozen=True):
-    """There is room again: the sender refused a grant, and would take one now."""
+    """The sender refused a grant, and would take one now."""
 
 
 SwarmMessage = PieceMapMessage | NewPieces | Grant | Refuse | Members | Needs | Invite
@@ -114,13 +113,13 @@ def kind_of(message: SwarmMessage) -> int:
 
 
 def decode_message(kind: int, body: bytes) -> SwarmMessage | None:
-    """The message in `body`; None for a kind that this version does not know. Raises `ProtocolError`."""
+    """The message in `body`; None for an unknown kind. Raises `ProtocolError`."""
     message_type = _TYPES.get(kind)
     return None if message_type is None else decode_body(message_type, body)
 
 
 def map_in(message: PieceMapMessage | NewPieces | Needs, count: int) -> PieceMap:
-    """The pieces that a message tells of, all of them below `count`. Raises `ProtocolError`."""
+    """The pieces in a message, all below `count`. Raises `ProtocolError`."""
     if isinstance(message, PieceMapMessage | Needs):
         return unpack_map(message.pieces, count)
     if any(not 0 <= piece < count for piece in message.pieces):
@@ -132,22 +131,22 @@ def map_in(message: PieceMapMessage | NewPieces | Needs, count: int) -> PieceMap
 
 
 class Participants(msgspec.Struct, frozen=True, gc=False):
-    """All that are known to have or to want this version, as gossip says it, and which of them are on this host;
-    this peer may be among them."""
+    """All members known by gossip to have or to want this version, and those of them on this host; perhaps with this
+    peer."""
 
     members: frozenset[int]
     here: frozenset[int] = frozenset()
 
 
 class Linked(msgspec.Struct, frozen=True, gc=False):
-    """There is a connection to this member now, whoever made it."""
+    """There is a link to this member now, dialed by either side."""
 
     member: int
     same_host: bool = False
 
 
 class Unlinked(msgspec.Struct, frozen=True, gc=False):
-    """The connection to this member ended, or could not be made."""
+    """The link ended, or could not be made."""
 
     member: int
 
@@ -167,7 +166,7 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
 
 
 class Served(msgspec.Struct, frozen=True, gc=False):
-    """A piece was sent; `whole` unless that ended before its end. Comes once for each `Serve`."""
+    """A piece was sent; without `whole`, only in part. Comes once for each `Serve`."""
 
     member: int
     piece: int
@@ -175,8 +174,8 @@ class Served(msgspec.Struct, frozen=True, gc=False):
 
 
 class PieceArrived(msgspec.Struct, frozen=True, gc=False):
-    """A piece came, has the right hash, and is where it can be served from. Comes, or `PieceFailed`, once for each
-    `Fetch`, except after `Abandon`; but also then it may come."""
+    """A piece came, is verified, and can be served. Comes, or `PieceFailed`, once for each `Fetch`; after `Abandon`
+    perhaps not."""
 
     member: int
     piece: int
@@ -200,19 +199,19 @@ class PieceFailed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Needed(msgspec.Struct, frozen=True, gc=False):
-    """These pieces are to be brought here, too."""
+    """Bring these pieces here as well."""
 
     pieces: PieceMap
 
 
 class Found(msgspec.Struct, frozen=True, gc=False):
-    """These pieces are here now though no member sent them: they are copies of others that came."""
+    """Pieces are here though no member sent them: they are copies of others."""
 
     pieces: PieceMap
 
 
 class Tick(msgspec.Struct, frozen=True, gc=False):
-    """The time that `Swarm.wake_at` named has come."""
+    """The time of `Swarm.wake_at` has come."""
 
 
 Event = (
@@ -233,13 +232,13 @@ Event = (
 
 
 class Connect(msgspec.Struct, frozen=True, gc=False):
-    """Make a connection to this member; `Linked` or `Unlinked` follows."""
+    """Make a link to this member; `Linked` or `Unlinked` follows."""
 
     member: int
 
 
 class Disconnect(msgspec.Struct, frozen=True, gc=False):
-    """End the connection; no `Unlinked` is expected. `banned`: and take no other from this member for this version."""
+    """End the link, without `Unlinked`. `banned`: and take no other from this member for this version."""
 
     member: int
     banned: bool = False
@@ -253,8 +252,8 @@ class Tell(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fetch(msgspec.Struct, frozen=True, gc=False):
-    """Ask this member for a piece, verify it and store it: `PieceArrived` or `PieceFailed`. `same_host`: by
-    memory or a hard link. The deadline is the machine's: it says `Abandon`."""
+    """Ask this member for a piece, verify and store it: `PieceArrived` or `PieceFailed` follows. The machine watches
+    the deadline, and says `Abandon`."""
 
     member: int
     piece: int
@@ -269,14 +268,14 @@ class Abandon(msgspec.Struct, frozen=True, gc=False):
 
 
 class Serve(msgspec.Struct, frozen=True, gc=False):
-    """Answer with the piece; then `Served`."""
+    """Answer with the piece; `Served` follows."""
 
     member: int
     piece: int
 
 
 class Decline(msgspec.Struct, frozen=True, gc=False):
-    """Answer that the piece is not sent: BUSY (with how many wait) or LACKS."""
+    """Answer that the piece is not sent: BUSY (and the length of the queue) or LACKS."""
 
     member: int
     piece: int
@@ -285,7 +284,7 @@ class Decline(msgspec.Struct, frozen=True, gc=False):
 
 
 class Complete(msgspec.Struct, frozen=True, gc=False):
-    """All pieces that are needed are here. Comes once, and once more for what `Needed` brings."""
+    """All needed pieces are here. Comes once, and once more after `Needed`."""
 
 
 Effect = Connect | Disconnect | Tell | Fetch | Abandon | Serve | Decline | Complete

@@ -1,10 +1,10 @@
-"""With whom a peer of a swarm is connected. Pure.
+"""The links of a peer of a swarm: which to make, and which to end. Pure.
 
-Some 20 of all participants, chosen at random: with 8 a broadcast to 256 takes 1.2 times as long as with 20, with 40 it
-is no faster. A small swarm is connected completely. Whoever comes late is always let in: where all places are taken,
-the oldest connection makes room, first one that is of no use (both sides have everything, or need nothing that the
-other will have). Now and then an old connection is replaced anyway, and all that are of no use, so that no group stays
-among itself. Peers of the same host do not count: they are always connected.
+A peer has some 20 links to random participants: with 8 a broadcast to 256 takes 1.2 times as long as with 20, with 40
+it is no faster. A small swarm is linked completely. A newcomer is always let in: where all places are taken, the oldest
+link makes room, first a useless one (both sides have everything, or need nothing that the other will have). From time
+to time an old link is replaced, and all useless ones, so that no group stays among itself. Links to peers of the same
+host are always made, and do not count.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from random import Random
 from typing import Final
 
 FIRST_DIALS: Final = 10
-"""To begin with: others dial as well, so that there will be twice as many."""
+"""At first; others dial as well, so that there will be twice that number of links."""
 FEWEST: Final = 16
 MOST: Final = 24
 SETTLE_SECONDS: Final = 1.0
-"""Until then nobody looks for more than the first connections."""
+"""Until then only the first links are made."""
 REFRESH_SECONDS: Final = 5.0
 REFRESHED: Final = 2
 REDIAL_SECONDS: Final = 5.0
-"""A member that could not be reached, or was let go, is left alone for so long."""
+"""A member that could not be reached, or was let go, is not dialed for this time."""
 DIAL_SECONDS: Final = 30.0
-"""A connection that is neither made nor refused by then is forgotten."""
+"""A dial without a result by then is forgotten."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Link:
 
 
 class Neighbours:
-    """Connections that there are, those that are being made, and which to make or end."""
+    """Links, dials under way, and members not to dial now."""
 
     def __init__(self, own: int, rng: Random, now: float) -> None:
         self._own = own
@@ -44,7 +44,7 @@ class Neighbours:
         self._links: dict[int, _Link] = {}
         self._dialing: dict[int, float] = {}
         self._avoided: dict[int, float] = {}
-        """Until when."""
+        """Until when a member is not dialed."""
         self._participants: list[int] = []
         self._here: list[int] = []
         self._begin = now
@@ -53,11 +53,11 @@ class Neighbours:
 
     @property
     def count(self) -> int:
-        """How many connections to other hosts there are."""
+        """Links to other hosts."""
         return sum(not link.same_host for link in self._links.values())
 
     def participants(self, members: Iterable[int], here: Iterable[int]) -> None:
-        """All that take part, and those of them that are on this host; this peer or not."""
+        """Set all participants, and those on this host; perhaps with this peer."""
         siblings = set(here) - {self._own}
         self._here = sorted(siblings)
         self._participants = sorted(set(members) - siblings - {self._own})
@@ -65,8 +65,8 @@ class Neighbours:
     def linked(
         self, member: int, same_host: bool, now: float, worth: Callable[[int], int]
     ) -> int | None:
-        """A connection is there, whoever made it. Which one has to go for it: that of least `worth`, of these the
-        oldest."""
+        """A link is there, dialed by either side. Returns the link that makes room for it: the one of least `worth`,
+        among these the oldest."""
         self._dialing.pop(member, None)
         if member in self._links:
             return None
@@ -76,7 +76,7 @@ class Neighbours:
         return self._least(worth, but=member)
 
     def unlinked(self, member: int, now: float, for_good: bool = False) -> None:
-        """A connection ended, or could not be made. `for_good`: none is made again."""
+        """A link ended, or could not be made. `for_good`: it is not made again."""
         self._dialing.pop(member, None)
         self._links.pop(member, None)
         until = math.inf if for_good else now + REDIAL_SECONDS
@@ -85,7 +85,7 @@ class Neighbours:
     def tick(
         self, now: float, worth: Callable[[int], int], dials: bool = True
     ) -> tuple[list[int], list[int]]:
-        """Members to connect to, and to disconnect from. Without `dials` (nothing is needed here) none of both."""
+        """Members to dial, and links to end. Without `dials` (nothing is needed here), none of both."""
         self._settled = self._settled or now >= self._begin + SETTLE_SECONDS
         refresh = now >= self._next_refresh
         if refresh:
@@ -105,7 +105,7 @@ class Neighbours:
         return self._dials(now), ended
 
     def next_tick(self) -> float:
-        """When `tick` has something to do next."""
+        """Time of the next `tick`."""
         return self._next_refresh if self._settled else self._begin + SETTLE_SECONDS
 
     def _dials(self, now: float) -> list[int]:

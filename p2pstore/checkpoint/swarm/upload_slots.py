@@ -1,15 +1,16 @@
-"""Who may take a piece from this peer, and when. Pure.
+"""Upload slots, super-seeding, and the pace of transfers: what a member sends to whom, and which senders it trusts.
+Pure.
 
-A peer sends two pieces at once: one keeps the link busy while the other is being agreed on. More would only share the
-link among more receivers, and each piece would be there, and be passed on, later (a broadcast to 64 takes 1.04 of the
-shortest time with two slots, 1.10 with eight). Only where agreeing takes long beside sending, there are more
-(`slots_for`). A receiver takes as many pieces at once as it has slots: with more, receivers' links
-are what several senders wait for while others have nothing to receive (1.14 with three places for two slots). It takes
-one more only where there are more slots: then it would wait for the next piece each time (`places_for`).
+A peer sends two pieces at once: one keeps the link busy while the next is agreed on. With more, more receivers share
+the link, and each piece is there, and passed on, later (a broadcast to 64 takes 1.04 of the shortest time with two
+slots, 1.10 with eight). There are more only where agreeing takes long beside sending (`slots_for`). A receiver takes as
+many pieces at once as it has slots: with more, senders wait for receivers' links while others have nothing to receive
+(1.14 with three places for two slots). It takes one more where there are more slots, so that it need not wait for the
+next piece (`places_for`).
 
-The sender takes the initiative: it **grants** a slot to a neighbour that lacks something, and the neighbour answers by
-asking for a piece, or refuses. So no slot stands empty until somebody happens to ask. Who asks without a grant when no
-slot is free hears BUSY, and is granted the next one.
+The sender takes the initiative: it **grants** a slot to a neighbour that lacks something, which answers by asking for a
+piece, or refuses. So no slot stands empty until a request comes. A neighbour that asks without a grant when no slot is
+free hears BUSY, and gets the next one.
 """
 
 from __future__ import annotations
@@ -24,67 +25,68 @@ from p2pstore.checkpoint.content.pieces import NO_PIECES, Availability, PieceMap
 USUAL_SLOTS: Final = 2
 MOST_SLOTS: Final = 8
 SLOTS_PER_ROUND_TRIP: Final = 24
-"""For each piece time that the shortest round trip takes: most take longer. (By simulation, pieces of half a
-millisecond and messages of 0.3 take 1.06 of the shortest time, with 16 slots 1.07.)"""
+"""Further slots, for each piece time that the shortest round trip takes; most take longer. (By simulation, pieces of
+0.5 ms with messages of 0.3 ms take 1.06 of the shortest time, with 16 slots 1.07.)"""
 QUEUED_SLOTS: Final = 8
-"""Where a round trip usually takes `QUEUED_SHARE` of the quickest piece's time: messages wait behind pieces in the
-queues of links, and TCP takes some round trips to fill a link after a pause. (16 real peers at 100 Mbit/s with queues
-of 20 ms: 1.29 of the shortest time with four slots, 1.24 with five, 1.22 with six, 1.18 with eight, 1.2 with ten.)"""
+"""Slots where a round trip usually takes `QUEUED_SHARE` of the quickest piece's time: messages wait behind pieces in
+the queues of links, and TCP takes some round trips to fill a link after a pause. (16 real peers at 100 Mbit/s with
+queues of 20 ms: 1.29 of the shortest time with four slots, 1.24 with five, 1.22 with six, 1.18 with eight, 1.2 with
+ten.)"""
 QUEUED_SHARE: Final = 0.08
 SHARE_OF_NEWEST_ANSWER: Final = 1 / 16
-"""How much the newest round trip counts in what is usual: of the first ones, all count the same."""
+"""Least weight of the newest round trip in the mean; the first 16 weigh the same."""
 MAX_WAITING: Final = 64
 FORGETTING: Final = 1.001
-"""So the shortest round trip is forgotten, by each answer."""
+"""Factor by which each measurement relaxes a minimum: the shortest round trip, the quickest transfer."""
 
 
 class UploadSlots:
-    """Slots in use: granted (no answer yet), or with a piece being sent."""
+    """Slots in use: granted without an answer yet, or with a piece being sent."""
 
     def __init__(self, slots: int, grant_seconds: float) -> None:
-        """A grant that is not answered for `grant_seconds` is void."""
+        """A grant without an answer for `grant_seconds` is void."""
         self.slots = slots
         self.round_trip_seconds = math.inf
-        """From a grant to its answer, when nothing stands in the way: what waits behind pieces would wait longer with
-        more of them under way. Infinity before the first answer."""
+        """Shortest time from a grant to its answer, without the wait behind pieces, which grows with the number of
+        slots. Infinity before the first answer."""
         self.usual_round_trip_seconds = 0.0
-        """With all that stands in the way; 0 before the first answer."""
+        """Mean time from a grant to its answer; 0 before the first."""
         self._answers = 0
         self._grant_seconds = grant_seconds
         self._granted: dict[int, list[tuple[float, int | None]]] = {}
-        """Until when, and for which piece, if for a certain one; those of a member oldest first."""
+        """Expiry and named piece (if any) of each member's grants, oldest first."""
         self._grants = 0
         self._sending: dict[tuple[int, int], float] = {}
         """Pieces being sent, and when each is held up."""
         self._used: dict[int, int] = {}
-        """Grants and pieces of each neighbour that has any."""
+        """Grants and pieces being sent, of each neighbour with any."""
         self._held_up = 0
         self._waiting: dict[int, None] = {}
 
     @property
     def free(self) -> int:
-        """How many slots nobody has."""
+        """Unused slots."""
         counted = len(self._sending) - min(self._held_up, self.slots)
         return self.slots - self._grants - counted
 
     @property
     def waiting(self) -> int:
-        """How many wait for a slot."""
+        """Neighbours that wait for a slot."""
         return len(self._waiting)
 
     def used_by(self, member: int) -> int:
-        """How many slots one neighbour has."""
+        """Slots of one neighbour."""
         return self._used.get(member, 0)
 
     def grant(self, member: int, piece: int | None, now: float) -> None:
-        """Keep a slot for this neighbour, who is told."""
+        """Reserve a slot for a neighbour."""
         self._granted.setdefault(member, []).append((now + self._grant_seconds, piece))
         self._grants += 1
         self._use(member, 1)
         self._waiting.pop(member, None)
 
     def take_grant(self, member: int, now: float) -> tuple[bool, int | None]:
-        """The neighbour answers its oldest grant: whether there is one, and the piece it was for."""
+        """A neighbour answers its oldest grant: whether it had one, and the piece that it named."""
         grants = self._granted.get(member)
         if not grants:
             return False, None
@@ -101,18 +103,18 @@ class UploadSlots:
         return True, piece
 
     def is_sending(self, member: int, piece: int) -> bool:
-        """Whether the neighbour is being sent this piece."""
+        """Whether this piece is being sent to the neighbour."""
         return (member, piece) in self._sending
 
     def sending(self, member: int, piece: int, held_up_at: float) -> None:
-        """The piece is being sent; there was a free slot, or a grant was taken. From `held_up_at` on the receiver holds
-        it up, so another may be sent: at most twice as many as there are slots."""
+        """Begin sending, with a free slot or a taken grant. From `held_up_at` on the receiver holds the transfer up,
+        and another may be sent: at most twice the number of slots."""
         self._sending[member, piece] = held_up_at
         self._use(member, 1)
         self._held_up += held_up_at == -math.inf
 
     def sent(self, member: int, piece: int) -> bool:
-        """It was sent, or will not be. Whether it was being sent."""
+        """End sending. Whether the piece was being sent."""
         held_up_at = self._sending.pop((member, piece), None)
         if held_up_at is None:
             return False
@@ -121,13 +123,13 @@ class UploadSlots:
         return True
 
     def wait(self, member: int) -> int:
-        """The neighbour wants a slot; how many wait with it."""
+        """Queue a neighbour for a slot; returns the length of the queue."""
         if len(self._waiting) < MAX_WAITING:
             self._waiting[member] = None
         return len(self._waiting)
 
     def next_waiting(self) -> int | None:
-        """Who waited longest; it waits no more."""
+        """Take the longest waiting neighbour from the queue."""
         if not self._waiting:
             return None
         member = next(iter(self._waiting))
@@ -135,7 +137,7 @@ class UploadSlots:
         return member
 
     def expire(self, now: float) -> list[tuple[int, int | None]]:
-        """Take back grants that nobody answered: whose they were, and for which piece."""
+        """Take back grants without an answer: members and named pieces."""
         void = []
         for member, grants in list(self._granted.items()):
             while grants and grants[0][0] <= now:
@@ -147,14 +149,14 @@ class UploadSlots:
         return void
 
     def mark_held_up(self, now: float) -> None:
-        """Count no more what is held up by now."""
+        """Stop counting transfers that are held up by now."""
         for each, held_up_at in self._sending.items():
             if -math.inf < held_up_at <= now:
                 self._sending[each] = -math.inf
                 self._held_up += 1
 
     def next_change(self) -> float:
-        """When the next grant expires, or the next piece is held up; infinity when there is none."""
+        """When the next grant expires or the next piece is held up; infinity for never."""
         soonest = min((grants[0][0] for grants in self._granted.values()), default=math.inf)
         for held_up_at in self._sending.values():
             if -math.inf < held_up_at < soonest:
@@ -162,7 +164,7 @@ class UploadSlots:
         return soonest
 
     def forget(self, member: int) -> list[int]:
-        """A neighbour went: its slots are free. The pieces that it did not get."""
+        """Free the slots of a neighbour that has gone; returns the pieces that it did not get."""
         self._waiting.pop(member, None)
         grants = self._granted.pop(member, [])
         self._grants -= len(grants)
@@ -183,8 +185,8 @@ class UploadSlots:
 def slots_for(
     piece_seconds: float, round_trip_seconds: float, usual_round_trip_seconds: float
 ) -> int:
-    """How many slots keep a link busy on which a piece takes `piece_seconds`: two, and more where agreeing on the next
-    piece takes a share of that. (By simulation: at a seventh, two slots cost 9 % of the time, three 3, four 2.)"""
+    """Slots that keep a link busy on which a piece takes `piece_seconds`: two, and more where agreeing on the next
+    piece takes a share of that. (By simulation, at a seventh two slots cost 9 % of the time, three 3, four 2.)"""
     if round_trip_seconds == math.inf:
         return USUAL_SLOTS
     piece_seconds = max(piece_seconds, 1e-9)
@@ -195,15 +197,21 @@ def slots_for(
 
 
 def places_for(slots: int) -> int:
-    """How many pieces to take at once over the network."""
+    """Pieces to take at once over the network."""
     return slots + (slots > USUAL_SLOTS)
 
 
 class SuperSeeding:
-    """What was sent how often, until everything was."""
+    """What a publisher sends until each piece was sent once.
+
+    Receivers may not choose meanwhile: the publisher names the piece that it sent least, among these the rarest of its
+    neighbours. So each piece is in the swarm after the link has carried the checkpoint once (BitTorrent's BEP 16). When
+    receivers choose the rarest piece, many choose the same, and a broadcast takes longer. Several publishers of one
+    version see in their neighbours' maps what the others sent.
+    """
 
     def __init__(self, count: int, rng: Random, copies: PieceMap = NO_PIECES) -> None:
-        """`copies`: pieces that receivers make of others, and need not be sent."""
+        """`copies`: pieces that receivers make of others, which need not be sent."""
         self._sent = Availability(count)
         self._sent.add(copies)
         self._rng = rng
@@ -214,35 +222,35 @@ class SuperSeeding:
         return not self._sent.count or self._sent.fewest() > 0
 
     def choose(self, lacked: PieceMap, availability: Availability) -> int:
-        """The piece to send to somebody who lacks these (at least one)."""
+        """The piece to send to a neighbour that lacks these (at least one)."""
         least_sent = self._sent.with_fewest(lacked)
         rarest = availability.with_fewest(least_sent)
         return any_piece(rarest, self._sent.count, self._rng)
 
     def sending(self, piece: int) -> None:
-        """The piece is promised to somebody."""
+        """Count a piece as sent."""
         self._sent.add(1 << piece)
 
     def not_sent(self, piece: int) -> None:
-        """It did not get there."""
+        """Take that back."""
         self._sent.remove(1 << piece)
 
 
 PATIENCE: Final = 4.0
-"""A piece may take so many times what is usual for its sender."""
+"""Deadline of a piece, in multiples of its sender's usual time."""
 STRANGER_PATIENCE: Final = 16.0
-"""The first piece of a sender may take so many times what is usual for all: else those who never bring any would take
-the places of others for the longest."""
+"""Deadline of a sender's first piece, in multiples of the usual time of all: a sender that never brings any must not
+hold a place for long."""
 SHARE_OF_NEWEST_PIECE: Final = 0.25
-"""How much the newest piece counts in what is usual."""
+"""Weight of the newest piece in the usual time."""
 FIRST_BACK_OFF_SECONDS: Final = 0.5
 LONGEST_BACK_OFF_SECONDS: Final = 30.0
 BAD_PIECES_ALLOWED: Final = 1
 SLOW: Final = 3.0
-"""A transfer that takes so many times as long as the quickest is held up at the other end, where `USUAL_SLOTS` share
-the link; with twice as many, each takes twice as long."""
+"""A transfer that takes this many times the quickest is held up at the other end, where `USUAL_SLOTS` share the link;
+with twice as many slots each takes twice as long."""
 FIRST_HELD_UP_SECONDS: Final = 2.0
-"""As long as no transfer has ended: the first ones may be with those who never send anything."""
+"""Before any transfer has ended: the first ones may go to members that never answer."""
 
 
 @dataclass(slots=True)
@@ -255,12 +263,11 @@ class _Sender:
 
 
 class Pace:
-    """How long transfers over the own link take, and which are held up by somebody else's.
+    """Which transfers over the own link are held up at the other end.
 
-    A slow peer, or one whose link others fill, would keep a slot or a place in the window that is worth
-    more elsewhere. So what takes three times as long as the quickest transfer does not count any more, and
-    with whom that is usual, transfers do not count from their beginning. (One receiver in ten with a quarter of
-    the others' speed delays the others by 1 % with this rule, and some by 100 % without it.)
+    A slow peer, or one whose link others fill, would keep a slot or a place that is worth more elsewhere. So a transfer
+    stops counting after three times the quickest one's time, and with members of which that is usual, at once. (One
+    receiver in ten with a quarter of the speed delays the others by 1 % with this rule, and some by 100 % without.)
     """
 
     def __init__(self) -> None:
@@ -269,33 +276,38 @@ class Pace:
         self._usual: dict[int, float] = {}
 
     def took(self, member: int, size: int, seconds: float) -> None:
-        """A transfer of so many bytes from or to a member is over."""
+        """A transfer of `size` bytes from or to a member is over."""
         newest = seconds / size
         self._quickest = min(FORGETTING * self._quickest, newest)
         before = self._usual.get(member, newest)
         self._usual[member] = SHARE_OF_NEWEST_PIECE * newest + (1 - SHARE_OF_NEWEST_PIECE) * before
 
     def held_up_after(self, member: int, size: int, slots: int = USUAL_SLOTS) -> float:
-        """Seconds after which a transfer of so many bytes is held up, where `slots` share the link; 0 for at once."""
+        """Seconds after which a transfer of `size` bytes is held up, where `slots` share the link; 0 for at once."""
         if self._quickest == math.inf:
             return FIRST_HELD_UP_SECONDS
         allowed = SLOW * max(1.0, slots / USUAL_SLOTS) * self._quickest
         return 0.0 if self._usual.get(member, 0.0) > allowed else allowed * size
 
     def quickest_seconds(self, size: int) -> float:
-        """How long so many bytes take when nothing holds them up; infinity when that is not known."""
+        """Time of `size` bytes when nothing holds them up; infinity when unknown."""
         return self._quickest * size
 
     def forget(self, member: int) -> None:
-        """The member is gone."""
+        """Forget a member that has gone."""
         self._usual.pop(member, None)
 
 
 class Senders:
-    """What is known of those who send pieces. Times in seconds of the caller's clock."""
+    """Deadlines, backoff and bans of senders. Times are seconds of the caller's clock.
+
+    A piece is abandoned after `PATIENCE` times its sender's usual time; the sender is ignored for a while then, twice
+    as long each time. A sender of a false piece is ignored as well, and banned the second time: the first may be a
+    fault of memory or of a wire.
+    """
 
     def __init__(self, first_deadline_seconds: float, shortest_deadline_seconds: float) -> None:
-        """`first_deadline_seconds` is for senders that brought nothing yet, as long as nobody has; no deadline is below
+        """`first_deadline_seconds` is for new senders as long as no piece has come; no deadline is below
         `shortest_deadline_seconds`: a pause of a process or a lost packet is no failure."""
         self._usual = 0.0
         """Seconds a byte, of all senders."""
@@ -305,14 +317,14 @@ class Senders:
         self._banned: set[int] = set()
 
     def expected_seconds(self, member: int, size: int) -> float | None:
-        """How long so many bytes usually take from this sender; None when that is not known."""
+        """Usual time of `size` bytes from this sender; None when unknown."""
         sender = self._senders.get(member)
         if sender is None or not sender.seconds_per_byte:
             return None
         return sender.seconds_per_byte * size
 
     def deadline_seconds(self, member: int, size: int) -> float:
-        """How long to wait for so many bytes."""
+        """How long to wait for `size` bytes."""
         expected = self.expected_seconds(member, size)
         if expected is None:
             if not self._usual:
@@ -322,7 +334,7 @@ class Senders:
         return max(self._shortest_deadline, PATIENCE * expected)
 
     def brought(self, member: int, size: int, seconds: float) -> None:
-        """A good piece of so many bytes came in so many seconds."""
+        """A good piece of `size` bytes came."""
         sender = self._of(member)
         newest = seconds / size
         self._usual += SHARE_OF_NEWEST_PIECE * (newest - self._usual) if self._usual else newest
@@ -335,7 +347,7 @@ class Senders:
         sender.back_off_seconds = FIRST_BACK_OFF_SECONDS
 
     def failed(self, member: int, now: float) -> None:
-        """A piece did not come in time, or at all: nothing is taken from this sender for a while."""
+        """A piece did not come, or not in time: ignore its sender for a while."""
         sender = self._of(member)
         sender.ignored_until = now + sender.back_off_seconds
         sender.back_off_seconds = min(2 * sender.back_off_seconds, LONGEST_BACK_OFF_SECONDS)
@@ -356,14 +368,14 @@ class Senders:
         self._senders.pop(member, None)
 
     def is_ignored(self, member: int, now: float) -> bool:
-        """Whether nothing is to be taken from it at present."""
+        """Whether to take nothing from it at present."""
         if member in self._banned:
             return True
         sender = self._senders.get(member)
         return sender is not None and now < sender.ignored_until
 
     def is_banned(self, member: int) -> bool:
-        """Whether it is never to be dealt with again."""
+        """Whether to never deal with it again."""
         return member in self._banned
 
     def _of(self, member: int) -> _Sender:

@@ -343,7 +343,7 @@ class LookupOperation(Operation):
         known, doubtful = self.core.copies.sorted(digest, now, self._namespace, hearsay=True)
         copies = [copy for copy in known if copy.member not in self._exclude]
         if copies and not copies[0].local:
-            self.core.gossip.partitions.used(digest, now)
+            self.core.gossip.partitions.hot.used(digest, now)
         newest = next((copy.record.version[:2] for copy in copies if copy.reachable), (0, 0))
         alone = newest == (0, 0) and digest not in self._unproved
         if wanted := [

@@ -193,7 +193,7 @@ class LookupHereOperation(Operation):
             if (
                 holdings
             ):  # hot keys are those that are wanted, whether their holders can be reached or not
-                partitions.used(digest, now)
+                partitions.hot.used(digest, now)
             if not partitions.vouches(digest, now):
                 self._unsure.append(len(self._items))
             self._items.append(holdings)

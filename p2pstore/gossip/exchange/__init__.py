@@ -1,1 +1,1 @@
-"""What is compared with whom, when, and what travels."""
+"""Comparing and exchanging what peers know."""

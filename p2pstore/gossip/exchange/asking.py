@@ -41,12 +41,12 @@ class Questions:
     def __init__(self, config: GossipConfig) -> None:
         self._config = config
         self.budget = SharedBudget(config.messages_per_second, config.message_burst)
-        """Each question is taken from it together with its answer; who serves those of others says so, too."""
+        """Each question is taken from it together with its answer; so are the questions of others."""
         self.count = 0
         """How many were asked so far."""
         self._open: dict[int, Asked] = {}
         self._of_kind: defaultdict[ControlKind | None, dict[int, Asked]] = defaultdict(dict)
-        """The same by kind: after every event somebody wants to know how many of a kind there are."""
+        """The same by kind: the number of a kind is asked for after every event."""
         self._overdue_up_to = 0
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class Questions:
         return asked
 
     def asked(self, kind: ControlKind) -> list[PeerId]:
-        """Who is being asked questions of this kind."""
+        """The peers that are being asked questions of this kind."""
         return [each.peer_id for each in self._of_kind[kind].values()]
 
     def open_count(self, kind: ControlKind) -> int:
@@ -108,8 +108,8 @@ class Questions:
         return {each.member for each in self._of_kind[None].values()}
 
     def overdue(self, since: float, before: float) -> list[PeerId]:
-        """Who was asked something, other than to answer a probe, after `since` and before `before`, and has not
-        answered yet. Each question is named once."""
+        """Peers that were asked something, other than to answer a probe, after `since` and before `before`, and have
+        not answered yet. Each question is named once."""
         found: list[PeerId] = []
         for token, asked in self._open.items():
             if asked.sent_at >= before:

@@ -2,7 +2,7 @@
 
 Written in full a digest names each member: 28 bytes. Two peers that know the same members at the same
 incarnations, which a hash tells, can leave the names out: 9 bytes a member, in the members' order; or 4 where
-nobody follows logs (`directory_mode`). And runs
+no member follows logs (`directory_mode`). And runs
 of operations name their member by its place in that order, in 9 bytes where a `LogChunk` takes some 27: a
 loaded peer is sent a few operations of each member thirty times a second.
 
@@ -79,7 +79,7 @@ class MemberSet:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What somebody knows, a row a member: `of` says of whom, the columns how far it is in the member's
+    """The knowledge of a peer, a row a member: `of` names the members, the columns say how far it is in each member's
     peer records and in its log."""
 
     of: MemberSet
@@ -106,7 +106,7 @@ class Digest:
         )
 
     def beside(self, members: Column) -> list[int]:
-        """Who is named here and not among `members`, which ascend."""
+        """The members named here and not among `members`, which ascend."""
         mine = self.of.members
         if not len(mine) or self._names_just(members):
             return []
@@ -170,7 +170,7 @@ def pack_record_positions(digest: Digest) -> bytes:
 
 
 def unpack_positions(packed: bytes, of: MemberSet) -> Digest:
-    """What somebody who knows these members said, with logs or without. Raises `ProtocolError` when it is of
+    """The digest of a peer that knows these members, with logs or without. Raises `ProtocolError` when it is of
     more or fewer."""
     if len(of) and len(packed) == RECORD_POSITION_BYTES * len(of):
         records = np.frombuffer(packed, "<u4").astype(np.uint64)
@@ -207,7 +207,7 @@ def pack_runs(runs: list[Run]) -> tuple[bytes, bytes, bytes]:
 
 def check_runs(packed: bytes, operations: bytes, signatures: bytes) -> tuple[NDArray[Any], bytes]:
     """The runs as rows, and their operations as they were before `pack_runs`. Raises `ProtocolError` when they make no
-    sense, whoever the members are."""
+    sense for any members."""
     rows = _rows(packed, _RUN, "a list of runs")
     if len(signatures) not in (0, SIGNATURE_BYTES * len(rows)):  # older peers send none
         raise ProtocolError(f"{len(signatures):,} bytes of signatures for {len(rows):,} runs")
@@ -265,7 +265,7 @@ def _rows(packed: bytes, row: np.dtype[Any], what: str) -> NDArray[Any]:
 
 
 REMEMBERED_SETS: Final = 8
-"""What was asked of one of these sets of members is understood while the answer is under way."""
+"""Answers that refer to one of these sets of members are understood."""
 
 
 class DigestTable:
@@ -275,10 +275,10 @@ class DigestTable:
         self.follows_logs = True
         """Whether operations of others' logs are wanted."""
         self.logs_are_read = True
-        """Whether anybody else wants them."""
+        """Whether any other member wants them."""
         self.states: list[MemberState] = []
         """The members, a row each. Call `current` first."""
-        self._membership = membership
+        self.membership = membership
         self._directory = directory
         self._log = log
         self._seen_version = -1
@@ -296,10 +296,10 @@ class DigestTable:
         return made
 
     def current(self) -> Digest:
-        """What this peer knows now. Its columns change with the next call of any method: keep none."""
-        if self._seen_version != self._membership.version:
+        """This peer's digest now. Its columns change with the next call of any method: keep none."""
+        if self._seen_version != self.membership.version:
             self._rebuild()
-        own = self._membership.own
+        own = self.membership.own
         if self._own_place >= 0 and own.signed is not None:
             if int(self._of.incarnations[self._own_place]) != own.record_incarnation:
                 self._rebuild()
@@ -324,7 +324,7 @@ class DigestTable:
     def moved(self, member: Member) -> None:
         """The member's record is another, or its view moved."""
         place = self._places.get(member)
-        if place is None or self._seen_version != self._membership.version:
+        if place is None or self._seen_version != self.membership.version:
             return
         state = self.states[place]
         if int(self._of.incarnations[place]) != state.record_incarnation:
@@ -340,7 +340,7 @@ class DigestTable:
 
     def position(self, state: MemberState) -> int:
         """Up to where this peer wants no operations of the member's current log."""
-        if state is self._membership.own:
+        if state is self.membership.own:
             return self._log.signed
         return self._directory.wanted_after(
             state.member, state.record_incarnation, state.log_sequence
@@ -348,13 +348,13 @@ class DigestTable:
 
     def _rebuild(self) -> None:
         """4 ms with 10,000 members."""
-        self._seen_version = self._membership.version
-        live = self._membership.live()
+        self._seen_version = self.membership.version
+        live = self.membership.live()
         members = np.array([state.member for state in live], np.uint64)
         order = np.argsort(members)
         self.states = [live[place] for place in order.tolist()]
         self._places = {state.member: place for place, state in enumerate(self.states)}
-        self._own_place = self._places.get(self._membership.own.member, -1)
+        self._own_place = self._places.get(self.membership.own.member, -1)
         self._of = MemberSet(
             members[order],
             np.array([state.record_incarnation for state in self.states], np.uint64),

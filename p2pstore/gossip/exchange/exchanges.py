@@ -5,7 +5,7 @@ lacks goes back. Between exchanges there are 67 ms while there are differences, 
 where the message budget is spent.
 
 Under load one other at a time is told what to send: while an answer or a delta is on its way here, this peer
-asks nobody else, and answers others without a digest. Else several would send the same.
+asks no other, and answers others without a digest. Else several would send the same.
 
 Digests are in full until the other side has named a hash of its members; from then on numbers alone are sent as
 long as the last peer that was asked knew the same members (`digests`). Where cluster records differ, another
@@ -52,11 +52,11 @@ from p2pstore.gossip.records import PeerId, member_of
 
 MAX_IN_FLIGHT_EXCHANGES: Final = 3
 SLOW_SECONDS: Final = 0.5
-"""Who has not answered for so long keeps nobody else from being asked ..."""
+"""A peer that has not answered for longer keeps no other from being asked ..."""
 MAX_UNANSWERED: Final = 16
 """... as long as there are no more of these."""
 INVITED_SECONDS: Final = 0.1
-"""For so long others wait for who was told what to send, if that does not come."""
+"""Others wait this long for a peer that was told what to send."""
 EXCHANGE_MESSAGES: Final = 4
 """Question, answer, delta and its acknowledgement."""
 FAST_COMPARISONS: Final = 2
@@ -134,15 +134,15 @@ class Exchanges:
         self._last_at = -math.inf
         self._wanted: dict[PeerId, None] = {}
         self._readers: set[PeerId] = set()
-        """Who has named a hash of its members."""
+        """Peers that have named a hash of their members."""
         self._agreed = False
         """Whether the last peer that was heard of knew the same members."""
         self._differing: dict[PeerId, list[int]] = {}
         """Whose cluster records differ from this peer's, and in which buckets, where that is known."""
         self._invited: dict[PeerId, float] = {}
-        """Who was told in an answer what to send, and until when it is waited for."""
+        """Peers that were told in an answer what to send, and until when each is waited for."""
         self._unreliable: set[PeerId] = set()
-        """Who was waited for in vain: not again before it sends something."""
+        """Peers that were waited for in vain: not again before they send something."""
         self._continue_with: PeerId | None = None
         self._hastens = False
 
@@ -330,7 +330,7 @@ class Exchanges:
             self._invited.setdefault(peer_id, now + INVITED_SECONDS)
 
     def _is_expecting(self, now: float) -> bool:
-        """Whether somebody was told what to send, and has not yet."""
+        """Whether a peer was told what to send, and has not sent it yet."""
         newest = self._questions.newest_sent_at(ControlKind.EXCHANGE)
         return newest + INVITED_SECONDS > now or any(
             until > now for until in self._invited.values()
@@ -339,8 +339,8 @@ class Exchanges:
     def learn(
         self, asked: Asked, reply: ExchangeReply, theirs: Theirs, now: float, *, new_records: int
     ) -> None:
-        """Compare members and cluster records with those of a reply whose delta was taken in, and brought so many new
-        cluster records."""
+        """Compare members and cluster records with those of a reply whose delta was taken in, and brought `new_records`
+        new cluster records."""
         peer_id = asked.peer_id
         self._note_members(peer_id, theirs)
         differs = reply.cluster_hash != self._records.hash

@@ -1,6 +1,6 @@
-"""Eager relay: what this peer learnt lately and passes on at once, to whom it may be new. Pure.
+"""Eager relay: recent news is passed on at once to members that may not know it. Pure.
 
-It brings a single put to everybody within tens of milliseconds, at about four copies of everything. Under load
+It brings a single put to all members within tens of milliseconds, at about four copies of everything. Under load
 the copies cost more than the time is worth: operations are left to exchanges then (`operation_rate`). New
 members and cluster records are few, and always passed on.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from p2pstore.gossip.exchange.anti_entropy import Knowledge, News, chunk_of
+from p2pstore.gossip.exchange.anti_entropy import Knowledge, News
 from p2pstore.gossip.exchange.asking import Questions
+from p2pstore.gossip.exchange.delta_checks import chunk_of
 from p2pstore.gossip.exchange.message_budget import MessageBudget
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_effects import Ask
@@ -57,7 +58,7 @@ class FreshNews:
         return bool(self._logs or self._records or self._knowledge.cluster_records.has_rumors)
 
     def add_own(self, sequence: int, count: int) -> None:
-        """This peer's own log has so many new operations, the first one with that number."""
+        """This peer's own log has `count` new operations, the first one with this number."""
         self._rate.add(count)
         if not self._rate.is_high:
             own = self._knowledge.membership.own
@@ -140,15 +141,15 @@ class FreshNews:
         )
         if not (records or logs or rumors):
             return None
-        # Not before it is sure that they go: each is told so many times only.
+        # Not before it is sure that they go: each is told a bounded number of times.
         claims = membership.claims((peer_id,), peer_id)
         return Delta(records[:MAX_RECORDS], logs, rumors, claims)
 
 
 RATE_SECONDS: Final = 0.25
-"""The rate is judged so often ..."""
+"""Time between two judgements of the rate ..."""
 RATE_MEMORY_SECONDS: Final = 1.0
-"""... and averaged over about so long."""
+"""... which is averaged over about this time."""
 
 
 class OperationRate:
@@ -163,7 +164,7 @@ class OperationRate:
         self._since = -math.inf
 
     def add(self, count: int) -> None:
-        """So many operations were seen."""
+        """This number of operations was seen."""
         self._count += count
 
     def judge(self, now: float) -> None:

@@ -4,8 +4,8 @@ A message costs some half millisecond of CPU at each end, so gossip is bounded b
 size of the cluster and its load. All count, those of others too; but probes and answers never wait: what they
 take is missing for exchanges and eager messages, which do.
 
-What others send takes two thirds of it at most. Among peers that all begin alike it is about half, so their sum
-keeps to the bound; but nobody can keep this peer from beginning exchanges of its own. And one sender is answered
+Messages of others take two thirds of it at most. Among peers that all begin alike it is about half, so their sum
+keeps to the bound; but no other peer can keep this one from beginning exchanges of its own. And one sender is answered
 only as often as a peer that keeps to the same bounds may ask.
 """
 
@@ -35,18 +35,18 @@ class MessageBudget:
         self._at = -math.inf
 
     def take(self, count: int, now: float) -> None:
-        """So many messages are sent or came. It may go below nothing, down to an empty bucket's depth: after many
+        """This number of messages is sent or came. It may go below nothing, down to an empty bucket's depth: after many
         messages that did not wait this peer begins others again within a second or so."""
         self._left = max(-self._burst, self._level(now) - count)
         self._at = max(now, self._at)
 
     def ready_at(self, count: int) -> float:
-        """From when on so many are there."""
+        """The time from which this number is there."""
         missing = min(count, self._burst) - self._left
         return -math.inf if missing <= 0 else self._at + missing / self._per_second
 
     def has(self, count: int, now: float) -> bool:
-        """Whether so many are there now."""
+        """Whether this number is there now."""
         return self._level(now) >= count
 
     def _level(self, now: float) -> float:
@@ -72,11 +72,11 @@ class SharedBudget:
         self._all.take(MESSAGES_PER_REQUEST, now)
 
     def ready_at(self, count: int) -> float:
-        """From when on this peer may send and be sent so many messages for what it begins itself."""
+        """The time from which this peer may send and be sent this number of messages for its own questions."""
         return self._all.ready_at(count)
 
     def serve(self, sender: PeerId, now: float) -> bool:
-        """Another peer asks something. Whether to answer: not when it asks more than anybody may."""
+        """Another peer asks something. Whether to answer: not when it asks more than any peer may."""
         if not self._counted_from <= now < self._counted_from + SENDER_SECONDS:
             self._served.clear()
             self._counted_from = now

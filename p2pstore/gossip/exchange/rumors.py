@@ -1,4 +1,4 @@
-"""What is passed on with the next messages, each a bounded number of times, least often sent first. Pure."""
+"""Rumours: passed on with the next messages, each a bounded number of times, least often sent first. Pure."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Rumors(Generic[Name]):
 
 class ClaimRumors:
     """The latest claim about each member. It is not told to whom it came from, nor twice running to one peer:
-    with few partners that would use up its turns before everybody has heard it."""
+    with few partners that would use up its turns before all have heard it."""
 
     def __init__(self) -> None:
         self._rumors: Rumors[PeerId] = Rumors()

@@ -1,1 +1,1 @@
-"""Cluster records: what was removed, and who has heard of it."""
+"""Cluster records: removals, and the members that have heard of them."""

@@ -20,13 +20,13 @@ from typing import Final
 from p2pstore.gossip.records import Member
 
 DISPUTE_REFUSALS: Final = 3
-"""A member in dispute has refused so often to agree about the same end, ..."""
+"""Refusals to agree about the same end, after which a member is in dispute, ..."""
 REFUSAL_SECONDS: Final = 5.0
-"""... each time at least so much later than the last time that counts, ..."""
+"""... each at least this much later than the one counted before, ..."""
 DISPUTE_SECONDS: Final = 10.0
-"""... and the last time so much later than the first one; longer by the time that all floors take to travel."""
+"""... and the last one this much later than the first; longer by the time that all floors take to travel."""
 RECORDS_PER_SECOND: Final = 500
-"""Exchanges between two peers bring at least so many: 40 each time, up to 30 times a second."""
+"""Floors a second that exchanges between two peers bring at least: 40 each, up to 30 times a second."""
 ASKED_A_SECOND: Final = 5.0
 """How often a member that is waited for is asked by all others together, at most."""
 WAITED_SECONDS: Final = 3600.0
@@ -72,7 +72,7 @@ class Agreements:
             each.clear()
 
     def end_waiting(self) -> None:
-        """Floors are not crowded any more: nobody is waited for."""
+        """Floors are not crowded any more: no member is waited for."""
         self._waiting.clear()
         self._disputes.clear()
         self._asked_at.clear()

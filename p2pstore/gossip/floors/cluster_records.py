@@ -308,7 +308,7 @@ def cell_of(name: bytes) -> tuple[int, int]:
 
 
 COMPARED_BUCKETS: Final = 4
-"""Of so many the cells are compared at a time: 2 KiB."""
+"""Buckets whose cells are compared at a time: 2 KiB."""
 _BUCKETS: Final = struct.Struct(f"<{CLUSTER_BUCKETS}Q")
 _CELLS: Final = struct.Struct(f"<B{CLUSTER_CELLS}Q")
 

@@ -33,7 +33,7 @@ SETTLED_PER_STEP: Final = 2_000
 """Members, at a microsecond each."""
 
 SAVED_SLACK: Final = clock_from_unix_seconds(30.0)
-"""Floors stay for so long after all have confirmed them: a peer that is killed knows only what it had saved that it had
+"""Floors stay this long after all have confirmed them: a peer that is killed knows only what it had saved that it had
 seen, every ten seconds, and would distrust its objects when it is back."""
 
 FOLLOW_SLACK: Final = clock_from_unix_seconds(10.0)
@@ -43,11 +43,11 @@ START_SECONDS: Final = 60.0
 """Nothing is dropped so soon after a start: members of before it may be about to come back."""
 
 GONE_SLACK: Final = clock_from_unix_seconds(180.0)
-"""Floors of members that are gone stay so much longer: who has seen them spreads by questions and answers only."""
+"""Floors of members that are gone stay this much longer: news of them spreads by questions and answers only."""
 
 LOST_AFTER: Final = clock_from_unix_seconds(3600.0)
-"""Of a writer that is gone, older floors which no living member has heard of are given up: else what nobody can confirm
-would crowd out everything else."""
+"""Of a writer that is gone, older floors which no living member has heard of are given up: else what cannot be
+confirmed would crowd out everything else."""
 
 
 class FloorCompaction(FloorComparison):

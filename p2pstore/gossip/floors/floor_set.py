@@ -7,7 +7,7 @@ peers have known the same floors exactly when the hashes of their sets are equal
 Records lie in slices of one second of the hybrid clock. A slice has a hash, so the hash of all records below the end
 of a slice (`hash_below`) takes a step for each later slice.
 
-The horizon says, writer by writer, up to which stamp floors were dropped. Nobody takes them in again, so that all
+The horizon says, writer by writer, up to which stamp floors were dropped. No peer takes them in again, so that all
 peers' sets stay alike. Records go in steps (`purge`): an event loop that is held up declares others dead.
 """
 
@@ -67,8 +67,8 @@ MINUTE_BITS: Final = 32
 
 @dataclass(slots=True, eq=False)
 class Floor:
-    """One record. `keys` is how many it forbids (1 for a namespace). There may be very many: what its body says or
-    sums up to is not kept besides."""
+    """One record. `keys` is how many it forbids (1 for a namespace). There may be very many: the facts that its body
+    says or sums up to are not kept besides."""
 
     body: bytes
     signature: bytes
@@ -180,7 +180,7 @@ class FloorSet:
         return {digest for digest in digests if self._keys.get(digest).covers(version)}
 
     def is_dropped(self, record: ClusterRecord) -> bool:
-        """Whether the horizon has passed this floor, so that nobody takes it in any more."""
+        """Whether the horizon has passed this floor, so that no peer takes it in any more."""
         return bool(self.horizon) and record.clock <= self.horizon.get(member_of(record.signer), 0)
 
     @property
@@ -280,7 +280,7 @@ class FloorSet:
             self._horizon_changed()
 
     def forget_horizon(self, oldest: int) -> None:
-        """Forget stamps up to `oldest`: no peer that was away for so long is trusted anyway."""
+        """Forget stamps up to `oldest`: no peer that was away for longer is trusted anyway."""
         kept = without_older(self.horizon, oldest)
         if len(kept) != len(self.horizon):
             self.horizon = kept
@@ -430,7 +430,7 @@ class KeyVersions:
         return Version(*_VERSION.unpack_from(entries, at + DIGEST_BYTES))
 
     def raise_all(self, digests: Iterable[bytes], version: Version) -> None:
-        """These have this version, but those with a higher one. What is no digest is nobody's question."""
+        """These have this version, but those with a higher one. Names that are no digests are left out."""
         wanted = _bounded(version)
         for digest in digests:
             if len(digest) != DIGEST_BYTES:

@@ -1,12 +1,12 @@
 """How far floors are known, writer by writer: a stamp of the hybrid clock for each. Pure.
 
 Two such tables exist in every peer. *Seen*: it knew, at some time, every floor that the writer made up
-to the stamp. *Horizon*: floors that the writer made up to the stamp were dropped, and nobody takes them
+to the stamp. *Horizon*: floors that the writer made up to the stamp were dropped, and no peer takes them
 in again. Both only rise, and two peers' tables meet by the higher stamp of each writer.
 
 One stamp for all writers would not do. Two halves of a split cluster are each in perfect agreement
 within, and after the split each lacks floors of the other's writers: that shows only writer by
-writer. So it is with writers whose clocks are slow, or who were away with a floor nobody has heard of.
+writer. So it is with writers whose clocks are slow, or who were away with a floor that no other peer has heard of.
 """
 
 from __future__ import annotations

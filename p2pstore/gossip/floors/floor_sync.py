@@ -21,9 +21,9 @@ it says, it is taken over in two cases only:
 1. This peer might drop the same floors itself: it agreed up to there with all living members, by their signed records.
    It had those floors, so nothing follows for its copies.
 2. At least half of the members show that horizon's hash in their signed records (`quorum` says when more must); or
-   this peer has seen all of it, floors are crowded, and it was the same for a minute. What this peer had not seen may
-   have forbidden one of its copies, and nobody can tell any more: so a peer that was away discards copies that are
-   not newer than the newest such floor can be (`take_distrusted`).
+   this peer has seen all of it, floors are crowded, and it was the same for a minute. A floor that this peer had not
+   seen may have forbidden one of its copies, and cannot be known any more: so a peer that was away discards copies that
+   are not newer than the newest such floor can be (`take_distrusted`).
 
 A member that has just come (back) and whose record does not show the same horizon may still hold such copies: until it
 does, or an answer of its says that it has seen all of this peer's horizon, this peer does not believe its locations of
@@ -65,7 +65,7 @@ from p2pstore.objects import (
 MAX_OFFERS: Final = 4
 """Members whose horizon may be considered at a time: a table has up to 16,384 entries."""
 DISBELIEVED_SECONDS: Final = 20.0
-"""A horizon that is not taken over for so long is told of."""
+"""A horizon that is not taken over within this time is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class FloorSync(FloorCompaction):
         """By the member that told it, the oldest first."""
 
     def load(self, seen: Mapping[Member, int], alive_clock: int = 0) -> None:
-        """What was seen in an earlier life, which was over after `alive_clock`, from the state directory; the records
+        """Load the stamps seen in an earlier life, which ended after `alive_clock`; the records
         were loaded before."""
         self.seen, self._alive_clock = dict(seen), alive_clock
         self._distrusted = newest_unseen(self._floors.horizon, self.seen)
@@ -126,7 +126,7 @@ class FloorSync(FloorCompaction):
     ) -> None:
         """Take in a member's answer to a question about `asked_end`. `same_now`: the present sets are equal, too.
 
-        The horizon comes first: what this peer must distrust depends on what it had seen before.
+        The horizon comes first: distrust depends on what this peer had seen before.
         """
         oldest = self._oldest(now)
         self.doubts.note_proof(sender, answer.seen)
@@ -143,7 +143,7 @@ class FloorSync(FloorCompaction):
             self.synchronised = True
         if not agreed or unseen:
             return
-        # Of writers that nobody here knows, there is nothing to be seen: a table full of them would be kept for long.
+        # Writers that are not known here are left out: a table full of them would be kept for long.
         seen = {
             writer: min(asked_end, stamp)
             for writer, stamp in without_older(answer.seen, oldest).items()
@@ -234,8 +234,8 @@ class FloorSync(FloorCompaction):
         self._floors.raise_horizon(stamps)
 
     def _unseen(self, stamps: Mapping[Member, int]) -> int:
-        """The highest clock that a floor may have which was dropped before it was seen here. What nobody could confirm
-        for an hour was given up."""
+        """The highest clock that a floor may have which was dropped before it was seen here. Floors that were not
+        confirmed for an hour were given up."""
         lost = self._agreed_by_all - LOST_AFTER
         seen = {w: max(self.seen.get(w, 0), 0 if w in self._living else lost) for w in stamps}
         return newest_unseen(stamps, seen)
@@ -258,7 +258,7 @@ class FloorSync(FloorCompaction):
     # --- time --------------------------------------------------------------------------------
 
     def housekeep(self, now: float, *, alone: bool, members: Sequence[ShownFloors]) -> None:
-        """Do what is due a few times a second. `alone`: there is nobody else, nor anybody to wait for. `members` are
+        """Do what is due a few times a second. `alone`: there is no other member, none to wait for. `members` are
         the other living members."""
         clock_now = self._wall_clock(now)
         if self._started_clock is None:

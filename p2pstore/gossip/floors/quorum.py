@@ -73,7 +73,7 @@ class Quorum:
         self._out_at = math.inf
         """When this peer was last seen to be without more than half, if it was the last time."""
         self._outlived = False
-        """Whether the others that this peer was without do not count any more, and nobody has come since: they may
+        """Whether the others that this peer was without do not count any more, and no member has come since: they may
         live on, and have dropped floors."""
 
     def start(self, known: Iterable[Member], alive: float, now: float) -> None:
@@ -178,7 +178,7 @@ class Quorum:
         ]
 
     def waited_for(self, now: float) -> list[Member]:
-        """Members that are gone and without which nobody compacts yet."""
+        """Members that are gone and without which no peer compacts yet."""
         tie = 2 * self.living <= self.living + self._lately
         late, late_left = now - (TIE_SECONDS if tie else GONE_SECONDS), now - GONE_SECONDS
         left = self._left
@@ -191,7 +191,7 @@ class Quorum:
     # --- judging -----------------------------------------------------------------------------
 
     def may_compact(self, confirming: int) -> bool:
-        """Whether so many members, this peer among them, are enough to drop floors that all of them have."""
+        """Whether this number of members, this peer among them, is enough to drop floors that all of them have."""
         return 2 * confirming >= self.living + self._lately
 
     def believes(self, others: Showing, now: float, *, costs: bool) -> bool:

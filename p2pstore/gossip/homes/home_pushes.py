@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
@@ -41,7 +41,7 @@ MAX_RUNS: Final = 4_096
 SETS_BYTES: Final = 128 * 1024
 """Whole partitions in one message; one that is larger goes alone."""
 SLOW_ANSWER: Final = 4.0
-"""After so many times the usual time an answer is late."""
+"""An answer is late after this multiple of the usual time."""
 ANSWER_WEIGHT: Final = 1 / 8
 """Of the last answer in the usual time (as TCP has it)."""
 
@@ -77,6 +77,71 @@ class _Home:
         return not (self.runs or self.behind or self.audit or self.tokens)
 
 
+class Confirmed:
+    """By partition: the members that have confirmed all that was said of it, and those that are home no longer but are
+    told for a while yet. Tuples are those of the table, which all share, wherever that is possible."""
+
+    def __init__(self, former_seconds: float) -> None:
+        self._former_seconds = former_seconds
+        self.by: list[tuple[Member, ...]] = [()] * PARTITION_COUNT
+        """The members that have confirmed each partition. To read only."""
+        self.former: dict[int, tuple[Member, ...]] = {}
+        """The members that were home of a partition until lately. To read only."""
+        self._former_until: deque[tuple[float, int, Member]] = deque()
+
+    def clear(self) -> None:
+        """Nothing is confirmed any more."""
+        self.by = [()] * PARTITION_COUNT
+
+    def homes_changed(
+        self, partition: int, homes: tuple[Member, ...], alive: Set[Member], now: float
+    ) -> list[Member]:
+        """A partition has these homes now; the ones that have not confirmed it."""
+        before = self.by[partition]
+        if partition in self.former:
+            self.former[partition] = tuple(m for m in self.former[partition] if m not in homes)
+        for member in before:
+            if member not in homes and member in alive:
+                self._keep_telling(partition, member, now)
+        former = self.former.get(partition, ())
+        self._set(partition, [m for m in before if m in homes or m in former], homes)
+        return [member for member in homes if member not in before]
+
+    def add(self, member: Member, partition: int, homes: tuple[Member, ...]) -> None:
+        """A member has confirmed a partition; that counts for its homes only."""
+        if member in homes:
+            self._set(partition, [*self.by[partition], member], homes)
+
+    def remove(self, member: Member, partitions: Iterable[int]) -> None:
+        """A member has not what was said of these partitions."""
+        for partition in partitions:
+            if 0 <= partition < PARTITION_COUNT and member in self.by[partition]:
+                self.by[partition] = tuple(m for m in self.by[partition] if m != member)
+
+    def expire(self, table: HomeTable, now: float) -> None:
+        """Members that are home no longer are told no more, after their time."""
+        while self._former_until and self._former_until[0][0] <= now:
+            _, partition, member = self._former_until.popleft()
+            rest = tuple(m for m in self.former.get(partition, ()) if m != member)
+            if rest:
+                self.former[partition] = rest
+            else:
+                self.former.pop(partition, None)
+            if member not in table.homes[partition]:
+                self.remove(member, [partition])
+
+    def _keep_telling(self, partition: int, member: Member, now: float) -> None:
+        if member not in self.former.get(partition, ()):
+            self.former[partition] = (*self.former.get(partition, ()), member)
+            self._former_until.append((now + self._former_seconds, partition, member))
+
+    def _set(self, partition: int, members: list[Member], homes: tuple[Member, ...]) -> None:
+        chosen = dict.fromkeys(members)
+        # Almost always all homes: then the table's tuple, which all share, says so.
+        same = len(chosen) == len(homes) and all(member in chosen for member in homes)
+        self.by[partition] = homes if same else tuple(chosen)
+
+
 class HomePushes:
     """See the module's docstring. `keeps_partitions` says whether a member is in partitioned mode."""
 
@@ -103,10 +168,7 @@ class HomePushes:
         self._last_token = 0
         self._answer_seconds = 0.0
         """In what time homes answer, lately."""
-        self._synced: list[tuple[Member, ...]] = [()] * PARTITION_COUNT
-        """By partition: who has confirmed all that was said of it until now."""
-        self._former: dict[int, tuple[Member, ...]] = {}
-        self._former_until: deque[tuple[float, int, Member]] = deque()
+        self._confirmed = Confirmed(config.former_home_seconds)
         self._new: dict[Member, None] = {}
         """Homes that lack partitions and are sent them at a bounded rate."""
         self._new_at = -math.inf
@@ -119,17 +181,18 @@ class HomePushes:
     def note(self, operations: Sequence[bytes]) -> None:
         """This peer's log has new operations, its last ones."""
         sequence = self._log.sequence - len(operations)
+        confirmed, former = self._confirmed.by, self._confirmed.former
         for operation in operations:
             sequence += 1
             partition = partition_of(operation)
             number = self.sets.note(partition, operation)
             homes = self.table.homes[partition]
-            if partition in self._former:
-                homes += self._former[partition]
+            if partition in former:
+                homes += former[partition]
             for member in homes:
                 if member == self._own:
                     continue
-                if member in self._synced[partition] or not self._keeps(member):
+                if member in confirmed[partition] or not self._keeps(member):
                     self._add(member, (partition, number, sequence, operation))
 
     def tell(self, member: Member, operation: bytes) -> None:
@@ -144,27 +207,17 @@ class HomePushes:
         if len(home.runs) < MAX_RUNS:
             home.runs.append(run)
         elif run[1] and self._keeps(member):
-            self._unsync(member, [run[0]])
+            self._confirmed.remove(member, [run[0]])
             home.behind = True
 
     def homes_changed(self, table: HomeTable, now: float) -> None:
         """Other members are alive now."""
         lacking: dict[Member, None] = {}
         for partition in self.table.differing(table):
-            homes, before = table.homes[partition], self._synced[partition]
-            if partition in self._former:
-                self._former[partition] = tuple(
-                    member for member in self._former[partition] if member not in homes
-                )
-            for member in before:
-                if member not in homes and member in table.members:
-                    self._keep_telling(partition, member, now)
-            self._set_synced(
-                partition,
-                [m for m in before if m in homes or m in self._former.get(partition, ())],
-                homes,
+            homes = table.homes[partition]
+            lacking |= dict.fromkeys(
+                self._confirmed.homes_changed(partition, homes, table.members, now)
             )
-            lacking |= dict.fromkeys(member for member in homes if member not in before)
         self.table = table
         for member in [m for m in self._homes if m not in table.members]:
             for token in self._homes.pop(member).tokens:
@@ -177,12 +230,12 @@ class HomePushes:
         partitions = self.table.by_home.get(member)
         if partitions is None:
             return
-        self._unsync(member, partitions)
+        self._confirmed.remove(member, partitions)
         self._bring_up([member], now)
 
     def voided(self, now: float) -> None:
         """This peer's log goes on under another incarnation: no home has anything of it."""
-        self._synced = [()] * PARTITION_COUNT
+        self._confirmed.clear()
         self._homes.clear()
         self._tokens.clear()
         self._bring_up(self.table.by_home, now)
@@ -208,9 +261,9 @@ class HomePushes:
             if behind is None or partition in refused or self.sets.number(partition) != number:
                 home.behind = True
             else:
-                self._sync(member, partition)
+                self._confirmed.add(member, partition, self.table.homes[partition])
         if refused:
-            self._unsync(member, refused)
+            self._confirmed.remove(member, refused)
             home.behind = home.behind or self._keeps(member)
         if behind is None or refused.intersection(partition for partition, _ in home.sent_sets):
             home.failures += 1
@@ -244,7 +297,7 @@ class HomePushes:
         return max(due, self._pushed_at + self._config.push_seconds)
 
     def take(self, now: float) -> list[Push]:
-        """What is due now, a message a home; where that is much, to some homes now and to the others with the next
+        """Messages that are due, one a home; where they are large, to some homes now and to the others with the next
         call."""
         if now < self.due():
             return []
@@ -296,7 +349,9 @@ class HomePushes:
             return None
         keeps = self._keeps(member)
         runs = [
-            run for run in home.runs if not (run[1] and keeps) or member in self._synced[run[0]]
+            run
+            for run in home.runs
+            if not (run[1] and keeps) or member in self._confirmed.by[run[0]]
         ]
         home.runs.clear()
         sets = self._sets_for(member, home) if keeps else []
@@ -329,7 +384,7 @@ class HomePushes:
             return sets
         room = SETS_BYTES
         for partition in self.table.by_home.get(member, ()):
-            if member in self._synced[partition]:
+            if member in self._confirmed.by[partition]:
                 continue
             size_bytes = self.sets.size_bytes(partition)
             if size_bytes > LARGEST_SET_RECORDS * LOCATION_BYTES:
@@ -378,7 +433,7 @@ class HomePushes:
         entries = [
             AUDIT_ENTRY.pack(partition, self.sets.number(partition), self.sets.set_hash(partition))
             for partition in self.table.by_home.get(member, ())
-            if member in self._synced[partition]
+            if member in self._confirmed.by[partition]
         ]
         return b"".join(entries)
 
@@ -387,8 +442,10 @@ class HomePushes:
     def lacking(self) -> int:
         """How many (home, partition) pairs have not confirmed all of it."""
         return sum(
-            member != self._own and member not in synced and self._keeps(member)
-            for homes, synced in zip(self.table.homes, self._synced, strict=True)
+            member != self._own
+            and member not in self._confirmed.by[partition]
+            and self._keeps(member)
+            for partition, homes in enumerate(self.table.homes)
             for member in homes
         )
 
@@ -407,7 +464,7 @@ class HomePushes:
             home = self._homes.setdefault(member, _Home())
             home.behind = True
             lacking = sum(
-                member not in self._synced[partition]
+                member not in self._confirmed.by[partition]
                 for partition in self.table.by_home.get(member, ())
             )
             size_bytes = LOCATION_BYTES * self._log.head.count * lacking / PARTITION_COUNT
@@ -421,35 +478,4 @@ class HomePushes:
             home = self._homes.get(member)
             if home is None or home.expires_at <= now:
                 self.answered(token, None, now)  # the shell lost it
-        while self._former_until and self._former_until[0][0] <= now:
-            _, partition, member = self._former_until.popleft()
-            rest = tuple(m for m in self._former.get(partition, ()) if m != member)
-            if rest:
-                self._former[partition] = rest
-            else:
-                self._former.pop(partition, None)
-            homes = self.table.homes[partition]
-            if member not in homes:
-                self._unsync(member, [partition])
-
-    def _keep_telling(self, partition: int, member: Member, now: float) -> None:
-        if member not in self._former.get(partition, ()):
-            self._former[partition] = (*self._former.get(partition, ()), member)
-            until = now + self._config.former_home_seconds
-            self._former_until.append((until, partition, member))
-
-    def _sync(self, member: Member, partition: int) -> None:
-        homes = self.table.homes[partition]
-        if member in homes:
-            self._set_synced(partition, [*self._synced[partition], member], homes)
-
-    def _unsync(self, member: Member, partitions: Iterable[int]) -> None:
-        for partition in partitions:
-            if 0 <= partition < PARTITION_COUNT and member in self._synced[partition]:
-                self._synced[partition] = tuple(m for m in self._synced[partition] if m != member)
-
-    def _set_synced(self, partition: int, members: list[Member], homes: tuple[Member, ...]) -> None:
-        chosen = dict.fromkeys(members)
-        # Almost always all homes: then the table's tuple, which all share, says so.
-        same = len(chosen) == len(homes) and all(member in chosen for member in homes)
-        self._synced[partition] = homes if same else tuple(chosen)
+        self._confirmed.expire(self.table, now)

@@ -1,4 +1,4 @@
-"""What owners tell homes, and what may be wrong with it. Pure."""
+"""The updates that owners send to homes, and their checks. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_AUDIT_SECONDS: Final = 24 * 3600
 LARGEST_SET_RECORDS: Final = 5_000
 """Whole partitions that are larger are neither sent nor kept. Digests are spread evenly: of the four million
 records that a peer may hold at most, a partition has 4,096 give or take a few hundred. It is larger only when
-somebody chooses keys for it; its homes then do not vouch for it, and are asked in vain."""
+keys are chosen for it; its homes then do not vouch for it, and are asked in vain."""
 STEP_COST: Final = 1_280
 """Of what is taken in at once, in units of 2 us: an empty partition or an entry of an audit costs one. A step may
 be longer for one large partition, and takes 4 ms then."""
@@ -104,7 +104,7 @@ def check_update(update: HomeUpdate) -> CheckedUpdate:
 
 def in_steps(update: HomeUpdate) -> Iterator[CheckedUpdate | None]:
     """An update in parts, each of which takes a few milliseconds to check and to take in, in their order. None:
-    go on; what comes is still being checked. Raises `ProtocolError` for nonsense before the first part."""
+    go on; the check is still under way. Raises `ProtocolError` for nonsense before the first part."""
     _check_form(update)
     room = CHECKED_AT_ONCE
     for whole in update.sets:
@@ -264,7 +264,7 @@ class PartitionSets:
         return self._numbers[partition]
 
     def forget(self) -> None:
-        """Nobody keeps partitions: free the sets. The numbers stay."""
+        """No member keeps partitions: free the sets. The numbers stay."""
         self._index = None
         self._slots.clear()
         self._sorted, self._begins = b"", []
@@ -289,7 +289,7 @@ class PartitionSets:
         return LOCATION_BYTES * self._made().count(slot)
 
     def pack(self, partition: int) -> bytes:
-        """What is held of it: packed location records."""
+        """The packed location records held of it."""
         slot = self._slot(partition)
         return self._made().pack(slot)
 

@@ -202,7 +202,7 @@ class HomeViews:
     def _room_for(
         self, owner: Member, count: int, replaced: _View | None = None
     ) -> LocationIndex | None:
-        """The index, when it has room for so many more records of the owner, in place of a view. Owners who have
+        """The index, when it has room for `more` records of the owner, in place of a view. Owners who have
         more make room."""
         if self._index is None:
             self._index = LocationIndex(self._config.max_records, self._salt)
@@ -229,7 +229,7 @@ class HomeViews:
     # --- looking up --------------------------------------------------------------------------
 
     def holders(self, digest: bytes) -> list[Location]:
-        """Who holds the key, in no particular order."""
+        """The holders of the key, in no particular order."""
         found: list[Location] = []
         if self._index is None:
             return found
@@ -244,7 +244,7 @@ class HomeViews:
         return found
 
     def known(self, digests: Set[bytes]) -> set[bytes]:
-        """Which of the keys anybody is known to hold."""
+        """The keys that have a known holder."""
         if self._index is None:
             return set()
         keys = [digest for digest in digests if len(digest) == DIGEST_BYTES]
@@ -313,7 +313,7 @@ class HomeViews:
             known.hidden = False
 
     def owners(self) -> list[Member]:
-        """Who has said anything."""
+        """The members that have said anything."""
         return list(self._owners)
 
     def drop(self, owner: Member) -> None:

@@ -1,8 +1,8 @@
-"""What this peer knows of who holds what, from whatever it was heard. Pure.
+"""The known holders of each key, from all sources. Pure.
 
 Three sources: views of whole logs (`directory`), views of the partitions that this peer is a home of
 (`home_views`), and what homes, holders and rumours said (`location_cache`). Of what a member said itself of a key that
-counts which belongs to the latest place of its log. What others say of it hides none of that: it comes as hearsay,
+counts which belongs to the latest place of its log. The word of others hides none of that: it comes as hearsay,
 which shows where to look and decides nothing.
 """
 
@@ -129,9 +129,9 @@ class KnownLocations:
     # --- looking up --------------------------------------------------------------------------
 
     def holders(self, digest: bytes, now: float, *, hearsay: bool = False) -> list[Location]:
-        """Who holds the key: owners believed alive first, among them the newest version first. What others say of
-        members whose logs this peer follows is left out without `hearsay`. A member may come twice: as it says itself,
-        and with something later that others say of it."""
+        """The holders of the key: owners believed alive first, among them the newest version first. The word of others
+        on members whose logs this peer follows is left out without `hearsay`. A member may come twice: as it says
+        itself, and with something later that others say of it."""
         found = [each for each in self._directory.holders(digest) if hearsay or not each.hearsay]
         if self._mode.phase is Phase.FULL:
             return found
@@ -175,7 +175,7 @@ class KnownLocations:
         return found
 
     def mentioned(self, digests: Set[bytes]) -> set[bytes]:
-        """Which of the keys anybody said anything of."""
+        """The keys that any member said anything of."""
         found = self._directory.mentioned(digests)
         if self._mode.phase is not Phase.FULL:
             with self.lock:
@@ -202,7 +202,7 @@ class KnownLocations:
         return list(found.values())
 
     def own(self, digest: bytes) -> Location | None:
-        """What this peer itself holds of a key."""
+        """This peer's own location of a key; None when it holds no copy."""
         packed = self._log.held(digest)
         if packed is None:
             return None
@@ -247,8 +247,8 @@ class _Heard:
     """Neither its holder nor a home of the key said so."""
 
     def follows(self, known: _Heard, *, own_word: bool) -> bool:
-        """Whether this counts in place of what was known from the same source. Among what others say that is the
-        newer version, not the later place: who names a version that is there is not hidden by who made up a place."""
+        """Whether this counts in place of what was known from the same source. Among the words of others that is
+        the newer version, not the later place: an invented place hides no version that is there."""
         if self.hearsay != known.hearsay:
             return not self.hearsay
         if own_word:
@@ -283,7 +283,7 @@ class LocationCache:
         own_word: bool = False,
     ) -> bool:
         """Take in what a member is said to hold (or, `removed`, not to hold) at a place of its log. Whether it
-        was news. What homes say goes before hearsay, whatever that claims; and hearsay makes nothing younger that is
+        was news. The word of homes goes before hearsay, whatever that claims; and hearsay makes nothing younger that is
         known."""
         digest, source = operation[:16], (member, own_word)
         told = _Heard(position, operation, now, hearsay)
@@ -307,8 +307,8 @@ class LocationCache:
         return {digest for digest in digests if digest in self._keys}
 
     def holders(self, digest: bytes, now: float, *, hearsay: bool = True) -> list[Location]:
-        """Who is said to hold the key, twice who says so as others do; without what is hearsay only, when that is
-        not wanted."""
+        """The members said to hold the key, twice where the member itself and others say so; without hearsay, when that
+        is not wanted."""
         heard = self._keys.get(digest)
         if heard is None:
             return []
@@ -324,7 +324,7 @@ class LocationCache:
         return found
 
     def deny(self, member: Member, digest: bytes) -> None:
-        """The member said that it does not hold the key: it knows best, whatever somebody else said."""
+        """The member said that it does not hold the key: its word counts before that of others."""
         for own_word in (False, True):
             if (member, own_word) in self._keys.get(digest, {}):
                 self._drop(digest, (member, own_word))

@@ -1,7 +1,7 @@
 """Which members are the homes of each partition: rendezvous hashing (Thaler and Ravishankar 1998). Pure.
 
-Everybody who knows the same live members has the same table. Of each partition the members with the highest
-weights are candidates; which of them are its homes, so that none has too many, is said in `bounded_homes`. A member
+All peers that know the same live members have the same table. Of each partition the members with the highest
+weights are candidates; `choose_homes` takes its homes of them, so that none has too many. A member
 that joins or leaves changes the partitions that it wins or gave, and few others.
 
 The weight of a member for a partition is `mix(member XOR (partition + 1) * 0x9E3779B97F4A7C15)` in 64
@@ -58,7 +58,7 @@ class PartitionConfig:
     """Shortest time between two batches of operations to homes."""
     push_timeout_seconds: float = 0.5
     push_resend_seconds: float = 0.15
-    """After so long, at least, operations that a home did not answer are sent once more."""
+    """Shortest time after which operations that a home did not answer are sent once more."""
     push_retry_seconds: float = 0.05
     push_longest_retry_seconds: float = 2.0
     syncs_per_second: float = 200.0
@@ -71,7 +71,7 @@ class PartitionConfig:
     audit_pause_seconds: float = 0.02
     """or, where there are many, one after the other with this pause."""
     trusted_audits: float = 2.5
-    """A home vouches for an owner that it has heard an audit of within so many times that time."""
+    """A home vouches for an owner whose audit it has heard within this multiple of that time."""
     former_home_seconds: float = 10.0
     """How long a member that is home no longer is told of operations, and keeps what it has."""
     complete_seconds: float = 0.25
@@ -196,7 +196,7 @@ def _lowest(weights: Words, member_count: int) -> Words:
 
 
 def _with_rows(table: Words, rows: int) -> Words:
-    """A copy with at least so many rows."""
+    """A copy with at least `rows` rows."""
     more = numpy.zeros((max(0, rows - len(table)), PARTITION_COUNT), numpy.uint64)
     return numpy.concatenate([table, more])
 
@@ -248,8 +248,8 @@ def places_of(members: Words, member_count: int, needed: int) -> NDArray[numpy.i
 def choose_homes(names: Words, weights: Words, home_count: int, member_count: int) -> Words:
     """`home_count` homes for each partition, or all members when they are fewer; the first row has the best.
 
-    `names` and `weights` have a column for each partition: its candidates in the order of weight, at least so many.
-    A partition with too few candidates that have room has the best of the others besides.
+    `names` and `weights` have a column for each partition: its candidates in the order of weight, at least
+    `home_count`. A partition with too few candidates that have room has the best of the others besides.
     """
     best = names[:home_count]
     if not member_count:

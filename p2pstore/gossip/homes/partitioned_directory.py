@@ -1,4 +1,4 @@
-"""What is known of who holds what, whichever part of the directory this peer keeps. Pure.
+"""The directory of locations, whichever part of it this peer keeps. Pure.
 
 Puts together the views of whole logs (`directory`), the views of partitions that this peer is a home of
 (`home_views`), locations it merely heard of (`location_cache`), and this peer's own pushes to homes (`home_pushes`);
@@ -14,12 +14,15 @@ from typing import Final
 
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.gossip_effects import Push
+from p2pstore.gossip.homes.current_homes import CurrentHomes
 from p2pstore.gossip.homes.directory_mode import ClusterLoad, DirectoryMode, KeptDirectory, Phase
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, WholePartition
-from p2pstore.gossip.homes.hot_locations import HOLDERS_OF_EACH, MAX_HOT, HotKeys, pack_hot
+from p2pstore.gossip.homes.hot_locations import (
+    HotKeyNews,
+)
 from p2pstore.gossip.homes.known_locations import KnownLocations, Word
-from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable, partition_of
+from p2pstore.gossip.homes.partition_homes import partition_of
 from p2pstore.gossip.locations.catch_up import FollowedLogs
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
@@ -40,13 +43,8 @@ FORGOTTEN_AT_ONCE: Final = 16
 """Views of logs that are let go of in one step."""
 NEAR_LIMIT: Final = 0.8
 """From this share of the limits on it may soon matter whether all logs are followed."""
-HOT_SECONDS: Final = 0.5
-HOT_AGAIN_SECONDS: Final = 10.0
-"""Shortest time between two messages that tell of hot keys, and between two that tell one peer."""
 FOLLOW_SECONDS: Final = 50e-6
 """For each member: shortest time between two looks at who is home now, which cost more the more there are."""
-FOLLOWED_AT_ONCE: Final = 128
-"""Members that may have come since the table of homes was made: 500 take 4 ms, and choosing homes from it 3."""
 STEP_SECONDS: Final = 1e-3
 """An event within this time of another may be handled in one step with it."""
 _NEVER: Final[Position] = (-1, 0)
@@ -71,18 +69,15 @@ class PartitionedDirectory:
         self._directory = directory
         self._log = log
         self._own = membership.own.member
+        self.current = CurrentHomes(membership)
         self.pushes = HomePushes(
-            self._own, log, config.partitions, rng, self._peer_of, self._keeps_partitions
+            self._own, log, config.partitions, rng, self._peer_of, self.current.keeps_partitions
         )
         self.known = KnownLocations(
             config.partitions, directory, log, self.mode, self._own, rng.getrandbits(128)
         )
         self._followed = FollowedLogs(membership, directory)
-        self._hot = HotKeys()
-        self._hot_told_at = -math.inf
-        self._hot_told: dict[PeerId, float] = {}
-        self._seen_version = -1
-        self._newest_table = NO_HOMES
+        self.hot = HotKeyNews(self.mode, membership, self.known, self.current.keeps_partitions)
         self._follow_at = -math.inf
         self._agreed_at = math.inf
         """When another peer knew the same members, for the first time."""
@@ -90,7 +85,6 @@ class PartitionedDirectory:
         self._deferred_until = -math.inf
         self._load = 0.0
         self._to_forget: list[Member] = []
-        self._full_members = self._partitioned_members = 0
 
     def document(self) -> dict[str, object]:
         """For the statistics."""
@@ -98,10 +92,10 @@ class PartitionedDirectory:
             "setting": self.mode.setting,
             "mode": self.mode.phase.value,
             "changes_per_second": round(self.load.changes_per_second, 1),
-            "home_partitions": len(self._table.by_home.get(self._own, ())),
+            "home_partitions": len(self.current.table.by_home.get(self._own, ())),
             "home_locations": self.known.views.record_count,
             "cached_locations": self.known.cache.count,
-            "hot_keys": len(self._hot.hottest()),
+            "hot_keys": len(self.hot.keys.hottest()),
             "not_confirmed_by_homes": self.pushes.lacking(),
             "partitions_sent_whole": self.pushes.whole_partitions_sent,
         }
@@ -114,7 +108,7 @@ class PartitionedDirectory:
         self.pushes.note(operations)
 
     def take_pushes(self, now: float) -> list[Push]:
-        """What is to be told to homes now."""
+        """Messages for homes that are due now."""
         self._follow_members(now)
         return self.pushes.take(now)
 
@@ -124,8 +118,8 @@ class PartitionedDirectory:
         """The outcome of a `Push`: partitions that the home wants whole (None when it did not answer), and other
         versions, at others, of keys that were pushed.
 
-        Their holders are told of this peer's own version: who has an older one gives it up, and who has a newer one
-        answers with that. Only its own word gives up a copy here.
+        Their holders are told of this peer's own version: a holder of an older one gives it up, and a holder of a newer
+        one answers with that. Only its own word gives up a copy here.
         """
         home = self.pushes.member_of_token(token)
         self.pushes.answered(token, behind, now)
@@ -144,10 +138,6 @@ class PartitionedDirectory:
         self.pushes.voided(now)
 
     # --- homes -------------------------------------------------------------------------------
-
-    def homes(self, digest: bytes) -> tuple[Member, ...]:
-        """The key's home members, best first."""
-        return self._table.homes[partition_of(digest)]
 
     def take(
         self, owner: Member, checked: CheckedUpdate, max_rivals: int, now: float
@@ -182,7 +172,7 @@ class PartitionedDirectory:
         now: float,
     ) -> list[Location]:
         """Other versions of the same keys at others: their holders may have no other way to hear of it."""
-        if not limit or not self._keeps_partitions(owner):
+        if not limit or not self.current.keeps_partitions(owner):
             return []
         digests = [
             operation[:DIGEST_BYTES]
@@ -222,8 +212,8 @@ class PartitionedDirectory:
         return self.mode.knows_all
 
     def vouches(self, digest: bytes, now: float) -> bool:
-        """Whether a key that is not known here was nowhere a second ago. Homes say so with their answers. Who has
-        just started does not know yet of whom it should have heard."""
+        """Whether a key that is not known here was nowhere a second ago. Homes say so with their answers. A peer
+        that has just started does not know yet of which members it should have heard."""
         if now < self._agreed_at + ACQUAINTANCE_SECONDS:
             return False
         if self.mode.follows_logs and self._followed.complete(now):
@@ -231,44 +221,9 @@ class PartitionedDirectory:
         if self.mode.shown is not KeptDirectory.PARTITIONED:
             return False
         partition = partition_of(digest)
-        return self._own in self._table.homes[partition] and self.known.views.complete(
+        return self._own in self.current.table.homes[partition] and self.known.views.complete(
             partition, self._membership.version, self._live_owners(), now
         )
-
-    # --- hot keys ----------------------------------------------------------------------------
-
-    def used(self, digest: bytes, now: float) -> None:
-        """Somebody looked for a key, here or by asking this peer, and it was found."""
-        if not self.mode.follows_logs:
-            self._hot.note(digest, now)
-
-    def hot_for(self, peer_id: PeerId, now: float) -> bytes:
-        """What to tell a peer of hot keys now."""
-        due = max(
-            self._hot_told_at + HOT_SECONDS,
-            self._hot_told.get(peer_id, -math.inf) + HOT_AGAIN_SECONDS,
-        )
-        if self.mode.follows_logs or now < due or not self._keeps_partitions(member_of(peer_id)):
-            return b""
-        found: list[Location] = []
-        for digest in self._hot.hottest():
-            found += self.known.first_hand(digest, now)[:HOLDERS_OF_EACH]
-        if found:
-            self._hot_told_at = now
-            self._hot_told = {
-                each: at for each, at in self._hot_told.items() if at + HOT_AGAIN_SECONDS > now
-            }
-            self._hot_told[peer_id] = now
-        return pack_hot(found[:MAX_HOT])
-
-    def learn_hot(self, hot: Iterable[tuple[Member, Position, bytes]], now: float) -> None:
-        """Take in what another peer tells of hot keys."""
-        if self.mode.follows_logs:
-            return
-        for member, position, record in hot:
-            state = self._membership.resolve(member)
-            if state is not None and state.alive and member != self._own:
-                self.known.heard(member, position, record, now, word=Word.HEARSAY)
 
     # --- members -----------------------------------------------------------------------------
 
@@ -279,13 +234,8 @@ class PartitionedDirectory:
         before = known.incarnation, known.head.sequence
         self._followed.moved(member_of(record.peer_id), before, now)
         if (known.incarnation, known.directory) != (record.incarnation, record.directory):
-            self._seen_version = -1  # there may be more or fewer full members
+            self.current.modes_changed()
             self.pushes.renewed(member_of(record.peer_id), now)
-
-    def keep_up(self) -> None:
-        """Have the table of homes follow the members before so many have come that this takes long."""
-        if len(self._membership.live()) - len(self._newest_table.members) >= FOLLOWED_AT_ONCE:
-            _ = self._table
 
     def defer(self, now: float) -> None:
         """Choose no homes in this step, which has done long work already: choosing takes 3 ms."""
@@ -313,16 +263,7 @@ class PartitionedDirectory:
         with self.known.lock:
             self.known.views.drop(member)
 
-    @property
-    def logs_are_read(self) -> bool:
-        """Whether any other member follows whole logs: only then are operations worth gossiping."""
-        return self._table is not NO_HOMES and self._full_members > 0
-
     # --- time --------------------------------------------------------------------------------
-
-    def due(self) -> float:
-        """When `take_pushes` has something to do."""
-        return self.pushes.due()
 
     def housekeep(self, now: float, *, agreed: bool) -> bool:
         """Call it a few times a second. Whether this peer's record would say something else now. `agreed`:
@@ -330,21 +271,21 @@ class PartitionedDirectory:
         if agreed and self._agreed_at == math.inf:
             self._agreed_at = now
         self._follow_members(now)
-        others_ask = self._partitioned_members > 0 or self._load > NEAR_LIMIT
+        others_ask = self.current.partitioned_members > 0 or self._load > NEAR_LIMIT
         if self.mode.follows_logs and others_ask:
             self._followed.mark(now)
         self._let_go()
         if now < max(self._mode_at + MODE_SECONDS, self._deferred_until):
             return False
         self._mode_at = now
-        self.pushes.keepers(self._partitioned_members, now)
+        self.pushes.keepers(self.current.partitioned_members, now)
         if self.mode.phase is not Phase.FULL:
             self._tidy_views(now)
         return self._decide(now)
 
     def _tidy_views(self, now: float) -> None:
         with self.known.lock:
-            self.known.views.housekeep(self._table.by_home.get(self._own, ()), now)
+            self.known.views.housekeep(self.current.table.by_home.get(self._own, ()), now)
             for member in self.known.views.owners():
                 if self._membership.resolve(member) is None:
                     self.known.views.drop(member)
@@ -380,26 +321,11 @@ class PartitionedDirectory:
 
     # --- inside ------------------------------------------------------------------------------
 
-    @property
-    def _table(self) -> HomeTable:
-        """The homes among those who are alive now."""
-        if self._seen_version != self._membership.version:
-            self._seen_version = self._membership.version
-            live = self._membership.homes()
-            self._newest_table = self._newest_table.changed(
-                frozenset(state.member for state in live)
-            )
-            others = self._membership.others()
-            partitioned = KeptDirectory.PARTITIONED
-            self._partitioned_members = sum(state.directory == partitioned for state in others)
-            self._full_members = len(others) - self._partitioned_members
-        return self._newest_table
-
     def _follow_members(self, now: float) -> None:
         due = max(self._follow_at, self._deferred_until)
-        if self.pushes.table is not self._table and now >= due:
-            self.pushes.homes_changed(self._table, now)
-            self._follow_at = now + FOLLOW_SECONDS * len(self._table.members)
+        if self.pushes.table is not self.current.table and now >= due:
+            self.pushes.homes_changed(self.current.table, now)
+            self._follow_at = now + FOLLOW_SECONDS * len(self.current.table.members)
 
     def _live_owners(self) -> Iterator[tuple[Member, int]]:
         for state in self._membership.others():
@@ -408,17 +334,9 @@ class PartitionedDirectory:
     def _homes_complete(self, now: float) -> bool:
         return all(
             self.known.views.complete(partition, self._membership.version, self._live_owners(), now)
-            for partition in self._table.by_home.get(self._own, ())
+            for partition in self.current.table.by_home.get(self._own, ())
         )
 
     def _peer_of(self, member: Member) -> PeerId | None:
         state = self._membership.resolve(member)
         return None if state is None else state.peer_id
-
-    def _keeps_partitions(self, member: Member) -> bool:
-        state = self._membership.resolve(member)
-        return (
-            state is not None
-            and state.signed is not None
-            and state.directory == KeptDirectory.PARTITIONED
-        )

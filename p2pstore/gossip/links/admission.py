@@ -1,6 +1,6 @@
 """Admission: both ends of a control stream prove that they hold a cluster key. Pure, sans-IO.
 
-Noise has authenticated both peer ids before; what is left is whether they belong to the cluster. The
+Noise has authenticated both peer ids before; admission shows whether they belong to the cluster. The
 handshake is drawn at the top of `p2pstore.gossip.gossip_messages`. Each end consumes and produces messages;
 whatever is wrong raises `AdmissionRefused`, whose code and text go to the other side as an ERROR frame, so
 that both logs say why.
@@ -81,7 +81,7 @@ class _Side:
         allowed: AllowList | None = None,
     ) -> None:
         """`peer_id`: the other end as authenticated by Noise. `nonce`: 32 fresh random bytes. `allowed`:
-        who may come in; None for everybody."""
+        the peers that may come in; None for all."""
         if len(nonce) != NONCE_BYTES:
             raise ValueError(f"a nonce is {NONCE_BYTES} bytes, not {len(nonce)}")
         self.ring = ring
@@ -255,7 +255,7 @@ class Listener(_Side):
         return Welcome(self.software[:MAX_SOFTWARE_LETTERS], self._signature(proof.key_id))
 
     def _signature(self, key_id: bytes) -> bytes:
-        """What shows a reader that this side is a member; nothing for a member."""
+        """The proof for a reader that this side is a member; empty for a member."""
         member_key = self.ring.member_key_for(key_id)
         if member_key is None:
             return b""

@@ -45,7 +45,7 @@ class ConnectionKeeper:
         self._review.set()
 
     def newest(self, peer_id: PeerId) -> Connection | None:
-        """The newest connection that nobody is closing. A peer that came back without a word, after its
+        """The newest connection that is not being closed. A peer that came back without a word, after its
         machine lost power, does not hear what is said on an older one."""
         for connection in reversed(self._connections.get(peer_id, ())):
             if not connection.parted:
@@ -61,7 +61,7 @@ class ConnectionKeeper:
                     await self._review.wait()
 
     def admitted(self) -> list[Connection]:
-        """Those of members that nobody is closing."""
+        """Those of members that are not being closed."""
         return [
             each
             for some in self._connections.values()
@@ -70,7 +70,7 @@ class ConnectionKeeper:
         ]
 
     def holders(self) -> list[Holder]:
-        """Who has the places of `admitted`, in its order. A neighbour's counts as being in use."""
+        """The holders of the places of `admitted`, in its order. A neighbour's counts as being in use."""
         now = trio.current_time()
         return [self._holder(each, now) for each in self.admitted()]
 
@@ -188,7 +188,7 @@ class Attempts(Generic[T]):
         return attempt.result
 
     async def end(self, peer_id: PeerId) -> None:
-        """End all attempts that concern a peer, and wait until they have: who wants one's outcome gets a
+        """End all attempts that concern a peer, and wait until they have: a task that wants one's outcome gets a
         `LinkError`."""
         ended = [each for (of, _), each in self._under_way.items() if of == peer_id]
         for attempt in ended:

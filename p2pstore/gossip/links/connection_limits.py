@@ -1,4 +1,4 @@
-"""Which connections to close: those that nobody used for long, and the longest unused when there are too many. Pure.
+"""Which connections to close: those unused for long, and the longest unused when there are too many. Pure.
 
 A connection is kept open for as long as the other end is a neighbour. Others are opened for a purpose (a
 probe, a contact), and stay open for a while because opening costs much and holding costs only memory. Who opened a
@@ -30,7 +30,7 @@ class ConnectionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What is known of one connection."""
+    """The use of one connection."""
 
     kept: bool
     """Whether its other end is a neighbour."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, NamedTuple
 
 import trio
@@ -40,7 +41,7 @@ class ConnectionCounts:
 
 
 class ControlBytes(NamedTuple):
-    """What connections carried, encrypted, both ways."""
+    """Encrypted bytes that connections carried, both ways."""
 
     sent: int
     received: int
@@ -81,7 +82,7 @@ class Connection:
         self.parting = False
         """Whether this side closes it on purpose."""
         self.unused = False
-        """Whether that is because nobody used it: who wants to now may open another one."""
+        """Whether that is because it was unused: a request that comes now may open another one."""
         self.ended = trio.Event()
         self.nursery: trio.Nursery | None = None
         self.stranger: trio.CancelScope | None = None
@@ -117,7 +118,7 @@ class Connection:
         return self.parting or self.muxed.said_goodbye
 
     def use(self, *, kept: bool) -> Use:
-        """What decides whether it stays open."""
+        """The facts that decide whether it stays open."""
         activity, owner = self.activity, self.account.owner
         return Use(
             kept,
@@ -163,3 +164,38 @@ class Connection:
         if not self.ever_admitted and self._sock.received_bytes > _STRANGER_BYTES:
             self._sock.abort()
             raise ConnectionResetError("it sends more than a handshake needs")
+
+
+class Connections(dict[PeerId, list[Connection]]):
+    """A host's connections by peer, the newest of each last; and the bytes of those that are over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = ControlBytes(0, 0)
+
+    def add(self, connection: Connection) -> None:
+        """A connection was made."""
+        self.setdefault(connection.peer_id, []).append(connection)
+
+    def remove(self, connection: Connection) -> list[Connection]:
+        """A connection has ended. The others of its peer."""
+        self._ended = self._ended.plus([connection])
+        others = self.get(connection.peer_id, [])
+        with suppress(ValueError):
+            others.remove(connection)
+        if not others:
+            self.pop(connection.peer_id, None)
+        return others
+
+    def each(self) -> list[Connection]:
+        """All of them now."""
+        return list(chain.from_iterable(self.values()))
+
+    @property
+    def carried(self) -> ControlBytes:
+        """Bytes carried by all connections since the start."""
+        return self._ended.plus(self.each())
+
+    def key_ids(self, peer_id: PeerId) -> list[bytes]:
+        """The ids of the keys with which this peer's streams were admitted."""
+        return [key_id for connection in self.get(peer_id, ()) for key_id in connection.key_ids]

@@ -3,7 +3,7 @@
 A stream belongs to the side that opened it: that side asks through an `AskingStream`, the other answers
 through an `AnsweringStream`. Both start with admission. Each stream has one writer task: who asks or answers
 hands over a whole frame and waits only for room, so a cancelled request never leaves half a frame behind,
-and one stuck write delays nobody for longer than `WRITE_SECONDS`, after which the stream ends.
+and one stuck write delays no request for longer than `WRITE_SECONDS`, after which the stream ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 import trio
 
@@ -27,19 +27,23 @@ from p2pstore.gossip.gossip_messages import (
     Welcome,
 )
 from p2pstore.gossip.links.admission import AdmissionRefused, Listener, Opener
+from p2pstore.gossip.links.control_frames import (
+    MAX_REQUESTS_IN_FLIGHT,
+    Frames,
+    MuxedStream,
+    code_from,
+    printable,
+)
 from p2pstore.gossip.records import PeerId, format_peer_id
-from p2pstore.runtime.byte_budget import Account, ByteBudget, Owner
+from p2pstore.runtime.byte_budget import Account
 from p2pstore.wire import (
     CONTROL_LIMITS,
     ERROR,
-    HEADER_BYTES,
-    HELLO_LIMITS,
     ONE_WAY,
     REPLY,
     Code,
     Empty,
     Failure,
-    FrameBuffer,
     FrameHeader,
     Message,
     code_of,
@@ -50,27 +54,14 @@ from p2pstore.wire import (
 
 logger = logging.getLogger("p2pstore.link")
 
-M = TypeVar("M", bound=Message)
 
 Handler = Callable[[PeerId, int, Message], Awaitable[Message]]
 """Answers a request of a peer: (peer id, kind, request) -> reply. What it raises becomes a Failure."""
 
-MAX_REQUESTS_IN_FLIGHT: Final = 64
-"""Per stream, at both ends: an asker beyond it waits, a listener beyond it stops reading."""
 ADMISSION_SECONDS: Final = 10.0
-WRITE_SECONDS: Final = 10.0
-"""How long 60 KiB may take to leave."""
-FRAME_SECONDS: Final = 30.0
-"""By when a frame that has begun is whole: 4 MiB at 140 KB/s."""
 HANDLER_SECONDS: Final = 30.0
-MAX_UNSENT_BYTES: Final = 4 * 1024 * 1024
-"""Of frames that wait to be sent on a stream: until there are fewer, no request is answered or made there."""
 FAREWELL_SECONDS: Final = 1.0
 """How long a side that refused waits for the other to read why."""
-
-_READ_BYTES: Final = 64 * 1024
-_WRITE_PIECE_BYTES: Final = 60 * 1024
-"""One piece is one frame of the multiplexer and one message of the encryption."""
 
 
 class LinkError(Exception):
@@ -114,171 +105,6 @@ class Link(Protocol):
         ...
 
 
-class MuxedStream(Protocol):
-    """One stream of a multiplexed connection. Both calls raise `OSError` when it ends or breaks."""
-
-    async def read(self, max_bytes: int) -> bytes: ...
-
-    async def write(self, data: bytes) -> None: ...
-
-
-def printable(text: str) -> str:
-    """Text of a stranger, fit for one line of a log."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:300])
-
-
-def _code(number: int) -> Code:
-    try:
-        return Code(number)
-    except ValueError:
-        return Code.INTERNAL
-
-
-def nobodys_account() -> Account:
-    """Where nothing bounds what is held but the limits of one stream."""
-    return ByteBudget().open(Owner("", b""), lambda why: None)
-
-
-class _Frames:
-    """Whole frames in, whole frames out. The account holds the bytes of every frame: of one that comes from its first
-    byte until `handled`, of one that goes until it was sent."""
-
-    def __init__(self, stream: MuxedStream, account: Account | None) -> None:
-        self.account = account if account is not None else nobodys_account()
-        self._stream = stream
-        self._buffer = FrameBuffer(HELLO_LIMITS)
-        self._outgoing, self._queue = trio.open_memory_channel[bytes](MAX_REQUESTS_IN_FLIGHT)
-        self._held_bytes = 0
-        self._is_over = False
-        self._unsent_bytes = 0
-        self._sent = trio.Event()
-
-    async def read(self) -> tuple[FrameHeader, bytes]:
-        """The next frame. Raises `ProtocolError`, and `OSError` at the end of the stream and for a frame that is not
-        whole in time."""
-        while (frame := self._buffer.next_frame()) is None:
-            if self._buffer.pending_bytes:
-                await self._read_rest()
-            else:
-                await self._read_some()
-        return frame
-
-    async def _read_rest(self) -> None:
-        """Of a frame that has begun."""
-        with trio.move_on_after(FRAME_SECONDS) as scope:
-            while not self._buffer.has_frame:
-                await self._read_some()
-        if scope.cancelled_caught:
-            raise TimeoutError(f"a frame was not whole within {FRAME_SECONDS:g} s")
-
-    async def _read_some(self) -> None:
-        data = await self._stream.read(_READ_BYTES)
-        self._hold(len(data))
-        self._buffer.feed(data)
-
-    def _hold(self, count: int) -> None:
-        if not self._is_over:
-            self._held_bytes += count
-            self.account.hold(count)
-
-    def _release(self, count: int) -> None:
-        if not self._is_over:
-            self._held_bytes -= count
-            self.account.release(count)
-
-    def handled(self, body: bytes) -> None:
-        """A frame that was read is not needed any more."""
-        self._release(HEADER_BYTES + len(body))
-
-    def ended(self) -> None:
-        """Nothing is left of the stream: neither what came nor what was to go."""
-        self._release(self._held_bytes)
-        self._buffer.drop()
-        self._is_over = True
-        self._unsent_bytes = 0
-        self._sent.set()
-
-    async def write(self, frame: bytes) -> None:
-        """Send now; only during admission, when there is no writer task."""
-        with trio.fail_after(WRITE_SECONDS):
-            await self._stream.write(frame)
-
-    async def enqueue(self, frame: bytes) -> None:
-        """Hand over to the writer task. Raises `OSError` when that has ended."""
-        self._unsent_bytes += len(frame)
-        self._hold(len(frame))
-        try:
-            await self._outgoing.send(frame)
-        except trio.BrokenResourceError:
-            raise ConnectionResetError("the stream has ended") from None
-        except BaseException:
-            self._gone(len(frame))
-            raise
-
-    @property
-    def is_full(self) -> bool:
-        """Whether much waits to be sent."""
-        return self._unsent_bytes >= MAX_UNSENT_BYTES
-
-    async def wait_sent(self) -> None:
-        """Return when little waits to be sent, or the stream has ended. No deadline: the writer has one."""
-        while self.is_full:
-            await self._sent.wait()
-
-    def _gone(self, count: int) -> None:
-        """So many bytes do not wait to be sent any more."""
-        self._release(count)
-        before, self._unsent_bytes = self._unsent_bytes, self._unsent_bytes - count
-        if before >= MAX_UNSENT_BYTES:
-            self._sent.set()
-            self._sent = trio.Event()
-
-    def admitted(self) -> None:
-        """Frames of every size from now on."""
-        self._buffer.limits = CONTROL_LIMITS
-
-    async def run_writer(self) -> None:
-        """Send what is queued, joining small frames. Raises `OSError` when a write fails or is stuck."""
-        with self._queue, self._dropping_queued():
-            async for frame in self._queue:
-                data = frame
-                with suppress(trio.WouldBlock):
-                    while len(data) < _WRITE_PIECE_BYTES:
-                        data += self._queue.receive_nowait()
-                for start in range(0, len(data), _WRITE_PIECE_BYTES):
-                    with trio.move_on_after(WRITE_SECONDS) as scope:
-                        await self._stream.write(data[start : start + _WRITE_PIECE_BYTES])
-                    if scope.cancelled_caught:
-                        raise TimeoutError(f"a write made no progress for {WRITE_SECONDS:g} s")
-                self._gone(len(data))
-                del frame, data  # they may be large, and the next one late
-
-    @contextmanager
-    def _dropping_queued(self) -> Iterator[None]:
-        """What was not sent at the end never is: it is not kept for as long as somebody refers to the queue."""
-        try:
-            yield
-        finally:
-            with suppress(trio.WouldBlock, trio.EndOfChannel):
-                while True:
-                    self._queue.receive_nowait()
-
-    async def expect(self, kind: ControlKind, flags: int, message_type: type[M]) -> M:
-        """A frame of the handshake. Raises `AdmissionRefused` with the other side's reason for an ERROR."""
-        header, body = await self.read()
-        if header.kind == kind and header.flags & ERROR:
-            failure = decode_body(Failure, body)
-            raise AdmissionRefused(
-                _code(failure.code), f"the other side says: {printable(failure.text)}"
-            )
-        if header.kind != kind or header.flags != flags:
-            raise ProtocolError(
-                f"a frame of kind {header.kind} where the handshake has {kind.name}"
-            )
-        self.handled(body)
-        return decode_body(message_type, body)
-
-
 class Activity:
     """What a connection is used for: how many requests are under way on it, and when one last began or ended."""
 
@@ -314,7 +140,7 @@ class AskingStream:
     """The opener's end of an admitted stream."""
 
     def __init__(
-        self, frames: _Frames, software: str, key_id: bytes, activity: Activity | None
+        self, frames: Frames, software: str, key_id: bytes, activity: Activity | None
     ) -> None:
         self.software = software
         """What the listener says it runs."""
@@ -391,7 +217,7 @@ class AskingStream:
         if header.flags & ERROR:
             failure = decode_body(Failure, body)
             text = printable(failure.text)
-            pending.error = LinkError(text, refused=True, code=_code(failure.code))
+            pending.error = LinkError(text, refused=True, code=code_from(failure.code))
         else:
             pending.reply = decode_body(REPLIES.get(header.kind, Empty), body)
         pending.event.set()
@@ -406,7 +232,7 @@ async def open_asking_stream(
     """Be admitted; `activity` counts the requests, `account` the bytes that are held for the other side.
 
     Raises `AdmissionRefused`, `ProtocolError`, `OSError`, `trio.TooSlowError` (10 s)."""
-    frames = _Frames(stream, account)
+    frames = Frames(stream, account)
     try:
         with trio.fail_after(ADMISSION_SECONDS):
             await frames.write(encode_frame(ControlKind.HELLO, 1, opener.hello()))
@@ -430,7 +256,7 @@ class AnsweringStream:
 
     def __init__(
         self,
-        frames: _Frames,
+        frames: Frames,
         peer_id: PeerId,
         handler: Handler,
         key_id: bytes,
@@ -524,7 +350,7 @@ async def admit_stream(
 
     Raises `AdmissionRefused` (after telling the opener), `ProtocolError`, `OSError`, `trio.TooSlowError`.
     """
-    frames = _Frames(stream, account)
+    frames = Frames(stream, account)
     with trio.fail_after(ADMISSION_SECONDS):
         kind = ControlKind.HELLO
         try:
@@ -549,7 +375,7 @@ async def admit_stream(
     return AnsweringStream(frames, listener.peer_id, handler, listener.key_id, activity)
 
 
-async def _refuse(frames: _Frames, kind: ControlKind, refusal: AdmissionRefused) -> None:
+async def _refuse(frames: Frames, kind: ControlKind, refusal: AdmissionRefused) -> None:
     """Say why, and give the other side a moment to read it before the stream ends."""
     with suppress(OSError, ProtocolError), trio.move_on_after(FAREWELL_SECONDS):
         await frames.write(encode_failure(kind, int(kind), refusal.code, refusal.told))

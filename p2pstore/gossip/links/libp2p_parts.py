@@ -2,7 +2,7 @@
 
 libp2p's packages import everything they have, from QUIC to a certificate authority's client, as soon as one module of
 them is imported: 600 modules more, 30 MB of each peer's memory and a third of the time that it takes to start. So these
-packages' own code waits until somebody asks for something that it defines; whoever embeds a peer and uses libp2p as
+packages' own code waits until one of its definitions is asked for; a program that embeds a peer and uses libp2p as
 well notices nothing.
 """
 

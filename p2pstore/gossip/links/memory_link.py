@@ -32,11 +32,11 @@ from p2pstore.wire import Message
 _S = TypeVar("_S", Opener, Listener)
 
 _PIPE_BYTES: Final = 256 * 1024
-"""What may be under way in one direction before the writer waits."""
+"""Bytes under way in one direction before the writer waits."""
 
 
 class MemoryNetwork:
-    """Who listens where, and which directions are cut. What is sent in a cut direction arrives after `heal`."""
+    """Listeners, and which directions are cut. Bytes sent in a cut direction arrive after `heal`."""
 
     def __init__(self) -> None:
         self.listening: dict[str, MemoryLink] = {}

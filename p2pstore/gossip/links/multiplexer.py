@@ -8,7 +8,8 @@ from typing import Final, Protocol
 import trio
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.links.control_link import nobodys_account, single_error
+from p2pstore.gossip.links.control_frames import nobodys_account
+from p2pstore.gossip.links.control_link import single_error
 from p2pstore.gossip.links.yamux import GOODBYE, Session, StreamState
 from p2pstore.runtime.byte_budget import Account
 from p2pstore.runtime.trio_tasks import wait_room
@@ -16,9 +17,9 @@ from p2pstore.runtime.trio_tasks import wait_room
 STRANGER_STREAM_BYTES: Final = 32 * 1024
 """What a stream may carry before it is admitted."""
 ADMITTED_WINDOW_BYTES: Final = 1024 * 1024
-"""What may be unread on a stream that was admitted: 100 MiB/s at a round trip of 10 ms."""
+"""Unread bytes on a stream that was admitted: 100 MiB/s at a round trip of 10 ms."""
 MAX_REPLY_BYTES: Final = 64 * 1024
-"""What may wait to be sent in answer to the other side's frames, before it counts as one that does not read."""
+"""Bytes that wait to be sent in answer to the other side's frames, before it counts as one that does not read."""
 FAREWELL_SECONDS: Final = 0.5
 
 
@@ -45,7 +46,7 @@ class MuxedStream:
         await self._multiplexer.send(self.state.widen(ADMITTED_WINDOW_BYTES))
 
     async def read(self, max_bytes: int | None = None) -> bytes:
-        """What has arrived, at least one byte. Raises `OSError` at the end."""
+        """The bytes that have arrived, at least one. Raises `OSError` at the end."""
         while not (data := self.state.take(max_bytes)):
             if self.state.ended is not None:
                 raise ConnectionResetError(f"the stream ended: {self.state.ended}")
@@ -80,7 +81,7 @@ class MuxedStream:
             await self._multiplexer.close_stream(self)
 
     def happened(self) -> None:
-        """Let whoever waits look again."""
+        """Let waiting tasks look again."""
         self._changed.set()
         self._changed = trio.Event()
 
@@ -142,7 +143,7 @@ class Multiplexer:
             nursery.cancel_scope.cancel()
 
     def was_read(self, count: int) -> None:
-        """So much was taken off a stream; the account holds what is unread."""
+        """`count` bytes were taken off a stream; the account holds what is unread."""
         self._session.unread_bytes -= count
         self._count_unread()
 

@@ -19,7 +19,7 @@ from p2pstore.runtime.streams import tune_tcp
 T = TypeVar("T")
 
 WRITE_SECONDS: Final = 10.0
-"""A write that makes no progress for so long ends the connection."""
+"""A write that makes no progress for this long ends the connection."""
 STAGGER_SECONDS: Final = 0.25
 """How long one address has before the next one is tried beside it."""
 MAX_ENDPOINTS: Final = 64
@@ -46,7 +46,7 @@ class Endpoint:
 class GuardedSocket:
     """What libp2p reads from and writes to: raises `ConnectionResetError` once the connection is over.
 
-    A read returns exactly what was asked, out of a buffer that one receive fills. Whoever sends faster than this
+    A read returns exactly what was asked, out of a buffer that one receive fills. A peer that sends faster than this
     process reads would never let it wait; so a reader gives way now and then. A write is shielded from
     cancellation, because half an encrypted message would make the rest of the connection unreadable.
     """
@@ -193,7 +193,7 @@ async def listen_tcp(host: str, port: int | None) -> socket.socket:
 
 
 class _PortTaken(ConfigError):
-    """Somebody listens there already."""
+    """Another process listens there already."""
 
 
 async def _listen_tcp(host: str, port: int) -> socket.socket:

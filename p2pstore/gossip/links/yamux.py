@@ -56,7 +56,7 @@ class StreamState:
         self._released = 0
 
     def take(self, max_bytes: int | None = None) -> bytes:
-        """What has arrived, at most so much; b"" when there is nothing now."""
+        """The bytes that have arrived, at most `limit`; b"" when there are none now."""
         if max_bytes is None or max_bytes >= len(self._buffer):
             data = bytes(self._buffer)
             self._buffer.clear()
@@ -73,7 +73,7 @@ class StreamState:
         return self._release(self._released)
 
     def widen(self, window_bytes: int) -> bytes:
-        """The frame that lets the other side send so much ahead from now on."""
+        """The frame that lets the other side send this much ahead from now on."""
         more = max(0, window_bytes - self._window)
         self._window += more
         return self._release(self._released + more)
@@ -105,7 +105,7 @@ class StreamState:
         self._buffer += data
 
     def drop(self) -> int:
-        """Nobody takes any more what has arrived: how much that is."""
+        """The bytes that have arrived are taken no more: their number."""
         count = len(self._buffer)
         self._buffer.clear()
         return count
@@ -132,7 +132,7 @@ class Session:
         """Frames to send, likewise."""
         self.said_goodbye = False
         self.unread_bytes = 0
-        """On all streams; who takes some says so here."""
+        """On all streams; a reader that takes some says so here."""
         self._own_parity = int(initiator)
         self._max_incoming = max_incoming
         self._next_number = 1 if initiator else 2
@@ -224,7 +224,7 @@ class Session:
             self._filled = None
         elif flags & _FIN:
             if kind == _DATA and self._missing:
-                self._is_last = True  # whoever reads meanwhile waits for the rest of it
+                self._is_last = True  # a reader meanwhile waits for the rest of it
             else:
                 state.finish()
 

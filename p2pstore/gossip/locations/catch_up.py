@@ -89,7 +89,7 @@ class CatchUp:
 
 
 MARK_SECONDS: Final = 0.5
-"""A view that has not come to where its owner's head was so long ago has something missing."""
+"""A view that has not come to where its owner's head was this long ago has something missing."""
 KEPT_SECONDS: Final = 0.25
 """How long an answer holds."""
 

@@ -98,7 +98,7 @@ class LocationLookups(ViewTable):
 
     @exclusive
     def expire_early(self, now: float) -> None:
-        """Drop what was pushed so long ago that the log must have told it."""
+        """Drop operations that were pushed before the log must have told of them."""
         self._early.expire(now)
 
     @exclusive
@@ -108,7 +108,8 @@ class LocationLookups(ViewTable):
 
     @exclusive
     def holders(self, digest: bytes) -> list[Location]:
-        """Who holds the key, hearsay included: owners believed alive first, among them the newest version first."""
+        """The holders of the key, hearsay included: owners believed alive first, among them the newest version
+        first."""
         found = [
             Location(member, *position, decode_location(packed), hidden)
             for member, position, packed, hidden in self._standing(digest)
@@ -133,7 +134,7 @@ class LocationLookups(ViewTable):
         is_held = np.zeros(len(keys), np.bool_)
         is_held[matches.queries[self._believed(matches, believed)]] = True
         found = set(compress(keys, is_held.tolist()))
-        # Few: what was pushed ahead of the log counts instead, and what was denied does not.
+        # Few: a push ahead of the log counts instead, and a denied location does not.
         apart = (self._early.digests | self._denials.digests) & digests if self._any_apart else ()
         for digest in apart:
             found.discard(digest)
@@ -193,7 +194,7 @@ class LocationLookups(ViewTable):
         )
 
     def _standing(self, digest: bytes) -> Iterator[tuple[Member, Position, bytes, bool]]:
-        """What counts of a key: (owner, place in its log, packed record, whether it is hidden)."""
+        """The records of a key that count: (owner, place in its log, packed record, whether it is hidden)."""
         early = self._early.of(digest)
         for slot, packed in self._index.find(digest):
             view = self._of_slot.get(slot)
@@ -214,7 +215,7 @@ class LocationLookups(ViewTable):
                 yield member, position, operation, known is not None and known.hidden
 
     def _hearsay(self, digest: bytes) -> Iterator[Location]:
-        """What others say of members whose own logs do not name the key. The place that is claimed counts for nothing:
+        """Claims of others about members whose own logs do not name the key. The claimed place counts for nothing:
         else a denial might not reach it."""
         for member, entry in self._early.of(digest).items():
             view = self._views.get(member)
@@ -244,7 +245,7 @@ class LocationLookups(ViewTable):
 
     def take_touched(self, limit: int) -> list[bytes]:
         """Some of the watched digests that operations, pushes or snapshots of others were about, each once.
-        Those that somebody waits for come first: a member that is back touches all that is held in common."""
+        Awaited ones come first: a member that is back touches all that is held in common."""
         return self._watched.take(limit)
 
     def touch(self, digest: bytes) -> None:
@@ -283,7 +284,7 @@ class EarlyOperations:
         self._owners: dict[Member, OrderedDict[bytes, None]] = {}
         """The same, by owner."""
         self._largest: Member | None = None
-        """Who had most when that was looked for."""
+        """The member that had most when that was looked for."""
         self._until_look = 0
 
     def __len__(self) -> int:
@@ -344,7 +345,7 @@ class EarlyOperations:
         return self._largest
 
     def expire(self, now: float) -> None:
-        """Drop some of what was pushed so long ago that the log must have told of it."""
+        """Drop some operations that were pushed before the log must have told of them."""
         for _ in range(min(EXPIRED_AT_ONCE, len(self._order))):
             (digest, member), arrived_at = next(iter(self._order.items()))
             if arrived_at + self._kept_seconds > now:
@@ -386,7 +387,7 @@ class Denials:
 
     @property
     def digests(self) -> KeysView[bytes]:
-        """What anybody denied."""
+        """The denied digests."""
         return self._members.keys()
 
     def note(self, member: Member, digest: bytes, position: Position) -> None:

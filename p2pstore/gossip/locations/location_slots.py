@@ -2,8 +2,8 @@
 
 A slot's rows have positions 0 to count - 1 without holes. A large slot has blocks of 32 rows of its own, and one
 owner per block is noted. There may be very many small slots, so those with up to 16 rows take an extent of 1, 2,
-4, 8 or 16 rows in a block that they share, and which stays divided so; the owner is noted per row there. What is
-known of a slot stands in arrays, some 17 bytes each.
+4, 8 or 16 rows in a block that they share, and which stays divided so; the owner is noted per row there. The facts
+of a slot stand in arrays, some 17 bytes each.
 
 Row 0 is never given out: it stands for "none".
 """
@@ -164,7 +164,7 @@ class RowSlots:
             self._set_capacity(slot, _extent_for(left))
 
     def discard(self, slot: int) -> None:
-        """Close a slot. Its rows belong to nobody until `take_discarded` has given them all."""
+        """Close a slot. Its rows belong to no slot until `take_discarded` has given them all."""
         count, base, capacity = self._counts[slot], self._bases[slot], self._capacities[slot]
         blocks = self._blocks.pop(slot, None)
         if blocks is not None:
@@ -250,7 +250,7 @@ class RowSlots:
 
 
 def _extent_for(count: int) -> int:
-    """The smallest extent with so many rows; 0 for none."""
+    """The smallest extent with this number of rows; 0 for none."""
     return 1 << (count - 1).bit_length() if count else 0
 
 

@@ -70,7 +70,7 @@ def newest_clock(packed: bytes | bytearray | memoryview, limit: int) -> int:
 
 class OperationRing:
     """The most recent operations of one log, packed, with their owner's signatures of runs of them. Sequence numbers
-    are contiguous. What follows the newest run is not signed yet.
+    are contiguous. Operations after the newest run are not signed yet.
 
     Holds at least the last `limit` operations, or a quarter as many runs, and at most a quarter more and a run:
     cutting now and then makes an append O(1) on average, and a run is passed on whole or not at all.

@@ -1,4 +1,4 @@
-"""What clients of this peer may look up by themselves in its table of locations. Pure.
+"""The table of locations that clients of this peer look up by themselves. Pure.
 
 The table has the records of all views. Beside them it says whose count, between which clocks versions are
 believed, and of which keys something else is known as well: of those, and while something is being changed,
@@ -25,14 +25,14 @@ _FULL: Final = 255
 
 class ApartKeys:
     """Keys of which more is known than the table says: a counting Bloom filter with one hash (Fan et al. 2000).
-    Without `counters`, nobody asks for it and nothing is kept."""
+    Without `counters`, no client asks for it and nothing is kept."""
 
     def __init__(self, counters: memoryview | None = None) -> None:
         self._counters = counters
 
     def add(self, digest: bytes) -> None:
-        """Something more is known. As often as this is said, `remove` takes it back. What is no digest is nobody's
-        question."""
+        """Something more is known. As often as this is said, `remove` takes it back. Names that are no digests are
+        left out."""
         counters = self._counters
         if counters is None or len(digest) != DIGEST_BYTES:
             return
@@ -48,7 +48,7 @@ class ApartKeys:
             counters[at] -= 1
 
     def close(self) -> None:
-        """Nobody asks any more."""
+        """No client asks any more."""
         self._counters = None
 
 
@@ -85,8 +85,8 @@ class PublishedLocations:
         self._words[Word.BELIEVED_AFTER] = max(self._forbidden_up_to, clock)
 
     def forbid_key_up_to(self, digest: bytes, clock: int) -> None:
-        """`forbid_up_to` for one key. It is not taken back: what is newer counts all the same. What is no digest is
-        nobody's question."""
+        """`forbid_up_to` for one key. It is not taken back: newer versions count all the same. Names that are no
+        digests are left out."""
         if len(digest) == DIGEST_BYTES:
             at, floors = floor_clock(digest), self.table.floors
             floors[at] = max(floors[at], clock)

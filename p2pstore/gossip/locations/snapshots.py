@@ -26,7 +26,7 @@ _PIECE: Final = 4_096
 
 _FEW: Final = 64
 UNSIGNED_RECORDS: Final = 65_536
-"""More than its owner's signed head counts: it may have put so many since it signed that."""
+"""More than its owner's signed head counts: the owner may have put this many since it signed that."""
 
 Packed = bytes | bytearray | memoryview
 
@@ -43,7 +43,7 @@ class CheckedSnapshot:
 
 
 def most_snapshot_bytes(signed_count: int) -> int:
-    """How long the snapshot of an owner may be whose signed head counts so many records."""
+    """Most bytes of the snapshot of an owner whose signed head counts `count` records."""
     return (min(signed_count, MAX_OWN_RECORDS) + UNSIGNED_RECORDS) * LOCATION_BYTES
 
 

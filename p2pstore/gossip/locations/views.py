@@ -88,7 +88,7 @@ class View:
     incarnation: int
     slot: int
     ring: OperationRing | None = None
-    """What can be passed on, once there was something."""
+    """Operations to pass on, once there were any."""
     sequence: int = 0
     head: LogHead = field(default_factory=LogHead)
     hidden: bool = False
@@ -285,7 +285,7 @@ class ViewTable:
         self._index.discard(slot)
 
     def _share_relay(self) -> None:
-        """What is kept to pass on is bounded over all owners: halve each one's share when there are many."""
+        """The operations kept to pass on are bounded over all owners: halve each one's share when there are many."""
         config, limit = self.config, self.config.relay_limit
         while limit > config.relay_least and limit * len(self._views) > config.relay_total:
             limit = max(limit // 2, config.relay_least)
@@ -310,7 +310,7 @@ class LocationShares:
         return self._refused
 
     def allows(self, member: Member, count: int) -> bool:
-        """Whether a member that announces, or has, so many locations is believed from now on."""
+        """Whether a member that announces, or has, `count` locations is believed from now on."""
         if count <= MAX_OWN_RECORDS:
             self._refused.discard(member)
             return True
@@ -321,7 +321,7 @@ class LocationShares:
         return False
 
     def take_news(self) -> dict[Member, int]:
-        """Who was refused for the first time since the last call, and how many locations it announced."""
+        """Members refused for the first time since the last call, and how many locations each announced."""
         news, self._news = self._news, {}
         return news
 
@@ -335,7 +335,7 @@ def who_makes_room(
     counts: Mapping[Member, int], member: Member, wanted: int, missing: int
 ) -> list[Member]:
     """Whose locations to drop, the most first, so that a member may have `wanted` of them where `missing` do not
-    fit: others who have more than that. Nobody when that does not give room enough."""
+    fit: others who have more than that. None when that does not give room enough."""
     dropped: list[Member] = []
     if missing > 0:
         larger = [

@@ -1,6 +1,6 @@
 """Which keys that matter here others have said something about. Pure.
 
-Two live sets are watched: the keys that are held here, and those that somebody waits for. A whole slot of the
+Two live sets are watched: the keys that are held here, and those that are awaited. A whole slot of the
 index can be gone through as well, in steps.
 """
 
@@ -41,7 +41,7 @@ class WatchedKeys:
         return bool(self._touched)
 
     def take(self, limit: int) -> list[bytes]:
-        """Some of the touched digests, each once. Those that somebody waits for come first."""
+        """Some of the touched digests, each once. Awaited ones come first."""
         taken = list(islice(self._awaited & self._touched, limit))
         self._touched.difference_update(taken)
         while self._touched and len(taken) < limit:

@@ -1,1 +1,1 @@
-"""Who is there: membership, its claims and probes, the active view."""
+"""Membership, its claims and probes, the active view."""

@@ -112,7 +112,7 @@ class ActiveView:
             self._replace(self._rng.randrange(len(self._neighbours)), self._stranger())
 
     def due(self) -> float:
-        """When `tick` has something to do; infinity while everybody is a neighbour."""
+        """When `tick` has something to do; infinity while all members are neighbours."""
         if len(self._membership.others()) <= self._limit:
             return math.inf
         return self._rotate_at

@@ -2,7 +2,7 @@
 Pure.
 
 A bootstrap address is tried again, ever less often, whenever the peer it led to is not a live
-member. So peers may start in any order, and a peer that lost everybody finds its way back. Entries
+member. So peers may start in any order, and a peer that lost all others finds its way back. Entries
 of the address book are tried only while this peer is alone.
 
 An address goes into the book only after the peer there has admitted this one (or was a member). Who
@@ -54,7 +54,7 @@ class Contacts:
         self._in_flight = {True: 0, False: 0}
         """Of bootstrap addresses, and of others."""
         self._look_at = math.inf
-        """When one that may be tried may be due. Between two such moments nobody goes through all."""
+        """When one that may be tried may be due. Contacts are not gone through before."""
         self._unproven: dict[PeerId, set[Addresses]] = {}
         """Where peers answered that have not admitted this one yet."""
         self.admitted_once = False
@@ -71,8 +71,8 @@ class Contacts:
     ) -> None:
         """Try these addresses of one peer from now on. Above 10,000 contacts more are ignored.
 
-        `loaded`: an earlier run remembered them; `in_book`: a member was there in this one. What was in the address
-        book and is named again as a bootstrap address is one from then on.
+        `loaded`: an earlier run remembered them; `in_book`: a member was there in this one. A contact of the address
+        book that is named again as a bootstrap address is one from then on.
         """
         key = tuple(addresses)
         known = self._contacts.get(key)
@@ -141,7 +141,7 @@ class Contacts:
                 contact.in_book = True
 
     def failed(self, addresses: Sequence[str], now: float) -> None:
-        """Nobody answered there, or not one of ours."""
+        """No peer of this cluster answered there."""
         contact = self._contacts.get(tuple(addresses))
         if contact is not None:
             self._tried(contact, now)
@@ -223,7 +223,7 @@ class AddressBook:
 
 PINGS_A_SECOND: Final = 8.0
 PINGS_AT_ONCE: Final = 64
-"""For one member's word. A peer that joins a cluster is told of everybody by the first that it meets."""
+"""For one member's word. A peer that joins a cluster is told of all members by the first that it meets."""
 MAX_PINGED: Final = 64
 MAX_IN_FLIGHT_A_MEMBER: Final = 16
 AGAIN_SECONDS: Final = 1.0
@@ -279,7 +279,7 @@ class Newcomers:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is anybody to ping."""
+        """Whether `take` would give a peer."""
         return bool(self._to_ping)
 
     def _affords(self, by: PeerId, now: float) -> bool:

@@ -49,7 +49,7 @@ class MembershipConfig:
     claims_per_message: int = 32
     recontact_interval_seconds: float = 1.0
     observes: bool = False
-    """Whether this peer is a reader: members do not know it, so it is no home, and nobody refutes what it holds of
+    """Whether this peer is a reader: members do not know it, so it is no home, and no member refutes what it holds of
     others (`answered`)."""
     dead_kept_seconds: float = 24 * 3600.0
     max_members: int = 10_000
@@ -63,7 +63,7 @@ parsed = lru_cache(maxsize=PARSED_RECORDS)(read_peer_record)
 
 @dataclass(slots=True)
 class MemberState:
-    """What is known of one member. `incarnation` is the highest that any evidence named."""
+    """The state of one member. `incarnation` is the highest that any evidence named."""
 
     peer_id: PeerId
     member: Member
@@ -140,7 +140,7 @@ class MemberChange:
     old: Status | None
     new: Status
     by: Member | None = None
-    """Who claims it; None when this peer found it out."""
+    """The member that claims it; None when this peer found it out."""
 
 
 class MemberTable:
@@ -344,12 +344,6 @@ class MemberTable:
         for state in expired:
             self.forget(state)
         return expired
-
-    def expel(self, peer_id: PeerId) -> None:
-        """Forget a member that may not come in any more."""
-        state = self.get(peer_id)
-        if state is not None and state is not self.own:
-            self.forget(state)
 
     def live_changed(self) -> None:
         """The set of live members is another one."""

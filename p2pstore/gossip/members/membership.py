@@ -1,4 +1,4 @@
-"""Who is a member and who is alive: what SWIM's members claim of each other, as a state machine. Pure.
+"""Members and whether they are alive: SWIM's claims, as a state machine. Pure.
 
 Whom to probe, and when a probe has failed, `probing` decides; how long a suspect has to refute, `suspicion`.
 
@@ -8,29 +8,29 @@ it. A *claim* carries a status incarnation that starts at the same number and is
 whenever the peer refutes an accusation. So a refutation is cheap: nothing is signed again and no
 log is voided. A restarted process is always above all that was claimed of its predecessor, because
 fewer than one accusation a millisecond is refuted. Should it not be (a forged number), the peer is
-told of the accusation the first time it talks to anybody who believes it, and refutes.
+told of the accusation the first time it talks to a member that believes it, and refutes.
 
 Rules of precedence. Higher incarnation wins; within one, ALIVE < SUSPECT < DEAD < LEFT. The stored
 incarnation is the maximum over all evidence, whatever status came with it. A record makes its peer
 alive only when its incarnation is above the stored one. A record marked leaving is final: only a
 record of a later incarnation brings that peer back.
 
-What others claim is weighed. That one lives, in a higher incarnation, is believed. That one is suspected, or dead,
-is a reason for an own probe at once, within bounds (`accusers`): until that has failed the accused counts, and is
-read from. A verdict of others and a failed probe of this peer's own make a death. That one left, its own record
-says (`leaving`), which is passed on like every other, and nobody else.
+How claims of others are weighed:
 
-What is passed on: each refutation, and of accusations those that an own probe bears out, in this peer's own
-name. So a suspicion travels by probes, one after the other, and all have looked for themselves when the first
-declares the death: that rumour then needs no probes. The peer from whose channel an accusation came is its
-accuser, whatever name stands in it. Who is told later what it missed (`accusation`) hears of a death as a
-suspicion, and judges itself.
+1. ALIVE, in a higher incarnation: believed.
+2. SUSPECT or DEAD: a reason for an own probe at once, within bounds (`suspicion.Accusers`). Until that probe has failed
+   the accused counts, and is read from. A death takes the verdict of another member and a failed probe of this peer.
+3. LEFT: only the member's own record says so (`leaving`), which is passed on like every other.
 
-Who counts. A peer that something came from, on a channel of its own, has been met, and always has a place. One that
-a member tells of is pinged first (`newcomers`), so that nobody counts who does not exist. In a large cluster nobody
-meets all: a peer that has met `met_before_trust` members believes each member as many others as `UNMET_FOR_EACH_MET`
-of these, and pings the rest. When there is no room the dead yield, then the oldest of those that
-have not been met, of the member that told of most.
+Each refutation is passed on, and those accusations that an own probe bears out, in this peer's own name. So a suspicion
+travels by probes, and all members have probed when the first one declares the death: that rumour then needs no probes.
+The peer from whose channel an accusation came is its accuser, whatever name stands in it. A member that is told later
+what it missed (`accusation`) hears of a death as a suspicion, and judges itself.
+
+A peer that something came from, on a channel of its own, has been met, and always has a place. A peer that a member
+tells of is pinged first (`contacts.Newcomers`), so that invented peers do not count. In a large cluster no peer meets
+all: one that has met `met_before_trust` members believes each member `UNMET_FOR_EACH_MET` others for each of these, and
+pings the rest.
 
 A timeout is judged in `tick` and nowhere else. The shell calls `tick` after it has fed in
 everything that had arrived: after a stall of this process its timers have all run out while the
@@ -152,7 +152,7 @@ class Membership(MemberTable):
             if claim.incarnation > max(newest, signed + MAX_AHEAD_MS) + (
                 REFUTATION_ROOM if claim.status == Status.ALIVE else 0
             ):
-                continue  # made up, so high that nobody could refute it
+                continue  # made up, too high to be refuted
             if claim.peer_id == self.me:
                 self._note_accusation(claim, now)
                 continue
@@ -245,7 +245,7 @@ class Membership(MemberTable):
         fed in."""
         stalled = now - self._ticked_at
         if STALL_SECONDS <= stalled < math.inf:
-            # Nobody could refute to this process while it stood still, and what came meanwhile may be
+            # No refutation reached this process while it stalled, and what came meanwhile may be
             # more than the shell has read by now.
             self.resumed_at = now
             self.suspects.postpone(stalled, now + self.config.probe_interval_seconds)
@@ -290,7 +290,7 @@ class Membership(MemberTable):
         return [claim for peer_id in about if (claim := self.accusation(peer_id)) is not None]
 
     def accusation(self, peer_id: PeerId) -> Claim | None:
-        """What to tell somebody who believes this member alive; None when so does this peer.
+        """The claim for a peer that believes this member alive; None when this peer believes so, too.
 
         A death is passed on as a suspicion: where it was wrong, its victim lives near those who are
         told, and has time to refute before they hide what it holds.
@@ -302,8 +302,8 @@ class Membership(MemberTable):
         return Claim(peer_id, state.incarnation, int(status), self.own.member)
 
     def refuted(self, members: Iterable[Member], limit: int) -> list[Claim]:
-        """What to tell somebody who does not name these live members, and may hold them dead: which of them have
-        refuted something in this life. A rumour misses somebody now and then; this is what mends it."""
+        """Claims for a peer that does not name these live members, and may hold them dead: those that have refuted an
+        accusation in this life. They repair what rumours missed."""
         found: list[Claim] = []
         for member in members:
             state = self.resolve(member)
@@ -329,7 +329,7 @@ class Membership(MemberTable):
     # --- inside ------------------------------------------------------------------------------
 
     def _note_accusation(self, claim: Claim, now: float) -> None:
-        """Somebody claims something of this peer."""
+        """A member claims something of this peer."""
         if claim.status != Status.ALIVE and claim.incarnation + 1 < MAX_INCARNATION:
             self._accused_in = max(self._accused_in, claim.incarnation)
             self._refute(now)

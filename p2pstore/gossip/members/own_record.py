@@ -91,8 +91,8 @@ class OwnRecord:
 
         Records of a past life are lower and never get here. The newer process is to go, but at
         first it sees lower records only. So the older one makes itself just higher: then the newer
-        one sees that somebody alive signs with its key, by so little above its own that it is a defence,
-        and goes. The older one defends itself as often as somebody comes.
+        one sees that a live peer signs with its key, by so little above its own that it is a defence,
+        and goes. The older one defends itself against each newcomer.
         """
         past = (
             record.leaving

@@ -73,7 +73,7 @@ class PeerClocks:
 
     def asked(self, peer_id: PeerId, unix_ms: int, now: float) -> None:
         """A member's request says what time it was when it left. That counts until the member has answered anything:
-        nobody knows how long the request was under way."""
+        it is not known how long the request was under way."""
         known = self._readings.get(peer_id)
         if unix_ms > 0 and (known is None or known.at + KEPT_SECONDS < now):
             unix = unix_ms / 1000
@@ -109,11 +109,11 @@ class PeerClocks:
 
 
 def judge(aheads: Iterable[float], middle: float | None, *, alone: bool) -> ClockView:
-    """What follows from how far this peer's clock is ahead of others'.
+    """The conclusion from how far this peer's clock is ahead of others'.
 
-    Where half of the clocks say one thing and half another, nobody can tell who is right. Then those that are ahead
-    may not write, as the others would refuse it; those that are behind may, as far as they do not know of anything
-    that they had to refuse themselves.
+    Where half of the clocks say one thing and half another, neither half is known to be right. Then those that are
+    ahead may not write, as the others would refuse it; those that are behind may, as far as they do not know of
+    anything that they had to refuse themselves.
     """
     ordered = sorted(aheads, reverse=True)
     count = len(ordered) + 1

@@ -1,6 +1,6 @@
-"""Probes: who is asked whether it lives, how, and when that has failed. SWIM with Lifeguard's waits. Pure.
+"""Probes: which members are asked whether they live, how, and when that has failed. SWIM with Lifeguard's waits. Pure.
 
-A probe is a ping to one member. Who has not answered within the probe timeout is pinged by three others too,
+A probe is a ping to one member. A member that has not answered within the probe timeout is pinged by three others too,
 on this peer's behalf (`relay` is their side), and has failed at the end of the probe interval; both are
 longer while this peer is not well itself (`local_health`). A helper that could not reach the member says so:
 that the helper answered tells this peer that it is well. All is judged in `tick`, after what had arrived was
@@ -29,7 +29,7 @@ from p2pstore.gossip.records import PeerId
 from p2pstore.wire import Code, Failure, Message
 
 STRANGER_EVERY: Final = 4
-"""Every so many probes go to any member, the others to neighbours: who is a neighbour of few has its turn too."""
+"""One of this number of probes goes to any member, the others to neighbours: a neighbour of few has its turn, too."""
 MAX_PROBES: Final = 64
 """Under way at once; each asks `indirect_probes` others at worst."""
 MAX_DOUBTED: Final = 3
@@ -155,7 +155,7 @@ class Probing:
     def relay(
         self, sender: PeerId, request: PingRequest, now: float
     ) -> tuple[Later | Failure, list[Ask]]:
-        """Ping a member on behalf of another. What comes of it is no verdict of this peer's own.
+        """Ping a member on behalf of another. The outcome is no verdict of this peer's own.
 
         Raises `ProtocolError` for a request that makes no sense.
         """
@@ -236,7 +236,7 @@ class Probing:
     # --- whom --------------------------------------------------------------------------------
 
     def next_target(self, neighbours: Collection[PeerId]) -> PeerId | None:
-        """Whom to probe next: every neighbour once a round, in random order, and now and then anybody."""
+        """Whom to probe next: every neighbour once a round, in random order, and at times any member."""
         others = self._membership.others()
         if not others:
             return None

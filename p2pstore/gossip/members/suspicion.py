@@ -4,9 +4,9 @@ One accuser may be the one that is ill, so a suspicion starts with a long time. 
 accuses the same suspect from its own probes shortens it, down to the shortest time when as many confirm as
 are expected: `minimum + (maximum - minimum) * (1 - log(c + 1) / log(k + 1))` for `c` of `k` confirmations.
 
-Time alone does not make a verdict here: a refutation is a rumour, and a rumour misses somebody now and then.
+Time alone does not make a verdict here: a refutation is a rumour, and a rumour misses a member now and then.
 So a peer that is about to declare a suspect dead probes it once more, accusers just before the time is over. The
-others wait a little for the accusers' verdict, so that not everybody calls on the dead. With another's verdict
+others wait a little for the accusers' verdict, so that not all members probe the dead. With another's verdict
 the time is over for those whose own probe failed, and the others probe the suspect at once.
 """
 
@@ -22,9 +22,9 @@ from p2pstore.gossip.members.member_table import MembershipConfig
 from p2pstore.gossip.records import Member, PeerId
 
 PROOF_PROBES: Final = 3
-"""A probe that was wanted, and came to no end within the time of so many, is wanted again."""
+"""A probe of a suspect is wanted again when it has not ended within this number of probe intervals."""
 LONGEST_MULTIPLIER: Final = 6.0
-"""The longest time is so many times the shortest."""
+"""The longest time, in shortest times."""
 JUDGED_AT_ONCE: Final = 128
 """Suspects judged in one step: where thousands die together, the table of homes follows them in steps."""
 
@@ -39,7 +39,7 @@ def shortest_suspicion_seconds(
 
 def expected_confirmations(multiplier: float, members: int) -> int:
     """How many confirmations make a suspicion as short as it gets. None are expected in a cluster without
-    so many members besides this one and the suspect."""
+    that many members besides this one and the suspect."""
     expected = int(multiplier) - 2
     return expected if 0 < expected <= members - 2 else 0
 
@@ -85,7 +85,7 @@ class Suspicion:
         self.deadline = max(self.began_at + seconds + self.postponed_seconds, self.earliest_at)
 
     def postpone(self, seconds: float, earliest_at: float) -> None:
-        """This process stood still for so long, and heard no refutation meanwhile: judge that much later, not
+        """This process stalled for `seconds`, and heard no refutation meanwhile: judge that much later, not
         before `earliest_at`, and by a probe that is yet to be made."""
         self.postponed_seconds += seconds
         self.earliest_at = earliest_at
@@ -191,7 +191,7 @@ class Accusers:
         return True
 
     def heard(self, accused: Member, now: float) -> None:
-        """Something came from the accused itself: what was said of it before is refuted."""
+        """Something came from the accused itself: earlier accusations are refuted."""
         for accuser in self._unrefuted.pop(accused, ()):
             times, at = self._refuted.get((accuser, accused), (0, 0.0))
             times = times + 1 if now < at + DISBELIEVED_SECONDS else 1
@@ -203,7 +203,7 @@ class Accusers:
 
 
 def _put(table: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
-    """Keep an entry as the newest of at most so many."""
+    """Keep an entry as the newest of at most `most`."""
     table[key] = value
     table.move_to_end(key)
     if len(table) > most:
@@ -231,7 +231,7 @@ class Suspects:
         return self._suspicions.get(peer_id)
 
     def begin(self, peer_id: PeerId, now: float, members: int, by: Member | None = None) -> None:
-        """Suspect a peer, among so many live members, from now on; `by` accuses it (None: this peer)."""
+        """Suspect a peer, among `members` live ones, from now on; `by` accuses it (None: this peer)."""
         shortest = self.shortest_seconds(members)
         self._suspicions[peer_id] = Suspicion(
             began_at=now,
@@ -252,7 +252,7 @@ class Suspects:
         self._due_at = None
 
     def postpone(self, seconds: float, earliest_at: float) -> None:
-        """This process stalled for so long: see `Suspicion.postpone`."""
+        """This process stalled for `seconds`: see `Suspicion.postpone`."""
         for suspicion in self._suspicions.values():
             suspicion.postpone(seconds, earliest_at)
         self._due_at = None
@@ -284,7 +284,7 @@ class Suspects:
         return unproved
 
     def shortest_seconds(self, members: int) -> float:
-        """The shortest time that a suspect has to refute, among so many live members."""
+        """The shortest time that a suspect has to refute, among `members` live ones."""
         config = self._config
         return shortest_suspicion_seconds(
             config.suspicion_multiplier, members, config.probe_interval_seconds

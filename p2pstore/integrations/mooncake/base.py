@@ -1,4 +1,4 @@
-"""What all calls of a set-up store stand on: its connection, and errors as codes."""
+"""The base of all calls of a set-up store: its connection, and errors as codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from p2pstore.errors import (
 from p2pstore.integrations.mooncake.memory import Registrations
 from p2pstore.integrations.mooncake.mooncake_types import ErrorCode, code_of
 from p2pstore.integrations.mooncake.own_peer import OwnPeer, ssd_folder
-from p2pstore.integrations.mooncake.settings import (
+from p2pstore.integrations.mooncake.setup_settings import (
     SetupSettings,
     free_port,
     peer_options,
@@ -44,7 +44,7 @@ NO_SEGMENT: Final = "localhost:0"
 
 
 class Closable(Protocol):
-    """What is told that its store was closed."""
+    """An object that is told when its store is closed."""
 
     def store_closed(self) -> None: ...
 
@@ -72,7 +72,7 @@ class StoreBase:
         """Connect to this machine's peer; where none runs, start one if that `may_start`. Raises `P2PStoreError`,
         `ValueError` or `OSError`."""
         for text in settings.ignored:
-            LOG.info("%s is nobody's peer: ignored, as nothing but peers is needed", text)
+            LOG.info("%s is no peer: ignored, as only peers are needed", text)
         with self._lock:
             self._settings = settings
             if may_start:
@@ -179,7 +179,7 @@ class StoreBase:
         return code
 
     def _read_code(self, error: Exception) -> int:
-        """`_code` for reads and removals: a text that cannot be a key is one that nobody has. Any other `ValueError`
+        """`_code` for reads and removals: a text that cannot be a key is an unknown key. Any other `ValueError`
         is about what was asked for."""
         if is_about_a_key(error) and self._client is not None:
             return int(ErrorCode.OBJECT_NOT_FOUND)
@@ -193,7 +193,7 @@ class StoreBase:
             self._pools.add(pool)
 
     def _segment_name(self, peer: PeerInfo) -> str:
-        """What the memory of a peer is called. Other stores know a peer by its name, which is what its own one was told
+        """The name of a peer's memory. Other stores know a peer by its name, which is what its own one was told
         as `local_hostname`."""
         name = self._settings.hostname if peer.me and self._settings is not None else peer.name
         if not peer.data or has_port(name):
@@ -235,7 +235,7 @@ class StoreBase:
             if self._client is not client:
                 return
             if self._own_peer is not None and self._own_peer.has_ended:
-                threading.Thread(  # it takes a second or more, and whoever called need not wait for it
+                threading.Thread(  # it takes a second or more; the caller does not wait
                     target=self._start_again,
                     args=(client,),
                     name="p2pstore-start-again",
@@ -245,12 +245,12 @@ class StoreBase:
                 self._client = blocking.connect(client.socket_path, namespace=client.namespace)
                 self._lost(client)
         except (P2PStoreError, OSError):
-            pass  # whoever called is told that the peer is gone
+            pass  # the caller gets the code of the lost peer
         finally:
             self._lock.release()
 
     def _start_again(self, client: BlockingClient) -> None:
-        """Another peer in the place of the store's own one, which has ended. What that one held is lost."""
+        """Another peer in the place of the store's own one, which has ended. Its objects are lost."""
         with self._lock:
             before, settings = self._own_peer, self._settings
             if self._client is not client or before is None or settings is None:
@@ -284,8 +284,8 @@ def has_port(name: str) -> bool:
 
 
 def _start_peer(settings: SetupSettings) -> OwnPeer:
-    """Start a peer; at an address that was named and is free here, if there is one. What another program takes in the
-    meantime is not asked for again."""
+    """Start a peer; at an address that was named and is free here, if there is one. An address that another program
+    takes in the meantime is not asked for again."""
     for attempt in range(1, START_ATTEMPTS + 1):
         place = takes_over(settings, os.environ)
         port = None if settings.http_port is None else free_port(settings.http_port)
@@ -308,7 +308,7 @@ def _start_peer(settings: SetupSettings) -> OwnPeer:
         )
     if settings.bootstrap and place is None and not peer.ready["joined"]:
         LOG.warning(
-            "no peer answered at %s: this store shares with nobody until one does (it goes on trying)",
+            "no peer answered at %s: this store shares with no other until one does (it keeps trying)",
             ", ".join(settings.bootstrap),
         )
     return peer

@@ -18,7 +18,7 @@ DEFAULT_CLASS_BYTES: Final = 64 * 1024
 DEFAULT_ALIGNMENT: Final = 8 * 1024 * 1024
 LEAST_ALIGNMENT: Final = 8
 LOOK_SECONDS: Final = 0.05
-"""How often who waits looks for leases that were collected: a destructor takes no lock, so it wakes nobody."""
+"""Interval at which a waiting caller looks for collected leases: a destructor takes no lock, so it cannot wake it."""
 
 
 class _Region:
@@ -34,7 +34,7 @@ class _Region:
 
 
 class _Export(np.ndarray[Any, Any]):
-    """What a `memoryview` of a lease is made of. It keeps the lease, and can be watched."""
+    """The array behind a `memoryview` of a lease. It keeps the lease, and can be watched."""
 
     lease: Any
 
@@ -100,10 +100,9 @@ class BufferPool:
 
     It has at most `max_bytes` (by default what `setup` was told as `local_buffer_size`), lent and kept together, in at
     most `max_regions` pieces: of `min_size_class` bytes, then powers of two up to `alignment`, then multiples of it;
-    what is larger than `max_size_class` is not kept. Who finds nothing waits, for `default_timeout` seconds or until
-    something comes back; or is refused when `block_on_exhaustion` is False. A pool is closed with its store.
-    Everything that is refused is a `RuntimeError`, as in Mooncake.
-    """
+    larger pieces than `max_size_class` are not kept. A call that finds none waits, for `default_timeout` seconds or
+    until one comes back; or is refused when `block_on_exhaustion` is False. A pool is closed with its store. Everything
+    that is refused is a `RuntimeError`, as in Mooncake."""
 
     def __init__(
         self,
@@ -196,7 +195,7 @@ class BufferPool:
             self.store_closed()
 
     def store_closed(self) -> None:
-        """The store was closed: what is lent stays as it is until it is given back, and nothing more is lent."""
+        """The store was closed: lent memory stays until it is given back, and no more is lent."""
         with self._changed:
             self._closed = True
             while self._kept:
@@ -210,7 +209,7 @@ class BufferPool:
             raise RuntimeError("buffer pool is closed")
 
     def _class_of(self, size: int) -> int:
-        """The size of the piece for so many bytes."""
+        """The size of the piece for `size` bytes."""
         if size <= self._least:
             wanted = self._least
         elif size <= min(self._alignment, self._largest):
@@ -249,7 +248,7 @@ class BufferPool:
             self._store._buffers.drop(region.address)
 
     def _take_collected(self) -> None:
-        """Take back what was lent to leases that nobody gave back."""
+        """Take back the memory of leases that were collected without a release."""
         while True:
             try:
                 self._keep(self._collected.get_nowait())

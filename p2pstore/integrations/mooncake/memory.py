@@ -35,16 +35,14 @@ def view_at(address: int, size: int) -> memoryview:
         raise ValueError(f"{size} bytes at {address}: no memory can be there")
     try:
         view: memoryview = _view_of_memory(address, size, _WRITABLE)
-    except (
-        ctypes.ArgumentError
-    ):  # numpy's whole numbers; what is no whole number is a TypeError here
+    except ctypes.ArgumentError:  # numpy's integers; anything else is a TypeError here
         return view_at(operator.index(address), operator.index(size))
     return view
 
 
 def views_at(addresses: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-    """`view_at` of each. All are slices of one view, which takes a third of the time; nobody looks at what is in
-    between."""
+    """`view_at` of each. All are slices of one view, which takes a third of the time; the bytes in between are
+    not read."""
     if not len(addresses):
         return []
     ends = map(operator.add, addresses, sizes)

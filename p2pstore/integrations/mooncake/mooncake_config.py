@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from p2pstore.errors import ConfigError
-from p2pstore.integrations.mooncake.settings import (
+from p2pstore.integrations.mooncake.setup_settings import (
     DEFAULT_HTTP_PORT,
     SSD_VARIABLE,
     port_number,
@@ -41,7 +41,7 @@ _VARIABLES: Final = {
     "client_http_port": "MOONCAKE_CLIENT_HTTP_PORT",
 }
 _FROM_ENVIRONMENT: Final = {"local_hostname": "localhost", "metadata_server": "P2PHANDSHAKE"}
-"""What the environment need not say, though a file must."""
+"""Defaults of settings that a file must have and the environment need not."""
 
 
 def _text(value: Any, name: str) -> str:

@@ -12,7 +12,7 @@ from p2pstore import errors
 
 
 class ErrorCode(IntEnum):
-    """What a call returns instead of raising: 0 is success, all others are negative."""
+    """The codes that calls return instead of raising: 0 is success, all others are negative."""
 
     OK = 0
     INTERNAL_ERROR = -1
@@ -94,7 +94,7 @@ class _Plain(IntEnum):
 
 
 class SoftPinAction(_Plain):
-    """What a put does to an object's soft pin."""
+    """The effect of a put on an object's soft pin."""
 
     PRESERVE = 0
     ENABLE = 1
@@ -102,7 +102,7 @@ class SoftPinAction(_Plain):
 
 
 class ObjectDataType(_Plain):
-    """What an object is, for who reads statistics; nothing depends on it here."""
+    """The kind of an object, for statistics; it has no effect here."""
 
     UNKNOWN = 0
     KVCACHE = 1
@@ -128,7 +128,7 @@ class ReplicaStatus(_Plain):
 
 
 class TaskType(_Plain):
-    """What a task does."""
+    """The kind of a task."""
 
     REPLICA_COPY = 0
     REPLICA_MOVE = 1
@@ -238,7 +238,7 @@ class ReplicateConfig:
 
     `replica_num`: copies that the put waits for, as far as there are peers; a copy that is lost later is made again.
     `with_hard_pin`: never evicted. `soft_pin_action`: ENABLE has the object evicted last, for `soft_pin_ttl_ms` or half
-    an hour. Without a master nobody places objects: a put goes to the memory of the writer's own peer (so
+    an hour. There is no master that places objects: a put goes to the memory of the writer's own peer (so
     `prefer_alloc_in_same_node` is always so), and copies to peers that the object's key chooses. The preferred
     segments, `nof_replica_num`, `dfs_replica_num`, `group_ids` and `data_type` change nothing; the log says so once.
     """
@@ -292,7 +292,7 @@ _UNUSED: Final[dict[str, str]] = {
 
 
 def unused_fields(config: ReplicateConfig) -> list[str]:
-    """What to say of fields that were set and change nothing."""
+    """Messages about fields that were set and change nothing."""
     if config is DEFAULT_CONFIG:
         return []
     return [
@@ -303,7 +303,7 @@ def unused_fields(config: ReplicateConfig) -> list[str]:
 
 
 class ExistOptions:
-    """What Mooncake 0.3.14 may be told with a question whether objects are there: of which to extend the leases. Fields
+    """Options of Mooncake 0.3.14's existence queries: the leases to extend. Fields
     of any name are taken, as here there are no leases to extend."""
 
     def __init__(self, **fields: Any) -> None:
@@ -320,7 +320,7 @@ class ExistOptions:
 
 
 def put_options(config: ReplicateConfig, *, same_node: bool = False) -> dict[str, Any]:
-    """What `put` is told. Raises `ValueError` for fields that contradict each other, and for
+    """The options for `put`. Raises `ValueError` for fields that contradict each other, and for
     `prefer_alloc_in_same_node` where that is not allowed (`same_node`), `TypeError` for what is no config."""
     if config is DEFAULT_CONFIG:
         return {}

@@ -32,7 +32,7 @@ LONGEST_FOLDER: Final = 60
 
 class OwnPeer:
     """One `mooncake-p2p join` in a folder of its own. The kernel ends it when the program ends, however that is; its
-    socket is where nobody finds it by chance, as it may end at any moment.
+    socket is not in the usual places, as it may end at any moment.
 
     A thread starts the process and waits for its end: the kernel's tie is to the thread that started it, so that one
     must last.
@@ -107,7 +107,7 @@ class OwnPeer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone, though nobody closed it."""
+        """Whether the process ended without `close`."""
         return self._process is not None and self._process.poll() is not None
 
     def last_words(self) -> str:
@@ -142,8 +142,8 @@ class OwnPeer:
 @contextmanager
 def ssd_folder(path: str) -> Iterator[tuple[str, int | None]]:
     """Where under `path` a peer may have its SSD tier, and the descriptor of a lock for it to keep: a folder of its own
-    for each of the peers that are told one path, the first one that no living peer has. What is no directory, such as a
-    device, is taken as it is; nothing is "". Raises `ConfigError`."""
+    for each of the peers that are told one path, the first one that no living peer has. A path that is no directory,
+    such as a device, is taken as it is; "" stays "". Raises `ConfigError`."""
     if not path or (os.path.exists(path) and not os.path.isdir(path)):
         yield path, None
         return

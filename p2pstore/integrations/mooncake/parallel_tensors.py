@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks: each writes its part, and whoever reads says how it wants to have them."""
+"""Tensors that are spread over ranks: each writes its part, and each read says which part it wants, or the whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from p2pstore.integrations.mooncake.mooncake_types import (
     alike,
     put_and_upsert,
 )
-from p2pstore.integrations.mooncake.objects import FAILURES, INVALID
+from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID
 from p2pstore.integrations.mooncake.parallelism import (
     Manifest,
     alike_but_for_tp,
@@ -73,7 +73,7 @@ class _Stored:
         return _with_length(layout.whole, layout.split_dim, length)
 
     def header(self, rank: int) -> TensorHeader:
-        """What the header of a shard must say."""
+        """The header that a shard must have."""
         return _header(
             self.layout.dtype, self.shard_shape, self.layout.whole, tuple(self.axes_of(rank))
         )
@@ -87,7 +87,7 @@ class ParallelTensorCalls(TensorCalls):
     the caller's part is stored; without `tp` it is stored as it is. The calls `..._from` store all shards.
 
     A read finds the shard that was stored as it is asked for, else puts it together from shards of another size along
-    the same dimension. What cannot be put together is None, never another shard (as Mooncake sometimes answers).
+    the same dimension. An impossible combination is None, never another shard (as Mooncake sometimes answers).
     """
 
     # --- put -----------------------------------------------------------------------------------
@@ -376,8 +376,8 @@ class ParallelTensorCalls(TensorCalls):
             return None
 
     def _layout_in_header(self, key: str, axes: Axes) -> Manifest | None:
-        """How a tensor was cut, by the header of one of its shards. It is looked at in place: whoever reads the shards
-        compares their headers with it, on the copy."""
+        """How a tensor was cut, by the header of one of its shards. It is read in place; a read of the
+        shards compares their headers with it, on its copy."""
         [held] = self._wholes([key])
         if isinstance(held, int):
             return None
@@ -460,7 +460,7 @@ def _divides(whole: tuple[int, ...], split: int, *counts: int) -> bool:
 def _with_length(
     shape: tuple[int, ...], dimension: int, length: int, *, times: bool = False
 ) -> tuple[int, ...]:
-    """The shape with another length (or so many times the length) in one dimension. Raises `ValueError` when it has no
+    """The shape with another length (or `length` times as long) in one dimension. Raises `ValueError` when it has no
     such dimension."""
     if dimension >= len(shape):
         raise ValueError(f"a tensor with {len(shape)} dimensions has no dimension {dimension}")
@@ -483,7 +483,7 @@ def _same(found: TensorHeader, wanted: TensorHeader) -> bool:
 
 
 def _by_rows(memory: memoryview, shape: tuple[int, ...], split: int) -> np.ndarray[Any, Any]:
-    """The elements behind a header as bytes in three dimensions: what comes before the cut, the cut one, the rest."""
+    """The elements behind a header as bytes in three dimensions: those before the cut, the cut one, the rest."""
     before = math.prod(shape[:split])
     data = np.frombuffer(memory, np.uint8, offset=HEADER_BYTES)
     total = before * shape[split]

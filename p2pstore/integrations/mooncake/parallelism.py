@@ -1,6 +1,7 @@
-"""How a tensor is spread over ranks: what callers say of it, and the keys and manifests that follow from that. Pure.
+"""How a tensor is spread over ranks: the descriptions of callers, and the keys and manifests that follow from them.
+Pure.
 
-What callers pass may be these classes or anything with the same attributes, as in Mooncake.
+Callers pass these classes or anything with the same attributes, as in Mooncake.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class TensorParallelism:
 
 @dataclass
 class ReadTarget:
-    """What is to be read: `as_stored`, the `shard` of a rank, or the `full` tensor, put together from its shards."""
+    """A read request: `as_stored`, the `shard` of a rank, or the `full` tensor, put together from its shards."""
 
     mode: str = "as_stored"
     parallelism: TensorParallelism | None = None
@@ -61,7 +62,7 @@ class WriterPartition:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is kept beside shards: dtype and shape of the full tensor, and how it was cut."""
+    """The record beside shards: dtype and shape of the full tensor, and how it was cut."""
 
     dtype: str
     whole: tuple[int, ...]
@@ -120,7 +121,7 @@ def writer_axis(partition: Any) -> LayoutAxis:
 
 
 def mode_of(target: Any) -> tuple[str, list[LayoutAxis] | None]:
-    """What a read target asks for: its mode and axes. Raises `RuntimeError` for a mode that there is not (as Mooncake
+    """The mode and axes of a read target. Raises `RuntimeError` for a mode that there is not (as Mooncake
     does), `ValueError` for axes that cannot be."""
     if target is None:
         return "as_stored", None
@@ -204,7 +205,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes | memoryview) -> Manifest:
-    """What a manifest says. Raises `ValueError` for what is none."""
+    """Decode a manifest. Raises `ValueError` for other values."""
     if len(data) < _MANIFEST.size:
         raise ValueError(f"{len(data)} bytes are no manifest: it has {_MANIFEST.size}")
     magic, version, size, dtype, rank, split, count, _, _, *shape = _MANIFEST.unpack_from(data)

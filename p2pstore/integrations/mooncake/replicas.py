@@ -16,23 +16,23 @@ from p2pstore.integrations.mooncake.mooncake_types import (
     TaskStatus,
     TaskType,
 )
-from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ObjectCalls, is_key
+from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID, ObjectCalls, is_key
 from p2pstore.results import Location
 
 PAGE_KEYS = 10_000
 
 
 class RemovingCalls(ObjectCalls):
-    """Calls that remove. What is removed is gone everywhere, and does not come back with a peer that was away.
+    """Calls that remove. A removed object is gone everywhere, and does not come back with a peer that was away.
 
     Mooncake grants a lease of seconds with every read and every `is_exist`, and refuses to remove the object meanwhile
-    (-706) unless `force` is given. Here reads leave nothing behind: they check what they copied, and who has a
+    (-706) unless `force` is given. Here reads leave nothing behind: they check what they copied, and a
     `BufferHandle` keeps its bytes even when the object is removed. So nothing is ever refused, and `force` makes no
     difference.
     """
 
     def remove(self, key: str, force: bool = False) -> int:
-        """Remove an object: 0, or -704 when nobody has it."""
+        """Remove an object: 0, or -704 for an unknown key."""
         try:
             return 0 if self._live.remove(key) else int(ErrorCode.OBJECT_NOT_FOUND)
         except FAILURES as error:
@@ -185,7 +185,7 @@ class ReplicaCalls(RemovingCalls):
         self._tasks: dict[tuple[int, int], QueryTaskResponse] = {}
 
     def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
-        """The known copies on living peers; none for a key that nobody has."""
+        """The known copies on living peers; none for an unknown key."""
         try:
             return self._described([key]).get(key, [])
         except FAILURES as error:
@@ -193,7 +193,7 @@ class ReplicaCalls(RemovingCalls):
             return []
 
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
-        """`get_replica_desc` for many; keys that nobody has are missing."""
+        """`get_replica_desc` for many; unknown keys are missing."""
         try:
             return self._described(keys)
         except FAILURES as error:
@@ -232,7 +232,7 @@ class ReplicaCalls(RemovingCalls):
 
     def create_copy_task(self, key: str, targets: Sequence[str]) -> tuple[tuple[int, int], int]:
         """Have as many more copies of an object as there are targets; returns a number for `query_task`, and 0; or -704
-        for a key that nobody has, -600 when a target is no segment or none is named, -1401 when too much is under way.
+        for an unknown key, -600 when a target is no segment or none is named, -1401 when too much is under way.
 
         On which peers the copies are the object's key decides, so that all peers agree without asking: the names of
         the targets only say how many.
@@ -259,8 +259,8 @@ class ReplicaCalls(RemovingCalls):
         return task.id, 0
 
     def create_move_task(self, key: str, source: str, target: str) -> tuple[tuple[int, int], int]:
-        """-704 for a key that nobody has, else -600: nobody can tell another peer what to keep, so objects are not
-        moved by command. Peers that leave hand over what they alone hold by themselves."""
+        """-704 for an unknown key, else -600: each peer decides alone what it keeps, so objects are not moved by
+        command. Peers that leave hand over what they alone hold by themselves."""
         try:
             found = self._described([key])
         except FAILURES as error:

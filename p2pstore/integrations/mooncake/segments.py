@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from p2pstore.errors import P2PStoreError
 from p2pstore.integrations.mooncake.mooncake_types import ErrorCode
-from p2pstore.integrations.mooncake.objects import ObjectCalls
+from p2pstore.integrations.mooncake.object_calls import ObjectCalls
 from p2pstore.integrations.mooncake.own_peer import OwnPeer
-from p2pstore.integrations.mooncake.settings import name_options
+from p2pstore.integrations.mooncake.setup_settings import name_options
 
 FAILED: Final = int(ErrorCode.INTERNAL_ERROR)
 MAX_SEGMENTS: Final = 64
@@ -42,7 +42,7 @@ class SegmentCalls(ObjectCalls):
     ) -> dict[str, Any]:
         """Give the pool `size` bytes in a file, on tmpfs, hugetlbfs or a DAX file system: `{"ret", "segment_ids"}`,
         where `ret` is 0 or -1. The file is made, and removed when the segment is unmounted: one that exists is left
-        alone, and refused, for a peer's memory is never somebody else's file."""
+        alone, and refused, as a peer's memory is a file of its own."""
         if offset or not path or os.path.exists(path):
             self._say(f"mount_segment: {path!r} must be a path where no file is, with offset 0")
             return {"ret": FAILED, "segment_ids": []}

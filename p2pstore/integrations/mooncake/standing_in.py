@@ -38,7 +38,7 @@ def install() -> None:
     """From now on, in this process, `mooncake.store` and the others of the table are this package. May be called twice.
 
     Where Mooncake is installed as well, its other modules (such as `mooncake.engine`) stay what they are. Raises
-    `ImportError` when its store was imported already: whoever did that would have the wrong one.
+    `ImportError` when its store was imported already: that module would have the wrong one.
     """
     current = sys.modules.get("mooncake.store")
     if current is not None:
@@ -64,7 +64,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`, for tests. What was imported meanwhile stays."""
+    """Undo `install`, for tests. Names imported meanwhile stay."""
     for name in _MODULES:
         module = sys.modules.get(name)
         if module is not None and module.__doc__ == MARK:

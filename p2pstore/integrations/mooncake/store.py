@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from p2pstore.errors import P2PStoreError
+from p2pstore.integrations.mooncake.addresses import SessionCalls
 from p2pstore.integrations.mooncake.mooncake_types import ErrorCode, code_of
 from p2pstore.integrations.mooncake.parallel_tensors import ParallelTensorCalls
 from p2pstore.integrations.mooncake.replicas import ReplicaCalls
 from p2pstore.integrations.mooncake.segments import SegmentCalls
-from p2pstore.integrations.mooncake.sessions import SessionCalls
-from p2pstore.integrations.mooncake.settings import DEFAULT_SEGMENT_BYTES, from_arguments
+from p2pstore.integrations.mooncake.setup_settings import DEFAULT_SEGMENT_BYTES, from_arguments
 from p2pstore.integrations.mooncake.tensor_shards import ShardCalls
 
 LOG: Final = logging.getLogger("p2pstore.mooncake")
@@ -64,9 +64,9 @@ class MooncakeDistributedStore(StoreCalls):
         come from the environment (`MOONCAKE_P2P_CLUSTER_KEY_FILE` and so on: see `mooncake-p2p join`).
 
         Where this differs from Mooncake: there is no master and no metadata server. Their addresses are optional, and
-        taken as those of peers to join. When nobody is at one that belongs to this machine, the peer that is started
-        listens there itself, so that programs given the same address find each other; a metadata server that is no
-        peer (etcd, http, P2PHANDSHAKE) is not needed, and ignored. `local_hostname` names the peer that is started.
+        taken as those of peers to join. When no process listens at one that belongs to this machine, the peer that is
+        started listens there itself, so that programs given the same address find each other; a metadata server that is
+        no peer (etcd, http, P2PHANDSHAKE) is not needed, and ignored. `local_hostname` names the peer that is started.
         `engine` is not needed, `local_buffer_size` is what a `BufferPool` may have. Each of several programs that name
         one `ssd_offload_path` has a folder of its own in it; one that finds `client_http_port` taken takes the next
         free one. `tenant_id` (or `namespace` in a dict, or `MOONCAKE_P2P_NAMESPACE`) is the namespace of all keys.

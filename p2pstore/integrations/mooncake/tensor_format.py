@@ -80,7 +80,7 @@ def tp_shard(rank: int, count: int, dimension: int) -> tuple[LayoutAxis, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a header says. `whole` is the shape of the tensor that this is a shard of, or its own; `axes`
+    """A decoded header. `whole` is the shape of the tensor that this is a shard of, or its own; `axes`
     say which shard it is."""
 
     dtype: str
@@ -121,7 +121,7 @@ def encode_header(header: TensorHeader) -> bytes:
 
 
 def decode_header(data: memoryview | bytes) -> TensorHeader:
-    """What the beginning of a value says. Raises `ValueError` for what is no tensor."""
+    """Decode the header of a value. Raises `ValueError` for a value that is no tensor."""
     if len(data) < HEADER_BYTES:
         raise ValueError(f"{len(data)} bytes are no tensor: its header has {HEADER_BYTES}")
     fields = _HEAD.unpack_from(data)

@@ -11,7 +11,7 @@ from p2pstore.integrations.mooncake.mooncake_types import (
     ReplicateConfig,
     alike,
 )
-from p2pstore.integrations.mooncake.objects import INVALID, ITEM_FAILURES
+from p2pstore.integrations.mooncake.object_calls import INVALID, ITEM_FAILURES
 from p2pstore.integrations.mooncake.tensor_format import (
     cut,
     decode_header,

@@ -14,7 +14,7 @@ from p2pstore.integrations.mooncake.mooncake_types import (
     alike,
     put_and_upsert,
 )
-from p2pstore.integrations.mooncake.objects import FAILURES, INVALID, ITEM_FAILURES
+from p2pstore.integrations.mooncake.object_calls import FAILURES, INVALID, ITEM_FAILURES
 from p2pstore.integrations.mooncake.tensor_format import (
     TensorHeader,
     decode_header,
@@ -116,7 +116,7 @@ class TensorCalls(AddressCalls):
     # --- get -----------------------------------------------------------------------------------
 
     def get_tensor(self, key: str) -> Tensor | None:
-        """A new tensor, or None: for a key that nobody has, for what is no tensor, after any failure."""
+        """A new tensor, or None: for an unknown key, for a value that is no tensor, after any failure."""
         return tensor_in_answer(self._read_tensor(key, None))
 
     def batch_get_tensor(self, keys: Sequence[str]) -> list[Tensor | None]:
@@ -155,7 +155,7 @@ class TensorCalls(AddressCalls):
                 lengths[number] = describe(tensor).data_bytes
             except FAILURES as error:
                 codes[number] = self._code(error)
-        for some in groups(lengths):  # so much is in the host's memory at one time
+        for some in groups(lengths):  # limits the host memory in use
             got = self._read_tensors([keys[number] for number in some])
             for number, found in zip(some, got, strict=True):
                 codes[number] = self._copy_to(tensors_list[number], found)

@@ -13,7 +13,7 @@ from types import ModuleType
 
 
 class _OnFirstImport(importlib.abc.MetaPathFinder):
-    """Costs nothing until somebody imports `mooncake`."""
+    """Costs nothing until `mooncake` is imported."""
 
     def find_spec(
         self,

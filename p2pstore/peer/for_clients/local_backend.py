@@ -20,8 +20,9 @@ from p2pstore.core.puts.put_operation import MAX_REPLICAS
 from p2pstore.errors import AuthenticationFailed
 from p2pstore.local import local_messages as local
 from p2pstore.local import local_protocol
+from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_protocol import LocalKind
-from p2pstore.local.server import WRITING, LocalClient
+from p2pstore.local.server import WRITING
 from p2pstore.memory.hazards import HAZARD_PAGE_BYTES
 from p2pstore.memory.mapped.mapped_memory import SharedMemory, create_page
 from p2pstore.memory.segment_layout import Pin
@@ -71,7 +72,7 @@ _FOR_WRITERS: Final = frozenset(
 
 
 class PeerLocalBackend:
-    """Satisfies `p2pstore.local.server.LocalBackend`."""
+    """Satisfies `p2pstore.local.local_clients.LocalBackend`."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from p2pstore.addresses import split_address
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.gossip.gossip_messages import ControlKind, Exchange, ExchangeReply, Ping
 from p2pstore.gossip.links.control_link import LinkError
-from p2pstore.gossip.links.host import ControlHost, open_control_host
+from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.links.sockets import Endpoint, connect
 from p2pstore.gossip.records import PeerId, PeerRecord, format_peer_id, open_peer_record
@@ -98,13 +98,16 @@ class _Examination:
         with suppress(_Ended):
             endpoint = await self._connect(await self._resolve())
             async with open_control_host(
-                identity=self.identity,
-                listen=("127.0.0.1", 0),  # it must listen; the address is not announced
-                ring=self.way.ring,
-                cluster=self.way.cluster,
-                handler=_refuse_requests,
-                on_lost=lambda _: None,
-                software=p2pstore.__version__,
+                ("127.0.0.1", 0),
+                HostSettings(
+                    identity=self.identity,
+                    # it must listen; the address is not announced
+                    ring=self.way.ring,
+                    cluster=self.way.cluster,
+                    handler=_refuse_requests,
+                    on_lost=lambda _: None,
+                    software=p2pstore.__version__,
+                ),
             ) as host:
                 peer_id = await self._discover(host, str(endpoint))
                 record = await self._be_admitted(host, peer_id, str(endpoint))
@@ -184,7 +187,7 @@ class _Examination:
         try:
             await host.ask(peer_id, [address], ControlKind.PING, Ping(0, []), self.timeout)
             if self.way.ring.of_user:
-                found = map(self.way.ring.find, host.key_ids(peer_id))
+                found = map(self.way.ring.find, host.connections.key_ids(peer_id))
                 self.ring = KeyRing([key for key in found if key is not None][:1])
             key = "without a key" if self.way.ring.of_user else "with the cluster's key"
             self.report(fine("admission", f"{key}, cluster {self.way.cluster}"))

@@ -22,6 +22,7 @@ from p2pstore.errors import (
 )
 from p2pstore.gossip.records import PeerId, PeerRecord
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access
 from p2pstore.objects import DEFAULT_NAMESPACE, KIB, MIB
 from p2pstore.runtime.trio_streams import TrioDriver
@@ -238,11 +239,7 @@ async def examine_shared_memory(
     with trio.move_on_after(timeout_seconds + seconds):
         try:
             connection = await LocalConnection.open(
-                driver,
-                socket,
-                namespace=DEFAULT_NAMESPACE,
-                access=Access.READ,
-                timeout_seconds=timeout_seconds,
+                driver, socket, Opening(DEFAULT_NAMESPACE, Access.READ), timeout_seconds
             )
         except (P2PStoreError, OSError) as error:
             reason = str(error)

@@ -66,7 +66,7 @@ def network_bits(interface: str, gid: bytes) -> int | None:
 async def wake_neighbour(
     interface: str, gid: bytes, sleep: Callable[[float], Awaitable[None]]
 ) -> None:
-    """Send one datagram, which nobody reads, to a RoCE address through that interface, and wait a moment.
+    """Send one datagram, to the discard port, to a RoCE address through that interface, and wait a moment.
     Does nothing for addresses of other kinds."""
     address = ipaddress.IPv6Address(gid).ipv4_mapped
     if address is None or not interface:

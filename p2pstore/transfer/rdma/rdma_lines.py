@@ -47,7 +47,7 @@ IDLE_SECONDS: Final = 300.0
 
 @dataclass(slots=True)
 class _Way:
-    """What is known of the way to one holder through one device: a line, or when to try again."""
+    """The way to one holder through one device: a line, or when to try again."""
 
     number: int
     lock: trio.Lock = field(default_factory=trio.Lock)
@@ -68,7 +68,7 @@ class _Way:
 
 @dataclass(slots=True)
 class Holder:
-    """What is known of one holder."""
+    """The ways to one holder."""
 
     ways: list[_Way]
     devices: int = 1
@@ -104,7 +104,7 @@ class Lines:
         self._holders: dict[bytes, Holder] = {}
 
     def of(self, peer_id: bytes) -> Holder:
-        """What is known of a holder."""
+        """The ways to a holder, made at first use."""
         holder = self._holders.get(peer_id)
         if holder is None:
             holder = Holder([_Way(engine.number) for engine in self._engines])
@@ -149,7 +149,7 @@ class Lines:
                 if line.engine.number >= self._preferred:  # the near ones may be back
                     self.widen(copy)
                 return line
-            if reason := self.why_not(copy.peer_id):  # found out by now, perhaps by somebody else
+            if reason := self.why_not(copy.peer_id):  # found out by now, perhaps by another read
                 raise failure or PullFailed(Code.UNAVAILABLE, reason, retriable=True)
             way = self._next(holder, without)
             if way is None:
@@ -271,7 +271,7 @@ class Lines:
     async def _introduce(
         self, engine: ReadEngine, pair: QueuePair, connection: DataConnection
     ) -> tuple[RemoteMemory, int]:
-        """Connect both queue pairs; what may be read at the other end, and through how many devices."""
+        """Connect both queue pairs; the memory to read at the other end, and through how many devices."""
         own = pair.endpoint
         request = RdmaConnect(
             own.queue_pair, own.packet_number, own.gid, own.path_mtu_bytes, own.reads

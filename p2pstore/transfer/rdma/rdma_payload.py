@@ -157,7 +157,7 @@ async def read_payload(choosing: Choosing, payload: Payload, places: Places) -> 
         while waiting or under_way:
             while waiting and (room := CHUNKS_UNDER_WAY * choosing.count() - len(under_way)) > 0:
                 some = list(islice(waiting, -(-room // choosing.count())))
-                # Blocks may be scarce: who has some under way does not wait for more.
+                # Blocks may be scarce: a read with blocks under way does not wait for more.
                 blocks = await _take_blocks(places, some, wait=not under_way)
                 begun = await _begin(choosing, payload, some, blocks)
                 if not begun:  # no block, or its line failed
@@ -265,7 +265,7 @@ async def _into_block(
 
 
 async def read_for(line: Line, pool: BlockPool, seconds: float) -> tuple[int, float]:
-    """Read the beginning of the other side's memory again and again, for so long, into blocks that nobody looks at:
+    """Read the beginning of the other side's memory again and again, for `seconds`, into blocks that are not looked at:
     (bytes, seconds). Raises `ReadFailed`, `DeadlineExceeded`."""
     size = min(pool.block_bytes, line.memory.length_bytes)
     under_way: deque[tuple[Read, Block]] = deque()
@@ -329,7 +329,7 @@ class ExtentRead:
     async def begin(
         cls, line: Line, block: Block, slot: Slot, seconds: float, *, again_at: int | None = None
     ) -> ExtentRead:
-        """Ask for all of it, into this block, which is given back at the end; each part has so many seconds. With
+        """Ask for all of it, into this block, which is given back at the end; each part has `seconds`. With
         `again_at`, its place in the segment, for the slot as well, before all else. Raises `ReadFailed`, and
         `ProtocolError` for a slot that leads outside of the other side's memory."""
         made = cls(line, slot, block, seconds)
@@ -389,7 +389,7 @@ class ExtentRead:
             arriving.leave()
 
     def leave(self) -> None:
-        """Nobody looks at it any more: its block is free as soon as nothing writes to it. May be said twice."""
+        """End it: its block is free as soon as nothing writes to it. May be called twice."""
         reads, self._reads = self._reads, ()
         if reads:
             reads[-1].when_ended(self._block.give_back)  # reads of one queue pair end in order

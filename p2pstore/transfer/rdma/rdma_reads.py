@@ -1,7 +1,7 @@
-"""One-sided reads under way: posted, counted, told to whoever waits for them. Under trio.
+"""One-sided reads under way: posted, counted, told to their waiters. Under trio.
 
 All queue pairs of a device share one completion queue. One task at a time sleeps on its descriptor and hands out what
-arrived: who waits for a read while nobody else waits for anything, else `ReadEngine.run`. Memory that is read into
+arrived: the only waiter where there is one, else `ReadEngine.run`. Memory that is read into
 belongs to the device until the read has ended: by its completion, or because its queue pair was destroyed. A reader
 that is cancelled sees to that (`settle`, `Read.when_ended`).
 """
@@ -147,12 +147,12 @@ class Line:
         if self.room.taken and not self.pair.closed:
             try:
                 self.pair.fail()
-            except Unavailable as error:  # a lost device: what is left ends with the queue pair
+            except Unavailable as error:  # a lost device: other reads end with the queue pair
                 logger.warning("%s", error)
 
 
 class Piece(NamedTuple):
-    """So many bytes (above 0) at `offset` of the other side's memory, and the address that they are read to."""
+    """Bytes (above 0) at `offset` of the other side's memory, and the address that they are read to."""
 
     offset: int
     length_bytes: int
@@ -178,7 +178,7 @@ class ReadEngine:
         self._looking = False
         """Whether a task sleeps on the descriptor, or is about to."""
         self._expecting = False
-        """Whether somebody counts on `run` for what is under way."""
+        """Whether a read under way needs `run`."""
         self._called = trio.lowlevel.ParkingLot()
 
     @property
@@ -188,7 +188,7 @@ class ReadEngine:
 
     @property
     def has_nobody(self) -> bool:
-        """Whether nobody hands out completions, or counts on it that they are handed out."""
+        """Whether no task hands out completions, and none needs that they are handed out."""
         return not (self._looking or self._expecting)
 
     async def run(self) -> None:
@@ -228,8 +228,8 @@ class ReadEngine:
             self._looking = False
 
     def expect(self) -> bool:
-        """Have completions handed out until nothing is under way, before somebody sleeps. What is there is taken now:
-        whether something was, or the device is lost, so that who is about to sleep looks again."""
+        """Have completions handed out until nothing is under way, before a task sleeps. Those there are taken now:
+        True if there were any, or the device is lost, so that the task looks again before it sleeps."""
         self._expecting = True
         if not self._looking:
             self._called.unpark_all()
@@ -330,7 +330,7 @@ class ReadEngine:
         self._under_way.update(of_works)
         try:
             line.pair.read(works, region, line.memory.key)
-        except Unavailable as error:  # nobody knows which of them have begun
+        except Unavailable as error:  # some of them may have begun
             line.fail(Meaning.BROKEN, str(error))
             self._destroy(line)
         for _ in range(SOON_LOOKS if soon else 0):
@@ -345,7 +345,7 @@ class ReadEngine:
         return max(1, min(line.room.left, self._room.left) // requests)
 
     async def _room_for(self, line: Line, requests: int) -> None:
-        """Wait until so many more may be posted. Raises `ReadFailed`."""
+        """Wait until `requests` more may be posted. Raises `ReadFailed`."""
         if requests > min(line.room.places, self._room.places):
             raise ReadFailed(Meaning.BROKEN, "the RDMA device takes too few or too small requests")
         while True:

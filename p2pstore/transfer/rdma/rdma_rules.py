@@ -80,7 +80,7 @@ def same_network(own: bytes, network_bits: int | None, other: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ServingDevice:
-    """What counts when a device is chosen to be read through. `readers`: lines of the same reader that it has."""
+    """The facts by which a device is chosen to be read through. `readers`: lines of the same reader that it has."""
 
     active: bool
     same_network: bool
@@ -142,7 +142,7 @@ def agree(own: Endpoint, other: Endpoint) -> Path:
 
 
 def split_read(length_bytes: int, max_message_bytes: int) -> Iterator[tuple[int, int]]:
-    """(offset, length) of each work request for a read of so many bytes, in order."""
+    """(offset, length) of each work request of a read, in order."""
     if max_message_bytes < 1:
         raise ValueError("a device that takes no bytes in a message can read nothing")
     for start in range(0, length_bytes, max_message_bytes):
@@ -178,7 +178,7 @@ class WorkRoom:
         return self.places - self.taken
 
     def take(self, requests: int = 1) -> bool:
-        """Whether there were so many places; they are taken now, or none is."""
+        """Take a place for each request, or none; whether there were enough."""
         if self.taken + requests > self.places:
             return False
         self.taken += requests
@@ -216,7 +216,7 @@ class WorkStatus(IntEnum):
 
 
 class Meaning(Enum):
-    """What a work request's status means for whoever reads."""
+    """The meaning of a work request's status for the reader."""
 
     DONE = auto()
     FLUSHED = auto()

@@ -32,7 +32,7 @@ MAX_READERS: Final = 4096
 MAX_READERS_PER_PEER: Final = 8
 """Through each device."""
 NO_COMPLETIONS: Final = 16
-"""Entries of a queue that stays empty: whoever is only read from hears of nothing."""
+"""Entries of a queue that stays empty: one-sided reads leave no completions at the holder."""
 
 
 class ReadableEnd(Protocol):
@@ -49,7 +49,7 @@ class ReadableEnd(Protocol):
 
 
 class RdmaBackend(Protocol):
-    """Who lets others read by RDMA."""
+    """The side that lets others read by RDMA."""
 
     async def connect(self, request: RdmaConnect, claims: TicketClaims) -> ReadableEnd:
         """Let the queue pair that `request` describes read. Raises `CapacityExceeded` when there are too many,

@@ -76,7 +76,7 @@ class BlockPool:
         return self.count - len(self._free)
 
     def take_nowait(self) -> Block | None:
-        """A free block, if there is one and nobody waits for it."""
+        """A free block, if there is one and no task waits for it."""
         return self._free.pop() if self._free and not self._waiting else None
 
     async def take(self) -> Block:

@@ -158,7 +158,7 @@ class RdmaTransport:
         return Pulled(found.slot, found.trailer, found.slot.length, self.name)
 
     async def measure(self, copy: RemoteCopy, seconds: float) -> tuple[int, float]:
-        """Read the beginning of the holder's segment again and again, for so long: (bytes, seconds). Nothing is
+        """Read the beginning of the holder's segment again and again, for `seconds`: (bytes, seconds). Nothing is
         verified. Raises `PullFailed`."""
         try:
             line = await self.lines.connected(copy)
@@ -246,7 +246,7 @@ class RdmaTransport:
     # --- payload -----------------------------------------------------------------------------
 
     async def _deliver(self, copy: RemoteCopy, found: _Found, destination: Destination) -> None:
-        await trio.lowlevel.checkpoint()  # while it comes: it may be here before anybody waits
+        await trio.lowlevel.checkpoint()  # while it comes: it may be here before the wait
         length = found.slot.length
         if not length:
             checked_view(destination, found.slot, found.trailer)
@@ -286,7 +286,7 @@ def _slot_for(digest: bytes, packed: bytes, geometry: Geometry) -> Slot | None:
 
 
 async def _found_by(extent: ExtentRead, slot: Slot, seen: bytes = b"") -> _Found | None:
-    """What is read, when the trailer is that of the slot; and the slot as it was `seen`, where it is read again."""
+    """The object found, when the trailer is that of the slot; and the slot as it was `seen`, where it is read again."""
     found = None
     try:
         if not seen or await extent.slot() == seen:
@@ -338,7 +338,7 @@ class _Choosing:
 async def open_rdma_reading(
     devices: Sequence[Device],
 ) -> AsyncIterator[tuple[list[ReadEngine], trio.Nursery]]:
-    """What transports through the same devices share, for the length of the block: the reads of each, and the
+    """The parts that transports through the same devices share, for the length of the block: the reads of each, and the
     nursery of their lines. At its end all lines are closed and no read is under way; the devices stay open."""
     engines = [ReadEngine(device, number) for number, device in enumerate(devices)]
     async with open_background_nursery() as background:

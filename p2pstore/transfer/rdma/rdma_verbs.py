@@ -1,6 +1,6 @@
 """RDMA devices through pyverbs. The only module that knows it.
 
-pyverbs is optional and imported when a device is first asked for. What this module keeps away from the rest:
+pyverbs is optional and imported when a device is first asked for. This module keeps away from the rest:
 two layouts of its constants; a completion channel without a descriptor (before version 59); objects that end the
 process when they are closed twice, closed in the wrong order, or looked at after that. So everything here belongs to
 a `Device`, which closes what it was asked to make, once, in the order that libibverbs wants.
@@ -145,7 +145,7 @@ class Completion(NamedTuple):
 
 
 class ReadWork(NamedTuple):
-    """A work request to read so many bytes."""
+    """A work request of one read."""
 
     work_id: int
     local_address: int
@@ -205,7 +205,7 @@ class CompletionQueue(_Owned):
         self.descriptor = descriptor
 
     def poll(self, count: int) -> list[Completion]:
-        """Up to so many completions that are there."""
+        """Completions that are there, up to `count`."""
         _, found = self._device.attempt("polling", self._queue.poll, count)
         return [Completion(each.wr_id, int(each.status)) for each in found]
 
@@ -295,7 +295,7 @@ class QueuePair(_Owned):
                 each.close()
 
     def fail(self) -> None:
-        """Stop: what is under way ends as flushed."""
+        """Stop: reads under way end as flushed."""
         attributes = self._device.verbs["qp.QPAttr"](port_num=PORT)
         attributes.qp_state = self._device.verbs.constants.IBV_QPS_ERR
         state = int(self._device.verbs.constants.IBV_QP_STATE)
@@ -400,7 +400,7 @@ class Device:
     def register(self, address: int, length_bytes: int, *, remote_read: bool) -> Region:
         """Make memory known to the device; it must stay mapped, writable, until the region is closed.
 
-        Raises `ConfigError` when this process may not lock so much memory, `Unavailable` for other reasons.
+        Raises `ConfigError` when this process may not lock that much memory, `Unavailable` for other reasons.
         """
         constants = self.verbs.constants
         access = int(constants.IBV_ACCESS_LOCAL_WRITE)
@@ -423,7 +423,7 @@ class Device:
         return region
 
     def completion_queue(self, entries: int) -> CompletionQueue:
-        """A queue for so many completions."""
+        """A queue for `entries` completions."""
         channel, descriptor = self._channel()
         try:
             queue = self.attempt(

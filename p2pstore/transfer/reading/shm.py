@@ -15,6 +15,7 @@ from typing import Final
 
 from p2pstore.errors import DeadlineExceeded, P2PStoreError
 from p2pstore.local.local_connection import LocalConnection
+from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_messages import ItemError, Lease, Leased, Release
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import DEFAULT_NAMESPACE, Version
@@ -310,9 +311,8 @@ class ShmTransport:
             connection = await LocalConnection.open(
                 self._driver,
                 copy.socket,
-                namespace=DEFAULT_NAMESPACE,
-                access=Access.READ,
-                timeout_seconds=min(self._progress_seconds, copy.answer_seconds),
+                Opening(DEFAULT_NAMESPACE, Access.READ),
+                min(self._progress_seconds, copy.answer_seconds),
             )
         except DeadlineExceeded as error:
             raise PullFailed(Code.DEADLINE_EXCEEDED, str(error)) from error

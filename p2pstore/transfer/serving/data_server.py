@@ -1,7 +1,7 @@
 """The accepting side of data connections, under trio: listeners, limits, the hello.
 
-Whatever a stranger sends ends at most his connection, and one line in the log. What happens after a
-good hello is in `p2pstore.transfer.serving.data_session`.
+Bytes of a stranger end at most its connection, and cost one line in the log. Connections after a
+good hello are served by `p2pstore.transfer.serving.data_session`.
 """
 
 from __future__ import annotations
@@ -190,11 +190,11 @@ class DataServer:
         swarms: SwarmBackend | None = None,
         budget: ByteBudget | None = None,
     ) -> None:
-        """`stores`: where values go that others store here; None for taking none. `rdma`: who lets others read
-        by RDMA; None for nobody. `tls`: whether TLS is spoken, and nothing else. `swarms`: who takes part in swarms
-        of checkpoints; None for nobody. `budget` bounds what is held for others.
+        """`stores` takes in values, `rdma` lets others read
+        by RDMA, `swarms` serves swarms of checkpoints; None turns it off. `tls`: TLS alone is spoken.
+        `budget` bounds the bytes held for others.
 
-        `allowed`: whose tickets are taken; None for everybody's. After it or `ring` were changed, call
+        `allowed`: issuers whose tickets are taken; None for all. After a change of it or of `ring`, call
         `recheck`."""
         self._backends = Backends(backend, stores, rdma, swarms)
         self._tls = TlsServing(signer, unix_clock) if tls else None
@@ -398,7 +398,7 @@ class DataServer:
 
 
 def stream_ender(stream: AcceptedStream, log: QuietLog) -> Callable[[str], None]:
-    """What ends a connection for what is held for its other side."""
+    """The function that ends a connection whose other side has too many bytes held here."""
 
     def end(why: str) -> None:
         log.warning("budget", f"data connection cut: {why}")

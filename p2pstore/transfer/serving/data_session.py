@@ -157,7 +157,7 @@ class DataSession:
         return None if self._tasks.count else self._life.quiet_since
 
     def retire(self) -> None:
-        """End as soon as the other side pauses between its requests; what is under way is answered."""
+        """End as soon as the other side pauses between its requests, after the answers to those under way."""
         self._life.retire(time.monotonic())
         self._nap.cancel()
 
@@ -167,7 +167,7 @@ class DataSession:
         self._nursery.cancel_scope.cancel()
 
     async def _watch_idleness(self) -> None:
-        """Take no more requests when none came for too long; what has arrived by then is answered. A deadline
+        """Take no more requests when none came for too long, and answer those that arrived. A deadline
         around each wait would be made and undone for every small read."""
         with self._idle_watch:
             while (left_seconds := self._patience_left()) > 0:
@@ -183,7 +183,7 @@ class DataSession:
         return patience if quiet_since is None else quiet_since + patience - time.monotonic()
 
     async def _serve_requests(self) -> None:
-        await self._answer_all(answered=False)  # what came along with the hello
+        await self._answer_all(answered=False)  # requests that came with the hello
         while True:
             if self._briskness.is_brisk and self._may_lend:
                 await self._lend()
@@ -242,7 +242,7 @@ class DataSession:
         if self._swarm.sent_piece is not None:
             self._swarm.confirm(whole=True)
         if header.bulk_length:
-            await self._out.flush()  # what is ready does not wait for it
+            await self._out.flush()  # answers that are ready do not wait for it
             await self._skip_bulk(header.bulk_length)
         if isinstance(message, Get | GetSmall):
             if lends and self._is_for_thread(message):
@@ -331,7 +331,7 @@ class DataSession:
             answers.get_small(request_id, message, decides=True)
         else:
             if objects.must_bring(message.items):
-                await self._out.flush()  # what is ready does not wait for it
+                await self._out.flush()  # answers that are ready do not wait for it
                 await objects.bring(message.items)
             answers.get(request_id, message, decides=True)
         self._out.hold()

@@ -1,8 +1,8 @@
 """Answers to reads on one data connection: GET and GET_SMALL.
 
-Who has the connection makes them: the event loop, or a thread to which it is lent (`read_thread`). Objects are lent,
+The event loop makes them, or a thread to which the connection is lent (`read_thread`). Objects are lent,
 sent out of their places, and given back. A thread makes only answers that need no decision; the event loop decides the
-rest: what is absent, hot, on the SSD, or too much to send now.
+rest: objects that are absent, hot, on the SSD, or too much to send now.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from p2pstore.wire import HEADER, ONE_WAY, REPLY, Code, FrameHeader, Message, en
 MAX_REPLY_BODY_BYTES: Final = 3 * MIB
 """Slots and trailers in one reply; the frame's cap is 4 MiB."""
 QUICK_BYTES: Final = 16 * MIB
-"""Answers up to this count as quick. Larger ones take so long that turns of the event loop hardly count."""
+"""Answers up to this count as quick. For larger ones the cost of event loop turns is negligible."""
 MIXED_SECONDS: Final = 0.1
-"""For so long after a small read, large answers are sent in threads: a small one would wait for a piece of a large
+"""Time after a small read in which large answers are sent in threads: a small one would wait for a piece of a large
 one each time, and longer where the kernel lets others run first, as an event loop that works all the time is no
 longer preferred when it wakes up."""
 MAX_TALLY: Final = 65_536
@@ -63,8 +63,8 @@ NoteReads = Callable[[Mapping[bytes, int]], None]
 
 
 class ReadTally:
-    """What was served, for the event loop to take in: digests of objects, each time one was read, and the bytes of
-    frames and values. Where nobody does for long, the oldest are forgotten."""
+    """Reads served, for the event loop to take in: digests of objects, each time one was read, and the bytes of
+    frames and values. The oldest are forgotten when it is full."""
 
     def __init__(self) -> None:
         self._digests: deque[bytes] = deque(maxlen=MAX_TALLY)
@@ -85,7 +85,7 @@ class ReadTally:
         return time.monotonic() - self.small_read_at < MIXED_SECONDS
 
     def take(self, limit: int) -> tuple[dict[bytes, int], int]:
-        """Up to `limit` objects with how often each was read, and bytes sent, that nobody took yet. First all reads
+        """Up to `limit` objects with how often each was read, and bytes sent, that were not taken yet. First all reads
         are counted, some with each call, so that there are few objects. Not for several threads."""
         reads, counts = self._digests, self._counts
         counts.update([reads.popleft() for _ in range(min(COUNTED_READS, len(reads)))])
@@ -101,7 +101,7 @@ class ReadTally:
 
 @dataclass(slots=True)
 class Traffic:
-    """What was served so far, for statistics; `busy` are reads that were sent to other holders."""
+    """Totals of served reads, for statistics; `busy` are reads that were sent to other holders."""
 
     uploads: Uploads
     objects: int = 0
@@ -192,7 +192,7 @@ class ReadAnswers:
         bulk_bytes: int,
         body_bytes: int,
     ) -> ObjectReply:
-        """About an object that is lent, in an answer that has so many bytes without it."""
+        """The reply about a lent object, in an answer that has `bulk_bytes` and `body_bytes` without it."""
         if len(payload) > SMALL_OBJECT_BYTES and not self._take_upload(may_refuse):
             return ObjectReply(BUSY)
         if bulk_bytes + len(payload) > self._most_bulk_bytes or body_bytes > MAX_REPLY_BODY_BYTES:

@@ -25,11 +25,11 @@ from p2pstore.transfer.serving.read_answers import GET, GET_SMALL, ReadAnswers
 from p2pstore.wire import DATA_REQUEST_LIMITS, HEADER, HEADER_BYTES
 
 BRISK_READS: Final = 8
-"""So many small reads, one soon after the other, and the next ones are answered in a thread."""
+"""Small reads in a row, each within `BRISK_SECONDS` of the last, after which a thread answers."""
 BRISK_SECONDS: Final = 0.01
-"""What is soon."""
+"""Upper bound between two reads in a row."""
 PAUSE_SECONDS: Final = 0.5
-"""Without a request for so long, a thread gives the connection back."""
+"""Pause after which a thread gives the connection back."""
 MOST_PARTS: Final = 16
 """Heads and values that are sent with one call: as many as eight parts of large objects have."""
 REQUEST_BYTES: Final = 64 * KIB

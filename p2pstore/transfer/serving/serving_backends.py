@@ -102,7 +102,7 @@ class DataBackend(ReadSource, Protocol):
         ...
 
     def note_reads(self, counts: Mapping[bytes, int]) -> None:
-        """These objects are served, each so many times. Who reads one in several requests, or from several holders,
+        """Count reads of these objects, by digest. A read in several requests, or from several holders,
         reads it once."""
         ...
 

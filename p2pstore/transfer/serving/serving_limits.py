@@ -45,7 +45,7 @@ class DataPlaces:
         return len(self._places)
 
     def holders(self) -> list[Holder]:
-        """Who has them."""
+        """Their holders."""
         now = time.monotonic()
         holders = []
         for session, place in self._places.items():
@@ -115,7 +115,7 @@ class Uploads:
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What strangers and slow readers may cost. Times in seconds."""
+    """Upper bounds of the cost of strangers and slow readers. Times in seconds."""
 
     connections: int = 1024
     uploads: int = 16

@@ -54,7 +54,7 @@ class State(IntEnum):
 
 
 class Event(IntEnum):
-    """What makes a connection change its state."""
+    """An event that changes the state of a connection."""
 
     RECEIVED = auto()
     ANSWERED = auto()

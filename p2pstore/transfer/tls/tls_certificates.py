@@ -2,7 +2,7 @@
 
 A peer makes a key for TLS alone and a certificate that this key signs, as libp2p does it. An extension holds the
 signature of the peer's ed25519 identity over that key and the time that the certificate is good for; so no
-authority is needed, whoever dials knows the peer id that it wants, and a TLS key that was stolen is of no use
+authority is needed, the dialing side knows the peer id that it wants, and a stolen TLS key is of no use
 for longer than a few days.
 """
 
@@ -35,7 +35,7 @@ BACKDATED_SECONDS: Final = 3600
 VALID_SECONDS: Final = 7 * 86_400
 
 _EXTENSION: Final = x509.ObjectIdentifier("2.25.330051757334202964865493182548981595895")
-"""Made from a random UUID, as anybody may."""
+"""Made from a random UUID (arc 2.25 is free for that)."""
 _CONTEXT: Final = b"p2pstore data certificate 1\0"
 _BINDING_CONTEXT: Final = b"p2pstore ticket over tls 1\0"
 _VALIDITY: Final = struct.Struct("<QQ")
@@ -114,13 +114,13 @@ def check_certificate(der: bytes, peer_id: bytes, now_unix: float) -> None:
     if not begins <= now_unix <= ends:
         raise AuthenticationFailed(
             "the TLS certificate has expired or is not good yet: the clocks of the two hosts differ by "
-            "hours, or somebody uses an old certificate"
+            "hours, or the certificate is an old one"
         )
 
 
 def bound_secret(secret: bytes, certificate_der: bytes) -> bytes:
     """A ticket's secret for use over TLS with that server certificate alone: proofs made with it are of no use to
-    somebody in between, who shows another certificate or none."""
+    an attacker in between, who shows another certificate or none."""
     return hmac.digest(secret, _BINDING_CONTEXT + sha256(certificate_der).digest(), "sha256")
 
 

@@ -2,7 +2,7 @@
 
 OpenSSL works on memory here and the stream below moves what it makes and takes, so deadlines and cancellation are
 that stream's. Decrypted bytes go straight into the caller's buffer; what TLS costs besides the cipher is one copy of
-what was received, and one of what is sent, in pieces that stay in the cache.
+received bytes, and one of sent ones, in pieces that stay in the cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_HANDSHAKE_BYTES: Final = 64 * KIB
 class TlsStream:
     """A `ByteStream` over TLS. One task may send while another receives.
 
-    A send that is cancelled or takes too long closes the stream: what was encrypted cannot be sent later. After one
+    A send that is cancelled or takes too long closes the stream: encrypted records cannot be sent later. After one
     that failed because the connection broke, nothing more can be sent, but what came before can be received: it may
     say why. The other side's end without TLS's own farewell is an end like any other: all that is said on data
     connections has its length.
@@ -195,7 +195,7 @@ class TlsStream:
 
     @property
     def _holds_input(self) -> bool:
-        """Whether something was received that nobody has read: perhaps a part of a record."""
+        """Whether received bytes were not read yet: perhaps a part of a record."""
         return bool(self._incoming.pending or self._tls.pending())
 
     async def receive_descriptors(self, view: memoryview) -> tuple[int, list[int]]:
@@ -296,7 +296,7 @@ def _reason(error: ssl.SSLError) -> str:
 
 RENEW_SECONDS: Final = 86_400
 _HANDSHAKE_RECORD: Final = 22
-"""The first byte of whoever speaks TLS."""
+"""The first byte of a TLS client."""
 
 
 class TlsServing:

@@ -1,4 +1,4 @@
-"""What `setup` is told, as settings of a peer."""
+"""The arguments of `setup` as settings of a peer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TRUE: Final = ("1", "true", "yes", "on", "enable")
 _FALSE: Final = ("0", "false", "no", "off", "disable", "")
 _DEVICE: Final = re.compile(r"[\w.-]{1,64}")
 _METADATA_SCHEMES: Final = ("etcd", "http", "https", "redis", "k8s")
-"""Of metadata servers, which nobody needs here."""
+"""Of metadata servers, which are not needed here."""
 _PROTOCOLS: Final = ("tcp", "rdma")
 _OTHER_PROTOCOLS: Final = (
     *("efa", "nvmeof", "nvlink", "nvlink_intra", "musa", "hip", "barex", "cxl", "ascend"),
@@ -52,8 +52,8 @@ _OTHER_PROTOCOLS: Final = (
 
 @dataclass(frozen=True)
 class SetupSettings:
-    """What a store is to be. `bootstrap` are addresses of peers; `ignored` is what was said of a metadata server and
-    cannot be the address of a peer. `for_own_peer` names the settings that only a peer that is started follows,
+    """The checked arguments of `setup`. `bootstrap` are addresses of peers; `ignored` those of metadata servers that
+    cannot be peers. `for_own_peer` names the settings that only a peer that is started follows,
     `unused` says which have no effect at all."""
 
     hostname: str
@@ -208,7 +208,7 @@ _SETTINGS: Final[Mapping[str, tuple[Callable[[Any, str], Any], Any]]] = {
     "server_address": (_peer, ""),
     "mem_pool_size": (size_in_bytes, 0),
 }
-"""What reads a setting, and what it is when it is not said, which None and "" mean but for sizes."""
+"""The reader of a setting, and its default, which None and "" stand for except for sizes."""
 _NEVER_USED: Final = {
     "engine": "no transfer engine is needed",
     "ipc_socket_path": "clients find their peer by its socket: name it as 'socket'",
@@ -276,7 +276,7 @@ def _overruled(
     servers: Sequence[str],
     environment: Mapping[str, str],
 ) -> list[str]:
-    """What to say of settings instead of which others count."""
+    """Messages about settings that others overrule."""
     texts = []
     if said["tenant_id"] not in (DEFAULT_NAMESPACE, namespace):
         texts.append(f"setup: tenant_id changes nothing: the namespace is said to be {namespace!r}")
@@ -287,7 +287,7 @@ def _overruled(
 
 
 def _unused(said: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """What to say of settings that have no effect."""
+    """Messages about settings without effect."""
     texts = [
         f"setup: {name} changes nothing: {why}"
         for name, why in _NEVER_USED.items()
@@ -311,8 +311,8 @@ def _unused(said: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
 
 
 def takes_over(settings: SetupSettings, environment: Mapping[str, str]) -> str | None:
-    """The address of those named that this machine has and nobody listens at: a peer that does so is found by all
-    who are told of it. Without a cluster key only loopback counts."""
+    """The address of those named that this machine has and no process listens at: a peer there is found by all
+    programs that name it. Without a cluster key only loopback counts."""
     if any(
         environment.get(f"MOONCAKE_P2P_{name}") for name in ("LISTEN", "INTERFACE", "BOOTSTRAP")
     ):
@@ -325,7 +325,7 @@ def takes_over(settings: SetupSettings, environment: Mapping[str, str]) -> str |
 
 
 def free_port(wanted: int) -> int:
-    """This port of loopback, or the next one that nobody has; the same where all are taken."""
+    """This port of loopback, or the next free one; the same where all are taken."""
     ports = range(wanted, min(wanted + HTTP_PORTS, 2**16))
     return next((port for port in ports if _can_be_taken("127.0.0.1", port)), wanted)
 

@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -16,16 +17,7 @@ import typer
 from mooncake_p2p import files_and_pipes as transfers
 from mooncake_p2p.exit_errors import STANDARD_OUTPUT, CommandFailed
 from mooncake_p2p.files_and_pipes import NewFile
-from mooncake_p2p.options import (
-    DEFAULT_TIMEOUT,
-    Json,
-    Key,
-    Namespace,
-    Socket,
-    Timeout,
-    connected,
-    parse_timeout,
-)
+from mooncake_p2p.options import AtPeer, Key, parse_timeout, with_records
 from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark, shortfall
 from p2pstore.errors import BufferTooSmall, ConfigError, KeyExists, NoSuchKey
 from p2pstore.objects import PART_BYTES, encode_key, parse_duration
@@ -54,6 +46,48 @@ class OnConflict(StrEnum):
     error = "error"
 
 
+@dataclass(frozen=True, slots=True)
+class PutOptions:
+    """How `put` stores an object."""
+
+    replicas: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many peers shall hold it.")
+    ] = 1
+    pin: Annotated[Pin, typer.Option(help="soft: evicted last; hard: never evicted.")] = Pin.none
+    ttl: Annotated[
+        str | None,
+        typer.Option(metavar="SECONDS|10m", help="Forget it after this time.", show_default=False),
+    ] = None
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a value that has other bytes.")
+    ] = False
+    on_conflict: Annotated[
+        OnConflict | None,
+        typer.Option(
+            "--on-conflict",
+            help="When the key has other bytes: keep them (the default), overwrite them, or fail. "
+            "The exit status is 1 unless they are overwritten.",
+            show_default=False,
+        ),
+    ] = None
+    durable: Annotated[
+        bool, typer.Option("--durable", help="Have it on the peer's SSD before this ends.")
+    ] = False
+
+    def arguments(self) -> dict[str, Any]:
+        """As `BlockingClient.put` takes them. Raises `ValueError` naming an option."""
+        if self.overwrite and self.on_conflict not in (None, OnConflict.overwrite):
+            raise ValueError("--overwrite contradicts --on-conflict: give one of the two")
+        return {
+            "replicas": self.replicas,
+            "pin": self.pin.value,
+            "ttl": None if self.ttl is None else parse_timeout(self.ttl, "--ttl"),
+            "overwrite": self.overwrite or self.on_conflict is OnConflict.overwrite,
+            "durable": self.durable,
+        }
+
+
+@with_records
 def put(
     key: Key,
     file: Annotated[
@@ -64,33 +98,9 @@ def put(
             show_default=False,
         ),
     ] = None,
-    replicas: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many peers shall hold it.")
-    ] = 1,
-    pin: Annotated[Pin, typer.Option(help="soft: evicted last; hard: never evicted.")] = Pin.none,
-    ttl: Annotated[
-        str | None,
-        typer.Option(metavar="SECONDS|10m", help="Forget it after so long.", show_default=False),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a value that has other bytes.")
-    ] = False,
-    on_conflict: Annotated[
-        OnConflict | None,
-        typer.Option(
-            "--on-conflict",
-            help="When the key has other bytes: keep them (the default), overwrite them, or fail. "
-            "The exit status is 1 unless they are overwritten.",
-            show_default=False,
-        ),
-    ] = None,
-    durable: Annotated[
-        bool, typer.Option("--durable", help="Have it on the peer's SSD before this ends.")
-    ] = False,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    *,
+    how: PutOptions,
+    peer: AtPeer,
 ) -> None:
     """Store a file, or standard input, under a key.
 
@@ -100,55 +110,33 @@ def put(
     TMPDIR, at most 4 GiB).
     """
     encode_key(key)
-    if overwrite and on_conflict not in (None, OnConflict.overwrite):
-        raise ValueError("--overwrite contradicts --on-conflict: give one of the two")
-    ttl_seconds = None if ttl is None else parse_timeout(ttl, "--ttl")
+    arguments = how.arguments()
     if file is not None and file != "-" and os.path.exists(key) and not os.path.exists(file):
         swapped = f"`put {shlex.quote(file)} {shlex.quote(key)}`"
         raise CommandFailed(f"{printable(file)}: no such file; the key comes first: {swapped}")
     with (
         transfers.open_source(file) as source,
-        connected(socket, namespace, timeout) as client,
+        peer.connected() as client,
         transfers.value_of(source) as value,
         progress(f"putting {printable(key)}", len(value)) as bar,
     ):
         length_bytes = len(value)
         begin = time.perf_counter()
-        result = client.put(
-            key,
-            value,
-            replicas=replicas,
-            pin=pin.value,
-            ttl=ttl_seconds,
-            overwrite=overwrite or on_conflict is OnConflict.overwrite,
-            durable=durable,
-            progress=bar.at if bar.shown else None,
-        )
+        result = client.put(key, value, **arguments, progress=bar.at if bar.shown else None)
         seconds = time.perf_counter() - begin
         too_few = shortfall(client, result)
         elsewhere = result.location if result.location != client.peer_name else ""
-    if json:
-        print_json(
-            {
-                "key": key,
-                "status": result.status,
-                "bytes": length_bytes,
-                "copies": result.copies,
-                "wanted": result.wanted,
-                "location": result.location,
-                "elsewhere": bool(elsewhere),
-                "shortfall": too_few or None,
-                "version": list(result.version),
-                "seconds": round(seconds, 6),
-            }
-        )
+    if peer.json:
+        document = {**asdict(result), "version": list(result.version), "bytes": length_bytes}
+        more = {"elsewhere": bool(elsewhere), "shortfall": too_few or None}
+        print_json({**document, **more, "seconds": round(seconds, 6)})
     if result.status == "kept_existing":
         raise KeyExists(
             f"{printable(key)} already exists with other bytes and was kept; "
             "use --overwrite to replace it",
             key,
         )
-    if not json:
+    if not peer.json:
         where = f", on {printable(elsewhere)}: this peer has no room for it" if elsewhere else ""
         copies = too_few or f"copies {result.copies}/{result.wanted}"
         remark(
@@ -157,6 +145,7 @@ def put(
         )
 
 
+@with_records
 def get(
     key: Key,
     output: Annotated[
@@ -171,16 +160,14 @@ def get(
     ] = None,
     wait: Annotated[
         str,
-        typer.Option(metavar="SECONDS|10m", help="Wait so long for a key that is not there yet."),
+        typer.Option(metavar="SECONDS|10m", help="Time to wait for a key that is not there yet."),
     ] = "0",
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Say on stderr where it came from and what took how long."),
+        typer.Option("--explain", help="Show on stderr its source, and the time of each stage."),
     ] = False,
-    socket: Socket = None,
-    namespace: Namespace = "default",
-    timeout: Timeout = DEFAULT_TIMEOUT,
-    json: Json = False,
+    *,
+    peer: AtPeer,
 ) -> None:
     """Fetch the value of a key.
 
@@ -192,10 +179,10 @@ def get(
     if not wait_seconds < math.inf:
         raise ValueError(f"--wait: {wait!r} is too long")
     to_stdout = output is None or output == "-"
-    if to_stdout and json:
+    if to_stdout and peer.json:
         raise ConfigError("--json needs -o FILE, because stdout carries the value")
     reading = _Reading(key, wait_seconds, explain)
-    with _destination(output) as sink, connected(socket, namespace, timeout) as client:
+    with _destination(output) as sink, peer.connected() as client:
         begin = time.perf_counter()
         try:
             length_bytes = sink(lambda: reading.fetch(client))
@@ -208,7 +195,7 @@ def get(
             reading.tell()
             raise
         seconds = time.perf_counter() - begin
-    if json:
+    if peer.json:
         document = {"key": key, "bytes": length_bytes, "output": output}
         document["seconds"] = round(seconds, 6)
         print_json(document | reading.document())

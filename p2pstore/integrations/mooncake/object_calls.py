@@ -29,9 +29,9 @@ from p2pstore.results import Buffer
 from p2pstore.values import Gathered, source_view
 
 FAILURES = (P2PStoreError, ValueError)
-"""What becomes a code. Anything else is a mistake in a program, and raised."""
+"""Errors that become a code. Others are mistakes of a program, and raised."""
 ITEM_FAILURES = (*FAILURES, TypeError)
-"""What becomes the code of one item of a batch, whose others go on."""
+"""Errors that become the code of one item of a batch; its other items go on."""
 INVALID = int(ErrorCode.INVALID_PARAMS)
 
 
@@ -88,7 +88,7 @@ class ObjectCalls(StoreBase):
     put_batch, upsert_batch = put_and_upsert(_put_batch)
 
     def get(self, key: str) -> bytes:
-        """The value, or nothing: for a key that nobody has, and after any failure, which the log tells of."""
+        """The value; empty for an unknown key, and after any failure, which is logged."""
         try:
             return self._live.get(key)
         except NoSuchKey:
@@ -163,7 +163,7 @@ class ObjectCalls(StoreBase):
         return self.batch_is_exist(keys, options)
 
     def get_size(self, key: str) -> int:
-        """The length of the value in bytes, or -704 for a key that nobody has."""
+        """The length of the value in bytes, or -704 for an unknown key."""
         try:
             self._live.get_into(key, bytearray())
         except BufferTooSmall as error:
@@ -175,8 +175,8 @@ class ObjectCalls(StoreBase):
     # --- for the other calls -----------------------------------------------------------------
 
     def _wholes(self, keys: Sequence[str]) -> list[memoryview | int]:
-        """The objects in place, or the codes that say why not. What this store holds too much for, or the peer has no
-        room for, is copied."""
+        """The objects in place, or the codes that say why not. Objects beyond the lease limit or the peer's
+        room are copied."""
         try:
             results = self._live.take_leases(keys)
         except FAILURES as error:
@@ -207,7 +207,7 @@ class ObjectCalls(StoreBase):
             )
 
     def _say_errors(self, errors: Sequence[Exception | None]) -> None:
-        """Log what went wrong, but for keys that nobody has."""
+        """Log all errors but unknown keys."""
         for error in errors:
             if error is not None and not isinstance(error, NoSuchKey):
                 self._read_code(error)
@@ -254,7 +254,7 @@ class ObjectCalls(StoreBase):
 
     def _keep_pinned(self, keys: Sequence[str], config: ReplicateConfig) -> list[int]:
         """Give the soft pins of what was stored their length, where that is not the usual half an hour; a code for
-        each. What went to another peer, for want of room here, is pinned there."""
+        each. An object that went to another peer, for want of room here, is pinned there."""
         codes = [0] * len(keys)
         seconds = (config.soft_pin_ttl_ms or 0) / 1000
         for number, key in enumerate(keys if seconds else ()):
