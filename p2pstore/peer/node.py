@@ -196,13 +196,9 @@ class Node:
     def carry_out(self, steps: Steps[None]) -> None:
         """Carry out these steps: in turns while this peer runs, in one go when it has ended."""
         if self.running:
-            self._nursery.start_soon(self._to_the_end, steps)
+            self._nursery.start_soon(_to_the_end, steps)
         else:
             run_through(steps)
-
-    async def _to_the_end(self, steps: Steps[None]) -> None:
-        with trio.CancelScope(shield=True):
-            await take_turns(steps)
 
     def process(self) -> None:
         """Carry out the core's effects. Call it after each access that may change the core."""
@@ -387,6 +383,11 @@ class Node:
         """Raise `StoreClosed` when this peer is leaving."""
         if self.core.closing:
             raise StoreClosed("this peer is leaving")
+
+
+async def _to_the_end(steps: Steps[None]) -> None:
+    with trio.CancelScope(shield=True):
+        await take_turns(steps)
 
 
 def _said(change: MemberChange) -> str:
