@@ -101,7 +101,7 @@ class _Examination:
                 ("127.0.0.1", 0),
                 HostSettings(
                     identity=self.identity,
-                    # it must listen somewhere; nobody is told where
+                    # it must listen; the address is not announced
                     ring=self.way.ring,
                     cluster=self.way.cluster,
                     handler=_refuse_requests,
