@@ -129,19 +129,15 @@ class PeerCore:
 
     def answered(self, operation: int, tag: int, reply: Reply, now: float) -> None:
         """The outcome of an `AskPeer`: its reply, a `Failure`, or None when nothing came in time."""
-        if operation == TO_HOMES:
-            self._push_answered(tag, reply, now)
-            return
-        self.operations.answered(operation, tag, reply, now)
-
-    def _push_answered(self, token: int, reply: Reply, now: float) -> None:
-        if isinstance(reply, Pushed):
-            self.gossip.push_answered(token, reply.behind, rivals_of(reply), now)
-            return
-        home = self.gossip.partitions.pushes.home_of(token)
-        self.gossip.push_answered(token, None, (), now)
-        if reply is None and home is not None:
-            self.holders.peer_failed(home, now)
+        if operation != TO_HOMES:
+            self.operations.answered(operation, tag, reply, now)
+        elif isinstance(reply, Pushed):
+            self.gossip.push_answered(tag, reply.behind, rivals_of(reply), now)
+        else:
+            home = self.gossip.partitions.pushes.home_of(tag)
+            self.gossip.push_answered(tag, None, (), now)
+            if reply is None and home is not None:
+                self.holders.peer_failed(home, now)
 
     def tick(self, now: float) -> None:
         """Do what is due. The shell calls it after everything that has arrived was fed in."""
@@ -294,8 +290,6 @@ class PeerCore:
     def namespaces(self) -> Iterable[tuple[str, bytes]]:
         """Namespaces that were met here lately, with their digests."""
         return self._namespaces.items()
-
-    # --- memory ------------------------------------------------------------------------------
 
 
 def before(version: Version) -> Version:
