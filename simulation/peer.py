@@ -221,7 +221,7 @@ class SimulatedPeer:
             ssd_used=0,
             load_permille=0,
             head=LogHead(),
-            checkpoints=self.core.checkpoints.told if self.core is not None else [],
+            checkpoints=self.core.participations.told if self.core is not None else [],
             max_protocol=data.MAX_DATA_VERSION,
         )
 

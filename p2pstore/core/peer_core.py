@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Final
 
-from p2pstore.core.checkpoints import Checkpoints
+from p2pstore.core.checkpoints import Checkpoints, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
 from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
@@ -28,6 +28,7 @@ from p2pstore.core.known_copies import KnownCopies
 from p2pstore.core.operation import Operation
 from p2pstore.core.operations import Operations
 from p2pstore.core.own_objects import OwnObjects
+from p2pstore.core.participations import Participations
 from p2pstore.core.puts.lifetimes import Expiries
 from p2pstore.core.puts.publishing import Comparisons
 from p2pstore.core.removals.floors import Floors
@@ -100,6 +101,8 @@ class PeerCore:
         self.hot_objects = HotObjects()
         self.repair = Repair(self, repair)
         self.read_reports = ReadReports(self)
+        self.publishers = TrustedPublishers()
+        self.participations = Participations(self)
         self.checkpoints = Checkpoints(self)
         gossip.locations.watch(segment.digests(), self.operations.awaited)
 
@@ -151,7 +154,7 @@ class PeerCore:
         self.repair.tick(now)
         self.read_reports.tick(now)
         self.prefetching.tick(now)
-        self.checkpoints.tick(now)
+        self.participations.tick(now)
         if now >= self._next_expire:
             self.segment.objects.expire(self.unix(now))
             more = self.segment.objects.expires_on(self.unix(now))
@@ -174,7 +177,7 @@ class PeerCore:
             self.repair.next_tick(),
             self.read_reports.next_tick(),
             self.prefetching.next_tick(),
-            self.checkpoints.next_tick(),
+            self.participations.next_tick(),
             self.timekeeping.next_tick(),
             self.proofs.next_tick(),
         )

@@ -291,7 +291,7 @@ class Timekeeping:
             yield WAIT_SECONDS
         yield from self._renew_memory(limit, by)
         yield from self._drop_cold(limit)
-        core.checkpoints.clock_was_fast(limit, by)
+        core.publishers.clock_was_fast(limit, by)
         core.clock.restart(core.unix(self._now))
         self._highest, self._highest_offset = core.clock.latest, core.unix_offset_seconds
         self.renewals += 1
