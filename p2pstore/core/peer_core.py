@@ -14,6 +14,7 @@ from typing import Final
 
 from p2pstore.core.checkpoints import Checkpoints, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
+from p2pstore.core.copies.memory_return import EarlierLife
 from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
@@ -31,6 +32,7 @@ from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
 from p2pstore.core.puts.lifetimes import Expiries
 from p2pstore.core.puts.publishing import Comparisons
+from p2pstore.core.removals.floor_budget import FloorBudget
 from p2pstore.core.removals.floors import Floors
 from p2pstore.core.taking_pushes import PushesComing, message_of, rivals_of
 from p2pstore.core.timekeeping import Timekeeping
@@ -92,6 +94,8 @@ class PeerCore:
         self.proofs = VersionProofs(self)
         self.timekeeping = Timekeeping(self)
         self.floors = Floors(self)
+        self.floor_budget = FloorBudget(self)
+        self.earlier_life = EarlierLife(self)
         self.cold = ColdCopies(self)
         self.checks = Checks(self)
         self.expiries = Expiries(self)
@@ -150,6 +154,7 @@ class PeerCore:
         self.proofs.tick(now)
         self.flush_pushes(now)
         self.floors.tick(now)
+        self.earlier_life.tick(now)
         self.write_back.tick(now)
         self.repair.tick(now)
         self.read_reports.tick(now)
@@ -173,6 +178,7 @@ class PeerCore:
             self._next_expire,
             self.operations.next_alarm(),
             self.floors.next_tick(now),
+            self.earlier_life.next_tick(now),
             self.write_back.next_tick(),
             self.repair.next_tick(),
             self.read_reports.next_tick(),

@@ -287,7 +287,7 @@ class Timekeeping:
         limit = newest_accepted_clock(core.unix(self._now))
         core.gossip.floors.clock_was_fast(limit, by)
         yield from self._renew_records(limit, by)
-        while core.floors.returning:
+        while core.earlier_life.returning:
             yield WAIT_SECONDS
         yield from self._renew_memory(limit, by)
         yield from self._drop_cold(limit)

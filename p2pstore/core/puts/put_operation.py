@@ -16,7 +16,7 @@ from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation, PutEnd
 from p2pstore.core.puts.lifetimes import MAX_TTL_MS
-from p2pstore.core.removals.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
+from p2pstore.core.removals.floor_budget import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.memory.entries import ObjectEntry, Written
 from p2pstore.memory.segment_layout import SlotState, TrailerBody, decode_slot, decode_trailer
@@ -153,10 +153,10 @@ class PutOperation(Operation):
     def _waits_for_room(self, now: float) -> bool:
         """Whether an overwrite has to wait for room among the floors, or is over as it waited for long enough."""
         self.wake_at = math.inf
-        if self._has_room or self.core.floors.may_write(1, now):
+        if self._has_room or self.core.floor_budget.may_write(1, now):
             self._has_room = True
         elif now >= self._give_up_at:
-            self._give_up(self.core.floors.no_room(), now)
+            self._give_up(self.core.floor_budget.no_room(), now)
         else:
             self.wake_at = now + WAIT_STEP_SECONDS
             self.core.operations.set_alarm(self)
@@ -283,9 +283,9 @@ class PutOperation(Operation):
     def _is_void(self, version: Version) -> bool:
         """Whether what a holder has was removed, or may have been: it does not stand in a put's way."""
         floors = self.core.gossip.cluster_records.floors
-        return floors.forbids(self.digest, self._namespace, version) or self.core.floors.distrusts(
-            self, version
-        )
+        return floors.forbids(
+            self.digest, self._namespace, version
+        ) or self.core.earlier_life.distrusts(self, version)
 
     def _is_same(self, existing: ObjectEntry | ColdEntry) -> bool:
         """Whether it is the put's value. A tensor has its dtype and shape, too; the SSD's index does not know those."""

@@ -82,7 +82,7 @@ class StateSaver:
             renewals = self._core.timekeeping.renewals
             renewed = renewals != self._renewals
             # As of now: what is seen is among the floors that are written first.
-            seen, horizon = self._core.floors.seen_to_save, dict(kept.floors.horizon)
+            seen, horizon = self._core.earlier_life.seen_to_save, dict(kept.floors.horizon)
             all_floors = None
             if crowded or lost or renewed:
                 all_floors = await take_turns(kept.dump_in_steps())
