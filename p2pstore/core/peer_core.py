@@ -30,8 +30,8 @@ from p2pstore.core.operation import Operation
 from p2pstore.core.operations import Operations
 from p2pstore.core.own_objects import OwnObjects
 from p2pstore.core.participations import Participations
+from p2pstore.core.puts.comparing import Comparisons
 from p2pstore.core.puts.lifetimes import Expiries
-from p2pstore.core.puts.publishing import Comparisons
 from p2pstore.core.removals.floor_budget import FloorBudget
 from p2pstore.core.removals.floors import Floors
 from p2pstore.core.taking_pushes import PushesComing, message_of, rivals_of
