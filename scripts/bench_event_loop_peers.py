@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tests.unit.core_harness as harness
-from p2pstore.core.puts.put_operation import PutOperation, PutSpec
+from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.core.removals.flush import FlushOperation
 from p2pstore.gossip.gossip_messages import REQUESTS as GOSSIP
 from p2pstore.gossip.gossip_messages import (
@@ -40,6 +40,7 @@ from p2pstore.gossip.records import (
 )
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
+from p2pstore.put_facts import PutFacts
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import (
     ClusterRecords,
@@ -96,8 +97,9 @@ class World(harness.Harness):
         for number in range(first, first + count):
             room = self.segment.reserve(1, 200, holder="c", now=self.core.unix(self.now))
             key = f"k{number:08d}"
-            spec = PutSpec("c", room.number, harness.NAMESPACE, key, 1, SUMS, ROOT)
-            self.core.operations.start(PutOperation(self.core, spec), self.now)
+            facts = PutFacts(room.number, key, 1, SUMS, ROOT)
+            put = PutOperation(self.core, facts, holder="c", namespace=harness.NAMESPACE)
+            self.core.operations.start(put, self.now)
             if number % 1000 == 0:
                 self.core.take_effects()
 
