@@ -74,6 +74,22 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 """Command -> (module that holds the function of that name, summary for the list of commands). One of two words is a
 command of its own."""
 
+MEANT: Final = {
+    **dict.fromkeys(("set", "store", "write", "add", "upload"), "put"),
+    **dict.fromkeys(("read", "cat", "fetch", "download"), "get"),
+    **dict.fromkeys(("del", "delete", "remove", "unlink"), "rm"),
+    **dict.fromkeys(("exists", "contains", "find", "where"), "locate"),
+    **dict.fromkeys(("info", "status", "top", "metrics"), "stats"),
+    **dict.fromkeys(("list", "keys", "scan", "dir"), "ls"),
+    **dict.fromkeys(("start", "serve", "run", "server", "up"), "join"),
+    **dict.fromkeys(("stop", "quit", "shutdown", "down"), "leave"),
+    **dict.fromkeys(("members", "nodes"), "peers"),
+    **dict.fromkeys(("clear", "flushall", "flushdb"), "flush"),
+    **dict.fromkeys(("ping", "check", "diagnose"), "doctor"),
+    "version": "--version",
+}
+"""Names of other stores' commands -> the command, or option, of this program."""
+
 HELP_OPTIONS: Final = ("-h", "--help")
 FILE_METAVARS: Final = ("FILE", "DIR", "PATH")
 """In the metavar of what names a file."""
@@ -176,6 +192,8 @@ class LazyGroup(TyperGroup):
             if args[1:] and args[1] in HELP_OPTIONS:
                 self._show_help_of(ctx, args[0])
             ctx.fail(f"{args[0]} is followed by one of: {', '.join(second)}")
+        if args[0] in MEANT:
+            ctx.fail(f"No such command '{args[0]}', did you mean '{MEANT[args[0]]}'?")
         return super().resolve_command(
             ctx, [two_words, *args[2:]] if two_words in COMMANDS else args
         )

@@ -23,7 +23,7 @@ from mooncake_p2p.exit_errors import (
     describe,
     exit_code,
 )
-from mooncake_p2p.main import COMMANDS, function_name, run
+from mooncake_p2p.main import COMMANDS, MEANT, function_name, run
 from p2pstore import errors
 from p2pstore.config import PeerConfig
 
@@ -116,6 +116,15 @@ def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixt
     ("arguments", "complaint"),
     [
         (["putt"], "did you mean 'put'?"),
+        (
+            ["set", "k", "v"],
+            "no such command 'set', did you mean 'put'? (see `mooncake-p2p --help`)",
+        ),
+        (["del", "k"], "did you mean 'rm'?"),
+        (["exists", "k"], "did you mean 'locate'?"),
+        (["info"], "did you mean 'stats'?"),
+        (["version"], "did you mean '--version'?"),
+        (["help", "set"], "did you mean 'put'?"),
         (["--wrong"], "no such option"),
         (["--socket", "x", "ls"], "no such option: --socket; options of a command stand behind"),
         (
@@ -180,6 +189,11 @@ def test_wrong_arguments_end_with_2_and_one_line(
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert complaint.lower() in captured.err.lower()
+
+
+def test_names_of_other_stores_lead_to_commands_that_exist() -> None:
+    assert set(MEANT.values()) <= {*COMMANDS, "--version"}
+    assert not MEANT.keys() & {name.split()[0] for name in COMMANDS}
 
 
 def test_every_error_has_its_status() -> None:
