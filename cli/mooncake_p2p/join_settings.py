@@ -68,6 +68,7 @@ def read_line_of_invite() -> str:
 def spelled_as_given(settings: Settings) -> Iterator[None]:
     """Errors of the peer name a setting; people named an option, a variable or a line of a file."""
     from p2pstore.errors import AuthenticationFailed, ConfigError
+    from p2pstore.settings import option_of
 
     try:
         yield
@@ -75,7 +76,7 @@ def spelled_as_given(settings: Settings) -> Iterator[None]:
         kept = {n: o for n, o in settings.origins.items() if o.startswith("the invite kept in")}
         if not kept:
             raise
-        options = ", ".join("--" + name.replace("_", "-") for name in sorted(kept))
+        options = ", ".join(map(option_of, sorted(kept)))
         raise AuthenticationFailed(
             f"{error}; {next(iter(kept.values()))} says {options}: give other ones, or another --invite"
         ) from None
@@ -84,7 +85,7 @@ def spelled_as_given(settings: Settings) -> Iterator[None]:
         if not colon or name not in type(settings.config()).__struct_fields__:
             raise
         origin = settings.origins.get(name, "default")
-        said = "--" + name.replace("_", "-") if origin.startswith("default") else origin
+        said = option_of(name) if origin.startswith("default") else origin
         raise ConfigError(f"{said}: {rest}") from None
 
 

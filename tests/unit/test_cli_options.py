@@ -139,6 +139,15 @@ def test_join_passes_every_option_on(started: list[Any]) -> None:
     assert config.state_dir == os.path.abspath("state")
 
 
+@pytest.mark.parametrize("option", ["--http", "--metrics"])
+def test_the_status_page_is_on_loopback_unless_a_host_is_given(
+    option: str, started: list[Any]
+) -> None:
+    for address in ("9946", "0.0.0.0:9946"):
+        assert run(["join", option, address]) == 0
+    assert [each.metrics for each in started] == ["127.0.0.1:9946", "0.0.0.0:9946"]
+
+
 def test_flag_over_environment_over_file(
     started: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -114,8 +114,9 @@ SETTINGS: Final[dict[str, Setting]] = {
     ),
     "drain_timeout": Setting("SECONDS", "How long a stopping peer may take to leave", default="10"),
     "metrics": Setting(
-        "HOST:PORT",
+        "[HOST:]PORT",
         "A status page for browsers, /metrics, /livez and /readyz, open to all who can reach it",
+        default="none; a port alone: on loopback",
     ),
     "metrics_keys": Setting("", "Show keys on the status page, not just namespaces", bool),
     "slow_operation": Setting(
@@ -133,6 +134,7 @@ to load, too long for `--help`."""
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:
     """The option as a parameter for typer: None where it was not given."""
     text = setting.help
+    names = ("--http", "--metrics") if name == "metrics" else ()
     if setting.kind is list:
         text += "; may be repeated"
     text += f" [default: {setting.default}]." if setting.default else "."
@@ -145,7 +147,7 @@ def _parameter(name: str, setting: Setting) -> inspect.Parameter:
     elif setting.kind is bool:
         option = typer.Option("--" + name.replace("_", "-"), help=text, show_default=False)
     else:
-        option = typer.Option(metavar=setting.form, help=text, show_default=False)
+        option = typer.Option(*names, metavar=setting.form, help=text, show_default=False)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
