@@ -19,7 +19,7 @@ from itertools import pairwise, takewhile
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 import p2pstore
 from mooncake_p2p.exit_errors import (
@@ -90,6 +90,7 @@ MEANT: Final = {
 }
 """Names of other stores' commands -> the command, or option, of this program."""
 
+PEER_NAME: Final = "peer_name"
 HELP_OPTIONS: Final = ("-h", "--help")
 FILE_METAVARS: Final = ("FILE", "DIR", "PATH")
 """In the metavar of what names a file."""
@@ -117,6 +118,13 @@ class ManualCommand(TyperCommand):
             if named and ctx.params.get(parameter.name) == "":
                 name = metavar if parameter.param_type_name == "argument" else parameter.opts[0]
                 ctx.fail(f"{name} is empty: give a value or leave it out")
+        peer_name = ctx.params.pop(PEER_NAME, None)
+        if peer_name is not None:
+            if ctx.get_parameter_source("socket").name == "COMMANDLINE":
+                ctx.fail("-p and --socket both name a peer: leave one out")
+            from p2pstore.local.socket_paths import socket_of
+
+            ctx.params["socket"] = str(socket_of(peer_name))
         return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -160,6 +168,15 @@ def function_of(command: str) -> Callable[..., Any]:
     return function
 
 
+def _peer_name_option() -> TyperOption:
+    """-p, which stands for --socket of a peer on this machine."""
+    return TyperOption(
+        param_decls=["-p", "--peer-name"],
+        metavar="NAME",
+        help="The peer of this machine with this name, in place of --socket.",
+    )
+
+
 class LazyCommands(Mapping[str, Any]):
     """The commands by name; looking one up imports its module."""
 
@@ -169,7 +186,12 @@ class LazyCommands(Mapping[str, Any]):
         )
         names_of_help = {"help_option_names": list(HELP_OPTIONS)}
         app.command(name, cls=ManualCommand, context_settings=names_of_help)(function_of(name))
-        return typer.main.get_command(app)
+        command: Any = typer.main.get_command(app)
+        for position, parameter in enumerate(command.params):
+            if parameter.name == "socket" and parameter.envvar:  # a client's, not the peer's own
+                command.params.insert(position, _peer_name_option())
+                break
+        return command
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)

@@ -23,7 +23,7 @@ from mooncake_p2p.exit_errors import (
     describe,
     exit_code,
 )
-from mooncake_p2p.main import COMMANDS, MEANT, function_name, run
+from mooncake_p2p.main import COMMANDS, MEANT, LazyCommands, function_name, run
 from p2pstore import errors
 from p2pstore.config import PeerConfig
 
@@ -194,6 +194,35 @@ def test_wrong_arguments_end_with_2_and_one_line(
 def test_names_of_other_stores_lead_to_commands_that_exist() -> None:
     assert set(MEANT.values()) <= {*COMMANDS, "--version"}
     assert not MEANT.keys() & {name.split()[0] for name in COMMANDS}
+
+
+def test_a_peer_is_named_wherever_a_socket_is() -> None:
+    for name in COMMANDS:
+        options = {option for each in LazyCommands()[name].params for option in each.opts}
+        of_client = "--socket" in options and name not in ("join", "config")
+        assert options.isdisjoint({"-p", "--peer-name"}) != of_client, name
+
+
+def test_the_name_of_a_peer_stands_for_its_socket(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str | None] = []
+
+    def connect(socket: str | None, *arguments: object, **options: object) -> None:
+        asked.append(socket)
+        raise errors.StoreClosed("closed")
+
+    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", connect)
+    monkeypatch.setattr("p2pstore.local.socket_paths.live_sockets", lambda: [Path("/run/a.sock")])
+    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", "/run/b.sock")
+    for words in (["-p", "a"], ["--peer-name", "a"], []):
+        assert run(["stats", *words]) == ExitCode.NO_PEER
+    assert asked == ["/run/a.sock", "/run/a.sock", "/run/b.sock"]
+    capsys.readouterr()
+    assert run(["stats", "-p", "c"]) == ExitCode.NO_PEER
+    assert "no peer called 'c' runs on this machine: these do: a" in capsys.readouterr().err
+    assert run(["stats", "-p", "a", "--socket", "x"]) == ExitCode.USAGE
+    assert "-p and --socket both name a peer" in capsys.readouterr().err
 
 
 def test_every_error_has_its_status() -> None:
