@@ -90,6 +90,7 @@ MEANT: Final = {
 }
 """Names of other stores' commands -> the command, or option, of this program."""
 
+HELP_ALL: Final = "--help-all"
 PEER_NAME: Final = "peer_name"
 HELP_OPTIONS: Final = ("-h", "--help")
 FILE_METAVARS: Final = ("FILE", "DIR", "PATH")
@@ -128,18 +129,20 @@ class ManualCommand(TyperCommand):
         return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+        """Arguments, options, and with --help-all the options that have a group."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
                 name, text = record
+                title = getattr(parameter, "rich_help_panel", None) or "Options"
                 if parameter.param_type_name == "argument":
-                    name = name.partition(" <")[0]  # without the Python type
-                rows[parameter.param_type_name].append((name, text))
-        for title, kind in (("Arguments", "argument"), ("Options", "option")):
-            if rows[kind]:
+                    name, title = name.partition(" <")[0], "Arguments"  # without the Python type
+                sections.setdefault(title, []).append((name, text))
+        for title, rows in sections.items():
+            if rows and (title in ("Arguments", "Options") or ctx.meta.get(HELP_ALL)):
                 with formatter.section(title):
-                    formatter.write_dl(rows[kind])
+                    formatter.write_dl(rows)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         from mooncake_p2p.manual import PAGES
@@ -177,6 +180,25 @@ def _peer_name_option() -> TyperOption:
     )
 
 
+def _help_all_option() -> TyperOption:
+    """--help-all, which shows the options that --help leaves out."""
+
+    def show(context: Any, parameter: Any, wanted: bool) -> None:
+        if wanted and not context.resilient_parsing:
+            context.meta[HELP_ALL] = True
+            print(context.get_help())
+            raise typer.Exit
+
+    return TyperOption(
+        param_decls=[HELP_ALL],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show this message with all options.",
+    )
+
+
 class LazyCommands(Mapping[str, Any]):
     """The commands by name; looking one up imports its module."""
 
@@ -187,6 +209,8 @@ class LazyCommands(Mapping[str, Any]):
         names_of_help = {"help_option_names": list(HELP_OPTIONS)}
         app.command(name, cls=ManualCommand, context_settings=names_of_help)(function_of(name))
         command: Any = typer.main.get_command(app)
+        if any(getattr(each, "rich_help_panel", None) for each in command.params):
+            command.params.append(_help_all_option())
         for position, parameter in enumerate(command.params):
             if parameter.name == "socket" and parameter.envvar:  # a client's, not the peer's own
                 command.params.insert(position, _peer_name_option())

@@ -61,18 +61,18 @@ SETTINGS: Final[dict[str, Setting]] = {
     "data_advertise": Setting("HOST[:PORT]", "Data address for others to use", list),
     "memory": Setting("SIZE", "Memory to offer; 0: none", default="an eighth, at most 4GiB"),
     "memory_path": Setting(
-        "FILE", "File to have that memory in, removed at the end", default="none"
+        "FILE", "File to have the memory in, removed at the end", default="none"
     ),
     "keep_memory": Setting("", "Keep that file, and begin with it the next time", bool),
-    "more_memory": Setting("SIZE@WHERE", "More of it, from node:N or in a FILE", list),
+    "more_memory": Setting("SIZE@WHERE", "More memory, from node:N or in a FILE", list),
     "eviction_policy": Setting(
         "prefix|lru|s3-fifo", "Order of eviction when memory is full", default="prefix"
     ),
     "quota": Setting("NAMESPACE=SIZE", "Memory kept for a namespace", list, "none"),
     "cap": Setting("NAMESPACE=SIZE", "Most memory and SSD of a namespace with a quota", list),
     "ssd": Setting("DIR|DEVICE", "SSD for objects that memory has no room for", default="none"),
-    "ssd_capacity": Setting("SIZE", "How much of it to take", default="half of what is free"),
-    "ssd_writes_per_day": Setting("SIZE", "Most to write to it in a day", default="no limit"),
+    "ssd_capacity": Setting("SIZE", "How much of the SSD to take", default="half of what is free"),
+    "ssd_writes_per_day": Setting("SIZE", "Most to write to the SSD in a day", default="no limit"),
     "huge_pages": Setting(
         "auto|never|require",
         "Huge pages for memory; auto: reserved ones if enough, else transparent",
@@ -131,10 +131,34 @@ SETTINGS: Final[dict[str, Setting]] = {
 to load, too long for `--help`."""
 
 
+GROUPS: Final[dict[str, tuple[str, ...]]] = {
+    "Cluster and network": (
+        *("cluster", "join_timeout", "network", "listen", "data_listen", "advertise"),
+        *("data_advertise", "transport", "rdma_device", "rdma_topology", "directory"),
+    ),
+    "Memory and SSD": (
+        *("memory_path", "keep_memory", "more_memory", "eviction_policy", "quota", "cap"),
+        *("ssd_capacity", "ssd_writes_per_day", "huge_pages", "numa_node", "max_objects"),
+        *("max_leased", "index_memory", "checkpoint_memory"),
+    ),
+    "Access": (
+        *("allow_file", "insecure", "data_tls"),
+        *("socket", "socket_mode", "socket_group", "socket_others"),
+    ),
+    "Operation": (
+        *("state_dir", "drain_timeout", "metrics_keys", "slow_operation"),
+        *("log_level", "log_format", "log_file"),
+    ),
+}
+"""The settings that only --help-all shows."""
+GROUP_OF: Final = {name: group for group, names in GROUPS.items() for name in names}
+
+
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:
     """The option as a parameter for typer: None where it was not given."""
     text = setting.help
-    names = ("--http", "--metrics") if name == "metrics" else ()
+    names: tuple[str, ...] = ("--http", "--metrics") if name == "metrics" else ()
+    group = GROUP_OF.get(name)
     if setting.kind is list:
         text += "; may be repeated"
     text += f" [default: {setting.default}]." if setting.default else "."
@@ -143,11 +167,14 @@ def _parameter(name: str, setting: Setting) -> inspect.Parameter:
     enumeration: Any = StrEnum
     if setting.form.islower():
         kind = enumeration(name, {word.replace("-", "_"): word for word in words})
-        option = typer.Option(help=text, show_default=False)
+        option = typer.Option(help=text, show_default=False, rich_help_panel=group)
     elif setting.kind is bool:
-        option = typer.Option("--" + name.replace("_", "-"), help=text, show_default=False)
+        names = ("--" + name.replace("_", "-"),)
+        option = typer.Option(*names, help=text, show_default=False, rich_help_panel=group)
     else:
-        option = typer.Option(*names, metavar=setting.form, help=text, show_default=False)
+        option = typer.Option(
+            *names, metavar=setting.form, help=text, show_default=False, rich_help_panel=group
+        )
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
