@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from enum import StrEnum
@@ -17,6 +18,7 @@ from mooncake_p2p.join_settings import (
     DETACHED_VARIABLE,
     INVITE_VARIABLE,
     gather,
+    ready_for_people,
     refuse_name_of_another,
     refuse_socket_of_another,
     spelled_as_given,
@@ -204,6 +206,14 @@ def join(
             "--detach", help="Return when it serves and has tried to join; `leave` ends it."
         ),
     ] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print the `ready` line on a terminal as well.",
+            rich_help_panel="Operation",
+        ),
+    ] = False,
     **given: Any,
 ) -> None:
     """Run a peer in the foreground; Ctrl-C or SIGTERM leaves the cluster.
@@ -214,9 +224,9 @@ def join(
     Without that line a peer needs a copy of the key file, and --bootstrap with the address of another.
 
     With a cluster key it listens where the bootstrap
-    peers can call back: on the address that leads to them. When it can serve it prints `ready ` and a
-    line of JSON: peer_id, name, control, data, socket, metrics, joined, peers. SIGHUP opens the log
-    file anew and rereads key and allow files.
+    peers can call back: on the address that leads to them. When it can serve it says so: on a terminal
+    for people; into a pipe, or with --json, by `ready ` and a line of JSON: peer_id, name, control, data,
+    socket, metrics, joined, peers. SIGHUP opens the log file anew and rereads key and allow files.
 
     An invite says cluster, bootstrap peers and key, unless other options do. The peer keeps it in its
     state directory, so that a restart needs none. --detach logs to peer.log there.
@@ -228,13 +238,14 @@ def join(
     """
     given = {name: value for name, value in given.items() if value is not None}
     detached = os.environ.pop(DETACHED_VARIABLE, None) is not None
+    for_people = not json and sys.stdout.isatty()
     if detach and not detached:
-        start_detached(given)
+        start_detached(given, for_people)
     else:
-        _run(given, detached)
+        _run(given, detached, for_people)
 
 
-def _run(given: Mapping[str, Any], detached: bool) -> None:
+def _run(given: Mapping[str, Any], detached: bool, for_people: bool) -> None:
     """Run the peer in this process. Of several that start at once and take the same free name, one gets it."""
     survive_hangups()
     from p2pstore.state.places import chose_name, name_in_use
@@ -252,7 +263,10 @@ def _run(given: Mapping[str, Any], detached: bool) -> None:
         gc.enable()
         try:
             with spelled_as_given(settings):
-                run_peer(config, invite, detached=detached)
+                if for_people:
+                    run_peer(config, invite, detached=detached, ready_text=ready_for_people)
+                else:
+                    run_peer(config, invite, detached=detached)
             return
         except StateDirectoryInUse as error:
             if not chose_name(settings) or attempt == MAX_ATTEMPTS - 1:
