@@ -138,7 +138,7 @@ peer {ready["name"]} serves, with {with_whom}
   status page    {page}
 try in another terminal:
   echo hello | mooncake-p2p put greeting{choice}
-  mooncake-p2p get greeting{choice}
+  mooncake-p2p get greeting -o -{choice}
   mooncake-p2p stats --watch{choice}"""
 
 

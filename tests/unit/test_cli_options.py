@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import socket
 import sys
 import types
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake_p2p.join_settings import ready_for_people, spelled_as_given
-from mooncake_p2p.main import run
+from mooncake_p2p.main import LazyCommands, run
 from mooncake_p2p.options import parse_timeout
 from p2pstore.access.invite import Invite, format_invite
 from p2pstore.errors import ConfigError
@@ -175,10 +176,13 @@ def test_a_terminal_is_told_where_the_peer_is_and_what_to_try(
     monkeypatch.setattr("p2pstore.local.socket_paths.live_sockets", lambda: [*map(Path, live)])
     text = ready_for_people(READY)
     assert text.startswith("peer a serves, with no other peer yet\n")
-    assert f"mooncake-p2p get greeting{choice}\n" in text
+    assert f"mooncake-p2p get greeting -o -{choice}\n" in text
     for shown in ("/tmp/a.sock", "17946", "4001, 127.0.0.1:4002", "http://127.0.0.1:9946/"):
         assert shown in text
     assert "ready {" not in text
+    for line in text.partition("try in")[2].splitlines()[1:]:
+        words = shlex.split(line.rpartition("| ")[2])[1:]
+        LazyCommands()[words[0]].make_context(words[0], words[1:]).close()
     assert "with 2 others" in ready_for_people({**READY, "peers": 3})
     assert "join --http 9946" in ready_for_people({**READY, "metrics": None})
 
