@@ -13,6 +13,7 @@ import msgspec
 
 from p2pstore.addresses import (
     is_loopback,
+    on_loopback,
     refuse_link_local,
     refuse_wildcard,
     split_address,
@@ -148,8 +149,9 @@ class PeerConfig(
     (`partitioned`); `auto` as `index_memory` and the size of the cluster allow. `checkpoint_memory`: how much
     checkpoints that clients fetch to memory may take, beside `memory`; unset: half of what is available then.
     `socket_others`: what users other than this peer's own may do at the socket, if its mode lets them in at all.
-    `metrics`: where the status page, `/metrics`, `/livez` and `/readyz` are answered over HTTP, to anybody; unset:
-    nowhere. `metrics_keys`: the page shows the keys of the objects that are read most, not just their namespaces.
+    `metrics` (`http` in options and files): where the status page, `/metrics`, `/livez` and `/readyz` are answered
+    over HTTP, to every program that reaches it; a port alone: on loopback; unset: nowhere. `metrics_keys`: the page
+    shows the keys of the objects that are read most, not just their namespaces.
     """
 
     name: str = ""
@@ -249,7 +251,8 @@ class PeerConfig(
             parse_bytes(self.checkpoint_memory, says["checkpoint_memory"])
         self.socket_mode_bits(says["socket_mode"])
         self.max_leased_bytes(memory + sum(each.size for each in pieces), says["max_leased"])
-        return msgspec.structs.replace(self, name=name, memory=memory)
+        metrics = None if self.metrics is None else on_loopback(self.metrics)
+        return msgspec.structs.replace(self, name=name, memory=memory, metrics=metrics)
 
     def _check_ssd(self, memory: int, says: Mapping[str, str]) -> None:
         if self.ssd is None:
@@ -341,7 +344,7 @@ class PeerConfig(
             if not is_loopback(host):
                 self.refuse_without_key(f"{says[setting]}: {address}")
         if self.metrics is not None:
-            split_address(self.metrics, says["metrics"])
+            split_address(on_loopback(self.metrics), says["metrics"])
         for address in self.bootstrap:
             split_peer_address(address, says["bootstrap"])
         told = [("advertise", self.advertise)] if self.advertise is not None else []
