@@ -19,7 +19,7 @@ from p2pstore import PeerConfig, Unavailable, blocking
 from p2pstore.errors import ConfigError
 from p2pstore.objects import key_digest
 from p2pstore.peer import Peer, open_peer
-from p2pstore.peer import peer_ssd as ssd_module
+from p2pstore.peer import ssd_opening as ssd_module
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
 from tests.unit.hanging_disk import Hang, hanging_disks
 

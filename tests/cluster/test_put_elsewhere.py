@@ -28,7 +28,7 @@ from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
 from p2pstore.objects import MIB, chunk_sums, clock_from_unix_seconds, key_digest, root_checksum
 from p2pstore.peer import Peer, open_peer
-from p2pstore.peer import api as peer_api
+from p2pstore.peer import assembly as peer_api
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, Store, Stored, Ticket
 from p2pstore.transfer.peer_messages import Statistics

@@ -12,7 +12,8 @@ from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
 from p2pstore.objects import Version
-from p2pstore.peer import Peer, node
+from p2pstore.peer import Peer
+from p2pstore.peer.for_peers import data_requests
 from p2pstore.peer.for_peers.data_backend import PeerDataBackend
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Snapshot
@@ -54,7 +55,7 @@ async def test_a_lost_view_is_fetched_whole_and_checked_beside_the_loop(
         checked_in.append(threading.get_ident())
         return check_snapshot(packed)
 
-    monkeypatch.setattr(node, "check_snapshot", check)
+    monkeypatch.setattr(data_requests, "check_snapshot", check)
     async with cluster(tmp_path, 2) as (a, b):
         hold(a)
         await until(lambda: knows_all(b, a))
@@ -99,7 +100,7 @@ async def test_a_snapshot_of_more_than_its_owner_signed_is_not_even_received(
         checked.append(len(packed))
         return check_snapshot(packed)
 
-    monkeypatch.setattr(node, "check_snapshot", check)
+    monkeypatch.setattr(data_requests, "check_snapshot", check)
     async with cluster(tmp_path, 2) as (a, b):
         hold(a)
         await until(lambda: knows_all(b, a))

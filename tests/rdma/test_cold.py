@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from p2pstore.peer import peer_ssd as ssd
+from p2pstore.peer import ssd_opening as ssd
 from p2pstore.ssd_tier.disk import open_disk
 from tests.cluster.processes import PeerProcess, ProcessCluster, until
 from tests.rdma.forked import load
