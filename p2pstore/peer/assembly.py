@@ -108,7 +108,9 @@ async def open_memory(config: PeerConfig, state: StateDirectory | None) -> Segme
             "removed, and what is its own"
         )
     # Opening looks at all kept objects: in a thread.
-    return await trio.to_thread.run_sync(create_segment_memory, config, state.last_segment_id)
+    return await trio.to_thread.run_sync(
+        create_segment_memory, config, state.record.last_segment_id
+    )
 
 
 class Assembly:
@@ -132,7 +134,9 @@ class Assembly:
         unix_ms = int(time.time() * 1000)
         self.segment_id = os.urandom(SEGMENT_ID_BYTES)
         self.incarnation = (
-            state.next_incarnation(unix_ms, self.segment_id) if state is not None else unix_ms
+            state.record.next_incarnation(unix_ms, self.segment_id)
+            if state is not None
+            else unix_ms
         )
         self.socket_path = local_socket_path(config)
         self.control: list[str] = []
@@ -224,7 +228,7 @@ class Assembly:
         return timing if link is None else replace(timing, bytes_per_second=REPAIR_SHARE * link)
 
     def _make_core(self, segment: Segment, repair: RepairTiming) -> PeerCore:
-        clock = HybridClock(self.state.clock if self.state is not None else 0)
+        clock = HybridClock(self.state.record.clock if self.state is not None else 0)
         config = self._gossip_config()
         table = self._make_location_table(config.directory.max_rows)
         gossip = Gossip(
@@ -303,12 +307,12 @@ class Assembly:
         gossip.addresses.load((None, (address,)) for address in state.load_addresses())
         # Signatures were checked when these came in; a peer that is told of one checks it again.
         floors = _decoded(state)
-        gossip.cluster_records.load(floors, state.floors_horizon)
-        gossip.floors.load(state.floors_seen, state.clock)
+        gossip.cluster_records.load(floors, state.record.floors_horizon)
+        gossip.floors.load(state.record.floors_seen, state.record.clock)
         stamps = (record.clock for record, _ in floors)
-        known = (*state.floors_horizon.values(), *state.floors_seen.values())
+        known = (*state.record.floors_horizon.values(), *state.record.floors_seen.values())
         core.timekeeping.found(max((*stamps, *known), default=0))
-        state.replace_floors(gossip.cluster_records.dump())
+        state.floors.replace(gossip.cluster_records.dump())
 
     async def _open_transports(self, node: Node, office: TicketOffice) -> None:
         driver = TrioDriver()
@@ -472,11 +476,11 @@ def local_socket_path(config: PeerConfig) -> Path:
 def _decoded(state: StateDirectory) -> list[tuple[ClusterRecord, SignedRecord]]:
     """The records that the state directory keeps."""
     kept, unreadable = [], 0
-    for signed in state.load_floors():
+    for signed in state.floors.load():
         try:
             kept.append((decode_body(ClusterRecord, signed.body), signed))
         except ProtocolError:
             unreadable += 1
     if unreadable:
-        state.floors_lost(f"floors.bin has {unreadable:,} records that are none")
+        state.floors.lost(f"floors.bin has {unreadable:,} records that are none")
     return kept

@@ -111,7 +111,7 @@ async def test_a_horizon_reaches_a_peer_that_was_away(
         await until(lambda: not one.node.core.live_peers())
         with StateDirectory.open(tmp_path / "b") as state:
             ten_minutes = clock_from_unix_seconds(600.0)
-            clock = state.clock
+            clock = state.record.clock
             state.save_clock(clock - ten_minutes, {})
         one.node.core.gossip.cluster_records.floors.raise_horizon({7: clock})
         async with open_peer(config(tmp_path, "b", one)) as other:
@@ -165,8 +165,8 @@ async def test_floors_that_are_damaged_come_back_from_a_neighbour(tmp_path: Path
         whole[len(whole) // 2] ^= 4
         file.write_bytes(whole)
         with StateDirectory.open(tmp_path / "a") as state:
-            assert len(state.load_floors()) == 9
-            assert state.floors_seen == {}
+            assert len(state.floors.load()) == 9
+            assert state.record.floors_seen == {}
         file.write_bytes(whole[:-30])  # and once more, for a peer to find
         async with open_peer(config(tmp_path, "a", other)) as one:
             await until(lambda: len(one.node.core.gossip.cluster_records) == 10)

@@ -76,7 +76,7 @@ class StateSaver:
             gossip = self._core.gossip
             addresses = gossip.addresses.addresses()
             kept = gossip.cluster_records
-            crowded = self.state.floors_in_file > 2 * len(kept) + FLOORS_SLACK
+            crowded = self.state.floors.record_count > 2 * len(kept) + FLOORS_SLACK
             lost, self._lost_unsaved = self._lost_unsaved, False
             # After a renewal the file has floors above the new ones, and the clock is lower than it was.
             renewals = self._core.timekeeping.renewals
@@ -111,13 +111,13 @@ class StateSaver:
         state, core = self.state, self._core
         try:
             fresh = list(self._unsaved)
-            state.append_floors(fresh)
+            state.floors.append(fresh)
             for _ in fresh:  # only now: what could not be written is tried again
                 self._unsaved.popleft()
-            state.save_incarnation(core.incarnation)
+            state.record.save_incarnation(core.incarnation)
             if all_floors is not None:
                 state.save_clock(core.clock.latest, floors_horizon=stamps[1])
-                state.replace_floors([*all_floors, *fresh])
+                state.floors.replace([*all_floors, *fresh])
             if not self._lost_unsaved:
                 state.save_clock(core.clock.latest, *stamps)
             state.save_addresses(addresses)
