@@ -3,14 +3,15 @@
     lock            taken by the running peer; holds its process id
     identity.key    "p2pstore identity 1" and the 32-byte ed25519 seed in hexadecimal; mode 0600
     state.json      {"format": 1, "incarnation": ..., "clock": ..., "floors_seen": {...}, "floors_horizon": {...},
-                    "memory": ..., "floors_bytes": ..., "sum": ...}: floors by writer (`gossip.floor_stamps`); the id of
-                    the last segment in hexadecimal; how much of floors.bin was on the disk; xxh3-64 of the rest
+                    "memory": ..., "floors_bytes": ..., "sum": ...} (`state_record`): floors by writer
+                    (`gossip.floors.floor_stamps`); the id of the last segment in hexadecimal; bytes of floors.bin that
+                    were on the disk; xxh3-64 of the rest
     addresses.json  {"format": 1, "addresses": [...]}: where other peers were last seen. A cache
     publishers.json {"format": 1, "publishers": [[namespace, name, peer id]], "forgotten": [[namespace, name, peer id,
                     clock]]}: whom this peer trusts for the names of checkpoints, those used last coming last; which
                     ones it does not show, up to which clock
     published/      a file for each version of a checkpoint that this peer publishes from a directory
-                    (`peer.checkpoints.publications`)
+                    (`checkpoint.peer.publishing`)
     floors.bin      signed floor records, appended, one checksum each (`floors_file`)
     invite          the invite that the peer joined by, without keys; mode 0600
     cluster.key     the keys of that invite, as a key file; mode 0600

@@ -381,7 +381,8 @@ def _kept(facts: Facts) -> Iterator[Finding]:
     if facts.kept_damaged:
         yield warning(
             "kept memory",
-            f"{_count(facts.kept_damaged, 'object', 'objects')} of the kept memory were damaged when this peer started",
+            f"{_count(facts.kept_damaged, 'object', 'objects')} of the kept memory {_were(facts.kept_damaged)} damaged "
+            "when this peer started",
             "something wrote to its file, or the memory is faulty; they were dropped, and copies elsewhere are good",
             "look for what else uses that file (`--memory-path`), and for memory errors (`dmesg`, EDAC)",
         )
@@ -420,7 +421,7 @@ def _ssd(facts: Facts) -> Iterator[Finding]:
     if finding.status is not Status.OK:
         what = f"The SSD of this peer {finding.value.partition(':')[0]}"
         if finding.status is Status.WARNING:
-            what = f"{_count(facts.ssd.damaged, 'object', 'objects')} on the SSD of this peer were damaged"
+            what = f"{_count(facts.ssd.damaged, 'object', 'objects')} on the SSD of this peer {_were(facts.ssd.damaged)} damaged"
         yield Finding("ssd", finding.status, what, finding.cause, finding.cure)
 
 
@@ -469,6 +470,10 @@ _JUDGES: Final[Sequence[Callable[[Facts], Iterator[Finding]]]] = (
 
 def _count(number: int, one: str, several: str) -> str:
     return f"{number:,} {one if number == 1 else several}"
+
+
+def _were(number: int) -> str:
+    return "was" if number == 1 else "were"
 
 
 def _names(names: Sequence[str], count: int) -> str:
