@@ -421,7 +421,8 @@ def _ssd(facts: Facts) -> Iterator[Finding]:
     if finding.status is not Status.OK:
         what = f"The SSD of this peer {finding.value.partition(':')[0]}"
         if finding.status is Status.WARNING:
-            what = f"{_count(facts.ssd.damaged, 'object', 'objects')} on the SSD of this peer {_were(facts.ssd.damaged)} damaged"
+            damaged = facts.ssd.damaged
+            what = f"{_count(damaged, 'object', 'objects')} on the SSD of this peer {_were(damaged)} damaged"
         yield Finding("ssd", finding.status, what, finding.cause, finding.cure)
 
 
