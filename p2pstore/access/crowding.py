@@ -43,8 +43,8 @@ class Strangers(Generic[T]):
         return len(self._host_of)
 
     def arrive(self, host: str, connection: T) -> T | None:
-        """A connection from `host` came. Whom to drop for it: nobody, the longest waiting one of the host that
-        has most, or the newcomer itself, which then is not in the table."""
+        """A connection from `host` came. Returns the connection to drop for it: None, the longest waiting one of
+        the host that has most, or the newcomer itself, which then is not in the table."""
         group = host_group(host)
         own = self._by_host.get(group, {})
         if len(own) >= self.per_host:

@@ -3,9 +3,9 @@
     header   "P2PSFLR\\0", format (u32)
     record   length of the body (u32), xxh3-64 of the body (u64), the body: a `SignedRecord` in msgpack
 
-Records are appended, one `fsync` for those that come together. A damaged record costs itself only: the next
-one is looked for where its length says, then wherever the bytes look like the beginning of a record. What follows the
-last whole record is the torn tail of a crash, unless the writer had noted (`promised_bytes`) that it was on the disk.
+Records are appended in batches, with one `fsync` each. A damaged record costs itself only: the reader looks for the
+next one at its end by length, then at all bytes that look like the beginning of a record. Bytes after the last whole
+record are the torn tail of a crash, unless the writer had saved (`promised_bytes`) that they were on the disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger("p2pstore.state.state_directory")
 
 NAME: Final = "floors.bin"
 FORMAT: Final = 1
-"""A later format has other frames, too: a number that does not fit the frames is a damaged one."""
+"""A later format has other frames, too: a header with another number before frames of this format is damaged."""
 MAX_FRAME_BYTES: Final = MAX_RECORD_BYTES + 256
 
 _HEADER: Final = struct.Struct("<8sI")
@@ -165,8 +165,8 @@ class FloorsFile:
         """Records in the file, superseded ones among them."""
 
     def load(self) -> list[SignedRecord]:
-        """All records in the order they were added. What is damaged is left out, and then this peer does not claim any
-        more to have seen any floor; a torn tail is cut off."""
+        """All records in the order they were added. Damaged ones are left out, and this peer then withdraws its claim
+        to have seen floors. A torn tail is cut off."""
         path = self._files.path / NAME
         try:
             data = self._files.folder.read(NAME)
@@ -196,15 +196,15 @@ class FloorsFile:
         return found.records
 
     def lost(self, what: str) -> None:
-        """Some floors are gone for good: until those that are left are compared with the neighbours', this peer has
-        seen none."""
+        """Note that some floors are lost: this peer claims to have seen none until its own are compared with the
+        neighbours'."""
         self._files.note(
-            f"{what}. What was lost is asked of other peers; objects that it forbade stay away meanwhile"
+            f"{what}. The lost ones are asked of other peers; objects that they forbade stay away meanwhile"
         )
         self._record.floors_lost()
 
     def append(self, records: Sequence[SignedRecord]) -> None:
-        """Add records; they are on the disk when this returns, or none of them is when it raises."""
+        """Add records: all are on the disk when this returns, none when it raises."""
         if not records:
             return
         frames = floor_frames(records)
@@ -236,7 +236,7 @@ class FloorsFile:
         self.bytes_on_disk = start + len(frames)
 
     def replace(self, records: Iterable[SignedRecord]) -> None:
-        """Keep these records and no others: what compaction left."""
+        """Keep these records and no others, after compaction."""
         kept = list(records)
         data = floors_file(kept)
         self._record.floors_shrink(len(data))

@@ -1,4 +1,4 @@
-"""The state directory: what a peer keeps over a restart. Shell.
+"""The state directory: the files that a peer keeps over a restart. Shell.
 
     lock            taken by the running peer; holds its process id
     identity.key    "p2pstore identity 1" and the 32-byte ed25519 seed in hexadecimal; mode 0600
@@ -8,8 +8,8 @@
                     were on the disk; xxh3-64 of the rest
     addresses.json  {"format": 1, "addresses": [...]}: where other peers were last seen. A cache
     publishers.json {"format": 1, "publishers": [[namespace, name, peer id]], "forgotten": [[namespace, name, peer id,
-                    clock]]}: whom this peer trusts for the names of checkpoints, those used last coming last; which
-                    ones it does not show, up to which clock
+                    clock]]}: the trusted publisher of each checkpoint name, the one used last at the end; checkpoints
+                    that this peer does not show, up to a clock
     published/      a file for each version of a checkpoint that this peer publishes from a directory
                     (`checkpoint.peer.publishing`)
     floors.bin      signed floor records, appended, one checksum each (`floors_file`)
@@ -19,9 +19,9 @@
 Whole files are replaced atomically (temporary file, fsync, rename, fsync of the directory; `folder`). A format newer
 than this program is refused, never overwritten, but for caches.
 
-Damage is said, in the log and in `damage`, and costs what was damaged: of `floors.bin` single records, of `state.json`
-single fields. A peer that lost floors does not claim any more that it has seen them: what it missed it hears from its
-neighbours again, and objects that they may have forbidden are discarded (`gossip.floors.floor_sync`).
+Damage is reported, in the log and in `damage`, and costs only the damaged part: single records of `floors.bin`, single
+fields of `state.json`. A peer that lost floors withdraws its claim to have seen them: its neighbours send them again,
+and objects that they may forbid are discarded (`gossip.floors.floor_sync`).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class StateDirectory:
         return opened
 
     def close(self) -> None:
-        """Let the next process have it."""
+        """Release the lock; may be called twice."""
         if self._lock != -1:
             os.close(self._lock)
             self._lock = -1
@@ -151,8 +151,8 @@ class StateDirectory:
     # --- invite ------------------------------------------------------------------------------
 
     def save_invite(self, invite: Invite) -> list[bytes | None]:
-        """Keep what the peer joins by; keys go to a file of their own, which may change later. Returns what these files
-        held before, for `restore_invite`."""
+        """Save the invite that the peer joins by; keys go to a file of their own, which may change later. Returns the
+        former contents of these files, for `restore_invite`."""
         before = [self._files.content(name) for name in _INVITE_FILES]
         if invite.keys:
             self._files.replace(_KEYS, invite.key_file().encode())
@@ -205,7 +205,7 @@ class StateDirectory:
     # --- checkpoints -------------------------------------------------------------------------
 
     def load_publishers(self) -> list[tuple[str, str, PeerId]]:
-        """Namespace, name of a checkpoint, and who is trusted for it."""
+        """Namespace, name and trusted publisher of checkpoints."""
         path = self.path / "publishers.json"
         book = self._files.load_json(path.name, _Publishers)
         if book is None:
@@ -231,7 +231,7 @@ class StateDirectory:
         publishers: Sequence[tuple[str, str, PeerId]],
         forgotten: Sequence[tuple[str, str, PeerId, int]] = (),
     ) -> None:
-        """Keep these instead."""
+        """Replace both lists."""
         book = _Publishers(
             FORMAT,
             [(namespace, name, format_peer_id(each)) for namespace, name, each in publishers],
@@ -240,7 +240,7 @@ class StateDirectory:
         self._files.replace("publishers.json", msgspec.json.encode(book) + b"\n")
 
     def save_publication(self, name: str, body: bytes) -> None:
-        """Keep what is known of a version that is published here."""
+        """Save a version that is published here."""
         try:
             with self._folder.folder(_PUBLISHED, make=True) as folder:
                 folder.replace(name, body)
@@ -248,7 +248,7 @@ class StateDirectory:
             fail(self.path / _PUBLISHED / name, "written", error)
 
     def drop_publication(self, name: str) -> None:
-        """Keep it no more."""
+        """Remove a saved version, if there is one."""
         try:
             with self._folder.folder(_PUBLISHED) as folder:
                 folder.remove(name)
@@ -258,7 +258,7 @@ class StateDirectory:
             fail(self.path / _PUBLISHED / name, "removed", error)
 
     def load_publications(self) -> list[tuple[str, bytes]]:
-        """All that are kept and can be read, by name, the oldest first."""
+        """Name and content of all that can be read, oldest first."""
         found = []
         try:
             with self._folder.folder(_PUBLISHED) as folder:
@@ -269,7 +269,7 @@ class StateDirectory:
                         found.append((name, folder.read(name)))
                     except (OSError, ConfigError) as error:
                         self._files.note(
-                            f"publication {name[:80]} cannot be read, and is left alone", error
+                            f"publication {name[:80]} cannot be read, and is left in place", error
                         )
         except FileNotFoundError:
             return []

@@ -124,34 +124,34 @@ class StateRecord:
         certain = told == _sum_of(found)
         if (told or "floors_bytes" in found) and not certain:
             self._files.note(
-                "state.json was changed or damaged: what it says of floors is not believed"
+                "state.json was changed or damaged: its stamps of floors are not believed"
             )
             found |= {"floors_seen": {}, "floors_horizon": {}, "floors_bytes": -1}
         now = time.time()
         now_ms = int(now * 1000)
         if not _is_stamp(found.get("incarnation"), MAX_INCARNATION - 1):
-            self._files.note("state.json has no usable incarnation: that of the clock is taken")
+            self._files.note("state.json has no usable incarnation: the clock gives a new one")
             found["incarnation"] = 0
         elif (
-            # One that was used is kept, though the clock was wrong: others know this peer by it.
+            # An incarnation in use is kept even if the clock was wrong: others know this peer by it.
             not (certain and found["incarnation"] <= MAX_INCARNATION // 2)
             and found["incarnation"] > now_ms + MAX_AHEAD_MS
             and now > _PLAUSIBLE_UNIX_SECONDS
         ):
             self._files.note(
-                "state.json has an incarnation of the far future: that of the clock is taken"
+                "state.json has an incarnation of the far future: the clock gives a new one"
             )
             found["incarnation"] = 0
         if not _is_stamp(found.get("clock"), _MAX_CLOCK):
             self._files.note(
-                "state.json has no usable clock: it is made anew from what floors were seen of"
+                "state.json has no usable clock: the newest stamp of seen floors takes its place"
             )
             seen = found.get("floors_seen")
             stamps = seen.values() if isinstance(seen, dict) else ()
             found["clock"] = max((s for s in stamps if _is_stamp(s, _MAX_CLOCK)), default=0)
         limit = newest_accepted_clock(now) if now > _PLAUSIBLE_UNIX_SECONDS else _MAX_CLOCK
         for name in ("floors_seen", "floors_horizon"):
-            # Of a clock that was fast: whoever has seen all up to a stamp has seen all before it.
+            # A clock was fast: a peer that has seen all floors up to a stamp has seen all before it.
             lower = certain and name == "floors_seen"
             found[name] = self._plausible_stamps(name, found.get(name, {}), limit, lower=lower)
         if not isinstance(found.get("memory", ""), str):
@@ -166,12 +166,12 @@ class StateRecord:
     def _plausible_stamps(
         self, name: str, stamps: object, limit: int, *, lower: bool
     ) -> dict[str, int]:
-        """A table without stamps above the limit, which nobody can have written by a clock that was right; or with
-        these lowered. A writer that is left out stands at 0: less is believed."""
+        """A table without stamps above the limit, which no correct clock can have written, or with these lowered. A
+        writer without a stamp counts as 0, which claims less."""
         try:
             known = stamps_from_text(msgspec.convert(stamps, dict[str, int]))
         except (ValueError, msgspec.ValidationError):
-            self._files.note(f"state.json has no usable {name}: nothing of it is believed")
+            self._files.note(f"state.json has no usable {name}: it counts as empty")
             return {}
         kept = {member: stamp for member, stamp in known.items() if stamp <= limit}
         if len(kept) < len(known):

@@ -128,7 +128,7 @@ def test_the_page_of_a_peer(cluster: ProcessCluster, tmp_path: Path) -> None:
         assert browser.evaluate("document.querySelectorAll('img, b[onclick]').length") == 0
         assert browser.evaluate("document.title").endswith("p0 \u2013 All is well")
 
-        # It is live while it is seen, and asks nobody while it is not.
+        # It asks the peer while it is visible, and not while it is hidden.
         first.client.put("one more", b"z")
         browser.wait_for("document.querySelector('#peer').innerText.includes('2, nothing in use')")
         show_or_hide(browser, hidden=True)

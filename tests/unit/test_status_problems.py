@@ -48,7 +48,7 @@ def test_nothing_is_wrong() -> None:
         ({"versions": ["0.1", "0.2"]}, "warning", "different versions: 0.1, 0.2"),
         (
             {"lately": {"last_copies_dropped": 1300}, "memory_share": 0.95},
-            *("warning", "1,300 objects that nobody else"),
+            *("warning", "1,300 objects that no other peer"),
         ),
         ({"lately": {"refused_by_members": 1}}, "broken", "do not let this peer in"),
         ({"clock_ahead_seconds": 1.25}, "warning", "clock is 1.2 s ahead of the others"),

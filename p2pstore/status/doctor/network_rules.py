@@ -165,7 +165,7 @@ def _judge_rdma_port(port: RdmaPortReading) -> Finding:
 
 def judge_topology(machine: Machine, matrix: Matrix, *, told: bool) -> list[Finding]:
     """One finding per memory location, and one for devices whose NUMA node matters and is not known, unless
-    somebody `told` where they are. Nothing without devices."""
+    a setting `told` where they are. Nothing without devices."""
     findings = []
     for location, choice in matrix.items():
         text = ", ".join(choice.preferred) or "none preferred"
