@@ -1,7 +1,7 @@
 """Connections whose other side has not proved itself yet: few, and shared fairly among hosts. Pure.
 
-Whoever opens connections by the thousand fills the table with his own. So when it is full, room for another
-host is made by the host that has the most: it loses the connection that has waited longest.
+A host that opens thousands of connections fills the table. When it is full, room for another host comes from the host
+that has the most: it loses the connection that has waited longest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cluster key ring: what peers of one cluster share and strangers lack. Pure but for `new_cluster_key`.
+"""The cluster key ring: the secrets that peers of one cluster share. Pure but for `new_cluster_key`.
 
 A key is replaced in three rounds, each brought to every peer (copy the file, then SIGHUP) before the next:
 `add_key` (all accept the new one, none uses it yet), `promote_key` (it proves), `retire_keys` (the old one is

@@ -86,7 +86,7 @@ class Facts:
     clock_problem: str = ""
     """Why others would refuse what this peer writes now, and what to do."""
     stamps_ahead_seconds: float = 0.0
-    """How far what this peer stamps is ahead of its own clock."""
+    """Seconds that the stamps of this peer are ahead of its own clock."""
     wrong_clocks: Sequence[str] = ()
     """Members whose clock is wrong, and by how much."""
     members_refused: int = 0
@@ -210,7 +210,7 @@ def _clock(facts: Facts) -> Iterator[Finding]:
     if facts.stamps_ahead_seconds > MAX_CLOCK_SKEW_SECONDS:
         yield warning(
             "clock",
-            f"What this peer stamps is {facts.stamps_ahead_seconds:,.0f} s ahead of its own clock",
+            f"The stamps of this peer are {facts.stamps_ahead_seconds:,.0f} s ahead of its own clock",
             "its clock was fast before; it is alone, so no peer refuses them yet",
             "nothing is to be done: new stamps are made as soon as another peer has told the time",
         )

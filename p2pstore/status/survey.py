@@ -102,7 +102,7 @@ def member_document(
 ) -> dict[str, Any]:
     """One member as the page shows it. Addresses are private. `now` is monotonic."""
     record = member.record
-    assert record is not None, "who has no record is not shown"
+    assert record is not None, "a member without a record is not shown"
     return {
         "name": shown(record.name),
         "id": format_peer_id(member.peer_id)[-8:],

@@ -291,7 +291,7 @@ def test_cluster_key_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["state.json", "publishers.json", "floors.bin", "identity.key"])
-def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path, name: str) -> None:
+def test_a_pipe_or_device_is_refused_without_waiting_for_it(tmp_path: Path, name: str) -> None:
     def use() -> None:
         with StateDirectory.open(tmp_path) as state:
             state.load_addresses()
@@ -315,10 +315,8 @@ def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path, name:
 
 @pytest.mark.parametrize("planted", ["link", "dangling", "pipe", "directory", "hard link", "file"])
 @pytest.mark.parametrize("name", ["addresses.json", "state.json", "floors.bin", "cluster.key"])
-def test_what_is_planted_in_the_way_of_a_file_is_never_written_to(
-    tmp_path: Path, name: str, planted: str
-) -> None:
-    """Whoever can write to the directory could have this user's files overwritten."""
+def test_a_planted_file_is_never_written_to(tmp_path: Path, name: str, planted: str) -> None:
+    """A user who can write to the directory could have this user's files overwritten."""
     folder, victim = tmp_path / "state", tmp_path / "victim"
     victim.write_text("precious")
     with StateDirectory.open(folder) as state:
@@ -553,7 +551,7 @@ def test_fields_that_guard_others_may_be_nonsense(
         assert state.record.last_segment_id == b""
 
 
-def test_what_was_edited_plausibly_is_not_believed_either(tmp_path: Path) -> None:
+def test_a_plausible_edit_is_not_believed_either(tmp_path: Path) -> None:
     """That floors were seen which were not would bring back what was removed."""
     saved(tmp_path)
     text = (tmp_path / "state.json").read_text()
