@@ -1,30 +1,36 @@
 """The peer's settings, typed and checked; `p2pstore.settings` says where they come from."""
 
 from __future__ import annotations
-
+from collections.abc import Mapping
+from p2pstore.addresses import is_loopback
+from p2pstore.addresses import on_loopback
+from p2pstore.addresses import refuse_link_local
+from p2pstore.addresses import refuse_wildcard
+from p2pstore.addresses import split_address
+from p2pstore.addresses import split_peer_address
+from p2pstore.errors import ConfigError
+from p2pstore.memory.areas import MAX_QUOTAS
+from p2pstore.memory.eviction_policies import DEFAULT_POLICY
+from p2pstore.memory.eviction_policies import PolicyName
+from p2pstore.memory.segment_layout import GRANULE_BYTES
+from p2pstore.memory.segment_layout import round_up
+from p2pstore.objects import GIB
+from p2pstore.objects import MIB
+from p2pstore.objects import encode_namespace
+from p2pstore.objects import format_bytes
+from p2pstore.objects import parse_bytes
+from p2pstore.runtime.linux import memory_limits
+from types import MappingProxyType
+from typing import Any
+from typing import Final
+from typing import Literal
+from typing import NamedTuple
+from typing import get_args
+from typing import get_origin
+import msgspec
 import os
 import re
 import socket
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
-
-import msgspec
-
-from p2pstore.addresses import (
-    is_loopback,
-    on_loopback,
-    refuse_link_local,
-    refuse_wildcard,
-    split_address,
-    split_peer_address,
-)
-from p2pstore.errors import ConfigError
-from p2pstore.memory.areas import MAX_QUOTAS
-from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName
-from p2pstore.memory.segment_layout import GRANULE_BYTES, round_up
-from p2pstore.objects import GIB, MIB, encode_namespace, format_bytes, parse_bytes
-from p2pstore.runtime.linux import memory_limits
 
 ENVIRONMENT_PREFIX: Final = "MOONCAKE_P2P_"
 MINIMUM_MEMORY_BYTES: Final = 1 * MIB
@@ -41,7 +47,6 @@ USER_KEY_NAME: Final = "user.key"
 
 NOT_SPELLED: Final[Mapping[str, str]] = MappingProxyType({})
 
-
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 NetworkName = Literal["lan", "wan", "local"]
 DirectoryName = Literal["auto", "full", "partitioned"]
@@ -49,20 +54,18 @@ HugePagesName = Literal["auto", "never", "require"]
 SwitchName = Literal["off", "on"]
 OthersMay = Literal["read", "write"]
 
-
 class _NamesAreChecked(msgspec.StructMeta):
-    """Says which setting may have been meant by a name that is none."""
+    """A `TypeError` for an unknown setting names the nearest known one."""
 
     def __call__(cls, *arguments: Any, **settings: Any) -> Any:
         for name in settings:
             if name not in cls.__struct_fields__:
-                import difflib  # 7 ms that only a mistake is worth
+                import difflib  # takes 7 ms: only after a mistake
 
                 near = difflib.get_close_matches(name, cls.__struct_fields__, n=1)
                 meant = f"did you mean {near[0]}?" if near else "see help(p2pstore.PeerConfig)"
                 raise TypeError(f"PeerConfig has no setting {name!r}: {meant}")
         return super().__call__(*arguments, **settings)
-
 
 class MemoryPiece(NamedTuple):
     """Memory to add: `size` bytes from a NUMA node, or in a file."""
@@ -72,10 +75,9 @@ class MemoryPiece(NamedTuple):
     path: str | None = None
 
     def with_absolute_path(self) -> str:
-        """As a setting, which means the same wherever the process goes."""
+        """As a setting, independent of the working directory."""
         where = f"node:{self.node}" if self.path is None else os.path.abspath(self.path)
         return f"{self.size}@{where}"
-
 
 def _memory_piece(text: str, spelled: str) -> MemoryPiece:
     size_text, _, where = text.partition("@")
@@ -92,66 +94,59 @@ def _memory_piece(text: str, spelled: str) -> MemoryPiece:
         )
     return MemoryPiece(size, node=int(node))
 
-
 def _sizes(setting: list[str] | dict[str, str | int], spelled: str) -> dict[str, int]:
     """Bytes by namespace."""
     if isinstance(setting, dict):
         return {name: parse_bytes(size, spelled) for name, size in setting.items()}
     found: dict[str, int] = {}
     for text in setting:
-        namespace, size = _quota(text, spelled)
+        namespace, equals, size = text.rpartition("=")  # a namespace may have a `=` in it
+        if not equals:
+            raise ConfigError(f"{spelled}: {text!r} is not NAMESPACE=SIZE, such as default=1GiB")
+        bytes_of_it = parse_bytes(size, spelled)
         if namespace in found:
             raise ConfigError(f"{spelled}: {namespace!r} has two of them")
-        found[namespace] = size
+        found[namespace] = bytes_of_it
     return found
-
-
-def _quota(text: str, spelled: str) -> tuple[str, int]:
-    """(namespace, bytes) of `NAMESPACE=SIZE`; a namespace may have a `=` in it."""
-    namespace, equals, size = text.rpartition("=")
-    if not equals:
-        raise ConfigError(f"{spelled}: {text!r} is not NAMESPACE=SIZE, such as default=1GiB")
-    return namespace, parse_bytes(size, spelled)
-
 
 class PeerConfig(
     msgspec.Struct, metaclass=_NamesAreChecked, forbid_unknown_fields=True, kw_only=True
 ):
     """Settings of one peer. Field names are the command line's option names with underscores.
 
-    Sizes are bytes or text such as `4GiB`; addresses are `HOST:PORT` (`[v6]:PORT`), port 0 means any free one.
-    `interface` (its name, or a CIDR that holds one address of this machine) is where the peer listens unless `listen`
-    says otherwise. Neither given: with a cluster key (or `insecure`), the address that leads to a bootstrap peer; else
-    loopback. The port is then 17946, or any free one when that is taken. `state_dir` unset: a new identity that is
-    forgotten at the end. `memory` unset: an eighth of what this process may use, at most 4 GiB; 0: none, for a peer
-    that only lets clients of its host use the others. `huge_pages`: reserved huge pages for it when there are enough,
-    else transparent ones (`auto`), neither (`never`), or reserved ones only (`require`). `memory_path`: the file that
-    this memory is in, made anew and removed at the end: on tmpfs, hugetlbfs, or a file system of CXL or persistent
-    memory. `keep_memory`: that file stays, and the peer's next life on the same boot of the machine, with the same
-    state directory, begins with what is in it; `leave` removes it.
-    `numa_node`: the node that it comes from; unset: wherever the kernel takes it. `more_memory`: more of it,
-    from elsewhere: `SIZE@node:N`, or `SIZE@FILE` as `memory_path` (a path with a slash); objects go to whichever has
-    room. `eviction_policy`: what goes first when it is full: `prefix` is for chains of blocks, which go from their
-    tails, and keeps what is read again; `lru` lets go what was not used for longest; `s3-fifo` what is new and was not
-    read twice. `quota`: how much of the memory is kept for a namespace (`NAMESPACE=SIZE`, or a table): what it has
-    there is evicted for no other; while it leaves it free, others use it. `cap`: the most that such a namespace may
-    have of this peer's memory and SSD together, likewise. `ssd`: a directory on a local SSD, or a block device, for
-    objects that memory has no room for; `ssd_capacity` of it are taken at the start; unset: half of what is free, or
-    the whole device. What is there comes back after a restart. `ssd_writes_per_day`: how much may be
-    written to it, for devices that wear out; unset: as much as there is to write. `network` says how long the others
-    may take to answer before they are suspected, and how soon copies that were lost with them are made again: `lan`
-    within a data centre, `wan` between data centres, `local` on one machine. `transport`: how this peer reads from
-    others; `auto` takes the best that works, the rest are strict. `rdma_device`: the RDMA devices that it may use;
-    unset: any. `rdma_topology`: which of them are near which memory, as a JSON matrix or a file with one (`{"cpu:0":
-    [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), where the machine does not tell it right. `data_tls`: `on`
-    lets others read this peer over TLS only, and not by RDMA; how this one reads from each of them, they decide.
-    `directory`: whether this peer knows where all objects are (`full`), or its part of that, and asks others
-    (`partitioned`); `auto` as `index_memory` and the size of the cluster allow. `checkpoint_memory`: how much
-    checkpoints that clients fetch to memory may take, beside `memory`; unset: half of what is available then.
-    `socket_others`: what users other than this peer's own may do at the socket, if its mode lets them in at all.
-    `metrics` (`http` in options and files): where the status page, `/metrics`, `/livez` and `/readyz` are answered
-    over HTTP, to every program that reaches it; a port alone: on loopback; unset: nowhere. `metrics_keys`: the page
-    shows the keys of the objects that are read most, not just their namespaces.
+    Sizes are bytes or text such as `4GiB`. Addresses are `HOST:PORT` (`[v6]:PORT`); port 0 means any free one.
+
+    Network. `interface` (a name, or a CIDR with one address of this machine): where the peer listens without `listen`.
+    Neither given: with a cluster key or `insecure`, the address that leads to a bootstrap peer; else loopback. The port
+    is then 17946, or any free one when that is taken. `network`: timing of suspicion and of new copies after a death,
+    `lan` within a data centre, `wan` between data centres, `local` on one machine. `transport`: how this peer reads
+    from others; `auto` takes the best that works, the rest are strict. `rdma_device`: the RDMA devices to use; unset:
+    any. `rdma_topology`: which of them are near which memory, as a JSON matrix or a file with one (`{"cpu:0":
+    [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), in place of the machine's own description. `data_tls`: `on`
+    serves reads over TLS only, and not by RDMA; each holder decides this for reads of it.
+    `directory`: this peer knows the locations of all objects (`full`), or of its part and asks others for the rest
+    (`partitioned`); `auto` decides by `index_memory` and the size of the cluster.
+
+    Memory. `memory` unset: an eighth of what this process may use, at most 4 GiB; 0: none, for a peer that only serves
+    clients of its host. `huge_pages`: reserved ones when there are enough, else transparent ones (`auto`), neither
+    (`never`), reserved ones only (`require`). `memory_path`: the file of this memory, created at the start and removed
+    at the end: on tmpfs, hugetlbfs, or a file system of CXL or persistent memory. `keep_memory`: the file stays, and a
+    restart on the same boot with the same state directory begins with its objects; `leave` removes it. `numa_node`:
+    its node; unset: the kernel's choice. `more_memory`: further parts, `SIZE@node:N`, or `SIZE@FILE` as `memory_path`
+    (a path with a slash). `eviction_policy`: `prefix` evicts chains of blocks from their tails and keeps what is read
+    again; `lru` evicts the least recently used; `s3-fifo` new objects that were not read twice. `quota`: memory
+    reserved for a namespace (`NAMESPACE=SIZE`, or a table); others use it while it is free. `cap`: upper limit of such
+    a namespace in this peer's memory and SSD together. `checkpoint_memory`: limit of checkpoints that clients fetch to
+    memory, beside `memory`; unset: half of what is available then.
+
+    SSD and state. `ssd`: a directory on a local SSD, or a block device, for objects that memory has no room for; its
+    objects come back after a restart. `ssd_capacity`: taken at the start; unset: half of what is free, or the whole
+    device. `ssd_writes_per_day`: write budget, for devices that wear out; unset: no limit. `state_dir` unset: a new
+    identity for this run only.
+
+    Access. `socket_others`: rights of other users at the socket, where its mode admits them. `metrics` (`http`, `--http`): the HTTP
+    address of the status page, `/metrics`, `/livez` and `/readyz`, without authentication; unset: none.
+    `metrics_keys`: the page shows the most-read keys, not only their namespaces.
     """
 
     name: str = ""
@@ -232,7 +227,6 @@ class PeerConfig(
                 raise ConfigError(
                     f"{says[setting]}: transport {self.transport} uses no RDMA device; use auto or rdma"
                 )
-        for setting in ("rdma_device", "rdma_topology"):
             if getattr(self, setting) and self.data_tls == "on":
                 raise ConfigError(
                     f"{says['data_tls']}: what RDMA moves is not encrypted; leave out {setting}"
@@ -274,10 +268,9 @@ class PeerConfig(
                 raise ConfigError(
                     f"{says['ssd_capacity']}: {self.ssd_capacity!r} is too little; give at least 256MiB"
                 )
-        if self.ssd_writes_per_day is not None and not parse_bytes(
-            self.ssd_writes_per_day, says["ssd_writes_per_day"]
-        ):
-            raise ConfigError(f"{says['ssd_writes_per_day']}: must be above 0 bytes")
+        limit, spelled = self.ssd_writes_per_day, says["ssd_writes_per_day"]
+        if limit is not None and not parse_bytes(limit, spelled):
+            raise ConfigError(f"{spelled}: must be above 0 bytes")
 
     def _check_quotas(self, memory: int, spelled: str) -> None:
         quotas = _sizes(self.quota, spelled)
@@ -355,7 +348,7 @@ class PeerConfig(
             refuse_wildcard(host, says[setting])
 
     def refuse_without_key(self, what: str) -> None:
-        """Raise `ConfigError` when strangers could reach `what` and nothing would keep them out."""
+        """Raise `ConfigError` when strangers could reach `what` without a key."""
         if not self.cluster_key_file and not self.insecure:
             raise ConfigError(
                 f"{what} is reachable by others, but there is no cluster key. Make one with `mooncake-p2p "
@@ -375,12 +368,12 @@ class PeerConfig(
 
     @property
     def quotas(self) -> dict[str, int]:
-        """Bytes of memory that are kept for each of some namespaces."""
+        """Bytes of memory that are reserved, by namespace."""
         return _sizes(self.quota, "quota")
 
     @property
     def caps(self) -> dict[str, int]:
-        """The most bytes of memory and SSD together that some of these may have."""
+        """Limits in bytes of memory and SSD together, of some of these namespaces."""
         return _sizes(self.cap, "cap")
 
     @property
@@ -422,8 +415,7 @@ class PeerConfig(
         return size
 
     def socket_mode_bits(self, spelled: str = "socket_mode") -> int:
-        """The local socket's permission bits: unless told otherwise this user alone, or the group as well
-        when one was named."""
+        """The local socket's permission bits; by default this user's, and those of `socket_group`."""
         if self.socket_mode is None:
             return 0o660 if self.socket_group else 0o600
         try:
@@ -434,33 +426,25 @@ class PeerConfig(
             raise ConfigError(f"{spelled}: {self.socket_mode!r} is not an octal mode such as 0600")
         return mode
 
-
 def name_or_host(name: str, spelled: str) -> str:
-    """A peer's name: this host's when it has none. Raises `ConfigError` when it cannot name files."""
+    """A peer's name: this host's when it has none. Raises `ConfigError` when it cannot be shown, or name files."""
     name = name or socket.gethostname() or "peer"
-    if not _is_file_name(name):
+    if (
+        not name.isprintable()  # nor what cannot be encoded
+        or len(name.encode()) > MAX_NAME_BYTES
+        or "/" in name
+        or name in (".", "..", USER_KEY_NAME)
+    ):
         raise ConfigError(
             f"{spelled}: {name!r} must be 1 to 64 bytes without '/' and control characters, and not ., .. or "
             f"{USER_KEY_NAME}"
         )
     return name
 
-
-def _is_file_name(name: str) -> bool:
-    """Whether a name can be shown, and be part of the names of the state directory and the socket."""
-    return (
-        name.isprintable()  # False also for what cannot be encoded
-        and len(name.encode()) <= MAX_NAME_BYTES
-        and "/" not in name
-        and name not in (".", "..", USER_KEY_NAME)
-    )
-
-
 def usable_memory_bytes() -> int:
     """Memory for this process: the smallest of the host's memory and the limits of its cgroups."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([host, *(limit for limit, _ in memory_limits())])
-
 
 def check_types(
     settings: Mapping[str, Any], spelled: Mapping[str, str], *, strict: bool
@@ -484,7 +468,6 @@ def check_types(
         raise ConfigError(f"{where}: {value!r} is not one of {', '.join(get_args(kinds[name]))}")
     raise ConfigError(f"{where}: {value!r} must be {_wanted(parts['problem'])}")
 
-
 _VALIDATION_ERROR: Final = re.compile(
     r"(?P<problem>.*) - at `\$\.(?P<name>\w+)(?:\[(?P<index>\d+)\]|(?P<member>\[\.\.\.\]))?`"
 )
@@ -495,7 +478,6 @@ _KINDS: Final = {
     "bool": "true or false",
     "array": "a list",
 }
-
 
 def _wanted(problem: str) -> str:
     """The type that msgspec expected (``Expected `int | str`, got `float` ``), in plain words."""

@@ -351,6 +351,11 @@ def parse_duration(text: str, setting: str) -> float:
     return float(match[1]) * unit
 
 
+def counted(count: int, thing: str) -> str:
+    """A number with its noun: `1 file`, `1,200 files`."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
 def format_bytes(count: float) -> str:
     """`5.0 MiB` and the like, for people."""
     for unit, factor in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

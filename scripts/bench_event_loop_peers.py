@@ -1,4 +1,4 @@
-"""What one step of a core takes for the largest requests of other peers, and for what time brings.
+"""The time of one step of a core, for the largest requests of other peers and for timed work.
 
 `python scripts/bench_event_loop_peers.py [objects] [members]`: a core that is driven by hand. Its
 signatures are simulated: a real one takes 60 us to check.
@@ -6,6 +6,7 @@ signatures are simulated: a real one takes 60 us to check.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import mmap
 import sys
@@ -14,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import tests.unit.core_harness as harness
-from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.core.removals.flush import FlushOperation
 from p2pstore.gossip.gossip_messages import REQUESTS as GOSSIP
 from p2pstore.gossip.gossip_messages import (
@@ -39,9 +41,8 @@ from p2pstore.gossip.records import (
     sign_cluster_record,
 )
 from p2pstore.memory.segment_layout import Pin
-from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
-from p2pstore.put_facts import PutFacts
-from p2pstore.transfer.data_messages import DataKind
+from p2pstore.objects import Version, key_digest
+from p2pstore.transfer.data_messages import REQUESTS, DataKind
 from p2pstore.transfer.peer_messages import (
     ClusterRecords,
     ListKeys,
@@ -53,14 +54,9 @@ from p2pstore.transfer.peer_messages import (
     SetPins,
 )
 from p2pstore.wire import decode_body, encode_body
+from simulation.signer import SimulatedSigner
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-OBJECTS = int(sys.argv[1]) if len(sys.argv) > 1 else 65_536
-MEMBERS = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000
 VALUE = b"v"
-SUMS = chunk_sums(VALUE)
-ROOT = root_checksum(1, SUMS)
 
 
 def report(what: str, seconds: float, more: str = "") -> None:
@@ -69,7 +65,7 @@ def report(what: str, seconds: float, more: str = "") -> None:
 
 
 def measure(what: str, step: Callable[[], Any]) -> Any:
-    """What one step takes, and its result."""
+    """The step's result; prints its time."""
     began = time.thread_time()
     result = step()
     report(what, time.thread_time() - began)
@@ -80,7 +76,7 @@ class World(harness.Harness):
     """A core, and objects in its memory."""
 
     def ticks(self, what: str, seconds: float) -> None:
-        """Let time pass; the longest step."""
+        """Let time pass; print the longest step."""
         longest, total, count, until = 0.0, 0.0, 0, self.now + seconds
         while (due := self.core.next_tick(self.now)) <= until:
             self.now = max(due, self.now + 1e-6)
@@ -95,11 +91,7 @@ class World(harness.Harness):
 
     def fill(self, first: int, count: int) -> None:
         for number in range(first, first + count):
-            room = self.segment.reserve(1, 200, holder="c", now=self.core.unix(self.now))
-            key = f"k{number:08d}"
-            facts = PutFacts(room.number, key, 1, SUMS, ROOT)
-            put = PutOperation(self.core, facts, holder="c", namespace=harness.NAMESPACE)
-            self.core.operations.start(put, self.now)
+            self.put(f"k{number:08d}", VALUE)
             if number % 1000 == 0:
                 self.core.take_effects()
 
@@ -118,7 +110,7 @@ def floor_of(number: int, clock: int, other: harness.Other) -> SignedRecord:
 
 
 def packed(first: int, count: int, clock: int) -> bytes:
-    """Operations on so many keys."""
+    """`count` operations, one per key."""
     return b"".join(
         LocationRecord(digest(first + n), Version(clock + n, 9), n, 1).encode()
         for n in range(count)
@@ -126,10 +118,12 @@ def packed(first: int, count: int, clock: int) -> bytes:
 
 
 class Requests:
-    """What another member asks and tells."""
+    """Requests and messages of another member."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, objects: int, members: int) -> None:
         self.world = world
+        self.objects = objects
+        self.members = members
         self.other = world.join(1)
         self.clock = harness.clock_at(0.0)
 
@@ -137,7 +131,7 @@ class Requests:
         """A data request."""
         core, world, sender = self.world.core, self.world, self.other.peer_id
         body = encode_body(request)
-        decoded = measure(f"{what}, decoded", lambda: decode_body(harness.REQUESTS[kind], body))
+        decoded = measure(f"{what}, decoded", lambda: decode_body(REQUESTS[kind], body))
         measure(what, lambda: core.serve(sender, kind, decoded, world.now))
         world.ticks(f"{what}, later", 2.0)
 
@@ -179,7 +173,7 @@ class Requests:
         first = 1
         for count, begin, clock in (
             (90_000, 2 * 10**7, self.clock),
-            (min(OBJECTS, 50_000), 0, 1 << 20),
+            (min(self.objects, 50_000), 0, 1 << 20),
         ):
             chunks = []
             for start in range(0, count, MAX_SIGNED_OPERATIONS):
@@ -190,20 +184,20 @@ class Requests:
                 first += len(operations) // LOCATION_BYTES
             what = f"DELTA of {count:,} operations"
             self.tell(what, ControlKind.DELTA, Delta([], chunks, [], []))
-        for begin in range(2, MEMBERS, 500):
-            numbers = range(begin, min(begin + 500, MEMBERS))
-            records = [harness.peer_record(harness.SimulatedSigner(n)) for n in numbers]
+        for begin in range(2, self.members, 500):
+            numbers = range(begin, min(begin + 500, self.members))
+            records = [harness.peer_record(SimulatedSigner(n)) for n in numbers]
             what = f"DELTA of {len(records)} new members"
             self.tell(what, ControlKind.DELTA, Delta(records, [], [], []))
         claims = [
             Claim(
-                *(harness.SimulatedSigner(n).peer_id, harness.OTHER_INCARNATION),
+                *(SimulatedSigner(n).peer_id, harness.OTHER_INCARNATION),
                 *(int(Status.SUSPECT), 1),
             )
-            for n in range(2, min(1026, MEMBERS))
+            for n in range(2, min(1026, self.members))
         ]
         self.tell("PING with 1,024 suspicions", ControlKind.PING, Ping(1, claims))
-        self.world.ticks(f"10 s with {MEMBERS:,} members", 10.0)
+        self.world.ticks(f"10 s with {self.members:,} members", 10.0)
         self.tell("EXCHANGE", ControlKind.EXCHANGE, Exchange(b"", 1, b"", []))
         floors = [floor_of(1_000 + n, self.clock, self.other) for n in range(1024)]
         self.tell("DELTA of 1,024 floors", ControlKind.DELTA, Delta([], [], floors, []))
@@ -211,7 +205,7 @@ class Requests:
     def of_time(self) -> None:
         core, world = self.world.core, self.world
         dead = Claim(self.other.peer_id, harness.OTHER_INCARNATION, int(Status.DEAD), 1)
-        witness = harness.SimulatedSigner(3).peer_id
+        witness = SimulatedSigner(3).peer_id
         measure(
             "a member with 100,000 locations dies",
             lambda: core.gossip.serve(witness, ControlKind.PING, Ping(1, [dead]), world.now),
@@ -223,12 +217,17 @@ class Requests:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("objects", type=int, nargs="?", default=65_536)
+    parser.add_argument("members", type=int, nargs="?", default=1_000)
+    options = parser.parse_args()
     gc.disable()
     world = World(
-        memory_bytes=OBJECTS * 16_384, new_memory=lambda length: memoryview(mmap.mmap(-1, length))
+        memory_bytes=options.objects * 16_384,
+        new_memory=lambda length: memoryview(mmap.mmap(-1, length)),
     )
-    world.fill(0, OBJECTS)
-    requests = Requests(world)
+    world.fill(0, options.objects)
+    requests = Requests(world, options.objects, options.members)
     requests.of_data()
     requests.of_gossip()
     requests.of_time()

@@ -28,7 +28,7 @@ class AllowList:
         self.replace(peer_ids)
 
     def replace(self, peer_ids: Iterable[bytes] | None) -> None:
-        """These peers instead, from now on; None for all."""
+        """Admit these peers only, from now on; None for all."""
         self.peer_ids = None if peer_ids is None else frozenset(peer_ids)
 
     def allows(self, peer_id: bytes) -> bool:
@@ -56,7 +56,7 @@ def parse_peer_ids(text: str, source: str) -> list[bytes]:
     """The peer ids in an allow file's text: one a line, `#` comments.
 
     Raises `ConfigError` naming `source` and the line. A file without any id is refused: it would shut
-    out everybody.
+    out all peers.
     """
     peer_ids: list[bytes] = []
     for number, line in enumerate(text.splitlines(), start=1):

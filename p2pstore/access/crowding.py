@@ -1,7 +1,7 @@
 """Connections whose other side has not proved itself yet: few, and shared fairly among hosts. Pure.
 
-Whoever opens connections by the thousand fills the table with his own. So when it is full, room for another
-host is made by the host that has the most: it loses the connection that has waited longest.
+A host that opens thousands of connections fills the table. When it is full, room for another host comes from the host
+that has the most: it loses the connection that has waited longest.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Strangers(Generic[T]):
         return len(self._host_of)
 
     def arrive(self, host: str, connection: T) -> T | None:
-        """A connection from `host` came. Whom to drop for it: nobody, the longest waiting one of the host that
-        has most, or the newcomer itself, which then is not in the table."""
+        """A connection from `host` came. Returns the connection to drop for it: None, the longest waiting one of
+        the host that has most, or the newcomer itself, which then is not in the table."""
         group = host_group(host)
         own = self._by_host.get(group, {})
         if len(own) >= self.per_host:

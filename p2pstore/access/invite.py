@@ -1,7 +1,7 @@
 """Invites: one line to paste on the next machine, with all it needs to join. Pure.
 
 `p2pstore1:` and, in base64url without padding, `body | u64 xxh3-64 of body`. The body is a msgpack array,
-which grows by appended fields. Whoever has an invite with keys can join: it is a secret.
+which grows by appended fields. An invite with keys is a secret: its holder can join.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _ASK_AGAIN: Final = "ask for it again: `mooncake-p2p invite` on a machine of the
 
 
 class Invite(Message, frozen=True):
-    """What a new peer has to know: the cluster's name, where to find peers of it (`HOST:PORT`), and its keys
-    (the first one proves); no keys when the cluster has none, or they come another way."""
+    """The cluster's name, addresses of its peers (`HOST:PORT`), and its keys (the first one proves); no keys when the
+    cluster has none, or they come another way."""
 
     cluster: str
     bootstrap: tuple[str, ...]

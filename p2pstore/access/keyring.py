@@ -1,8 +1,8 @@
-"""The cluster key ring: what peers of one cluster share and strangers lack. Pure but for `new_cluster_key`.
+"""The cluster key ring: the secrets that peers of one cluster share. Pure but for `new_cluster_key`.
 
 A key is replaced in three rounds, each brought to every peer (copy the file, then SIGHUP) before the next:
 `add_key` (all accept the new one, none uses it yet), `promote_key` (it proves), `retire_keys` (the old one is
-out). At every moment any two peers have a key in common, and a ticket's key is held by whoever is shown it.
+out). At every moment any two peers have a key in common, and each member that is shown a ticket holds its key.
 
 A *reader's key* is derived from a member's key, so every member accepts it without being told; its holder cannot derive
 the member's key. A reader's file also names the *signer* of each member key: a member proves to a reader that it is one
@@ -10,7 +10,7 @@ by that signature, since all readers hold the reader's key and could pose as mem
 
 A *writer's key* is derived from a member's key and a namespace. A writer's file is a reader's file with a writer's key
 for each of its namespaces: the peer reads and gossips as a reader, and where it writes it shows members a ticket made
-with the writer's key. The ticket names the namespace, so a member derives the same key and needs to be told nothing.
+with the writer's key. The ticket names the namespace, so a member derives the same key without being told.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Role(IntEnum):
     """The rights of a key's holder."""
 
     MEMBER = 0
-    """Everything."""
+    """All rights."""
     READER = 1
-    """Read objects and follow gossip; nothing that it says is taken in."""
+    """Read objects and follow gossip; members ignore its news."""
     WRITER = 2
     """A reader that may also put, remove and flush in some namespaces, through members."""
 
@@ -113,7 +113,7 @@ class KeyRing:
         signers: Sequence[bytes] = (),
         writers: Mapping[str, bytes] = NO_WRITERS,
     ) -> None:
-        """These keys instead, from now on."""
+        """Use these keys only, from now on."""
         self.writers = writers
         self.keys, self.of_user, self.signers = tuple(keys) or (KEYLESS,), of_user, tuple(signers)
         self._by_id = {key_id_of(key): key for key in self.keys}
@@ -171,7 +171,7 @@ class KeyRing:
         return next((key for key_id, key in self._all.items() if key_id in their_ids), None)
 
     def role_of(self, key_id: bytes, namespace: str = "") -> Role:
-        """What a peer may do that proved itself with this key, for this namespace."""
+        """The rights, in this namespace, of a peer that proved itself with this key."""
         if self.role is Role.MEMBER and key_id in self._by_id:
             return Role.MEMBER
         is_writer = key_id not in self._all and self._writer_key(key_id, namespace) is not None

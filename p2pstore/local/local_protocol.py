@@ -68,7 +68,7 @@ class Hello(Message, frozen=True):
     checkpoint: bytes = b""
     """The version of a checkpoint in the peer's memory that the client wants to map; nothing for none."""
     hazards: bool = False
-    """Whether the client can lease objects without asking, by a page of its own (`transfer.hazards`)."""
+    """Whether the client can lease objects without asking, by a page of its own (`memory.hazards`)."""
 
 
 class SegmentInfo(Message, frozen=True):

@@ -1,29 +1,38 @@
-"""The bytes of `floors.bin`, where the state directory keeps signed records. Pure.
+"""The file `floors.bin` of the state directory: its bytes, and how it is appended to and replaced. Shell.
 
     header   "P2PSFLR\\0", format (u32)
     record   length of the body (u32), xxh3-64 of the body (u64), the body: a `SignedRecord` in msgpack
 
-Records are appended, one `fsync` for those that come together. A damaged record costs itself only: the next
-one is looked for where its length says, then wherever the bytes look like the beginning of a record. What follows the
-last whole record is the torn tail of a crash, unless the writer had noted (`promised_bytes`) that it was on the disk.
+Records are appended in batches, with one `fsync` each. A damaged record costs itself only: the reader looks for the
+next one at its end by length, then at all bytes that look like the beginning of a record. Bytes after the last whole
+record are the torn tail of a crash, unless the writer had saved (`promised_bytes`) that they were on the disk.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import BinaryIO, Final
 
 import xxhash
 
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.records import MAX_RECORD_BYTES, SignedRecord
+from p2pstore.state.key_files import check_format
+from p2pstore.state.state_files import StateFiles, fail
+from p2pstore.state.state_record import StateRecord
 from p2pstore.wire import decode_body, encode_body
 
+logger = logging.getLogger("p2pstore.state.state_directory")
+
+NAME: Final = "floors.bin"
 FORMAT: Final = 1
-"""A later format has other frames, too: a number that does not fit the frames is a damaged one."""
+"""A later format has other frames, too: a header with another number before frames of this format is damaged."""
 MAX_FRAME_BYTES: Final = MAX_RECORD_BYTES + 256
 
 _HEADER: Final = struct.Struct("<8sI")
@@ -143,3 +152,93 @@ def _frame(record: SignedRecord) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a record of {len(body):,} bytes; at most {MAX_FRAME_BYTES:,} are kept")
     return _FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+class FloorsFile:
+    """The open `floors.bin` of a state directory. Methods raise as those of `StateDirectory`."""
+
+    def __init__(self, files: StateFiles, record: StateRecord) -> None:
+        self._files = files
+        self._record = record
+        self.bytes_on_disk = max(0, record.promised_floors_bytes)
+        self.record_count = 0
+        """Records in the file, superseded ones among them."""
+
+    def load(self) -> list[SignedRecord]:
+        """All records in the order they were added. Damaged ones are left out, and this peer then withdraws its claim
+        to have seen floors. A torn tail is cut off."""
+        path = self._files.path / NAME
+        try:
+            data = self._files.folder.read(NAME)
+        except FileNotFoundError:
+            data = b""
+        except OSError as error:
+            fail(path, "read", error)
+        try:
+            found = read_floors(data, self._record.promised_floors_bytes)
+        except NewerFormat as error:
+            check_format(path, error.version)
+            raise ConfigError(f"{path}: {error}") from None
+        except ProtocolError:
+            raise ConfigError(
+                f"{path} is not a file of floors: move it away and restart the peer"
+            ) from None
+        if found.damaged_bytes:
+            self.lost(
+                f"floors.bin has {found.damaged_bytes:,} damaged or missing bytes: {len(found.records):,} records are "
+                "left"
+            )
+        if found.torn_bytes:
+            logger.warning("%s: cut off %d bytes of a torn record", path, found.torn_bytes)
+        if found.damaged_bytes or found.torn_bytes or not data:
+            self.replace(found.records)
+        self.record_count = len(found.records)
+        return found.records
+
+    def lost(self, what: str) -> None:
+        """Note that some floors are lost: this peer claims to have seen none until its own are compared with the
+        neighbours'."""
+        self._files.note(
+            f"{what}. The lost ones are asked of other peers; objects that they forbade stay away meanwhile"
+        )
+        self._record.floors_lost()
+
+    def append(self, records: Sequence[SignedRecord]) -> None:
+        """Add records: all are on the disk when this returns, none when it raises."""
+        if not records:
+            return
+        frames = floor_frames(records)
+        try:
+            descriptor = self._files.folder.open(NAME, os.O_RDWR)
+        except FileNotFoundError:
+            self._files.replace(NAME, floors_file(records))
+            self.bytes_on_disk = len(floors_file(records))
+        except OSError as error:
+            fail(self._files.path / NAME, "written", error)
+        else:
+            with os.fdopen(descriptor, "r+b") as file:
+                self._write_end(file, frames)
+        self.record_count += len(records)
+
+    def _write_end(self, file: BinaryIO, frames: bytes) -> None:
+        try:
+            start = file.seek(0, os.SEEK_END)
+            try:
+                file.write(frames)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):  # else loading cuts it off
+                    os.ftruncate(file.fileno(), start)
+                raise
+        except OSError as error:
+            fail(self._files.path / NAME, "written", error)
+        self.bytes_on_disk = start + len(frames)
+
+    def replace(self, records: Iterable[SignedRecord]) -> None:
+        """Keep these records and no others, after compaction."""
+        kept = list(records)
+        data = floors_file(kept)
+        self._record.floors_shrink(len(data))
+        self._files.replace(NAME, data)
+        self.record_count, self.bytes_on_disk = len(kept), len(data)

@@ -1,8 +1,8 @@
 """A directory whose files this process reads and replaces by name, though others may have planted something there.
 Shell.
 
-Every access goes by the directory's descriptor, and a link is never followed: whoever can write to the directory could
-point it at a file of this process's user. Opening never waits: a named pipe has nobody at its other end.
+Every access goes by the directory's descriptor, and a link is never followed: another user who can write to the
+directory could point it at a file of this process's user. Opening never waits, as it would for a named pipe.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Folder:
         self.close()
 
     def status(self) -> os.stat_result:
-        """Whose the directory is, and who may write to it."""
+        """Owner and permissions of the directory."""
         return os.fstat(self._descriptor)
 
     def owner(self, name: str) -> int:
@@ -111,8 +111,8 @@ class Folder:
             self.remove(temporary)
 
     def create(self, name: str, mode: int = 0o600) -> int:
-        """A descriptor of a new file, to be written to. What has its name, left by a process that was killed or
-        planted, goes."""
+        """A descriptor of a new file, to be written to. Removes an earlier file of that name: a killed process left it,
+        or another user planted it."""
         self.remove(name)
         return self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
 
@@ -174,7 +174,7 @@ def _refuse_owner(owner: int, path: Path, what: str, setting: str) -> None:
 
 
 SAFELY: Final = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""Flags of whatever is opened by a path: opening a named pipe would wait for its other end, and a terminal would become
+"""Flags for everything that is opened by a path: a named pipe would wait for its other end, and a terminal would become
 this process's."""
 
 

@@ -1,5 +1,5 @@
 """Defaults of a peer of this host: a free name, and the state directory of that name,
-with the invite that it joined by. A name that somebody said is taken as it is, or not at all. Shell.
+with the invite that it joined by. A given name is taken as it is, or refused. Shell.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _read(folder: Folder) -> KeyRing:
     path = folder.path / USER_KEY_NAME
     if folder.owner(USER_KEY_NAME) != os.geteuid():
         raise ConfigError(
-            f"{path} belongs to another user, who knows what is in it: remove it, and the next peer makes a new one"
+            f"{path} belongs to another user, who knows this key: remove it, and the next peer makes a new one"
         )
     ring = parse_private_keys(folder, USER_KEY_NAME, "is the key of this user's peers")
     return KeyRing(ring.keys, of_user=True)

@@ -1,8 +1,8 @@
 """Answers GET requests over HTTP: enough for Prometheus, Kubernetes, browsers and curl.
 
-One short request a connection. Whoever sends garbage, or nothing, or does not read what he asked for, costs a
-connection for some seconds. Connections are shared fairly among hosts: one that opens many keeps nobody out but itself.
-What is said is for anybody who can reach the port; at a loopback address, not for pages of other sites (`asked_names`).
+One short request a connection. A client that sends garbage or nothing, or does not read its answer, costs a connection
+for some seconds. Connections are shared fairly among hosts: a host that opens many keeps only itself out. Every client
+that reaches the port gets answers; at a loopback address, pages of other sites do not (`asked_names`).
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def _is_at_loopback(stream: trio.SocketStream) -> bool:
 
 
 async def serve_request(pages: Pages, stream: trio.abc.Stream, *, by_any_name: bool = True) -> None:
-    """Read one request and answer it. What takes longer than `REQUEST_SECONDS` is given up. Unless `by_any_name`, only
-    who asks by an address or a name of this machine is answered."""
+    """Read one request and answer it. A request that takes over `REQUEST_SECONDS` is given up. Unless
+    `by_any_name`, the request must name an address or a name of this machine."""
     try:
         with trio.move_on_after(REQUEST_SECONDS):
             await _answer(pages, stream, by_any_name)

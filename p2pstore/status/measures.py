@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     pass
 
 MAX_NAMESPACES: Final = 32
-"""Namespaces with labels of their own: those that were used first. What all others do counts as that of `OTHERS`."""
+"""Namespaces with labels of their own: those that were used first. All others count as `OTHERS`."""
 OTHERS: Final = "other"
 IN_PLACE: Final = "local"
 """In place of a transport: read in this peer's own memory."""
@@ -51,7 +51,7 @@ class Measures:
         self.asked: dict[str, Histogram] = {}
         """Other peers, by what they were asked for: microseconds until they answered."""
         self.asked_in_vain: Counter[str] = Counter()
-        """Those that refused, or did not answer in time."""
+        """Peers that refused, or did not answer in time."""
         self.pings = Histogram()
         """Microseconds."""
         self.loop_lag = Histogram()
@@ -281,8 +281,8 @@ class LoadMeter:
         self._upload_seconds = 0.0
 
     def sample(self, now: float, cpu_seconds: float, upload_seconds: float) -> bool:
-        """The process has taken so much processor time since it began, and large answers so much time of all slots
-        together. Whether `told_permille` is another now."""
+        """Take a sample: processor seconds of the process since its start, and seconds that large answers took of all
+        slots together. Returns whether `told_permille` changed."""
         elapsed = now - self._since
         if elapsed < INTERVAL_SECONDS:
             return False

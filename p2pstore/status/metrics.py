@@ -311,7 +311,7 @@ def _kept(peer: Document) -> Iterator[Metric]:
 def _latencies(measures: Measures) -> Iterator[Metric]:
     yield histograms(
         "client_request_seconds",
-        "How long requests of this machine's clients took the peer. Reads in place ask nobody.",
+        "How long requests of this machine's clients took the peer. Reads in place send no request.",
         "request",
         measures.requests,
         buckets=COARSE_SECONDS,

@@ -203,8 +203,8 @@ class PeerWatch:
             self.measures.missed(client.namespace, misses)
 
     def _take_report(self, client: LocalClient, message: Message) -> None:
-        """What the client read from other peers by itself. Reads are counted when they have ended: one may
-        ask for several plans, or for none."""
+        """Count the client's own reads from other peers. A read counts when it has ended: it may ask for several
+        plans, or for none."""
         assert isinstance(message, local.Report)
         self._counters["client_misses"] += max(0, message.misses)
         self.measures.missed(client.namespace, max(0, message.misses))
@@ -467,8 +467,8 @@ def _outcome(answer: Message | Exception | None) -> str:
 
 
 def _transport(name: str) -> str:
-    """A transport as a client names it. What this peer does not know counts as one: the names that are kept
-    are few, whatever a client makes up."""
+    """A transport as a client names it. All unknown names count as one, so that a client cannot add names without
+    limit."""
     return name if name in TRANSPORTS else "other"
 
 

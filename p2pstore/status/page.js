@@ -1,10 +1,10 @@
 "use strict";
-// Asks for status.json every two seconds, as long as somebody can see the page, and shows what it says.
-// All text goes into the page as text: names and keys are whatever somebody called them.
+// Asks for status.json every two seconds, while the page is visible, and shows the answer.
+// All text goes into the page as text: names and keys may have any content.
 
 const POLL_MS = 2000;
 const PATIENCE_MS = 5000;
-const FEW_MEMBERS = 12; // shown before somebody asks for more
+const FEW_MEMBERS = 12; // shown before the reader of the page asks for more
 const STATES = {
   alive: ["ok", "alive"], suspect: ["warning", "silent"], leaving: ["warning", "leaving"], dead: ["broken", "dead"],
 };
@@ -18,7 +18,7 @@ const COLORS = { ok: "%231a7f37", warning: "%23d29922", broken: "%23cf222e" };
 let current = null; // the last document
 let before = null; // the one before it
 let answeredAt = null; // when it came, by this machine's clock
-let heardAt = null; // the same, but for what came before somebody looked again
+let heardAt = null; // the same, without answers from before the page was visible again
 let silentSince = null;
 let asking = false;
 let timer = 0;
@@ -44,7 +44,7 @@ const make = (tag, attributes, ...children) => element(null, tag, attributes, ch
 const draw = (tag, attributes, ...children) => element("http://www.w3.org/2000/svg", tag, attributes, children);
 const named = (text) => make("bdi", null, text);
 
-// What is the same stays: what somebody selected, and where the focus is.
+// Unchanged elements stay, and with them the selection and the focus.
 function become(old, fresh) {
   if (old.nodeType !== fresh.nodeType || old.nodeName !== fresh.nodeName) {
     old.replaceWith(fresh);
@@ -54,7 +54,7 @@ function become(old, fresh) {
     if (old.data !== fresh.data) old.data = fresh.data;
     return;
   }
-  const theirs = old.nodeName === "DETAILS" ? "open" : ""; // whoever looks opened it, or closed it
+  const theirs = old.nodeName === "DETAILS" ? "open" : ""; // the reader opened or closed it
   for (const { name } of [...old.attributes]) if (name !== theirs && !fresh.hasAttribute(name)) old.removeAttribute(name);
   for (const { name, value } of fresh.attributes) {
     if (name !== theirs && old.getAttribute(name) !== value) old.setAttribute(name, value);
@@ -324,7 +324,7 @@ function showCheckpoints(status) {
 
 function showTransfers(status) {
   const names = [...new Set([status.received, status.served, status.reads].flatMap(Object.keys))].sort();
-  const unknown = "\u2013"; // who reads by shared memory or RDMA asks nobody
+  const unknown = "\u2013"; // reads by shared memory or RDMA send no request
   const rows = names.map((name) => {
     const came = status.received[name];
     const went = status.served[name];
@@ -377,7 +377,7 @@ function showHottest(status) {
       cell("", make("span", { class: each.key === null ? "" : "muted" }, named(each.namespace)), each.key === null ? null : [" ", make("code", null, named(each.key))]),
       cell("number", bytes(each.bytes)), cell("number", `${perSecond(60 * each.reads_per_second)}/min`)));
   const hidden = status.with_keys ? null
-    : make("p", { class: "note" }, "Keys are not shown to everybody. On the peer's machine: ", make("code", null, "mooncake-p2p stats --json"), ".");
+    : make("p", { class: "note" }, "Keys are not shown here. On the peer's machine: ", make("code", null, "mooncake-p2p stats --json"), ".");
   fill(place("hottest"), [
     make("h2", null, "Read most here"),
     rows.length ? make("table", null, make("tbody", null, rows)) : make("p", { class: "muted" }, "Nothing was read of late."),
@@ -409,7 +409,7 @@ function showWhetherItAnswers() {
   place("lost").hidden = !lost;
   if (lost) {
     const since = `${clock(silentSince)} (for ${duration((Date.now() - silentSince) / 1000)})`;
-    const text = current ? `The peer has not answered since ${since}. What stands below is from then.` : `The peer has not answered since ${since}.`;
+    const text = current ? `The peer has not answered since ${since}. The figures below are from then.` : `The peer has not answered since ${since}.`;
     fill(place("lost"), [document.createTextNode(text)]);
     place("live-text").textContent = "no answer";
     document.title = `\u2715 no answer${current ? ` \u2013 ${current.peer.name}` : ""}`;
@@ -457,7 +457,7 @@ async function poll() {
 
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) return;
-  heardAt = silentSince = null; // nobody asked in between
+  heardAt = silentSince = null; // no requests in between
   poll();
 });
 place("members").addEventListener("click", (event) => {

@@ -26,7 +26,7 @@ FLOORS_PERMILLE: Final = 800
 FAILED_PUTS: Final = 0.01
 """Of all."""
 OVERLOADED_PERMILLE: Final = 1000
-# A cache drops things, readers go on at the next holder, and now and then somebody waits: from here on it is told.
+# Drops, failed reads and waits are normal in a cache; rates above these are problems.
 DROPPED_PER_SECOND: Final = 1.0
 FULL: Final = 0.9
 FAILED_READS_PER_SECOND: Final = 0.1
@@ -86,7 +86,7 @@ class Facts:
     clock_problem: str = ""
     """Why others would refuse what this peer writes now, and what to do."""
     stamps_ahead_seconds: float = 0.0
-    """How far what this peer stamps is ahead of its own clock."""
+    """Seconds that the stamps of this peer are ahead of its own clock."""
     wrong_clocks: Sequence[str] = ()
     """Members whose clock is wrong, and by how much."""
     members_refused: int = 0
@@ -178,7 +178,7 @@ def _alone(facts: Facts) -> Finding:
     peers = "its bootstrap peer" if facts.bootstrap_count == 1 else "any bootstrap peer"
     cause = f"it has not heard from {peers} since it started, and serves a cluster of its own"
     if facts.joined:
-        cause = "the others have gone, and nobody answers it any more"
+        cause = "the others have gone, and no peer answers it any more"
     if facts.unreached:
         cause += f": {'; '.join(facts.unreached)}"
     address = facts.bootstrap[0] if facts.bootstrap else "HOST:PORT"
@@ -210,8 +210,8 @@ def _clock(facts: Facts) -> Iterator[Finding]:
     if facts.stamps_ahead_seconds > MAX_CLOCK_SKEW_SECONDS:
         yield warning(
             "clock",
-            f"What this peer stamps is {facts.stamps_ahead_seconds:,.0f} s ahead of its own clock",
-            "its clock was fast before; it is alone, so that nobody refuses that yet",
+            f"The stamps of this peer are {facts.stamps_ahead_seconds:,.0f} s ahead of its own clock",
+            "its clock was fast before; it is alone, so no peer refuses them yet",
             "nothing is to be done: new stamps are made as soon as another peer has told the time",
         )
     ahead = facts.clock_ahead_seconds
@@ -264,7 +264,7 @@ def _members(facts: Facts) -> Iterator[Finding]:
         yield warning(
             "members",
             f"{_count(facts.dead_count, 'member is', 'members are')} dead: {names}",
-            "ended without leaving, or cut off; what nobody else held of it cannot be read until it is back",
+            "ended without leaving, or cut off; objects that no other peer held cannot be read until it is back",
             "start it again; `mooncake-p2p doctor --peer HOST:PORT` on this machine checks the way to it",
         )
     if facts.suspect_count:
@@ -296,8 +296,8 @@ def _copies(facts: Facts) -> Iterator[Finding]:
     if dropped > DROPPED_PER_SECOND * facts.seconds and facts.memory_share >= FULL:
         yield warning(
             "data lost",
-            f"{_count(dropped, 'object', 'objects')} that nobody else held had to go{_lately(facts)}",
-            "memory is full of what is used, and there is no SSD, or not enough of it, for the rest",
+            f"{_count(dropped, 'object', 'objects')} that no other peer held had to go{_lately(facts)}",
+            "memory is full of objects in use, and there is no SSD, or too little, for the rest",
             "more `--memory`, an `--ssd`, or more peers; what must stay can be pinned (`mooncake-p2p pin`)",
         )
     if facts.lacking:
@@ -372,7 +372,7 @@ def _floors(facts: Facts) -> Iterator[Finding]:
         yield warning(
             "removals",
             f"This peer discarded older objects {_count(facts.distrusted, 'time', 'times')} since it started",
-            "it was out of touch for so long that others have forgotten which keys were removed meanwhile",
+            "it was out of touch longer than others remember which keys were removed",
             "look in the log for how long its network or process stood still; what others hold is not concerned",
         )
 
@@ -381,7 +381,8 @@ def _kept(facts: Facts) -> Iterator[Finding]:
     if facts.kept_damaged:
         yield warning(
             "kept memory",
-            f"{_count(facts.kept_damaged, 'object', 'objects')} of the kept memory were damaged when this peer started",
+            f"{_count(facts.kept_damaged, 'object', 'objects')} of the kept memory {_were(facts.kept_damaged)} damaged "
+            "when this peer started",
             "something wrote to its file, or the memory is faulty; they were dropped, and copies elsewhere are good",
             "look for what else uses that file (`--memory-path`), and for memory errors (`dmesg`, EDAC)",
         )
@@ -420,7 +421,8 @@ def _ssd(facts: Facts) -> Iterator[Finding]:
     if finding.status is not Status.OK:
         what = f"The SSD of this peer {finding.value.partition(':')[0]}"
         if finding.status is Status.WARNING:
-            what = f"{_count(facts.ssd.damaged, 'object', 'objects')} on the SSD of this peer were damaged"
+            damaged = facts.ssd.damaged
+            what = f"{_count(damaged, 'object', 'objects')} on the SSD of this peer {_were(damaged)} damaged"
         yield Finding("ssd", finding.status, what, finding.cause, finding.cure)
 
 
@@ -449,7 +451,7 @@ def _places(facts: Facts) -> Iterator[Finding]:
             + (f"; {places.refused:,} were refused{_lately(facts)}" if places.refused else ""),
             f"{places.name or 'the largest member'} has {places.places:,} of them; one host{host} has "
             f"{places.host_places:,}",
-            "restart that member, or take it off the allow list and send SIGHUP; those that nobody uses make room by "
+            "restart that member, or take it off the allow list and send SIGHUP; unused ones make room by "
             "themselves",
         )
     ended = facts.lately.get("hoarders_ended", 0)
@@ -469,6 +471,10 @@ _JUDGES: Final[Sequence[Callable[[Facts], Iterator[Finding]]]] = (
 
 def _count(number: int, one: str, several: str) -> str:
     return f"{number:,} {one if number == 1 else several}"
+
+
+def _were(number: int) -> str:
+    return "was" if number == 1 else "were"
 
 
 def _names(names: Sequence[str], count: int) -> str:

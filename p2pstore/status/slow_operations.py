@@ -1,8 +1,8 @@
 """Which requests took long, and where their time went. Pure.
 
 While an answer is being found, what the peer does for it (asking other peers, pulling bytes) is noted as
-stages under the digests it concerns. What no stage covers was spent waiting: for a key that did not exist yet,
-for room, or for this process itself. Waiting that the client asked for (`get --wait`) is not slow.
+stages under the digests it concerns. Time outside all stages was spent waiting: for a key that did not exist
+yet, for room, or for this process itself. Waiting that the client asked for (`get --wait`) is not slow.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.trio_streams import TrioDriver
+from p2pstore.state.floors_file import FloorsFile
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.transfer.data_messages import DataKind, ObjectReply, Objects, Ping
 from p2pstore.transfer.peer_messages import (
@@ -439,15 +440,15 @@ async def test_a_full_disk_loses_no_floor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = str(tmp_path / "state")
-    append = StateDirectory.append_floors
+    append = FloorsFile.append
     full = True
 
-    def append_floors(self: StateDirectory, records: Sequence[SignedRecord]) -> None:
+    def append_floors(self: FloorsFile, records: Sequence[SignedRecord]) -> None:
         if full and records:
             raise OSError(errno.ENOSPC, "the disk is full")
         append(self, records)
 
-    monkeypatch.setattr(StateDirectory, "append_floors", append_floors)
+    monkeypatch.setattr(FloorsFile, "append", append_floors)
     async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
         for number in range(3):
             await peer.put(f"k{number}", b"value")
@@ -455,7 +456,7 @@ async def test_a_full_disk_loses_no_floor(
             await until(lambda number=number: caplog.text.count("disk is full") > number)  # type: ignore[misc]  # bound now
         full = False
     with StateDirectory.open(state) as directory:
-        assert len(directory.load_floors()) == 3
+        assert len(directory.floors.load()) == 3
 
 
 async def test_an_error_of_the_program_ends_an_operation_and_not_the_peer(

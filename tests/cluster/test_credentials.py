@@ -154,7 +154,7 @@ def test_a_key_is_replaced_while_the_cluster_works(machine: Machine) -> None:
 
 @asynccontextmanager
 async def member(key: bytes) -> AsyncIterator[tuple[Identity, ControlHost, DataPool]]:
-    """Somebody who holds `key`: a control host and data connections, without a peer behind them."""
+    """A stranger who holds `key`: a control host and data connections, without a peer behind them."""
     identity, ring = Identity(bytes(range(32))), KeyRing([key])
     office = TicketOffice(identity, ring)
     pool = DataPool(TrioDriver(), lambda peer: office.ticket(peer.peer_id, Scope.READ | Scope.PEER))
@@ -202,7 +202,7 @@ async def ended(pool: DataPool, seconds: float) -> None:
         assert await place.connection.stream.receive_into(memoryview(bytearray(1))) == 0
 
 
-async def test_who_was_admitted_with_a_removed_key_is_out_within_seconds(tmp_path: Path) -> None:
+async def test_a_member_with_a_removed_key_is_out_within_seconds(tmp_path: Path) -> None:
     old, new = new_cluster_key(), new_cluster_key()
     key_file = Path(write_private(tmp_path / "key", f"{old}\n"))
     async with (
@@ -253,7 +253,7 @@ async def test_a_bad_file_changes_nothing(tmp_path: Path, bad: str) -> None:
         await ask_data(peer, pool)
 
 
-async def test_who_is_not_on_the_list_is_refused_and_who_is_taken_off_it_is_out(
+async def test_peers_off_the_allow_list_are_refused_or_put_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The list of the first names the second; then also a third, then the second no more."""
@@ -375,7 +375,7 @@ async def test_without_a_key_nobody_else_reaches_a_peer(
 
 
 async def test_advertising_an_address_opens_no_port(tmp_path: Path) -> None:
-    """What is told to others is not what is bound: without a key that stays loopback."""
+    """Advertised addresses are not bound: without a key the peer stays on loopback."""
     options = {"listen": None, "advertise": "192.0.2.1", "data_advertise": ["192.0.2.1:1"]}
     async with open_peer(config(tmp_path, "a", **options, insecure=False)) as peer:
         assert peer.node.host.listening[0] == "127.0.0.1"

@@ -68,7 +68,7 @@ def patched_peer(
         return machine.join("patched", *options)
 
 
-def test_a_healthy_way_is_measured_both_ways_and_nobody_joins(pair: tuple[Peer, Peer]) -> None:
+def test_a_healthy_way_is_measured_both_ways_without_joining(pair: tuple[Peer, Peer]) -> None:
     first, second = pair
     found = findings(done(examine(first, "--json")))
     assert {each["status"] for each in found.values()} <= {"ok", "warning", "skipped"}
@@ -86,7 +86,7 @@ def test_a_healthy_way_is_measured_both_ways_and_nobody_joins(pair: tuple[Peer, 
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_without_the_key_nobody_gets_in(pair: tuple[Peer, Peer]) -> None:
+def test_without_the_key_there_is_no_way_in(pair: tuple[Peer, Peer]) -> None:
     result = examine(pair[0], "--json", keyed=False)
     assert "wrong cluster key" in failed(result, 1)
     refused = last(result)
@@ -94,7 +94,7 @@ def test_without_the_key_nobody_gets_in(pair: tuple[Peer, Peer]) -> None:
     assert refused["cure"].startswith("give the cluster's key with --cluster-key-file")
 
 
-def test_with_another_key_nobody_gets_in(pair: tuple[Peer, Peer]) -> None:
+def test_another_key_is_refused(pair: tuple[Peer, Peer]) -> None:
     machine = pair[0].machine
     other = str(machine.folder / "other")
     done(machine.run("keygen", other))
@@ -143,7 +143,7 @@ def test_a_data_port_is_not_a_control_port(pair: tuple[Peer, Peer]) -> None:
 
 @contextmanager
 def listener(answer: bytes | None) -> Iterator[str]:
-    """Something else that listens: it says `answer` to whoever connects, or (None) never accepts."""
+    """Something else that listens: it sends `answer` to each connection, or (None) never accepts."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
@@ -191,7 +191,7 @@ def test_something_else_listens(
     assert (last(result)["name"], last(result)["failure"]) == ("noise", failure)
 
 
-def test_nobody_listens_and_no_such_host(machine: Machine) -> None:
+def test_a_port_without_listener_and_no_such_host(machine: Machine) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]

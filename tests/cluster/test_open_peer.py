@@ -610,8 +610,8 @@ async def test_floors_that_are_gone_do_not_fill_the_disk(
             while floors.purging:
                 peer.node.core.gossip.cluster_records.purge()
             await saver.save()
-            assert directory.floors_in_file <= 2 * 0 + 3 + 2
-        assert len(directory.load_floors()) < 12
+            assert directory.floors.record_count <= 2 * 0 + 3 + 2
+        assert len(directory.floors.load()) < 12
 
 
 async def test_a_peer_that_has_left_refuses_what_others_still_ask(tmp_path: Path) -> None:

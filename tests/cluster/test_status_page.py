@@ -71,7 +71,7 @@ def fill(cluster: ProcessCluster, folder: Path) -> None:
 
 
 def status(peer: PeerProcess) -> dict[str, Any]:
-    """What the page of a peer is given."""
+    """The data of a peer's page."""
     with urllib.request.urlopen(f"http://{peer.ready['metrics']}/status.json", timeout=20) as got:
         document: dict[str, Any] = json.loads(got.read())
         return document
@@ -128,7 +128,7 @@ def test_the_page_of_a_peer(cluster: ProcessCluster, tmp_path: Path) -> None:
         assert browser.evaluate("document.querySelectorAll('img, b[onclick]').length") == 0
         assert browser.evaluate("document.title").endswith("p0 \u2013 All is well")
 
-        # It is live while it is seen, and asks nobody while it is not.
+        # It asks the peer while it is visible, and not while it is hidden.
         first.client.put("one more", b"z")
         browser.wait_for("document.querySelector('#peer').innerText.includes('2, nothing in use')")
         show_or_hide(browser, hidden=True)
@@ -160,7 +160,7 @@ def test_the_page_of_a_peer(cluster: ProcessCluster, tmp_path: Path) -> None:
         assert browser.evaluate("window.ran") is None
         assert "Content Security Policy" in "".join(browser.complaints)
 
-    # Who was not told to show keys shows none; who may use the socket gets them.
+    # Without `metrics_keys` the page shows no keys; clients of the socket get them.
     kept = status(second)
     assert SCRIPT not in json.dumps(kept)
     assert [each["namespace"] for each in kept["hottest"]] == ["default"]

@@ -353,10 +353,10 @@ def state_directory(rng: Random, sent: list[bytes]) -> None:
     with tempfile.TemporaryDirectory(prefix="p2p-fuzz-") as folder:
         with StateDirectory.open(folder) as state:
             state.identity()
-            state.next_incarnation(5)
+            state.record.next_incarnation(5)
             state.save_clock(6)
             state.save_addresses(["host:1"])
-            state.append_floors([_records()[1]] * 3)
+            state.floors.append([_records()[1]] * 3)
         names = ("identity.key", "state.json", "addresses.json", "floors.bin", "lock")
         damaged = Path(folder, rng.choice(names))
         sent.append(damaged.name.encode())
@@ -364,7 +364,7 @@ def state_directory(rng: Random, sent: list[bytes]) -> None:
         with suppress(ConfigError), StateDirectory.open(folder) as state:
             state.identity()
             state.load_addresses()
-            for floor in state.load_floors():
+            for floor in state.floors.load():
                 if floor != _records()[1]:
                     raise Problem("a damaged floor was taken for good")
 

@@ -357,9 +357,9 @@ def test_cluster_records_come_back_from_the_disk_as_they_were_signed(tmp_path: P
     record = ClusterRecord(1, 1, b"name", 5, 6, identity.peer_id)
     signed = signed_by_a_newer_version(identity, record, CLUSTER_CONTEXT)
     with StateDirectory.open(tmp_path) as state:
-        state.append_floors([signed])
-        state.replace_floors(state.load_floors())
-        (loaded,) = state.load_floors()
+        state.floors.append([signed])
+        state.floors.replace(state.floors.load())
+        (loaded,) = state.floors.load()
     assert open_cluster_record(loaded, Ed25519Verifier()) == record
     kept = ClusterRecords()
     kept.load([(record, loaded)])
@@ -613,7 +613,7 @@ def test_files_of_a_newer_format_are_refused_and_kept(
         with StateDirectory.open(tmp_path) as state:
             state.identity()
             state.load_addresses()
-            state.load_floors()
+            state.floors.load()
 
     with pytest.raises(ConfigError, match="has format 2, this program knows up to 1"):
         use()
@@ -626,7 +626,7 @@ def test_fields_that_a_newer_version_added_to_state_files_do_no_harm(tmp_path: P
     book = {"format": 1, "addresses": ["a:1"], "peers": []}
     (tmp_path / "addresses.json").write_text(json.dumps(book))
     with StateDirectory.open(tmp_path) as opened:
-        assert opened.next_incarnation(0) == 8
-        assert opened.clock == 8
+        assert opened.record.next_incarnation(0) == 8
+        assert opened.record.clock == 8
         assert opened.load_addresses() == ["a:1"]
         assert member_of(opened.identity().peer_id) > 0

@@ -1,4 +1,4 @@
-"""Settings of a peer: what is accepted, and that a mistake is told by the name its author used."""
+"""Settings of a peer: accepted values, and mistakes reported under the name that their author used."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_addresses_are_split_and_joined(address: str, host: str, port: int) -> N
 @pytest.mark.parametrize(
     "address", ["", ":1", "a:", "a:-1", "a:65536", "a:²", "a:1_0", "[::1]", "a"]
 )
-def test_what_is_no_address(address: str) -> None:
+def test_malformed_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="listen: "):
         split_address(address, "listen")
 

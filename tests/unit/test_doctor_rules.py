@@ -1,4 +1,4 @@
-"""What the doctor makes of readings: every judgement in each of its outcomes."""
+"""The doctor's judgements of readings, each in all of its outcomes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ WAY: list[tuple[Callable[..., Finding], tuple[Any, ...], dict[str, Any], Failure
 
 
 def check_words(finding: Finding) -> None:
-    """Who is told of a problem is told what to do; who is told of none is not bothered."""
+    """A problem comes with a cause and a cure; a good finding with neither."""
     problem = finding.status in (WARNING, BROKEN)
     assert bool(finding.cause) is (problem or finding.status is SKIPPED)
     assert bool(finding.cure) is problem
@@ -197,7 +197,7 @@ def test_a_key_that_is_missing_is_asked_for_and_a_wrong_one_is_to_be_replaced() 
         (b"\xff\x00", True),
     ],
 )
-def test_what_a_stranger_says_first(greeting: bytes | None, refused: bool) -> None:
+def test_the_first_bytes_of_a_stranger(greeting: bytes | None, refused: bool) -> None:
     finding = way.judge_greeting("h:1", greeting)
     assert (finding is not None) is refused
     if finding is not None:
@@ -205,7 +205,7 @@ def test_what_a_stranger_says_first(greeting: bytes | None, refused: bool) -> No
         check_words(finding)
 
 
-def test_who_answers_with_another_version_is_told() -> None:
+def test_another_version_in_an_answer_is_told() -> None:
     reading = way.PeerReading("n", "id", "0.1.0", (1, 2), ("h:1",), 3)
     assert way.judge_who(reading, "0.1.0", (1, 2)).status is OK
     other = way.judge_who(reading, "0.2.0", (2, 3))

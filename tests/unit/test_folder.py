@@ -58,7 +58,7 @@ def test_planted_links_are_replaced(
     assert not any(each.is_symlink() for each in folder.rglob("*"))
 
 
-def test_what_is_no_file_is_not_opened(tmp_path: Path, victim: Path) -> None:
+def test_only_regular_files_are_opened(tmp_path: Path, victim: Path) -> None:
     (tmp_path / "link").symlink_to(victim)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()

@@ -85,7 +85,7 @@ def test_fields_of_a_later_version_are_passed_over() -> None:
         ),
     ],
 )
-def test_what_is_no_invite_is_told_so(text: str, complaint: str) -> None:
+def test_other_text_is_refused_with_a_reason(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         parse_invite(text)
     assert len(str(caught.value)) < 250
@@ -105,7 +105,9 @@ def test_any_text_is_an_invite_or_a_clear_error(text: str) -> None:
     st.lists(st.integers(1, 65535), min_size=1, max_size=4, unique=True),
     st.lists(st.binary(min_size=32, max_size=32), max_size=3, unique=True),
 )
-def test_what_is_written_is_read(cluster: str, ports: list[int], keys: list[bytes]) -> None:
+def test_an_invite_survives_writing_and_reading(
+    cluster: str, ports: list[int], keys: list[bytes]
+) -> None:
     try:
         invite = Invite(cluster, tuple(f"host:{port}" for port in ports), tuple(keys))
         line = format_invite(invite)

@@ -1,4 +1,4 @@
-"""What a peer counts for its metrics."""
+"""Counters and histograms of a peer, for its metrics."""
 
 from __future__ import annotations
 

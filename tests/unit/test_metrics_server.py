@@ -59,7 +59,7 @@ async def test_an_answer_has_its_own_headers_and_those_of_all() -> None:
         (b"\xff\xfe\0 / x", b"405"),
     ],
 )
-async def test_what_is_no_page_is_refused(request_line: bytes, status: bytes) -> None:
+async def test_an_unknown_page_is_refused(request_line: bytes, status: bytes) -> None:
     answer = await answer_to(request_line + b"\r\n\r\n")
     assert answer.split(b" ")[1] == status
 
@@ -128,13 +128,13 @@ async def test_an_endless_request_is_not_answered() -> None:
         assert await answer_to(b"GET /" + b"a" * MAX_REQUEST_BYTES) == b""
 
 
-async def test_who_does_not_ask_or_does_not_read_is_cut(autojump_clock: trio.abc.Clock) -> None:
+async def test_a_client_that_does_not_ask_or_read_is_cut(autojump_clock: trio.abc.Clock) -> None:
     silent, _ = trio.testing.memory_stream_pair()
     began = trio.current_time()
     await serve_request(PAGES, silent)
     assert trio.current_time() - began == pytest.approx(REQUEST_SECONDS)
 
-    # A lockstep stream takes nothing before somebody reads it.
+    # A lockstep stream takes no bytes before the other side reads.
     slow, theirs = trio.testing.lockstep_stream_pair()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(slow.send_all, b"GET / HTTP/1.1\r\n\r\n")
@@ -143,7 +143,7 @@ async def test_who_does_not_ask_or_does_not_read_is_cut(autojump_clock: trio.abc
     assert trio.current_time() - began == pytest.approx(REQUEST_SECONDS)
 
 
-async def test_a_crowd_from_one_host_keeps_nobody_else_out() -> None:
+async def test_a_crowd_from_one_host_keeps_no_other_host_out() -> None:
     """Each of these hosts opens as many connections as there may be of one, and says nothing."""
     listeners = await open_metrics_listeners("127.0.0.1:0")
     address = listeners[0].socket.getsockname()[:2]

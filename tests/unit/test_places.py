@@ -1,4 +1,4 @@
-"""What a peer is called and where it keeps its things when nobody says."""
+"""A peer's default name, and where it keeps its files."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_user_without_a_home_has_state_beside_its_sockets(
     assert state_root() == tmp_path / "mooncake-p2p-12345" / "state"
 
 
-def test_an_invite_is_below_what_somebody_said(home: Path) -> None:
+def test_a_setting_is_above_an_invite(home: Path) -> None:
     settled = settle(said(name="n", cluster="red"), INVITE)
     config = settled.checked()
     assert (config.cluster, config.bootstrap) == ("red", ["10.0.0.1:17946"])
@@ -148,9 +148,7 @@ def test_the_invite_of_an_earlier_start_is_remembered(home: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [None, Invite("red", ("10.0.0.9:1",))])
-def test_an_invite_by_which_nobody_admits_this_peer_is_forgotten(
-    home: Path, before: Invite | None
-) -> None:
+def test_an_invite_that_admits_no_peer_is_forgotten(home: Path, before: Invite | None) -> None:
     """Else every later start would go by it."""
     if before is not None:
         keep_joined(before, str(home / "n"))
@@ -204,7 +202,7 @@ def test_a_kept_invite_whose_key_is_gone_is_not_followed_without_it(home: Path) 
     with pytest.raises(ConfigError, match=rf"{key} is missing.*--cluster-key-file"):
         settle(said(name="n"))
     assert settle(said(name="n", cluster_key_file="own")).config().cluster_key_file == "own"
-    key.symlink_to(key)  # cannot be read, which is for whoever reads it to say
+    key.symlink_to(key)  # cannot be read, which its reader reports
     assert settle(said(name="n")).config().cluster_key_file == str(key)
     keep_joined(Invite("blue", ("10.0.0.1:17946",)), str(home / "m"))
     assert settle(said(name="m")).config().cluster_key_file is None

@@ -43,7 +43,7 @@ async def test_floors_that_come_while_all_are_written_anew_are_in_the_file(tmp_p
     world.core.take_effects()
     with StateDirectory.open(tmp_path / "state") as state:
         saver = StateSaver(world.core, state)
-        state.floors_in_file = 1 << 20  # superseded ones
+        state.floors.record_count = 1 << 20  # superseded ones
         late: list[SignedRecord] = []
 
         async def hear() -> None:
@@ -58,6 +58,6 @@ async def test_floors_that_come_while_all_are_written_anew_are_in_the_file(tmp_p
             nursery.start_soon(hear)
             nursery.start_soon(saver.save)
         await saver.save()
-        found = {signed.body for signed in state.load_floors()}
+        found = {signed.body for signed in state.floors.load()}
     assert found == {signed.body for signed in world.gossip.cluster_records.dump()}
     assert {signed.body for signed in late} <= found

@@ -37,7 +37,9 @@ def end(slow: SlowOperations, watched: Watched, now: float, **changes: Any) -> S
     ("threshold", "seconds", "kept"),
     [(0.1, 0.1, True), (0.1, 0.0999, False), (0.0, 60.0, False)],
 )
-def test_what_takes_the_threshold_is_slow(threshold: float, seconds: float, kept: bool) -> None:
+def test_an_operation_at_the_threshold_is_slow(
+    threshold: float, seconds: float, kept: bool
+) -> None:
     slow = SlowOperations(threshold)
     assert (end(slow, slow.begin([ONE], 0.0), seconds) is not None) is kept
     assert slow.total == kept
@@ -69,7 +71,7 @@ def test_stages_go_to_those_under_way_for_their_digests() -> None:
     assert [stage.what for stage in two.stages] == ["lookup", "pull"]
     assert one.waiting_seconds == pytest.approx(0.8)
     assert two.waiting_seconds == pytest.approx(0.3)
-    slow.stage([ONE], lookup, 1.5)  # nobody is left to whom it would belong
+    slow.stage([ONE], lookup, 1.5)  # no operation is left that it belongs to
     assert slow.document()["operations"][-1]["stages"] == [
         {"what": "lookup", "seconds": 0.2, "peer": "b", "transport": "tcp", "outcome": "ok"}
     ]

@@ -40,7 +40,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "state"
     with StateDirectory.open(path) as state:
         peer_id = state.identity().peer_id
-        incarnation = state.next_incarnation(1000)
+        incarnation = state.record.next_incarnation(1000)
         state.save_clock(77)
         state.save_addresses(["10.0.0.1:17946", "[::1]:1"])
         assert state.load_publishers() == []
@@ -49,27 +49,27 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         assert state.load_forgotten() == []
         state.save_publishers(state.load_publishers(), [("space", "old", peer_id, 7)])
         for record in records(3):
-            state.append_floors([record])
+            state.floors.append([record])
     assert mode(path) == 0o700
     assert mode(path / "identity.key") == 0o600
     with StateDirectory.open(path) as state:
         assert state.identity().peer_id == peer_id
         assert incarnation == 1000
-        assert state.next_incarnation(500) == 1001, "the wall clock went back"
-        assert state.next_incarnation(5000) == 5000
-        assert state.clock == 77
+        assert state.record.next_incarnation(500) == 1001, "the wall clock went back"
+        assert state.record.next_incarnation(5000) == 5000
+        assert state.record.clock == 77
         assert state.load_addresses() == ["10.0.0.1:17946", "[::1]:1"]
         assert state.load_publishers() == [("space", "name", peer_id), ("", "other", peer_id)]
         assert state.load_forgotten() == [("space", "old", peer_id, 7)]
-        assert state.load_floors() == records(3)
-        state.replace_floors(records(2))
-        assert state.load_floors() == records(2)
-        state.save_incarnation(9000)
-        state.save_incarnation(10)
+        assert state.floors.load() == records(3)
+        state.floors.replace(records(2))
+        assert state.floors.load() == records(2)
+        state.record.save_incarnation(9000)
+        state.record.save_incarnation(10)
         state.save_clock(76)  # as after a clock that was fast
     with StateDirectory.open(path) as state:
-        assert state.next_incarnation(0) == 9001
-        assert state.clock == 76
+        assert state.record.next_incarnation(0) == 9001
+        assert state.record.clock == 76
     assert not list(path.glob("*.new"))
 
 
@@ -77,25 +77,37 @@ def test_up_to_where_floors_were_seen_and_dropped_comes_back(tmp_path: Path) -> 
     seen = {0xFEDC_BA98_7654_3210: clock_from_unix_seconds(time.time() + 5), 1: 2}
     horizon = {1: 1}
     with StateDirectory.open(tmp_path) as state:
-        assert state.floors_seen == state.floors_horizon == {}
+        assert state.record.floors_seen == state.record.floors_horizon == {}
         state.save_clock(5, floors_horizon=horizon)
         state.save_clock(4, seen)
     with StateDirectory.open(tmp_path) as state:
-        assert (state.clock, state.floors_seen, state.floors_horizon) == (4, seen, horizon)
-        state.next_incarnation(7)
+        assert (state.record.clock, state.record.floors_seen, state.record.floors_horizon) == (
+            4,
+            seen,
+            horizon,
+        )
+        state.record.next_incarnation(7)
         state.save_clock(6)
         written = (tmp_path / "state.json").stat().st_mtime_ns
         state.save_clock(6, seen, horizon)
         assert (tmp_path / "state.json").stat().st_mtime_ns == written, "nothing had changed"
     with StateDirectory.open(tmp_path) as state:
-        assert (state.clock, state.floors_seen, state.floors_horizon) == (6, seen, horizon)
+        assert (state.record.clock, state.record.floors_seen, state.record.floors_horizon) == (
+            6,
+            seen,
+            horizon,
+        )
 
 
 def test_a_state_file_of_an_earlier_version(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"format":1,"incarnation":3,"clock":4}\n')
     with StateDirectory.open(tmp_path) as state:
-        assert (state.clock, state.floors_seen, state.floors_horizon) == (4, {}, {})
-        assert state.next_incarnation(0) == 4
+        assert (state.record.clock, state.record.floors_seen, state.record.floors_horizon) == (
+            4,
+            {},
+            {},
+        )
+        assert state.record.next_incarnation(0) == 4
 
 
 @pytest.mark.parametrize("clock", ["-1", str(1 << 63), str(1 << 70), "1.5", '"7"', "null", "[]"])
@@ -105,12 +117,12 @@ def test_a_clock_that_was_edited_is_made_anew_and_said(
     seen = '"floors_seen":{"000000000000000a":7,"000000000000000b":9}'
     (tmp_path / "state.json").write_text(f'{{"format":1,"incarnation":3,"clock":{clock},{seen}}}')
     with StateDirectory.open(tmp_path) as state:
-        assert state.clock == 9, "up to there floors were seen"
+        assert state.record.clock == 9, "up to there floors were seen"
         assert "no usable clock" in caplog.text
-        assert state.next_incarnation(0) == 4
+        assert state.record.next_incarnation(0) == 4
         state.save_clock(1 << 64)  # none that the next start would not believe
     with StateDirectory.open(tmp_path) as state:
-        assert state.clock == (1 << 63) - 1
+        assert state.record.clock == (1 << 63) - 1
 
 
 def test_an_incarnation_that_was_edited_is_made_anew_and_said(
@@ -120,15 +132,15 @@ def test_an_incarnation_that_was_edited_is_made_anew_and_said(
     highest = (1 << 62) - 1
     (tmp_path / "state.json").write_text(f'{{"format":1,"incarnation":{highest},"clock":4}}')
     with StateDirectory.open(tmp_path) as state:
-        assert state.next_incarnation(1_800_000_000_000) == 1_800_000_000_000
+        assert state.record.next_incarnation(1_800_000_000_000) == 1_800_000_000_000
         assert "an incarnation of the far future" in caplog.text
 
 
 def test_an_empty_directory_holds_nothing(tmp_path: Path) -> None:
     with StateDirectory.open(tmp_path) as state:
-        assert state.load_floors() == []
+        assert state.floors.load() == []
         assert state.load_addresses() == []
-        assert state.clock == 0
+        assert state.record.clock == 0
     assert ephemeral().peer_id != ephemeral().peer_id
 
 
@@ -201,7 +213,7 @@ def test_newer_and_foreign_files_are_refused_and_left_alone(
         with StateDirectory.open(tmp_path) as state:
             state.load_addresses()
             state.load_publishers()
-            state.load_floors()
+            state.floors.load()
 
     with pytest.raises(ConfigError, match=complaint):
         use()
@@ -215,7 +227,7 @@ def test_a_torn_tail_costs_only_the_torn_record(data: st.DataObject) -> None:
         path = Path(folder) / "floors.bin"
         ends = []
         for record in records(4):
-            state.append_floors([record])
+            state.floors.append([record])
             ends.append(path.stat().st_size)
         cut = data.draw(st.integers(min_value=0, max_value=ends[-1]))
         os.truncate(path, cut)
@@ -224,16 +236,16 @@ def test_a_torn_tail_costs_only_the_torn_record(data: st.DataObject) -> None:
         whole = sum(end <= cut for end in ends)
         if cut < 12 and path.stat().st_size >= 12:  # the header itself is gone: not a torn tail
             return
-        assert state.load_floors() == records(whole)
-        state.append_floors([records(4)[3]])
-        assert state.load_floors() == [*records(whole), records(4)[3]]
+        assert state.floors.load() == records(whole)
+        state.floors.append([records(4)[3]])
+        assert state.floors.load() == [*records(whole), records(4)[3]]
 
 
 def test_a_full_disk_is_said_and_harms_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with StateDirectory.open(tmp_path) as state:
-        state.next_incarnation(10)
+        state.record.next_incarnation(10)
 
         def full(descriptor: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -243,11 +255,11 @@ def test_a_full_disk_is_said_and_harms_nothing(
             with pytest.raises(
                 OSError, match=r"state.json cannot be written: No space.*free some space"
             ):
-                state.next_incarnation(20)
+                state.record.next_incarnation(20)
         assert not (tmp_path / "state.json.new").exists()
-        assert state.next_incarnation(11) == 11, "the failed save did not count"
+        assert state.record.next_incarnation(11) == 11, "the failed save did not count"
     with StateDirectory.open(tmp_path) as state:
-        assert state.next_incarnation(0) == 12
+        assert state.record.next_incarnation(0) == 12
 
 
 def test_a_path_that_cannot_be_a_directory(tmp_path: Path) -> None:
@@ -279,12 +291,12 @@ def test_cluster_key_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["state.json", "publishers.json", "floors.bin", "identity.key"])
-def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path, name: str) -> None:
+def test_a_pipe_or_device_is_refused_without_waiting_for_it(tmp_path: Path, name: str) -> None:
     def use() -> None:
         with StateDirectory.open(tmp_path) as state:
             state.load_addresses()
             state.load_publishers()
-            state.load_floors()
+            state.floors.load()
             state.identity()
 
     path = tmp_path / name
@@ -303,10 +315,8 @@ def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path, name:
 
 @pytest.mark.parametrize("planted", ["link", "dangling", "pipe", "directory", "hard link", "file"])
 @pytest.mark.parametrize("name", ["addresses.json", "state.json", "floors.bin", "cluster.key"])
-def test_what_is_planted_in_the_way_of_a_file_is_never_written_to(
-    tmp_path: Path, name: str, planted: str
-) -> None:
-    """Whoever can write to the directory could have this user's files overwritten."""
+def test_a_planted_file_is_never_written_to(tmp_path: Path, name: str, planted: str) -> None:
+    """A user who can write to the directory could have this user's files overwritten."""
     folder, victim = tmp_path / "state", tmp_path / "victim"
     victim.write_text("precious")
     with StateDirectory.open(folder) as state:
@@ -328,14 +338,14 @@ def test_what_is_planted_in_the_way_of_a_file_is_never_written_to(
                     at.write_text("x")
         state.save_addresses(["10.0.0.1:1"])
         state.save_invite(Invite("c", ("10.0.0.1:1",), (bytes(range(32)),)))
-        state.next_incarnation(7)
-        state.replace_floors(records(1))
+        state.record.next_incarnation(7)
+        state.floors.replace(records(1))
         state.save_publication("v", b"body")
     assert victim.read_text() == "precious"
     assert not (tmp_path / "made").exists()
     with StateDirectory.open(folder) as state:
         assert state.load_addresses() == ["10.0.0.1:1"]
-        assert state.load_floors() == records(1)
+        assert state.floors.load() == records(1)
         assert state.load_publications() == [("v", b"body")]
         assert not state.damage
 
@@ -347,7 +357,7 @@ def test_links_among_the_files_are_not_followed_by_appending_or_locking(tmp_path
     with StateDirectory.open(folder) as state:
         (folder / "floors.bin").symlink_to(victim)
         with pytest.raises(ConfigError, match=r"floors.bin is not a regular file but a link"):
-            state.append_floors(records(1))
+            state.floors.append(records(1))
     (folder / "lock").unlink()
     (folder / "lock").symlink_to(victim)
     with pytest.raises(ConfigError, match=r"lock is not a regular file but a link"):
@@ -374,8 +384,8 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, name: str) -> None:
     """In a directory that others may write to, it was planted."""
     with StateDirectory.open(tmp_path) as state:
         state.identity()
-        state.next_incarnation(1)
-        state.load_floors()
+        state.record.next_incarnation(1)
+        state.floors.load()
     (tmp_path / name).touch()
     os.chown(tmp_path / name, 65534, -1)
     with pytest.raises(ConfigError, match=rf"{name} belongs to .*, who may have planted it"):
@@ -390,7 +400,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, name: str) -> None:
 def saved(folder: Path, count: int = 40) -> bytes:
     """A state directory with floors that are all said to be seen; the bytes of its `floors.bin`."""
     with StateDirectory.open(folder) as state:
-        state.append_floors(records(count))
+        state.floors.append(records(count))
         state.save_clock(5, {1: 7}, {1: 3})
     return (folder / "floors.bin").read_bytes()
 
@@ -405,18 +415,18 @@ def test_one_flipped_bit_costs_one_record_and_is_said(data: st.DataObject) -> No
         whole[at] ^= 1 << data.draw(st.integers(min_value=0, max_value=7))
         Path(folder, "floors.bin").write_bytes(whole)
         with StateDirectory.open(folder) as state:
-            assert state.floors_seen == {1: 7}
-            found = state.load_floors()
+            assert state.record.floors_seen == {1: 7}
+            found = state.floors.load()
             left = [each for each in records(40) if each in found]
             assert found == left
             assert len(found) >= 39
             assert state.damage
-            assert state.floors_seen == {}
-            assert state.floors_horizon == {1: 3}
-            state.append_floors(records(41)[40:])
+            assert state.record.floors_seen == {}
+            assert state.record.floors_horizon == {1: 3}
+            state.floors.append(records(41)[40:])
         with StateDirectory.open(folder) as state:
-            assert state.load_floors() == [*left, *records(41)[40:]]
-            assert state.floors_seen == {}
+            assert state.floors.load() == [*left, *records(41)[40:]]
+            assert state.record.floors_seen == {}
             assert not state.damage
 
 
@@ -431,35 +441,35 @@ def test_a_file_of_floors_that_is_shorter_than_it_was_has_lost_some(
     else:
         (tmp_path / "floors.bin").write_bytes(whole[:cut])
     with StateDirectory.open(tmp_path) as state:
-        left = state.load_floors()
+        left = state.floors.load()
         assert left == records(40)[: len(left)]
         assert state.damage
-        assert state.floors_seen == {}
+        assert state.record.floors_seen == {}
 
 
 def test_a_tail_that_was_never_promised_is_torn(tmp_path: Path) -> None:
     with StateDirectory.open(tmp_path) as state:
-        state.append_floors(records(3))
+        state.floors.append(records(3))
         state.save_clock(5, {1: 7})
-        state.append_floors(records(4)[3:])  # and the machine crashes
+        state.floors.append(records(4)[3:])  # and the machine crashes
     whole = (tmp_path / "floors.bin").read_bytes()
     for tail in (whole[:-1], whole[:-20], whole[:-10] + bytes(10), whole + b"\0" * 50):
         (tmp_path / "floors.bin").write_bytes(tail)
         with StateDirectory.open(tmp_path) as state:
-            assert state.load_floors()[:3] == records(3)
+            assert state.floors.load()[:3] == records(3)
             assert not state.damage
-            assert state.floors_seen == {1: 7}
+            assert state.record.floors_seen == {1: 7}
 
 
 def test_a_crash_while_floors_are_compacted_looks_like_no_damage(tmp_path: Path) -> None:
     with StateDirectory.open(tmp_path) as state:
-        state.append_floors(records(40))
+        state.floors.append(records(40))
         state.save_clock(5, {1: 7})
-        state.replace_floors(records(2))  # and the process is killed
+        state.floors.replace(records(2))  # and the process is killed
     with StateDirectory.open(tmp_path) as state:
-        assert state.load_floors() == records(2)
+        assert state.floors.load() == records(2)
         assert not state.damage
-        assert state.floors_seen == {1: 7}
+        assert state.record.floors_seen == {1: 7}
 
 
 def test_floors_of_an_earlier_version_are_read(tmp_path: Path) -> None:
@@ -469,14 +479,14 @@ def test_floors_of_an_earlier_version_are_read(tmp_path: Path) -> None:
         '{"format":1,"incarnation":3,"clock":4,"floors_seen":{"1":7}}'
     )
     with StateDirectory.open(tmp_path) as state:
-        assert state.load_floors() == records(40)
-        assert state.floors_seen == {1: 7}
+        assert state.floors.load() == records(40)
+        assert state.record.floors_seen == {1: 7}
     (tmp_path / "state.json").write_text(
         '{"format":1,"incarnation":3,"clock":4,"floors_seen":{"1":7}}'
     )
     (tmp_path / "floors.bin").write_bytes(whole[:-3])
     with StateDirectory.open(tmp_path) as state:
-        assert state.load_floors() == records(39)
+        assert state.floors.load() == records(39)
         assert not state.damage
 
 
@@ -509,7 +519,7 @@ def test_implausible_state_is_said_and_healed(
     tmp_path: Path, field: str, value: object, summed: bool
 ) -> None:
     with StateDirectory.open(tmp_path) as state:
-        state.next_incarnation(10)
+        state.record.next_incarnation(10)
         state.save_clock(CLOCK_NOW, {1: 7, 2: 5}, {2: 5})
     edited = json.loads((tmp_path / "state.json").read_text()) | {field: value}
     if not summed:
@@ -518,9 +528,11 @@ def test_implausible_state_is_said_and_healed(
     now_ms = int(time.time() * 1000)
     with StateDirectory.open(tmp_path) as state:
         assert state.damage
-        assert state.clock == CLOCK_NOW
-        assert now_ms <= state.next_incarnation(now_ms) <= now_ms + 1
-        newest = max([*state.floors_seen.values(), *state.floors_horizon.values()], default=0)
+        assert state.record.clock == CLOCK_NOW
+        assert now_ms <= state.record.next_incarnation(now_ms) <= now_ms + 1
+        newest = max(
+            [*state.record.floors_seen.values(), *state.record.floors_horizon.values()], default=0
+        )
         assert newest <= CLOCK_NOW
     with StateDirectory.open(tmp_path) as state:
         assert not state.damage
@@ -535,29 +547,29 @@ def test_fields_that_guard_others_may_be_nonsense(
     (tmp_path / "state.json").write_text(json.dumps(edited))
     with StateDirectory.open(tmp_path) as state:
         assert state.damage
-        assert state.floors_seen == {}
-        assert state.last_segment_id == b""
+        assert state.record.floors_seen == {}
+        assert state.record.last_segment_id == b""
 
 
-def test_what_was_edited_plausibly_is_not_believed_either(tmp_path: Path) -> None:
+def test_a_plausible_edit_is_not_believed_either(tmp_path: Path) -> None:
     """That floors were seen which were not would bring back what was removed."""
     saved(tmp_path)
     text = (tmp_path / "state.json").read_text()
     (tmp_path / "state.json").write_text(text.replace('":7', '":8'))
     with StateDirectory.open(tmp_path) as state:
-        assert state.floors_seen == {}
+        assert state.record.floors_seen == {}
         assert state.damage
     unsummed = json.loads(text)
     del unsummed["sum"]
     (tmp_path / "state.json").write_text(json.dumps(unsummed))
     with StateDirectory.open(tmp_path) as state:
-        assert state.floors_seen == {}
+        assert state.record.floors_seen == {}
         assert state.damage
     (tmp_path / "state.json").write_text(
         json.dumps(json.loads(text), indent=4)
     )  # spelled anew only
     with StateDirectory.open(tmp_path) as state:
-        assert state.floors_seen == {1: 7}
+        assert state.record.floors_seen == {1: 7}
         assert not state.damage
 
 
@@ -565,9 +577,9 @@ def test_an_incarnation_of_a_clock_that_was_fast_is_kept(tmp_path: Path) -> None
     """Others know this peer by it, and would not hear it by an earlier one."""
     in_a_year = int((time.time() + 366 * 86_400) * 1000)
     with StateDirectory.open(tmp_path) as state:
-        assert state.next_incarnation(in_a_year) == in_a_year
+        assert state.record.next_incarnation(in_a_year) == in_a_year
     with StateDirectory.open(tmp_path) as state:
-        assert state.next_incarnation(int(time.time() * 1000)) == in_a_year + 1
+        assert state.record.next_incarnation(int(time.time() * 1000)) == in_a_year + 1
         assert not state.damage
 
 
@@ -575,9 +587,9 @@ def test_of_a_clock_that_was_fast_what_was_seen_stays_seen(tmp_path: Path) -> No
     with StateDirectory.open(tmp_path) as state:
         state.save_clock(CLOCK_NOW, {1: FUTURE, 2: 5}, {1: FUTURE, 2: 5})
     with StateDirectory.open(tmp_path) as state:
-        assert CLOCK_NOW <= state.floors_seen[1] < FUTURE
-        assert state.floors_seen[2] == 5
-        assert state.floors_horizon == {2: 5}
+        assert CLOCK_NOW <= state.record.floors_seen[1] < FUTURE
+        assert state.record.floors_seen[2] == 5
+        assert state.record.floors_horizon == {2: 5}
         assert len(state.damage) == 2
 
 
@@ -585,12 +597,12 @@ def test_a_clock_that_was_not_set_yet_judges_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with StateDirectory.open(tmp_path) as state:
-        state.next_incarnation(int(time.time() * 1000))
+        state.record.next_incarnation(int(time.time() * 1000))
         state.save_clock(CLOCK_NOW, {1: CLOCK_NOW}, {2: CLOCK_NOW})
     monkeypatch.setattr(time, "time", lambda: 30.0)
     with StateDirectory.open(tmp_path) as state:
         assert not state.damage
-        assert state.floors_seen == {1: CLOCK_NOW}
+        assert state.record.floors_seen == {1: CLOCK_NOW}
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def member(
     return state
 
 
-def test_who_is_missing_comes_first_and_the_latest_of_them() -> None:
+def test_missing_members_come_first_the_latest_at_the_top() -> None:
     states = [member(number) for number in (5, 1, 3)]
     states += [member(7, Status.DEAD, 10.0), member(8, Status.DEAD, 90.0)]
     states += [member(6, Status.SUSPECT), member(4, leaving=True), member(9, Status.LEFT)]

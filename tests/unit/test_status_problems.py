@@ -1,4 +1,4 @@
-"""What the status page says is wrong, and in which words."""
+"""The problems that the status page names, and their words."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_nothing_is_wrong() -> None:
         ({"versions": ["0.1", "0.2"]}, "warning", "different versions: 0.1, 0.2"),
         (
             {"lately": {"last_copies_dropped": 1300}, "memory_share": 0.95},
-            *("warning", "1,300 objects that nobody else"),
+            *("warning", "1,300 objects that no other peer"),
         ),
         ({"lately": {"refused_by_members": 1}}, "broken", "do not let this peer in"),
         ({"clock_ahead_seconds": 1.25}, "warning", "clock is 1.2 s ahead of the others"),
@@ -58,7 +58,7 @@ def test_nothing_is_wrong() -> None:
             "broken",
             "Nothing can be written through this peer",
         ),
-        ({"stamps_ahead_seconds": 3600.0}, "warning", "stamps is 3,600 s ahead of its own clock"),
+        ({"stamps_ahead_seconds": 3600.0}, "warning", "stamps of this peer are 3,600 s ahead of its own clock"),
         ({"wrong_clocks": ["b (+60 s)"]}, "warning", "The clock of b (+60 s) is wrong"),
         ({"lately": {"stalls": 250, "looks": 24_000}}, "warning", "stalled 250 times"),
         ({"local_health": 5}, "warning", "does not trust its own view"),
@@ -112,7 +112,7 @@ def test_each_problem_has_its_words(facts: dict[str, Any], status: str, words: s
         {"load_permille": 999},
     ],
 )
-def test_what_happens_in_any_cluster_is_no_problem(facts: dict[str, Any]) -> None:
+def test_normal_events_of_a_cluster_are_no_problem(facts: dict[str, Any]) -> None:
     assert problems(Facts(**{"seconds": 1200.0, **facts})) == []
 
 
@@ -140,13 +140,13 @@ def test_checkpoints_are_told_by_name_and_the_worst_comes_first() -> None:
     assert found[1].cause == "disk full"
 
 
-def test_what_others_say_is_cut() -> None:
+def test_texts_of_others_are_cut() -> None:
     finding = only(failed_checkpoints=[FailedCheckpoint("n", "m", "\u202e<b>" + "x" * 9999)])
     document = problem_document(finding)
     assert len(document["cause"]) <= MAX_TEXT_LETTERS
     assert document["cause"].startswith("\\u202e<b>xxx")
 
 
-def test_who_has_most_places_is_named() -> None:
+def test_the_member_with_most_places_is_named() -> None:
     finding = only(places=[TakenPlaces("data", 1024, 1024, 0, "greedy", 900, "10.0.0.1", 950)])
     assert finding.cause == "greedy has 900 of them; one host at 10.0.0.1 has 950"

@@ -1,4 +1,4 @@
-"""Who has to go when too many connections wait to prove themselves."""
+"""The connection that goes when too many wait to prove themselves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_host_that_has_most_makes_room_for_another() -> None:
     assert len(strangers) == 6
 
 
-def test_who_proved_himself_or_left_waits_no_more() -> None:
+def test_a_proved_or_ended_connection_waits_no_more() -> None:
     strangers: Strangers[int] = Strangers(2, 2)
     strangers.arrive("a", 1)
     strangers.arrive("a", 2)

@@ -1,4 +1,4 @@
-"""The key that keyless peers of one user share: made once, private, and nobody else's."""
+"""The key that keyless peers of one user share: made once, and private."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_peers_that_start_at_once_agree() -> None:
     assert len(set(rings)) == 1
 
 
-def test_what_others_can_read_or_a_link_is_refused(place: Path, tmp_path: Path) -> None:
+def test_a_readable_file_or_a_link_is_refused(place: Path, tmp_path: Path) -> None:
     user_ring()
     key = place / USER_KEY_NAME
     key.chmod(0o644)

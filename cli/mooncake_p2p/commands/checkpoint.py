@@ -21,7 +21,7 @@ from mooncake_p2p.options import (
     with_records,
 )
 from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
-from p2pstore.objects import format_bytes, parse_bytes
+from p2pstore.objects import counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
@@ -230,11 +230,6 @@ def _fetched_line(name: str, done: FetchedCheckpoint, seconds: float) -> str:
     reused = f", {format_bytes(there)} were there or in equal files" if there else ""
     moved = format_transfer(done.fetched_bytes, seconds)
     return f"fetched {some}{printable(name)}@{done.version}: {moved}{reused}"
-
-
-def counted(count: int, thing: str) -> str:
-    """A number with its noun: `1 file`, `1,200 files`."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 @contextmanager

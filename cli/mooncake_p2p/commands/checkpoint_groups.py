@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p.commands.checkpoint import Keep, Name, Publisher, Target, counted
+from mooncake_p2p.commands.checkpoint import Keep, Name, Publisher, Target
 from mooncake_p2p.exit_errors import describe
 from mooncake_p2p.options import (
     AtPeer,
@@ -34,7 +34,7 @@ from mooncake_p2p.output import (
     remark,
 )
 from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
-from p2pstore.objects import format_bytes
+from p2pstore.objects import counted, format_bytes
 
 if TYPE_CHECKING:
     from p2pstore.results import (

@@ -10,7 +10,7 @@ import trio
 
 from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
 from p2pstore.gossip.gossip_effects import Ask
-from p2pstore.objects import format_bytes
+from p2pstore.objects import counted, format_bytes
 
 if TYPE_CHECKING:
     from p2pstore.peer.node import Node
@@ -93,10 +93,10 @@ class Leaving:
         handed = self.handed_over
         if handed is not None and (handed.objects or handed.left_objects):
             logger.info(
-                "%s objects (%s) that only this peer held were handed over, %s (%s) were not",
-                f"{handed.objects:,}",
+                "handed over %s (%s) that only this peer held; left behind %s (%s)",
+                counted(handed.objects, "object"),
                 format_bytes(handed.bytes),
-                f"{handed.left_objects:,}",
+                counted(handed.left_objects, "object"),
                 format_bytes(handed.left_bytes),
                 extra={"event": "handed_over", **asdict(handed)},
             )

@@ -2,20 +2,18 @@
 and then. Shell."""
 
 from __future__ import annotations
-
-import logging
-import os
 from collections import deque
-from typing import Final
-
-import trio
-
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.floors.floor_stamps import Stamps
-from p2pstore.gossip.records import PeerId, SignedRecord
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import SignedRecord
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.state.state_directory import StateDirectory
+from typing import Final
+import logging
+import os
+import trio
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -26,7 +24,6 @@ MEMBERS_SECONDS: Final = 0.5
 """Members come in groups: those within this time are saved together."""
 MAX_UNSAVED: Final = 100_000
 """Floors that wait for a disk that takes none. Beyond it the file is written anew when it takes some."""
-
 
 class StateSaver:
     """Keeps one peer's state directory up to date. A disk that fails costs a log line; it is tried again."""
@@ -76,7 +73,7 @@ class StateSaver:
             gossip = self._core.gossip
             addresses = gossip.addresses.addresses()
             kept = gossip.cluster_records
-            crowded = self.state.floors_in_file > 2 * len(kept) + FLOORS_SLACK
+            crowded = self.state.floors.record_count > 2 * len(kept) + FLOORS_SLACK
             lost, self._lost_unsaved = self._lost_unsaved, False
             # After a renewal the file has floors above the new ones, and the clock is lower than it was.
             renewals = self._core.timekeeping.renewals
@@ -111,13 +108,13 @@ class StateSaver:
         state, core = self.state, self._core
         try:
             fresh = list(self._unsaved)
-            state.append_floors(fresh)
+            state.floors.append(fresh)
             for _ in fresh:  # only now: what could not be written is tried again
                 self._unsaved.popleft()
-            state.save_incarnation(core.incarnation)
+            state.record.save_incarnation(core.incarnation)
             if all_floors is not None:
                 state.save_clock(core.clock.latest, floors_horizon=stamps[1])
-                state.replace_floors([*all_floors, *fresh])
+                state.floors.replace([*all_floors, *fresh])
             if not self._lost_unsaved:
                 state.save_clock(core.clock.latest, *stamps)
             state.save_addresses(addresses)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from p2pstore.objects import format_bytes
+from p2pstore.objects import counted, format_bytes
 from p2pstore.status.doctor.finding import Finding, Status, broken, fine, skipped, warning
 from p2pstore.topology.hardware import Machine
 from p2pstore.topology.matrix import Matrix
@@ -165,7 +165,7 @@ def _judge_rdma_port(port: RdmaPortReading) -> Finding:
 
 def judge_topology(machine: Machine, matrix: Matrix, *, told: bool) -> list[Finding]:
     """One finding per memory location, and one for devices whose NUMA node matters and is not known, unless
-    somebody `told` where they are. Nothing without devices."""
+    a setting `told` where they are. Nothing without devices."""
     findings = []
     for location, choice in matrix.items():
         text = ", ".join(choice.preferred) or "none preferred"
@@ -249,7 +249,7 @@ def ssd_reading(ssd: Mapping[str, Any]) -> SsdReading:
 def judge_ssd(name: str, ssd: SsdReading) -> Finding:
     """The SSD of a peer on this machine."""
     text = (
-        f"{format_bytes(ssd.live_bytes)} of {format_bytes(ssd.capacity_bytes)}, {ssd.objects:,} objects, "
+        f"{format_bytes(ssd.live_bytes)} of {format_bytes(ssd.capacity_bytes)}, {counted(ssd.objects, 'object')}, "
         f"99 % of reads in {ssd.read_p99_ms:.1f} ms"
     )
     measured = {"read_p99_ms": ssd.read_p99_ms, "capacity_bytes": ssd.capacity_bytes}
@@ -261,7 +261,7 @@ def judge_ssd(name: str, ssd: SsdReading) -> Finding:
     if ssd.damaged:
         return warning(
             f"{name}: ssd",
-            f"{text}; {ssd.damaged:,} objects were damaged",
+            f"{text}; {counted(ssd.damaged, 'damaged object')}",
             "what was read was not what had been written; other copies were used, if there were any",
             "if that number grows, replace the disk",
             **measured,

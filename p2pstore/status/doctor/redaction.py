@@ -1,7 +1,7 @@
 """Takes secrets out of text that is to be shown to others: cluster keys, invites, identities, tickets. Pure.
 
-Secrets that are known are found in every form that text gives them. What only looks like a secret goes as well: rather
-a hash too many than a key too few.
+Secrets that are known are found in every form that text gives them. Text that only looks like a secret is removed as
+well: rather a hash too many than a key too few.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ peers/NAME/       of each peer of this machine: statistics.json, members.json (t
                   (recent slow operations), settings.json, and the end of its log
 problems.json     what could not be had, and why
 
-Cluster keys, identities, invites, tickets, and whatever looks like a secret, were removed. Names of peers, addresses,
+Cluster keys, identities, invites, tickets, and all that looks like a secret, were removed. Names of peers, addresses,
 paths and names of objects (in slow.json and logs) were not: look before you pass it on.
 """
 
@@ -168,8 +168,8 @@ def log_of(settings: dict[str, Any]) -> Path | None:
 
 
 def secrets_of(settings: dict[str, Any]) -> Iterator[bytes]:
-    """The secrets in the files of a peer with these settings, as far as this user may read them. Who may not has
-    nowhere to get them from, either."""
+    """The secrets in the files of a peer with these settings, as far as this user may read them. A user who may not
+    cannot put them into the bundle either."""
     state = settings.get("state_dir")
     paths = [Path(state) / name for name in SECRET_FILES] if state else []
     if settings.get("cluster_key_file"):

@@ -1,7 +1,7 @@
 """The way to another peer, step by step, as a stranger with the cluster's key. Shell (trio).
 
-Nothing is announced: no peer record is signed, so nobody takes this command for a member. Each step has a
-deadline; the first that is broken ends the examination, because what follows could not work.
+Nothing is announced: no peer record is signed, so no peer takes this command for a member. Each step has a
+deadline; the first that is broken ends the examination, because later steps could not work.
 """
 
 from __future__ import annotations
