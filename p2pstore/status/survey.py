@@ -5,33 +5,28 @@ shown is the record read.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from heapq import nlargest
+from typing import Any, Final
+
 from p2pstore.checkpoint.content.manifest import format_version
 from p2pstore.core.participations import HAS_ALL
-from p2pstore.gossip.checkpoint_records import Head
-from p2pstore.gossip.checkpoint_records import short_version
+from p2pstore.gossip.checkpoint_records import Head, short_version
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.members.member_table import MemberState
-from p2pstore.gossip.records import Participation
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import TakesPart
-from p2pstore.gossip.records import format_peer_id
+from p2pstore.gossip.records import Participation, PeerId, TakesPart, format_peer_id
 from p2pstore.objects import unix_seconds_from_clock
 from p2pstore.status.doctor.finding import shown
 from p2pstore.status.problems import FailedCheckpoint
-from typing import Any
-from typing import Final
 
 MAX_SHOWN: Final = 100
 MAX_WRONG: Final = 60
 """Of each state."""
 STATES: Final = ("dead", "suspect", "leaving", "alive")
 """In this order; members that left on purpose are counted alone."""
+
 
 @dataclass(slots=True)
 class Survey:
@@ -57,6 +52,7 @@ class Survey:
         chosen = [(state, each) for state in STATES for each in self.by_state.get(state, ())]
         return chosen[:MAX_SHOWN]
 
+
 def state_of(member: MemberState) -> str:
     """The word for how it is."""
     if member.status is Status.DEAD:
@@ -66,6 +62,7 @@ def state_of(member: MemberState) -> str:
     if member.leaving:
         return "leaving"
     return "suspect" if member.status is Status.SUSPECT else "alive"
+
 
 def survey(members: Iterable[MemberState], me: PeerId) -> Survey:
     """Look at all members, this one included. Of whom nothing is known but claims of others does not count."""
@@ -93,10 +90,12 @@ def survey(members: Iterable[MemberState], me: PeerId) -> Survey:
     found.by_state["alive"] = [*own, *sorted(others[: MAX_SHOWN - len(own)], key=name_of)]
     return found
 
+
 def name_of(member: MemberState) -> str:
     """As it calls itself, fit to be shown."""
     record = member.record
     return shown(record.name) if record is not None else f"{member.member:016x}"
+
 
 def member_document(
     member: MemberState, state: str, now: float, round_trip_seconds: float | None
@@ -119,19 +118,23 @@ def member_document(
         "software": shown(record.software, 40),
     }
 
+
 def versions_of(members: Sequence[MemberState]) -> list[str]:
     """Their software versions."""
     records = [record for member in members if (record := member.record) is not None]
     return sorted({shown(record.software, 40) for record in records if record.software})
 
+
 def _ago(then: float, now: float) -> float | None:
     """None for minus infinity: as long as this peer knows."""
     return None if then == float("-inf") else round(max(0.0, now - then), 1)
+
 
 MAX_CHECKPOINTS: Final = 20
 MAX_HEADS: Final = 1000
 """Of more, those of the first names are looked at."""
 MAX_FAILED: Final = 100
+
 
 @dataclass(slots=True)
 class Progress:
@@ -165,6 +168,7 @@ class Progress:
         elif part.state == TakesPart.FAILED and len(self.failed) < MAX_FAILED:
             self.failed.append((member, part.why))
 
+
 def progress(heads: Sequence[Head], members: Iterable[MemberState]) -> list[Progress]:
     """Of all names; those under way first, and among equals the newest."""
     by_digest = {head.digest: Progress(head) for head in heads[:MAX_HEADS]}
@@ -174,6 +178,7 @@ def progress(heads: Sequence[Head], members: Iterable[MemberState]) -> list[Prog
             if found is not None:
                 found.count(member, part)
     return sorted(by_digest.values(), key=lambda each: (not each.under_way, -each.head.clock))
+
 
 def progress_document(each: Progress, publisher: str, *, is_switched_to: bool) -> dict[str, Any]:
     """One name as the page shows it."""
@@ -194,6 +199,7 @@ def progress_document(each: Progress, publisher: str, *, is_switched_to: bool) -
         "switched": each.switched,
         "is_switched_to": is_switched_to,
     }
+
 
 def failures(
     all_of_them: Sequence[Progress], name_of: Callable[[MemberState], str]

@@ -1,24 +1,27 @@
 """Floors between real peers: flushing, and what is kept over a restart."""
 
 from __future__ import annotations
+
+import json
 from collections.abc import Callable
-from p2pstore import PeerConfig
-from p2pstore import errors
+from pathlib import Path
+
+import pytest
+import trio
+
+from p2pstore import PeerConfig, errors
 from p2pstore.core.removals import flush as sweeping
 from p2pstore.gossip.floors import floor_sync
 from p2pstore.objects import clock_from_unix_seconds
-from p2pstore.peer import Peer
-from p2pstore.peer import open_peer
+from p2pstore.peer import Peer, open_peer
 from p2pstore.state.state_directory import StateDirectory
-from pathlib import Path
-import json
-import pytest
-import trio
+
 
 async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     with trio.fail_after(seconds):
         while not condition():
             await trio.sleep(0.01)
+
 
 def config(folder: Path, name: str, *bootstrap: Peer) -> PeerConfig:
     return PeerConfig(
@@ -29,6 +32,7 @@ def config(folder: Path, name: str, *bootstrap: Peer) -> PeerConfig:
         bootstrap=[peer.control for peer in bootstrap],
         state_dir=str(folder / name),
     )
+
 
 async def test_a_flush_counts_everywhere_when_it_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -53,6 +57,7 @@ async def test_a_flush_counts_everywhere_when_it_returns(
         assert await one.get("k3", wait=5) == b"value"
         assert len(one.node.core.gossip.cluster_records) == 1
 
+
 async def test_a_flush_ends_at_its_deadline_though_a_peer_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +78,7 @@ async def test_a_flush_ends_at_its_deadline_though_a_peer_hangs(
             await one.get("k")
         with pytest.raises(errors.NoSuchKey):  # it is still in the other's memory, and not served
             await one.get("o")
+
 
 async def test_what_was_seen_of_floors_survives_a_restart(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "a")) as one:
@@ -95,6 +101,7 @@ async def test_what_was_seen_of_floors_survives_a_restart(tmp_path: Path) -> Non
         assert seen[77] == stamp
         assert seen[member] >= kept["floors_seen"][f"{member:016x}"]  # it goes on while this looks
 
+
 async def test_a_horizon_reaches_a_peer_that_was_away(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,6 +120,7 @@ async def test_a_horizon_reaches_a_peer_that_was_away(
             assert other.node.core.counters["horizons_missed"] == 1
             await until(lambda: "by the signed records of a" in caplog.text)
             assert "it discarded 0 copies of objects that were put up to" in caplog.text
+
 
 async def test_a_horizon_that_one_member_makes_up_erases_nothing_and_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +147,7 @@ async def test_a_horizon_that_one_member_makes_up_erases_nothing_and_is_told_of(
         assert one.node.core.segment.object_count == 50
         assert one.node.core.counters["horizons_missed"] == 0
         assert await one.get("k7") == b"value"
+
 
 async def test_floors_that_are_damaged_come_back_from_a_neighbour(tmp_path: Path) -> None:
     """And meanwhile this peer does not claim to have seen them: what they forbid would come back."""

@@ -2,18 +2,20 @@
 and then. Shell."""
 
 from __future__ import annotations
+
+import logging
+import os
 from collections import deque
+from typing import Final
+
+import trio
+
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.floors.floor_stamps import Stamps
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SignedRecord
+from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.runtime.trio_tasks import take_turns
 from p2pstore.state.state_directory import StateDirectory
-from typing import Final
-import logging
-import os
-import trio
 
 logger = logging.getLogger("p2pstore.peer")
 
@@ -24,6 +26,7 @@ MEMBERS_SECONDS: Final = 0.5
 """Members come in groups: those within this time are saved together."""
 MAX_UNSAVED: Final = 100_000
 """Floors that wait for a disk that takes none. Beyond it the file is written anew when it takes some."""
+
 
 class StateSaver:
     """Keeps one peer's state directory up to date. A disk that fails costs a log line; it is tried again."""
