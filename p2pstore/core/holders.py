@@ -24,7 +24,7 @@ LONGEST_AVOID_SECONDS: Final = 60.0
 
 
 class Holders:
-    """What this peer remembers of other peers that did not deliver."""
+    """A memory of the peers that did not deliver."""
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
@@ -77,7 +77,7 @@ class Holders:
         self._avoid_until[member] = max(self._avoid_until[member], until)
 
     def _doubt(self, digest: bytes, member: Member, now: float) -> None:
-        """What came from a holder did not give its checksums: have the holder compare its bytes."""
+        """Bytes from a holder did not match their checksums: have the holder compare its own."""
         state = self._gossip.membership.resolve(member)
         if member == self._core.member:
             self._core.operations.start(CheckOperation(self._core, digest, again=True), now)

@@ -60,7 +60,7 @@ class Operation(ABC):
         """There is news of a key that this operation awaits: see `PeerCore.await_keys`."""
 
     def cancel(self, now: float) -> None:
-        """Nobody waits any more; give back what is held."""
+        """No caller waits any more; give back reservations and references."""
         if not self.done:
             self.finish(DeadlineExceeded("the operation was cancelled"), now)
 

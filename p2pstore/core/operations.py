@@ -83,7 +83,7 @@ class Operations:
                     operation.heard_of(digest, now)
 
     def cancel(self, operation: Operation, now: float) -> None:
-        """Whoever waited for the operation does not any more. A shared fetch goes on for the others."""
+        """The caller no longer waits for the operation. A shared fetch goes on for its other callers."""
         if isinstance(operation, FetchOperation):
             operation.shared_by -= 1
             if operation.shared_by > 0:

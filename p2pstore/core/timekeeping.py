@@ -7,13 +7,13 @@ writes nothing (`check`) in three cases:
 2. Its wall clock is behind more than half of all: it refuses what they write, so its own writes would be lost.
 3. Its wall clock is right, but its hybrid clock is ahead: the wall clock was fast, or a saved reading is wrong.
 
-A peer that is alone has nobody who refuses anything: it goes on above what it has stamped.
+A peer that is alone has no other peer to refuse its writes: it goes on above its last stamp.
 
 Renewal. A peer in the third case whose wall clock the others confirm lowers what no other can have taken: cluster
 records of its own, objects in memory, and what it says of floors. All are lowered by the same amount, the error of
 the clock, so their order stays; none comes to lie before the time at which it was written. Floors come first: an
 object is above the floor that it was above. Objects on the SSD alone are given up. Then the hybrid clock begins anew
-at the wall clock. What follows is saved whole, floors before the clock: a crash in between renews again.
+at the wall clock. The new state is saved whole, floors before the clock: a crash in between renews again.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class Timekeeping:
     def _say(self, now: float) -> None:
         problem = "" if self._work is not None else self.problem(now)
         view = self.view(now)
-        kind = view.is_behind, view.lead < 0  # what is said of it changes by the second
+        kind = view.is_behind, view.lead < 0  # the text itself changes every second
         if problem and (not self._said or kind != self._said_kind):
             self._notes.append(f"nothing can be written through this peer: {problem}")
         if self._said and not problem and self._work is None:
@@ -324,8 +324,8 @@ class Timekeeping:
         return max(1, min(clock - by, wall))
 
     def _renew_record(self, record: ClusterRecord, clock: int) -> None:
-        """A floor is this peer's from now on, whoever wrote it. What only its publisher may say, its publisher has to
-        say anew."""
+        """This peer becomes the floor's writer. A record that only its publisher may write is left to the publisher to
+        renew."""
         core = self._core
         if record.kind == ClusterRecordKind.FLOOR:
             writer = writer_of(core.peer_id)

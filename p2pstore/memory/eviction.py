@@ -1,4 +1,4 @@
-"""What is evicted first: ranks, and within a rank what the policy says. Pure."""
+"""The order of eviction: by rank, and within a rank by the policy. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGE_BYTES: Final = 1 * MIB
 candidates values of all sizes up to a sixteenth of the segment keep 94.6 % of it in use, with 16 96 %, with 32 98 %."""
 
 SECOND_TOUCH_HITS: Final = 2
-"""What came from the SSD, or went there, is worth as much as other objects when it was read so often."""
+"""Reads after which an object that came from the SSD, or went there, is worth as much as others."""
 
 SET_ASIDE_PER_STEP: Final = 512
 """Entries set aside, or put back, in one step, at a microsecond each."""
@@ -59,14 +59,14 @@ def rank_of(entry: ObjectEntry) -> int | None:
 class EvictionOrder:
     """The entries that may be evicted, by their offset in the segment.
 
-    What is leased or hard-pinned is not among them, so that finding candidates never walks past it. For the same
-    reason what may go for some and not for others is queued apart: in the group that `entry.group` names.
+    Leased and hard-pinned entries are not among them, so that finding candidates never walks past them. For the same
+    reason entries that may go for some namespaces only are queued apart: in the group that `entry.group` names.
     """
 
     def __init__(self, policy: EvictionPolicy, group_count: int = 1) -> None:
         self.policy = policy
         self.are_kept_elsewhere: WhoKeeps = lambda entries, now: [False] * len(entries)
-        """What is goes before others."""
+        """Tells of each entry whether another peer keeps a copy; such entries go before others."""
         self.on_evictable: Callable[[int], None] | None = None
         """Is told the offset of each entry that may be evicted from now on."""
         self._evictable_bytes = [0] * group_count
@@ -267,8 +267,8 @@ class EvictionOrder:
     def candidates(
         self, needed_bytes: int, groups: Sequence[int], now: float, share: int = 1, windows: int = 1
     ) -> list[int]:
-        """Offsets of the entries of each rank that would go first, the lowest rank first: more of them where much is
-        needed, or so many windows are, and fewer of each group where so many groups `share` the work."""
+        """Offsets of the entries of each rank that would go first, the lowest rank first: at least `windows`, more of
+        them for large `needed_bytes`, and fewer of each group where `share` places divide the work."""
         count = CANDIDATES_PER_RANK if needed_bytes < LARGE_BYTES else CANDIDATES_FOR_LARGE
         count = max(count, windows)
         entries: list[ObjectEntry] = []

@@ -4,7 +4,7 @@ A segment in a file outlives its process, with everything in it that readers che
 the segment lies what only its owner's next life has to know:
 
     a page       the note: which boot of the machine, which cluster, how many lives so far
-    marks        a byte for each slot: whether somebody had its bytes in use
+    marks        a byte for each slot: whether its bytes were in use
 
 An earlier life's clients may still look at leased objects, and write into reservations, as long as they have the file
 mapped. So the extents of both stay what they are for as long as there are such clients.
@@ -163,10 +163,10 @@ class KeptElsewhere(Exception):
 
 
 def read_kept(view: memoryview, expected: Expected, *, has_users: bool) -> Kept | str:
-    """What can be kept of the memory of an earlier life: `view` is all of it, with what lies behind the segment.
-    `has_users`: whether a client of an earlier life has it mapped. A text when nothing can: why not.
+    """Find the objects to keep in the memory of an earlier life: `view` is the segment and the pages behind it.
+    `has_users`: whether a client of an earlier life has it mapped. Returns the reason as text when nothing can be kept.
 
-    Raises `KeptElsewhere` when it belongs to somebody else: another cluster, or a newer version of this program.
+    Raises `KeptElsewhere` when it belongs to another cluster, or to a newer version of this program.
     Takes some 15 us an object.
     """
     newer = segment_format_of(view)
@@ -199,7 +199,7 @@ def read_kept(view: memoryview, expected: Expected, *, has_users: bool) -> Kept 
 
 
 class _Scan:
-    """Going over all slots once. `marks` only when somebody of an earlier life may have memory in use."""
+    """Going over all slots once. `marks` only when a client of an earlier life may have memory in use."""
 
     def __init__(self, view: memoryview, geometry: Geometry, marks: memoryview | None) -> None:
         self._view = view
@@ -233,7 +233,7 @@ class _Scan:
         slot = decode_slot(bytes(self._view[begin : begin + SLOT_BYTES]))
         marked = self._marks is not None and self._marks[number] != 0
         if slot is None or not self._lies_inside(slot):
-            # Who is killed while it writes a slot leaves half of it.
+            # A peer killed while it writes a slot leaves half of it.
             self._unclear |= marked
             return
         if slot.state in (SlotState.LIVE, SlotState.RETURNED):

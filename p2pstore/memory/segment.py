@@ -249,13 +249,13 @@ class Segment:
         return self._buffer[reservation.offset : reservation.offset + reservation.length]
 
     def reservation_room(self, number: int, holder: Hashable) -> memoryview:
-        """`reservation_view` up to the end of the last page: what reads the SSD writes whole pages."""
+        """`reservation_view` up to the end of the last page: SSD reads fill whole pages."""
         reservation = self.reservations.get(number, holder)
         end = reservation.offset + round_up(reservation.length, GRANULE_BYTES)
         return self._buffer[reservation.offset : end]
 
     def commit(self, written: Written, *, holder: Hashable, soft: bool, now: float) -> ObjectEntry:
-        """Publish what was written into a reservation; what its length leaves over is given back.
+        """Publish the value written into a reservation; granules beyond its length are given back.
 
         An older version of the same digest is withdrawn. Against a version that is not older the
         commit loses: the reservation ends and the existing entry is returned (which stops being a

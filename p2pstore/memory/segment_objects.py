@@ -375,7 +375,7 @@ class MostRead:
         return len(self._counts)
 
     def read(self, digest: bytes, count: int, now: float) -> None:
-        """An object is read so many times just now."""
+        """Count `count` reads of an object at `now`."""
         if not self._weighed_at <= now < self._weigh_at:
             self._weigh(now)
         counts = self._counts

@@ -1,4 +1,4 @@
-"""Replaying a trace on many peers at once: who has which block is known to all at once, and nothing takes time. Pure.
+"""Replaying a trace on many peers: all know each block's holders at once, and nothing takes time. Pure.
 
 A request goes to one peer. The blocks of its prefix that are anywhere in the pool are read there; the rest is computed
 by that peer and put into its memory. What memory evicts goes to the peer's SSD. The order of eviction is that of the
@@ -39,7 +39,7 @@ class Source(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
     """`memory_blocks` and `ssd_blocks` are those of each peer. Unless `shared`, each uses what it has alone.
-    `keep_after`: a reader keeps a soft copy of a block that its holder has served so often; 0: never."""
+    `keep_after`: times that a holder served a block after which the reader keeps a soft copy; 0: never."""
 
     peers: int = 10
     memory_blocks: int
@@ -211,7 +211,7 @@ class Pool:
                 self._on_ssd.setdefault(block, []).append(number)
         elif peer.up and not change.up:
             self._write_back(peer, number)
-            # What it held in memory is gone, whatever it was; what is on its SSD can be had again when it returns.
+            # Its blocks in memory are lost; those on its SSD can be read again when it returns.
             for block in peer.memory:
                 self._no_longer(self._in_memory, block, number)
                 self._keep_a_firm_copy(block)

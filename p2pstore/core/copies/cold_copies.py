@@ -35,10 +35,10 @@ class Gone(StrEnum):
     REPLACED = "replaced"
     """By a newer version here."""
     SOFT_COPY = "soft_copy"
-    """A copy that was kept for speed alone; somebody else has one."""
+    """A copy kept for speed alone; another peer has one."""
     COPY_ELSEWHERE = "copy_elsewhere"
     LAST_COPY = "last_copy"
-    """Nobody is known to have it any more."""
+    """No other copy is known."""
 
 
 class ColdStore(Protocol):
@@ -90,8 +90,7 @@ class Page(NamedTuple):
 
 
 class _Sweep(NamedTuple):
-    """What is to be discarded, of one namespace or of all, up to a version; and which objects are left to be looked
-    at."""
+    """A pass that discards objects of one namespace, or of all, up to a version; with the objects not yet looked at."""
 
     namespace: bytes | None
     up_to: Version
@@ -106,9 +105,9 @@ class ColdCopies:
         self._core = core
         self._to_sweep: deque[_Sweep] = deque()
         self._timed: set[tuple[int, bytes, Version]] = set()
-        """What is in this heap: an object that comes and goes between memory and SSD is there once."""
+        """Members of the heap `_expiring`: an object that moves between memory and SSD is queued once."""
         self._expiring: list[tuple[int, bytes, Version]] = []
-        """A heap: when (Unix milliseconds) what is on the SSD alone is over."""
+        """A heap of objects on the SSD alone, by their expiry (Unix milliseconds)."""
 
     def find(self, digest: bytes, now: float) -> ColdEntry | None:
         """The object on the SSD, if it may be served."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 PROOF_BYTES: Final = MAX_PROOF_BYTES + 8
-"""A trailer grows by up to so many when a proof comes after the copy."""
+"""Bytes by which a trailer may grow when the proof arrives after the copy."""
 
 
 class CopyDestination:
@@ -97,7 +97,7 @@ class CopyDestination:
 
     @property
     def pages(self) -> memoryview:
-        """What `prepare` gave, up to the end of its last page: what reads the SSD writes whole pages."""
+        """The memory reserved by `prepare`, up to the end of its last page: SSD reads fill whole pages."""
         assert self._reservation is not None
         return self._core.segment.reservation_room(self._reservation, holder=self._holder)
 
@@ -394,8 +394,8 @@ class CopiesDestination:
 
 
 class TakeCopiesOperation(Operation):
-    """Take copies that their writer asks for. The result is `ReplicatedMany`. What is being pulled when nobody waits
-    any more is kept all the same."""
+    """Take copies that their writer asks for. The result is `ReplicatedMany`. A copy in flight at cancellation is
+    completed and kept."""
 
     def __init__(self, core: PeerCore, sender: PeerId, things: Sequence[Thing]) -> None:
         super().__init__(core)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 OBJECTS_PER_BATCH: Final = 64
 """Publishing and announcing one costs some 50 us."""
 BYTES_PER_BATCH: Final = 64 * MIB
-"""As far as a single object is not larger: what a thread goes through at a time."""
+"""Bytes that a thread checks at a time; a single object may be larger."""
 FATES: Final = ("returned", "damaged", "discarded")
-"""What becomes of objects of an earlier life: shown again, spoilt, or perhaps removed meanwhile."""
+"""Fates of objects of an earlier life: published again, bytes damaged, or possibly removed meanwhile."""
 BATCHES_UNDER_WAY: Final = 2
 """One is checked while another one is published."""
 

@@ -1,4 +1,4 @@
-"""Publishing together what nobody knows yet: nearly all that inference engines put.
+"""Publishing values of new keys as a batch: nearly all puts of inference engines.
 
 One look at the index, the SSD, the floors and the table of locations parts a batch. Values of new keys are published as
 one, under one stamp; what any other key needs is decided one by one (`core.put`).
@@ -41,8 +41,8 @@ def publish_new(
     namespace: str,
     now: float,
 ) -> list[PutEnd | PutAmongMany | None]:
-    """Publish those values whose keys nobody knows of, and begin to have their copies made. Per item its end, now or
-    later, or None: a `PutOperation` decides."""
+    """Publish those values whose keys are known to no peer, and begin to have their copies made. Per item its end, now
+    or later, or None: a `PutOperation` decides."""
     ends: list[PutEnd | PutAmongMany | None] = [None] * len(items)
     places = [place for place, facts in enumerate(items) if _is_plain(facts)]
     if not places or not _may_publish(core, now):
@@ -172,7 +172,7 @@ def reserve_many(
                 made.append(error)
             else:
                 made.append(reservation)
-    except BaseException:  # nobody will hear of them
+    except BaseException:  # the caller never learns of these reservations
         for each in made:
             if isinstance(each, Reservation):
                 with suppress(ValueError):  # its holder may have gone meanwhile
@@ -195,7 +195,7 @@ Then = Callable[[Reply, float], None]
 
 
 class CompareOperation(Operation):
-    """Ask one holder for slots and trailers. What is asked for until the first tick goes in one question."""
+    """Ask one holder for slots and trailers. Items added until the first tick go in one question."""
 
     def __init__(self, core: PeerCore, peer_id: PeerId) -> None:
         super().__init__(core)
@@ -235,7 +235,7 @@ class CompareOperation(Operation):
         self._go_on(GO_ON_PER_STEP, now)
 
     def cancel(self, now: float) -> None:
-        """What is not answered will not be."""
+        """End the items that are not answered yet without an answer."""
         self._go_on(len(self._waiting), now)
 
     def _go_on(self, count: int, now: float) -> None:

@@ -40,7 +40,7 @@ class FlushOperation(Operation):
 
     The result is a `FlushEnd`; `Unavailable` when this peer's clock is wrong; `CapacityExceeded` when there is no room
     for a floor, which other peers would not take in either. It comes when every live peer has withdrawn what it held,
-    or the time is over. What is put after that, the same bytes under the same keys too, is above the floor.
+    or the time is over. Later puts, the same bytes under the same keys too, are above the floor.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ WITHDRAWN_PER_STEP: Final = 32
 
 
 class Sweep:
-    """Goes over the segment's slots once after every `begin`, a step per tick, and withdraws what may not
-    be there. What is put meanwhile was checked when it came."""
+    """Goes over the segment's slots once after every `begin`, a step per tick, and withdraws forbidden
+    objects. Objects put meanwhile were checked when they came."""
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core

@@ -78,7 +78,7 @@ class RemoveOperation(Operation):
         self.core.operations.set_alarm(self)
 
     def cancel(self, now: float) -> None:
-        """What was removed by now stays removed."""
+        """Objects removed by now stay removed."""
         super().cancel(now)
         if self._lookup is not None:
             self._lookup.cancel(now)
@@ -131,7 +131,7 @@ class RemoveOperation(Operation):
     def _judge(self, digest: bytes, copies: list[KnownCopy], now: float) -> None:
         self.core.timekeeping.check_key(digest, self._namespace, now)
         versions = [copy.record.version for copy in copies]
-        if not versions:  # what is doubted now may be believed later
+        if not versions:  # a version in doubt now may be believed later
             versions = self.core.copies.versions_heard_of(digest, self._namespace, now)
         held_back = self.core.copies.held_back(digest)
         if held_back is not None:
