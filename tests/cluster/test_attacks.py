@@ -59,11 +59,11 @@ from tests.long_runs import only_in_long_runs
 
 HUGE = 2**64 - 1
 PATIENCE_SECONDS = 120.0
-"""What nothing may take: only a peer that hangs is waited for so long, however busy the machine is."""
+"""Upper bound of every wait, however busy the machine is: only a peer that hangs reaches it."""
 
 
 async def still_well(*peers: Peer) -> None:
-    """Each peer stores, serves, answers, and holds nothing that nobody wants."""
+    """Each peer stores, serves and answers, has no operation left, and its segment is consistent."""
     for number, peer in enumerate(peers):
         key = f"well/{number}/{os.urandom(4).hex()}"
         with trio.fail_after(PATIENCE_SECONDS):
@@ -195,7 +195,7 @@ async def test_a_client_goes_while_its_puts_are_compared_elsewhere(tmp_path: Pat
 
 @asynccontextmanager
 async def stranger(scope: Scope = Scope.READ | Scope.PEER) -> AsyncIterator[Callable[..., Any]]:
-    """Requests from somebody with a valid ticket who is no member."""
+    """Requests with a valid ticket from a process that is no member."""
     identity = Identity(os.urandom(32))
     office = TicketOffice(identity, KeyRing())
     pool = DataPool(TrioDriver(), lambda peer: office.ticket(peer.peer_id, scope))
@@ -361,8 +361,8 @@ async def test_addresses_that_are_none(tmp_path: Path, address: str) -> None:
 
 
 async def test_a_huge_batch_of_absent_keys_does_not_stop_the_peer(tmp_path: Path) -> None:
-    """Others are answered meanwhile; between two of these answers the loop does not work for long. What counts is its
-    thread's processor time: how long it waits for a processor says nothing about it."""
+    """Others are answered meanwhile; between two of these answers the loop does not work for long. The measure is its
+    thread's processor time: waiting for a processor does not count."""
     async with cluster(tmp_path, 2) as (a, b):
         longest, answered = 0.0, 0
 
@@ -539,7 +539,7 @@ for number in range(10**9):
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [6, pytest.param(24, marks=only_in_long_runs)])
 def test_peers_and_clients_killed_at_any_moment(rounds: int) -> None:
-    """While joining, in puts, leases and replication: who stays serves, and keeps nothing of the dead."""
+    """While joining, in puts, leases and replication: the survivors serve, and keep nothing of the dead."""
     rng = Random(3)
     with new_machine() as machine:
         first = machine.join("first")

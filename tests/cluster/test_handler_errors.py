@@ -15,7 +15,7 @@ from tests.cluster.lone_peer import peer_process
 
 
 class Alarm(Exception):
-    """Somebody's own."""
+    """An exception of a caller's own."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What becomes of copies when peers die or leave, with real processes."""
+"""Copies when peers die or leave, with real processes."""
 
 from __future__ import annotations
 

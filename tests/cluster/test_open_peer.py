@@ -374,7 +374,7 @@ async def test_a_failed_join_leaves_nothing_behind(tmp_path: Path) -> None:
 async def test_a_remembered_address_of_another_cluster_is_no_reason_to_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Addresses are given to others in time, and earlier versions remembered whoever refused them."""
+    """Addresses pass to other peers with time, and earlier versions remembered peers that refused them."""
     state = str(tmp_path / "state")
 
     async def refused() -> None:
@@ -624,7 +624,7 @@ async def test_a_peer_that_has_left_refuses_what_others_still_ask(tmp_path: Path
 
 
 async def test_addresses_are_kept_as_soon_as_peers_have_met(tmp_path: Path) -> None:
-    """Who is killed a moment later finds the others by them."""
+    """A peer killed a moment later finds the others by them."""
     states = [str(tmp_path / name) for name in ("state-a", "state-b")]
     async with (
         open_peer(config(tmp_path, "a", state_dir=states[0])) as a,

@@ -98,7 +98,7 @@ async def test_a_peer_without_memory_puts_on_another(tmp_path: Path, kind: str) 
     async with peers(tmp_path, NONE, {}) as (a, b), client_of(a, kind) as client:
         result = await client.put("k", b"value", replicas=1, ttl=60.0, pin="soft")
         assert (result.status, result.copies, result.location) == ("created", 1, "b")
-        # At once, and for whoever asks this peer, not only for the client that put.
+        # At once, and for every client of this peer, not only for the one that put.
         assert a.contains_nowait("k")
         assert await a.contains("k")
         (copy,) = await a.locate("k")
@@ -360,7 +360,7 @@ NONSENSE: dict[str, dict[str, Any]] = {
 
 @asynccontextmanager
 async def stranger(peer: Peer, scope: Scope) -> AsyncIterator[Callable[..., Any]]:
-    """Stores of somebody who holds the cluster's key, and is no member."""
+    """Stores by a process that holds the cluster's key, and is no member."""
     office = TicketOffice(Identity(os.urandom(32)), KeyRing())
     pool = DataPool(TrioDriver(), lambda remote: office.ticket(remote.peer_id, scope))
     remote = RemotePeer(peer.node.core.peer_id, tuple(peer.data))

@@ -121,7 +121,7 @@ async def test_a_snapshot_of_more_than_its_owner_signed_is_not_even_received(
 
 
 async def test_a_peer_gives_a_snapshot_of_its_own_log_only(tmp_path: Path) -> None:
-    """Nobody asks it for another's: that would be a second way, which holds the event loop."""
+    """No peer asks it for another's: that would be a second way, which holds the event loop."""
     async with cluster(tmp_path, 2) as (a, b):
         hold(a)
         await until(lambda: knows_all(b, a))

@@ -109,7 +109,7 @@ class Victim:
         ]
 
     async def check(self) -> None:
-        """The peer serves its clients and its neighbour, and holds nothing that nobody wants. Raises
+        """The peer serves its clients and its neighbour, and ends all leases and operations. Raises
         `Problem`."""
         if self._listener.seen:
             raise Problem(f"an error in the log:\n{self._listener.seen[0]}")

@@ -1,7 +1,7 @@
 """A client process of one peer: does what `plan_load` says, compares every byte, and writes down what it did and saw.
 
 `python -m tests.soak.actor PARENT SETTINGS`: works until SIGTERM. A line is written before each operation and one after
-it, so whoever reads them knows of every value that may be anywhere, also when this process is killed.
+it, so a reader of the lines knows of every value that may be stored, also when this process is killed.
 """
 
 from __future__ import annotations
@@ -459,7 +459,7 @@ def _tensor_bytes(tensor: Any) -> memoryview:
 def main() -> None:
     parent, settings_text = sys.argv[1:]
     die_with_parent(int(parent))
-    faulthandler.register(signal.SIGUSR1)  # whoever finds that it hangs sees where
+    faulthandler.register(signal.SIGUSR1)  # prints the stack of a process that hangs
     settings = Settings(**json.loads(settings_text))
     journal = Journal(settings.events)
     actor = Actor(settings, journal)

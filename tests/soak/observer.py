@@ -1,4 +1,4 @@
-"""Threads that look at one peer each, again and again: what its process takes, what it counts, what it sees."""
+"""Threads that sample one peer each: its process's resources, its counters, the members that it sees."""
 
 from __future__ import annotations
 

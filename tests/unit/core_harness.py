@@ -323,7 +323,7 @@ class Harness:
         return operation
 
     def stored(self, key: str, value: bytes, **options: Any) -> ObjectEntry:
-        """Put what nobody else holds, or tells of."""
+        """Put a value whose key no other peer holds or announces."""
         operation = self.put(key, value, **options)
         for ask in [] if operation.done else self.asks(DataKind.GET):
             self.answer(ask, None)
@@ -341,7 +341,7 @@ class Harness:
         return None if entry is None else bytes(self.segment.payload(entry))
 
     def announced(self, key: str) -> LocationRecord | None:
-        """What this peer's log says of a key now."""
+        """The record of a key in this peer's log now."""
         for record in iterate_locations(self.gossip.log.snapshot()):
             if record.digest == digest_of(key):
                 return record

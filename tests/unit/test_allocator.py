@@ -215,7 +215,7 @@ def test_several_windows_at_once() -> None:
     assert window([1] * 8, 1, [2, 0, 5], ones, count=9) == [0, 2, 5]
     # The windows of 1 and 2 share an extent with that of 0; all grow to the left, where both sides cost the same.
     assert window([1] * 8, 2, [0, 1, 2, 6], {**ones, 0: 0.5}, count=3) == [0, 1, 5, 6]
-    # What costs much more than the cheapest stays, whichever comes first.
+    # Windows that cost much more than the cheapest stay, whichever comes first.
     costs = {0: 9.0, 2: 2.0, 4: 1.0, 6: 3.9}
     assert window([1] * 8, 1, [0, 2, 4, 6], costs, count=8) == [2, 4, 6]
     assert window([1] * 8, 1, [4, 6, 2, 0], costs, count=8) == [2, 4, 6]
@@ -252,7 +252,7 @@ def test_memory_stays_full_under_a_mixed_load() -> None:
 
 
 def test_evicting_one_by_one_does_not_keep_memory_full() -> None:
-    """What windows are for; and the measure can tell."""
+    """The reason for windows; and the measure tells the difference."""
     rng = random.Random(5)
     assert utilisation(lambda _, born, now, size: [rng.choice(list(born))]) < 0.9
 

@@ -34,7 +34,7 @@ def on_terminal(
         monkeypatch.undo()
         terminal.close()
         shown = b""
-        with contextlib.suppress(OSError):  # what was written comes in pieces, and then an error
+        with contextlib.suppress(OSError):  # the output comes in pieces, and then an error
             while piece := screen.read(1 << 20):
                 shown += piece
     return shown.decode()

@@ -316,7 +316,7 @@ def test_copies_that_may_have_been_removed_are_withdrawn() -> None:
 
 
 def test_a_crash_before_all_are_withdrawn_makes_none_look_checked() -> None:
-    """What outlives the process would be taken for good by the next life."""
+    """The next life would take objects that outlive the process for checked ones."""
     world = Harness(others=1, memory_bytes=2 << 20)
     for number in range(150):
         world.stored(f"k{number}", b"value")

@@ -1,4 +1,4 @@
-"""Puts, row by row of the table in docs/design/data-path.md: what exists decides, here or elsewhere."""
+"""Puts, row by row of the table in docs/design/data-path.md: existing versions decide, here or elsewhere."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_putting_what_is_here_as_a_soft_copy_makes_it_firm() -> None:
 def test_an_expired_object_counts_for_nothing() -> None:
     world = Harness()
     world.stored("k", b"value", ttl_seconds=5.0)
-    world.now += 6.0  # and nobody has collected it yet
+    world.now += 6.0  # expired, and not collected yet
     assert end_of(world.put("k", b"other")).status == PutStatus.CREATED
     assert world.value("k") == b"other"
 

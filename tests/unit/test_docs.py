@@ -254,7 +254,7 @@ def test_every_setting_exists() -> None:
 
 @pytest.mark.parametrize("block", everywhere("python"), ids=str)
 def test_python_uses_names_that_exist(block: Block) -> None:
-    """What is run is in tests/cluster/test_first_ten_minutes.py; here, imports and methods of clients are looked up."""
+    """Commands are run in tests/cluster/test_first_ten_minutes.py; here, imports and clients' methods are looked up."""
     tree = ast.parse(block.text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):

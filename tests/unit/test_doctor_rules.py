@@ -143,7 +143,7 @@ WAY: list[tuple[Callable[..., Finding], tuple[Any, ...], dict[str, Any], Failure
 
 
 def check_words(finding: Finding) -> None:
-    """Who is told of a problem is told what to do; who is told of none is not bothered."""
+    """A finding with a problem has advice; one without has none."""
     problem = finding.status in (WARNING, BROKEN)
     assert bool(finding.cause) is (problem or finding.status is SKIPPED)
     assert bool(finding.cure) is problem

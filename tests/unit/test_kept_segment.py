@@ -1,5 +1,5 @@
 """A segment that outlives its peer: the next life begins with every object that was there and with nothing else, and
-what clients of earlier lives look at, or may write to, stays theirs."""
+memory that clients of earlier lives read, or may write to, is not reused."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_a_file_system_without_room_is_told_of(path: Path) -> None:
 def test_memory_that_a_cgroup_does_not_let_this_process_have_is_not_taken(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On tmpfs; a disk's pages are not memory. Who allocates what its cgroup cannot give, is killed."""
+    """On tmpfs; a disk's pages are not memory. A process that allocates above its cgroup's limit is killed."""
     left = (MIB, "the cgroup (limit 2.0 GiB)")
     monkeypatch.setattr(memory_file, "available_memory", lambda: left)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

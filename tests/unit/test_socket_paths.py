@@ -1,4 +1,4 @@
-"""Where local sockets are, with other users about: who is trusted, and who may get in."""
+"""Paths of local sockets, with other users about: trusted owners, and access."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_directory_whose_path_is_too_long_for_a_socket_is_passed_over(
 
 @needs_root
 def test_a_directory_that_a_stranger_made_first_is_not_used(place: Path) -> None:
-    """In a place where everybody may make directories. Neither peers nor clients fall for it."""
+    """In a place where all users may make directories. Neither peers nor clients fall for it."""
     (place / "run").chmod(0o1777)
     squatted = [place / "run" / "mooncake-p2p", place / "tmp" / "mooncake-p2p-0"]
 
@@ -134,7 +134,7 @@ def test_a_socket_of_a_stranger_is_no_peer(place: Path) -> None:
         os.chown(directory / "a.sock", STRANGER, -1)
         with pytest.raises(NoLocalPeer):
             paths.find_socket()
-        # Who was given the directory by root, as a service is, is trusted with what is in it.
+        # A user that was given the directory by root, as a service is, is trusted with its contents.
         os.chown(directory, STRANGER, -1)
         assert paths.find_socket() == directory / "a.sock"
         (place / "run").chmod(0o1777)

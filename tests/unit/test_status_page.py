@@ -121,7 +121,7 @@ def test_how_far_checkpoints_are() -> None:
         member(6, checkpoints=[replace_part(takes(TakesPart.FETCHING), b"of before")]),
     ]
     found = progress([quiet, busy], members)
-    assert [each.head for each in found] == [busy, quiet]  # what is under way comes first
+    assert [each.head for each in found] == [busy, quiet]  # the one in progress comes first
     document = progress_document(found[0], "p1", is_switched_to=False)
     assert document["name"] == "model 2"
     assert (document["complete"], document["fetching"], document["failed"]) == (2, 2, 1)

@@ -302,7 +302,7 @@ def test_few_members_make_no_step_larger() -> None:
 
 
 class Peer:
-    """What answers local clients, under trio."""
+    """A server for local clients, under trio."""
 
     def __init__(self, world: Harness) -> None:
         node: Any = SimpleNamespace(

@@ -205,7 +205,7 @@ def unknown() -> Unavailable:
 
 
 MAX_QUEUED: Final = 16_384
-"""The maximum of one request. Keys beyond that are not prefetched; they can still be read."""
+"""Keys in the queue at most, as many as one request has. Keys beyond that are not prefetched; they can be read."""
 AT_ONCE: Final = 16
 UNDER_WAY_SHARE: Final = 8
 """At most this part of memory is for fetches in flight, as far as lengths are known."""

@@ -192,7 +192,7 @@ def create_page(length: int, name: str) -> SharedMemory:
 
 
 def create_table_memory(total_bytes: int, name: str) -> SharedMemory:
-    """Zeroed shared memory that only this process can write; given descriptors are read-only. A page counts only
+    """Zeroed shared memory that only this process can write, also when others have a descriptor. A page counts only
     once it is written, so the memory may be far larger than the host has left.
 
     Raises `ConfigError` where the system does not let a process reserve that much, or cannot seal memory so.
@@ -275,7 +275,8 @@ def _view(descriptor: int, length: int, protection: int, trusted_user: int | Non
 
 
 def check_descriptor(descriptor: int, length: int, trusted_user: int | None = None) -> None:
-    """Raise `ConfigError` unless `length` bytes of it can be mapped, and no user but `trusted_user` can shrink it."""
+    """Raise `ConfigError` unless `length` bytes of it can be mapped, and no other user than this one, root and
+    `trusted_user` can shrink it."""
     actual = os.fstat(descriptor).st_size
     problem = _why_it_may_shrink(descriptor, trusted_user)
     if not 0 < length <= actual or problem:
