@@ -144,7 +144,7 @@ def _part_starts(blocks: int) -> list[int]:
 
 
 class LocationTable:
-    """The parts of a table in `memory`, and what is found in it.
+    """The parts of a table in `memory`, and searches in it.
 
     Digests are uniformly random by themselves, but a member may announce any. So the hash is Dietzfelbinger's: four
     32-bit words times four secret 64-bit numbers, of the sum the upper half. That is strongly universal: whatever

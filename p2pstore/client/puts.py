@@ -174,7 +174,7 @@ class GrantedAhead:
             return None
 
     def wanted(self, item: ReserveItem) -> list[ReserveItem]:
-        """What to ask for along with the commit of this put."""
+        """The reservations to request along with the commit of this put."""
         with self._lock:
             repeated, self._last = item == self._last, item
             if repeated and item.length <= self._max_bytes and len(self._ready) < MAX_AHEAD:

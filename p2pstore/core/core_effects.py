@@ -1,4 +1,4 @@
-"""What the core asks of its shell. Every effect with an `operation` is answered by an event that names it."""
+"""The core's requests to its shell. Every effect with an `operation` is answered by an event that names it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class OperationFinished:
 
 @dataclass(frozen=True, slots=True)
 class PullFailure:
-    """What one holder did instead of delivering. `code` as in `p2pstore.wire.Code`."""
+    """The failure of one holder to deliver. `code` as in `p2pstore.wire.Code`."""
 
     member: Member
     code: int

@@ -52,7 +52,8 @@ class Holders:
             self._core.emit(effect)
 
     def failed(self, digest: bytes, failure: PullFailure, now: float) -> None:
-        """A holder did not deliver. What it said of its log hides the stale location until we caught up."""
+        """A holder did not deliver. The position of its log in the failure hides the stale location until this peer has
+        caught up with it."""
         self._core.counters["holder_failures"] += 1
         self._core.counters["holders_too_slow"] += failure.code == Code.DEADLINE_EXCEEDED
         state = self._gossip.membership.resolve(failure.member)

@@ -152,7 +152,7 @@ class Operations:
         """Where the bytes of a `PullObject` go. The shell calls `commit` or `abort` at its end."""
         machine = self._running.get(operation)
         if not isinstance(machine, FetchOperation):
-            raise NoSuchKey("nobody waits for this object any more")
+            raise NoSuchKey("the fetch of this object has ended")
         return CopyDestination(self._core, machine, now)
 
     def answered(self, operation: int, tag: int, reply: Reply, now: float) -> None:

@@ -134,7 +134,7 @@ def holding_of(location: Location) -> peer_messages.Holding:
 
 
 def reply_of(behind: list[int], rivals: Iterable[Location]) -> peer_messages.Pushed:
-    """What a home answers, of what `Gossip.take_push` gave."""
+    """A home's reply, from the results of `Gossip.take_push`."""
     return peer_messages.Pushed(behind, [holding_of(rival) for rival in rivals])
 
 

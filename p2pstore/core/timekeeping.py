@@ -1,7 +1,7 @@
-"""Whether this peer's stamps are ones that the others take, and what follows when its clock was wrong. Pure.
+"""Checks that other peers accept this peer's stamps, and renews its stamps after its clock was wrong. Pure.
 
-Versions are ordered by wall clocks, and every peer refuses what is stamped over 10 s ahead of its own clock. So a peer
-writes nothing (`check`) in three cases:
+Versions are ordered by wall clocks, and every peer refuses stamps over 10 s ahead of its own clock. So a peer writes
+nothing (`check`) in three cases:
 
 1. Its wall clock is ahead of at least half of all, by readings of theirs (`gossip.members.peer_clocks`).
 2. Its wall clock is behind more than half of all: it refuses what they write, so its own writes would be lost.
@@ -10,7 +10,7 @@ writes nothing (`check`) in three cases:
 A peer that is alone has no other peer to refuse its writes: it goes on above its last stamp.
 
 Renewal. A peer in the third case whose wall clock the others confirm lowers what no other can have taken: cluster
-records of its own, objects in memory, and what it says of floors. All are lowered by the same amount, the error of
+records of its own, objects in memory, and its statements on floors. All are lowered by the same amount, the error of
 the clock, so their order stays; none comes to lie before the time at which it was written. Floors come first: an
 object is above the floor that it was above. Objects on the SSD alone are given up. Then the hybrid clock begins anew
 at the wall clock. The new state is saved whole, floors before the clock: a crash in between renews again.
@@ -78,7 +78,7 @@ class Timekeeping:
     # --- may this peer write -----------------------------------------------------------------
 
     def check(self, now: float) -> None:
-        """Raise `Unavailable`, saying why and what to do, when others would refuse what this peer writes now."""
+        """Raise `Unavailable`, with the reason and the cure, when others would refuse this peer's writes now."""
         problem = self.problem(now)
         if problem:
             self._core.counters["writes_refused_by_clock"] += 1
@@ -113,9 +113,9 @@ class Timekeeping:
         )
 
     def problem(self, now: float) -> str:
-        """Why others would refuse what this peer writes now, and what to do; empty where they would not."""
+        """Why others would refuse this peer's writes now, with the cure; empty where they would not."""
         if self._work is not None:
-            return "its clock was fast, and what it stamped meanwhile gets new stamps: try again in a moment"
+            return "its clock was fast, and the objects stamped meanwhile get new stamps: try again in a moment"
         view, lead = self.view(now), self._core.clock.lead_seconds(self._core.unix(now))
         if lead <= view.lead and not view.is_behind:
             return ""
@@ -173,15 +173,15 @@ class Timekeeping:
         ]
 
     def take_notes(self) -> list[str]:
-        """What should be logged since the last call: each thing once, when it begins and when it ends."""
+        """Messages for the log since the last call: each problem once, when it begins and when it ends."""
         notes, self._notes = self._notes, []
         return notes
 
     # --- time --------------------------------------------------------------------------------
 
     def found(self, clock: int) -> None:
-        """Something of an earlier life has this stamp. Whatever the saved clock says, what is written from now on is
-        above it."""
+        """A record or object of an earlier life has this stamp. New stamps are above it, whatever the saved clock
+        says."""
         self.newest_found = max(self.newest_found, min(clock, MAX_CLOCK))
         self._core.clock.latest = max(self._core.clock.latest, self.newest_found)
 
@@ -272,7 +272,7 @@ class Timekeeping:
             ahead = wrong[peer_id]
             self._notes.append(
                 f"the clock of {self._core.name_of(peer_id)} is {span(abs(ahead))} "
-                f"{'behind' if ahead > 0 else 'ahead of'} this machine's and most others': what is stamped over "
+                f"{'behind' if ahead > 0 else 'ahead of'} this machine's and most others': a stamp over "
                 f"{MAX_CLOCK_SKEW_SECONDS:g} s ahead is refused until that is set right there"
             )
         self._said_of = set(wrong)

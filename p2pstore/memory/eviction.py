@@ -37,13 +37,13 @@ WhoKeeps = Callable[[Sequence[ObjectEntry], float], Sequence[bool]]
 
 _CHEAP, _NORMAL, _SOFT_PINNED = range(3)
 _RANK_WEIGHTS: Final = (1e-9, 1.0, 1e9)
-"""So far apart that a window is cheap when it holds nothing of a higher rank."""
+"""Factors of 1e9, so that a window is cheap only when it holds no object of a higher rank."""
 
 
 def rank_of(entry: ObjectEntry) -> int | None:
-    """Lower ranks are evicted first; None means not at all. Soft replicas go first, also of what is pinned (that is for
-    the firm copies), and what the SSD has and was hardly asked for: so a pass over many cold objects does not push out
-    what is in use."""
+    """Lower ranks are evicted first; None means not at all. Soft replicas go first, also those of pinned objects (the
+    pin is for the firm copies), and objects on the SSD with few reads: so a scan of many cold objects does not evict
+    the objects in use."""
     if entry.references or entry.state not in (SlotState.LIVE, SlotState.RETURNED):
         return None
     if entry.soft:
@@ -194,8 +194,8 @@ class EvictionOrder:
             self._groups[entry.group][entry.rank].used(entry)
 
     def coldest(self, *, cheap: bool = True) -> Iterator[ObjectEntry]:
-        """What would be evicted first, by rank and policy, or without `cheap` what would be next when the lowest rank
-        has gone; of several groups the same share of each. Nothing may change the order meanwhile."""
+        """Entries in the order of eviction, by rank and policy; without `cheap`, the lowest rank is left out. Groups
+        give the same share each. The order must not change during the iteration."""
         ranks = range(_CHEAP if cheap else _NORMAL, 3)
         if len(self._groups) == 1:
             for rank in ranks:
@@ -237,8 +237,7 @@ class EvictionOrder:
     def cost_at(
         self, offset: int, now: float, groups: Container[int] = FIRST_GROUP
     ) -> float | None:
-        """What evicting the entry at `offset` costs; None when nothing begins there that may be evicted and is of one
-        of these groups."""
+        """The cost of evicting the entry at `offset`; None when no evictable entry of these groups begins there."""
         entry = self._at.get(offset)
         if entry is None or entry.group not in groups or offset in self._held:
             return None

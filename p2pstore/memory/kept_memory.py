@@ -1,7 +1,7 @@
-"""What an earlier life of a peer left in its memory, for the next one to begin with. Pure.
+"""Memory that an earlier life of a peer left, for the next life to begin with. Pure.
 
 A segment in a file outlives its process, with everything in it that readers check: slots, trailers, chunk sums. Behind
-the segment lies what only its owner's next life has to know:
+the segment lie the data for its owner's next life alone:
 
     a page       the note: which boot of the machine, which cluster, how many lives so far
     marks        a byte for each slot: whether its bytes were in use
@@ -82,12 +82,12 @@ def decode_note(data: bytes | memoryview) -> Note | None:
 
 
 def checksum_of(name: str) -> int:
-    """What a note says of a cluster's name."""
+    """The checksum of a cluster's name, as a note has it."""
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
 def checksum_of_quotas(quotas: Mapping[str, int]) -> int:
-    """What a note says of quotas: where they lie in the memory follows from them, in this order."""
+    """The checksum of quotas, as a note has it: their values, in this order, decide the places of their areas."""
     return xxhash.xxh3_64_intdigest(repr(list(quotas.items())).encode())
 
 
@@ -122,7 +122,7 @@ class KeptRoom:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a life begins with. Nothing overlaps, and no digest is there twice."""
+    """Objects and taken rooms that a life begins with. No extents overlap, and each digest is unique."""
 
     lives: int = 0
     objects: list[KeptObject] = field(default_factory=list)
@@ -148,8 +148,8 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a segment has to be for this life to begin with what is in it. `segment_id` is that of the last life of the
-    same peer; empty when that kept nothing."""
+    """The properties a segment must have for this life to keep its contents. `segment_id` is that of the last life of
+    the same peer; empty when that kept nothing."""
 
     geometry: Geometry
     segment_id: bytes
@@ -214,7 +214,7 @@ class _Scan:
             self._look_at(number)
         objects = self._apart(list(self._objects.values()))
         if self._unclear:
-            return "what clients of earlier have in use there cannot be told from the rest"
+            return "memory in use by clients of earlier lives cannot be told from the rest"
         return Kept(lives, objects, self._rooms)
 
     def _numbers(self) -> list[int]:

@@ -177,7 +177,7 @@ class ColdBlocks:
 
     def _reclaim(self) -> list[int]:
         oldest = self._sealed.popleft()
-        # Who wrote it had evicted it, so most are nowhere else; which of them are is not looked up.
+        # The writer evicted these blocks, so most are nowhere else; the others are not looked up.
         candidates = [Candidate(block, 1, self._hits[block], True) for block in oldest]
         kept = [each.record for each in choose_kept(candidates, self._segment_blocks)]
         for block in oldest:

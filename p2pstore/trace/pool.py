@@ -1,8 +1,8 @@
 """Replaying a trace on many peers: all know each block's holders at once, and nothing takes time. Pure.
 
 A request goes to one peer. The blocks of its prefix that are anywhere in the pool are read there; the rest is computed
-by that peer and put into its memory. What memory evicts goes to the peer's SSD. The order of eviction is that of the
-real segments, with their ranks; what the SSD keeps is for the rule of the real tier to say.
+by that peer and put into its memory. Blocks evicted from memory go to the peer's SSD. The order of eviction is that of
+the real segments, with their ranks; the SSD keeps blocks by the rule of the real tier.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PoolSettings:
 
 @dataclass(slots=True)
 class PoolOutcome:
-    """What a replay came to."""
+    """The result of a replay."""
 
     counts: HitCounts = field(default_factory=HitCounts)
     tokens_from: Counter[Source] = field(default_factory=Counter)
@@ -81,7 +81,7 @@ class _Peer:
 
 
 class Pool:
-    """Peers and what they hold. `replay` once."""
+    """Peers and their blocks. `replay` once."""
 
     def __init__(self, settings: PoolSettings, model: Model = LLAMA3_70B) -> None:
         if settings.peers < 1:

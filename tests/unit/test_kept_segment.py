@@ -251,7 +251,7 @@ def test_a_slot_torn_while_a_client_looks_at_its_bytes_ends_the_memory() -> None
     entry = put(lives.segment, "k", b"value")
     lives.segment.views.lease(entry, holder="client", now=100.0)
     lives.buffer[lives.geometry.slots_offset + entry.slot * SLOT_BYTES + 40] ^= 1
-    assert "in use there cannot be told" in str(lives.read(has_users=True))
+    assert "earlier lives cannot be told from the rest" in str(lives.read(has_users=True))
     assert lives.read(has_users=False) == Kept(1, [], [])
 
 

@@ -1,7 +1,7 @@
-"""What the core knows of its peer's SSD: copies that are only there, found, announced and given up.
+"""The core's view of its peer's SSD: copies that are only there, found, announced and given up.
 
-The SSD tier keeps its own index; this asks it, and holds its answers to the rules that all copies are held to:
-floors, times to live, and what a peer may not show before it knows what was removed while it was away.
+The SSD tier keeps its own index; this asks it, and applies the rules of all copies to its answers: floors, times to
+live, and objects that stay hidden until the peer knows the removals made while it was away.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Gone(StrEnum):
 
 
 class ColdStore(Protocol):
-    """What the core asks of an SSD tier. Nothing here waits, or reads the SSD."""
+    """The core's requests to an SSD tier. Nothing here waits, or reads the SSD."""
 
     def find(self, digest: bytes) -> ColdEntry | None:
         """The whole object that lies there."""
@@ -125,7 +125,8 @@ class ColdCopies:
         return None if self._is_about_to_go(entry.version) else entry
 
     def _is_about_to_go(self, version: Version) -> bool:
-        """Whether a sweep of everything has yet to come by. What one namespace's is for, its floor forbids."""
+        """Whether a pending sweep of all namespaces covers the version. A namespace's own floor forbids the versions
+        of its sweep."""
         return any(
             sweep.namespace is None and sweep.up_to.covers(version) for sweep in self._to_sweep
         )
@@ -251,7 +252,7 @@ class ColdCopies:
             self.store.discard(entry.digest, cold.version)
 
     def written(self, entry: ObjectEntry, now: float) -> None:
-        """The tier has taken the object. What became of it meanwhile counts for that copy, too."""
+        """The tier has taken the object. A removal or expiry meanwhile counts for that copy, too."""
         if self.store is None:
             return
         segment = self._core.segment

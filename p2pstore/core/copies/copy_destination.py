@@ -218,7 +218,7 @@ class RoomDestination:
 
 
 def read_copies(core: PeerCore, sender: PeerId, request: ReplicateMany) -> list[Thing]:
-    """What the sender wants copies of. Raises `ProtocolError` for what no writer of them sends."""
+    """The objects that the sender wants copied. Raises `ProtocolError` for a request that no correct writer sends."""
     count = len(request.trailers)
     if (
         not count

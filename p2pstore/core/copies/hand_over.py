@@ -224,7 +224,7 @@ class HandOverOperation(Operation):
 
 
 class _Rooms:
-    """What the other members say of their memory, less what they were given since they said it."""
+    """Free memory announced by the other members, less the bytes handed to them since the announcement."""
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
@@ -239,7 +239,7 @@ class _Rooms:
         return bool(self._capacity)
 
     def choose(self, digest: bytes, length: int, now: float, *, only_free: bool) -> list[PeerId]:
-        """Whom to give an object of that length, best first; the first one is counted on to take it."""
+        """Targets for an object of that length, best first; its bytes are taken off the first one's free memory."""
         self._read(now)
         needed = round_up(length, GRANULE_BYTES) + GRANULE_BYTES  # with a trailer, as a rule
         ranked = [

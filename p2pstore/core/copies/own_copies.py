@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from p2pstore.ssd_tier.index import ColdEntry
 
 LOOKED_AT: Final = 256
-"""Copies at a time: who else holds one takes some 10 us to find out."""
+"""Copies at a time: finding the other holders of one takes some 10 us."""
 PASSED_OVER: Final = 64
 """As many times that many records that are not looked for are passed over at a time, at 0.1 us each."""
 _SOFT: Final = 0x04
@@ -195,8 +195,8 @@ class Checks:
                 operation.checked(now)
 
     def judge(self, entry: ObjectEntry, sums: bytes, now: float) -> None:
-        """The object's bytes give these checksums: it is good, and what is published of it is restored where a client
-        wrote over that; or it is withdrawn."""
+        """Compare the checksums of an object's bytes. A good object stays, and its slot and trailer are restored where
+        a client wrote over them; a damaged one is withdrawn."""
         live = entry.state is SlotState.LIVE
         good = root_checksum(entry.length, sums) == entry.version.root
         if good and (not live or self._core.segment.restoring.object(entry, sums)):

@@ -1,4 +1,4 @@
-"""Who wrote what others hold: proofs made, kept and asked for.
+"""Proofs of who wrote a copy: made, kept and asked for.
 
 A copy counts when its version, root included, is its writer's own word: the holder is the writer, or the writer's log
 says the same, or the holder has a proof of the writer (`gossip.version_proofs`). A proof was asked for once, and is

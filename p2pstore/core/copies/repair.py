@@ -1,4 +1,4 @@
-"""Keeping as many copies of an object as its put asked for: who lost a holder has another copy made.
+"""Repair: keeping as many copies of an object as its put asked for, after the loss of a holder.
 
 Some time after a member died, left or came back empty, every peer goes through the firm copies that it holds with more
 than one copy wanted. Of the holders that are left, the first in rendezvous order has the missing copies made, at once;
@@ -136,7 +136,7 @@ class Repair:
             self._then_at = then
 
     def next_tick(self) -> float:
-        """When `tick` has something to do. (What happened to members it finds with any tick.)"""
+        """When `tick` has work to do. (Changes of members are found with any tick.)"""
         if self._core.closing:
             return math.inf
         if self._pass is None:
@@ -240,7 +240,7 @@ class Repair:
             current.limited += 1
 
     def _lack(self, current: _Pass, digest: bytes, now: float) -> _Lack | None:
-        """What there is too little of, if so."""
+        """The missing copies of an object, or None when there are enough."""
         core = self._core
         held = held_here(core, digest, now)
         others = None if held is None or held.soft else other_firm_copies(core, held, now)
@@ -258,8 +258,8 @@ class Repair:
         return _Lack(held, wanted, 1 + len(there), turn)
 
     def _may_return(self, current: _Pass, copy: KnownCopy) -> bool:
-        """Whether a holder was missing for so short a time when the pass began that it may come back with what it held.
-        If it does not, the next pass repairs that; every holder has a turn again there."""
+        """Whether a holder was missing for less than `delay_seconds` when the pass began, so that it may come back with
+        its objects. If it does not, the next pass repairs that; every holder has a turn again there."""
         state = self._core.gossip.membership.resolve(copy.member)
         return (
             state is not None

@@ -42,11 +42,11 @@ FIRST_PAUSE_SECONDS: Final = 10.0
 LAST_PAUSE_SECONDS: Final = 320.0
 """How long nothing is to be kept by a reader that loses it: twice as long when it does so again."""
 MAX_LOSERS: Final = 1024
-"""Readers of whom that is remembered."""
+"""Readers whose losses and pauses are remembered."""
 MOST_KEEPERS: Final = 64
-"""Of an object, of whom it is remembered when they were sent it."""
+"""Readers per object whose time of sending is remembered."""
 MAX_OBJECTS: Final = 4096
-"""Whose readers are remembered: those read last."""
+"""Objects whose readers are remembered: the last ones read."""
 
 
 class SentOn(NamedTuple):
@@ -58,10 +58,10 @@ class SentOn(NamedTuple):
 
 @dataclass(slots=True)
 class _Reads:
-    """Who read an object of late."""
+    """The recent readers of an object."""
 
     sent_at: dict[Member, float] = field(default_factory=dict)
-    """When it last went to each reader of a moment ago; the last one last."""
+    """When the object last went to each recent reader; the latest is last."""
     kept_at: dict[Member, float] = field(default_factory=dict)
     """When it last went to those that were to keep it, and a while after; the last one last."""
     heat: float = 0.0

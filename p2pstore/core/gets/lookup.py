@@ -44,18 +44,18 @@ DIGESTS_PER_LOOKUP: Final = 1_024
 
 
 class LookupOperation(Operation):
-    """Find copies of keys: in what this peer knows, else by asking the keys' home peers once.
+    """Find copies of keys: among the locations known here, else by asking the keys' home peers once.
 
-    A peer that follows all logs seldom misses a key, and asks all three homes of one at a time: what it has not
-    heard of is so young that a home may not have heard of it either. In partitioned mode it asks one home, and
-    the next one when that knows of no copy, does not answer or says that it may not know all; when it does not answer
-    at once, both are asked at the same time. A key is nowhere when `believed` homes vouch for that, or all that answer
-    where they are fewer. When none of them answers, nothing is known of the key: `nobody_told_of` it.
+    A peer that follows all logs seldom misses a key, and asks all three homes of one at a time: a key unknown here is
+    so young that a home may not know it either. In partitioned mode it asks one home, and the next one when that knows
+    of no copy, does not answer or says that it may not know all; when it does not answer at once, both are asked at
+    the same time. A key is absent when `believed` homes vouch for that, or all that answer where they are fewer. When
+    none of them answers, nothing is known of the key: `nobody_told_of` it.
 
     The result is a list, per digest, of `KnownCopy` (best first). With `wait_seconds` it goes on until every
     key was found or the time is over: it looks again at any news of a missing key, and now and then
     asks the homes again. `exclude` are members that just failed for the caller. `namespace` is the digest
-    of the namespace of all keys, where it is known: what a flush has removed is left out. With `ask_always`, homes are
+    of the namespace of all keys, where it is known: flushed objects are left out. With `ask_always`, homes are
     asked even of keys of which copies are known here: there may be more.
 
     Many keys are gone through some at a time (`PeerCore.keys_per_step`), one step a tick.

@@ -184,7 +184,7 @@ class PinOperation(Operation):
 
 
 def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:
-    """Pin, or unpin, what this peer has in just that version. Raises `ProtocolError` for nonsense."""
+    """Pin, or unpin, the objects that this peer has in just that version. Raises `ProtocolError` for nonsense."""
     if (
         len(request.items) > MAX_PINS
         or request.pin not in (Pin.NONE, Pin.SOFT, Pin.HARD)

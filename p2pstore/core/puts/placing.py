@@ -28,7 +28,7 @@ MAX_HOLDERS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a live peer offers, as gossip has it. `doubtful`: suspected, or a connection failed just now."""
+    """Memory that a live peer offers, by gossip. `doubtful`: suspected, or a connection failed just now."""
 
     peer_id: PeerId
     capacity_bytes: int

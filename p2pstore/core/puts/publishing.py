@@ -1,7 +1,7 @@
 """Publishing values of new keys as a batch: nearly all puts of inference engines.
 
-One look at the index, the SSD, the floors and the table of locations parts a batch. Values of new keys are published as
-one, under one stamp; what any other key needs is decided one by one (`core.put`).
+One look at the index, the SSD, the floors and the table of locations splits a batch. Values of new keys are published
+as one, under one stamp; values of other keys are decided one by one (`put_operation`).
 """
 
 from __future__ import annotations

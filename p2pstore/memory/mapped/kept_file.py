@@ -229,9 +229,9 @@ def create_file_memory(path: Path, total_bytes: int, *, marked_after: bool = Fal
     """Zeroed shared memory of `total_bytes` in a new file of mode 0600, which is removed when it is closed.
 
     A file that a peer made is known by the segment's magic: at its beginning, where a segment has it, or
-    (`marked_after`) in one block more, for memory that begins with something else. What a peer that died left there
-    is replaced. Raises `ConfigError` when the path is in use by another peer or by something else, or the file system
-    has no room for all of it or takes no files; on tmpfs also when the host or a cgroup has not as much memory left.
+    (`marked_after`) in one block more, for memory that begins with something else. The file of a dead peer is
+    replaced. Raises `ConfigError` when the path is in use by another peer or program, or the file system has no room
+    for all of it or takes no files; on tmpfs also when the host or a cgroup has less memory left than that.
     """
     with ExitStack() as stack:
         lock = claim_new(path)
@@ -248,7 +248,7 @@ def create_file_memory(path: Path, total_bytes: int, *, marked_after: bool = Fal
 
 
 def block_bytes_of(descriptor: int) -> int:
-    """What the sizes of mapped files are whole numbers of, on that file system."""
+    """The unit of sizes of mapped files on that file system, in bytes."""
     return max(mmap.PAGESIZE, os.fstat(descriptor).st_blksize)
 
 

@@ -320,7 +320,7 @@ def prefault(
     while done < len(view) and not should_stop():
         piece = min(PREFAULT_PIECE_BYTES, len(view) - done)
         if huge_pages:
-            _collapse(view, done, piece)  # what it leaves is populated
+            _collapse(view, done, piece)  # the pages it leaves out are populated next
         code = _advise(view, done, piece, _MADV_POPULATE_WRITE)
         if code == errno.EINVAL:  # an older kernel: reading a page provides it as well
             np.frombuffer(view, np.uint8)[done : done + piece : mmap.PAGESIZE].max()
@@ -368,7 +368,7 @@ def _advise(view: memoryview, start: int, length: int, advice: int) -> int:
 def available_memory(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> tuple[int, str]:
-    """Bytes that this process may still use, and what limits it: the host, or a cgroup."""
+    """Bytes that this process may still use, and the source of the limit: the host, or a cgroup."""
     best = (_meminfo(proc, "MemAvailable"), "this host")
     for limit, used in memory_limits(proc, cgroups):
         best = min(best, (max(0, limit - used), f"the cgroup (limit {format_bytes(limit)})"))

@@ -37,11 +37,11 @@ class EvictionQueue(ABC):
 
     @abstractmethod
     def coldest(self) -> Iterator[ObjectEntry]:
-        """What would go first. Nothing may change the queue until the last one was taken."""
+        """The entries in the order of eviction. The queue must not change during the iteration."""
 
 
 class EvictionPolicy(ABC):
-    """What one segment knows of the worth of its objects. All times are Unix seconds."""
+    """Ranks the worth of one segment's objects. All times are Unix seconds."""
 
     @abstractmethod
     def new_queue(self) -> EvictionQueue:
@@ -49,7 +49,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def cost(self, entry: ObjectEntry, now: float) -> float:
-        """What losing the entry costs, above 0; compared within a rank, and summed over windows."""
+        """The cost of losing the entry, above 0; compared within a rank, and summed over windows."""
 
     @abstractmethod
     def admitted(self, entry: ObjectEntry, now: float) -> None:

@@ -1,4 +1,4 @@
-"""For chains of blocks: tails before heads, and what is read again later than the rest. Pure."""
+"""Eviction for chains of blocks: tails before heads, and blocks with repeated reads last. Pure."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class PrefixAware(EvictionPolicy):
         """Credits after one more use, `gap` seconds after the one before."""
         if gap < CORRELATED_SECONDS:
             return credits
-        if credits < MOST_CREDITS:  # what all share, such as a system prompt, is read all the time
+        if credits < MOST_CREDITS:  # shared by all, as a system prompt is: read all the time
             usual = self.gap_seconds or gap
             self.gap_seconds = usual * (gap / usual) ** GAP_WEIGHT
         return min(MOST_CREDITS, credits + 1)
