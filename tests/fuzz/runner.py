@@ -30,7 +30,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong, and how to see it again."""
+    """A failure, and how to reproduce it."""
 
     protocol: str
     seed: int

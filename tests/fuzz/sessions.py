@@ -1,4 +1,4 @@
-"""What the fuzzer plays with a real peer: one function per kind of session, each a few mutated frames.
+"""The fuzzer's sessions with a real peer: one function per kind of session, each a few mutated frames.
 
 A session either ends quietly, whatever was sent, or raises `Problem`. It returns the bytes that it sent.
 """

@@ -34,7 +34,7 @@ SPOILT_BY_CLIENT: Final = "the bytes of %r are spoilt"
 
 
 class Problem(Exception):
-    """What the fuzzer looks for: the text says what went wrong."""
+    """A failure that the fuzzer looks for; the text describes it."""
 
 
 class _Listener(logging.Handler):

@@ -1,4 +1,4 @@
-"""What only RDMA can get wrong: connections, memory that devices write to, and how both end."""
+"""Faults of RDMA alone: connections, memory that devices write to, and the end of both."""
 
 from __future__ import annotations
 

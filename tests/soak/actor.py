@@ -55,7 +55,7 @@ Target = tuple[int, Family, int]
 
 @dataclass(frozen=True)
 class Settings:
-    """What an actor is told, as JSON."""
+    """The settings of an actor, given as JSON."""
 
     seed: int
     number: int
@@ -77,12 +77,12 @@ class Settings:
 
 @dataclass
 class Notes:
-    """What an operation did, key by key: (key, outcome, ...), and which errors it met."""
+    """The outcome of an operation, key by key: (key, outcome, ...), and the errors that it met."""
 
     results: list[tuple[Any, ...]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    """What the errors say, the first ones of them."""
+    """The texts of the first errors."""
     unclear: str = ""
 
     def fail(self, key: str, error: BaseException) -> None:

@@ -269,7 +269,7 @@ def _pinned_copies(clients: Sequence[BlockingClient]) -> dict[str, int]:
 
 
 def held_by(client: BlockingClient) -> dict[str, int]:
-    """What a peer says that it has, and should not."""
+    """Counts that a peer reports and that should be 0."""
     document = client.statistics(cluster=False)["peer"]
     counts = ("memory_used_bytes", "leased_bytes", "objects", "operations", "known_locations")
     held = {name: int(document[name]) for name in counts}

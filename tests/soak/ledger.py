@@ -240,7 +240,7 @@ class Ledger:
         return record is not None and record.kept > 0 and record.ends == math.inf
 
     def lacking(self, copies: Mapping[str, int]) -> list[str]:
-        """Of what is kept, and still somewhere (`copies` pinned hard, by key), what has fewer copies than wanted."""
+        """Kept objects that exist (`copies`: hard-pinned ones, by key) and have fewer copies than wanted."""
         return [
             key
             for key, count in copies.items()

@@ -31,7 +31,7 @@ BALLAST: Final = "ballast"
 
 @dataclass(frozen=True)
 class Role:
-    """What a peer is: its host, and what is special about it."""
+    """The role of a peer: its host, and its special settings."""
 
     host: int
     ssd: bool = False

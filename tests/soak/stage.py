@@ -1,4 +1,4 @@
-"""What a soak runs on: volumes, hosts, peers, client processes. All of it ends with this process, however that ends."""
+"""The stage of a soak: volumes, hosts, peers, client processes. All of it ends with this process, however that ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom to try: bootstrap addresses always, the address book only while alone."""
+"""The addresses to try: bootstrap addresses always, the address book only while alone."""
 
 import math
 from random import Random

@@ -1,4 +1,4 @@
-"""What a peer says and hears of checkpoints: heads, switches, who takes part, whom it trusts for a name."""
+"""A peer's records of checkpoints, sent and received: heads, switches, participants, trusted publishers."""
 
 from __future__ import annotations
 

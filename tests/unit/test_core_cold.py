@@ -1,4 +1,4 @@
-"""What a core makes of its SSD: objects are written before memory needs their room, announced, and brought back."""
+"""A core and its SSD: objects are written before memory needs their room, announced, and brought back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a core makes of memory that an earlier life left: held back, sorted by floors, checked, and shown again."""
+"""Memory of an earlier life: its objects are held back, sorted by floors, checked, and published again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor makes of readings: every judgement in each of its outcomes."""
+"""The doctor's judgement of readings: every rule in each of its outcomes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ WAY: list[tuple[Callable[..., Finding], tuple[Any, ...], dict[str, Any], Failure
 
 
 def check_words(finding: Finding) -> None:
-    """A finding with a problem has advice; one without has none."""
+    """A finding with a problem has a cause and a cure; one without has no cure."""
     problem = finding.status in (WARNING, BROKEN)
     assert bool(finding.cause) is (problem or finding.status is SKIPPED)
     assert bool(finding.cure) is problem

@@ -27,7 +27,7 @@ ONE, OTHER, THIRD = b"one", b"other", b"third"
 def seconds_until_too_slow(
     flow: Flow, count: int, every_seconds: float, most_seconds: float = 1000.0
 ) -> float:
-    """How long a reader waits for a sender of `count` bytes in every interval."""
+    """Seconds that a reader waits for a sender of `count` bytes every `every_seconds`."""
     seconds = 0.0
     while seconds < most_seconds:
         seconds += every_seconds

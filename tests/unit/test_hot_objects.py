@@ -1,4 +1,4 @@
-"""Whom a holder of a hot object serves itself, and whom it sends on; and readers that are sent on."""
+"""Readers that a holder of a hot object serves itself, those that it sends on, and the reads of these."""
 
 from __future__ import annotations
 

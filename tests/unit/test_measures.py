@@ -1,4 +1,4 @@
-"""What a peer counts for its metrics."""
+"""The measures behind a peer's metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a member reaches that says of the living that they are dead, or gone: probes, and no more."""
+"""A member that calls live members dead, or gone: it causes probes, and no more."""
 
 from __future__ import annotations
 

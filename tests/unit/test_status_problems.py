@@ -1,4 +1,4 @@
-"""What the status page says is wrong, and in which words."""
+"""Problems on the status page, and their wording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a read says about itself: the trace that `get --explain` shows, and progress."""
+"""The trace of a read, which `get --explain` shows, and its progress."""
 
 from __future__ import annotations
 
