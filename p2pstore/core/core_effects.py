@@ -100,7 +100,7 @@ class WriteObject:
 @dataclass(frozen=True, slots=True)
 class CheckReturned:
     """Compare the bytes of objects in memory, which an earlier life put there, with their sums;
-    `core.floors.returned_checked` brings the outcome. For an object that goes meanwhile, the outcome is ignored."""
+    `core.floors.returned_checked` brings the outcome. They may go meanwhile; what is read then means nothing."""
 
     entries: tuple[ObjectEntry, ...]
 

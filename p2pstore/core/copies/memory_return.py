@@ -1,4 +1,4 @@
-"""Objects of an earlier life in a peer's memory: sorted, checked, and published again, some at a time."""
+"""What a peer's memory has of an earlier life: sorted, checked, and shown again, some at a time."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ Then = Callable[[Reply, float], None]
 
 
 class CompareOperation(Operation):
-    """Ask one holder for slots and trailers. Items added until the first tick go in one question."""
+    """Ask one holder for slots and trailers. What is asked for until the first tick goes in one question."""
 
     def __init__(self, core: PeerCore, peer_id: PeerId) -> None:
         super().__init__(core)
@@ -235,7 +235,7 @@ class CompareOperation(Operation):
         self._go_on(GO_ON_PER_STEP, now)
 
     def cancel(self, now: float) -> None:
-        """End the items that are not answered yet without an answer."""
+        """What is not answered will not be."""
         self._go_on(len(self._waiting), now)
 
     def _go_on(self, count: int, now: float) -> None:
