@@ -123,12 +123,12 @@ def test_the_page_of_a_peer(cluster: ProcessCluster, tmp_path: Path) -> None:
             assert fact in text_of(browser, "#peer")
         looks_well(browser)
 
-        # Text by other users is shown as text, and never run.
+        # What others wrote is text, and nothing else.
         assert browser.evaluate("document.querySelectorAll('script').length") == 1
         assert browser.evaluate("document.querySelectorAll('img, b[onclick]').length") == 0
         assert browser.evaluate("document.title").endswith("p0 \u2013 All is well")
 
-        # It is live while it is seen, and sends no requests while it is not.
+        # It is live while it is seen, and asks nobody while it is not.
         first.client.put("one more", b"z")
         browser.wait_for("document.querySelector('#peer').innerText.includes('2, nothing in use')")
         show_or_hide(browser, hidden=True)
@@ -137,7 +137,7 @@ def test_the_page_of_a_peer(cluster: ProcessCluster, tmp_path: Path) -> None:
         assert len(browser.asked_for) <= asked + 1  # one may have been under way
         show_or_hide(browser, hidden=False)
 
-        # The missing member comes first, then that the peer itself is silent, and since when.
+        # Who is missing is the first that is said, and that the peer itself is silent, and since when.
         third.kill()
         browser.wait_for("document.querySelector('#state').innerText.includes('1 member is dead')")
         row = browser.evaluate("document.querySelector('#members tbody tr').innerText")
@@ -160,7 +160,7 @@ def test_the_page_of_a_peer(cluster: ProcessCluster, tmp_path: Path) -> None:
         assert browser.evaluate("window.ran") is None
         assert "Content Security Policy" in "".join(browser.complaints)
 
-    # A peer not told to show keys shows none; users of the socket get them.
+    # Who was not told to show keys shows none; who may use the socket gets them.
     kept = status(second)
     assert SCRIPT not in json.dumps(kept)
     assert [each["namespace"] for each in kept["hottest"]] == ["default"]

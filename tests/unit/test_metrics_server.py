@@ -134,7 +134,7 @@ async def test_who_does_not_ask_or_does_not_read_is_cut(autojump_clock: trio.abc
     await serve_request(PAGES, silent)
     assert trio.current_time() - began == pytest.approx(REQUEST_SECONDS)
 
-    # A lockstep stream takes nothing before the other end reads.
+    # A lockstep stream takes nothing before somebody reads it.
     slow, theirs = trio.testing.lockstep_stream_pair()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(slow.send_all, b"GET / HTTP/1.1\r\n\r\n")

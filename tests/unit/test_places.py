@@ -1,4 +1,4 @@
-"""Default names of peers, and their default directories."""
+"""What a peer is called and where it keeps its things when nobody says."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_kept_invite_whose_key_is_gone_is_not_followed_without_it(home: Path) 
     with pytest.raises(ConfigError, match=rf"{key} is missing.*--cluster-key-file"):
         settle(said(name="n"))
     assert settle(said(name="n", cluster_key_file="own")).config().cluster_key_file == "own"
-    key.symlink_to(key)  # cannot be read: the error comes from the code that reads it
+    key.symlink_to(key)  # cannot be read, which is for whoever reads it to say
     assert settle(said(name="n")).config().cluster_key_file == str(key)
     keep_joined(Invite("blue", ("10.0.0.1:17946",)), str(home / "m"))
     assert settle(said(name="m")).config().cluster_key_file is None

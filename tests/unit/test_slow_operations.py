@@ -69,7 +69,7 @@ def test_stages_go_to_those_under_way_for_their_digests() -> None:
     assert [stage.what for stage in two.stages] == ["lookup", "pull"]
     assert one.waiting_seconds == pytest.approx(0.8)
     assert two.waiting_seconds == pytest.approx(0.3)
-    slow.stage([ONE], lookup, 1.5)  # no operation is left to which it would belong
+    slow.stage([ONE], lookup, 1.5)  # nobody is left to whom it would belong
     assert slow.document()["operations"][-1]["stages"] == [
         {"what": "lookup", "seconds": 0.2, "peer": "b", "transport": "tcp", "outcome": "ok"}
     ]

@@ -1,4 +1,4 @@
-"""The key that keyless peers of one user share: made once, private, and no other user's."""
+"""The key that keyless peers of one user share: made once, private, and nobody else's."""
 
 from __future__ import annotations
 
