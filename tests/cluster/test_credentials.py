@@ -130,11 +130,11 @@ def test_a_key_is_replaced_while_the_cluster_works(machine: Machine) -> None:
     assert len(parse_cluster_keys(key.read_text(), "key").keys) == 1
     assert all(peer.alive() == 3 for peer in peers)
 
-    # A file that is no key file changes nothing.
+    # What is not a key file changes nothing.
     (machine.folder / "a.key").write_text("nonsense\n")
     hang_up(peers[0], "everything stays as it was")
     peers[0].client.put("after", b"value", replicas=3)
-    # A peer with the old key alone is refused.
+    # Who has only the old key is out.
     write_private(machine.folder / "late.key", old)
     late = Process(
         machine,
@@ -154,7 +154,7 @@ def test_a_key_is_replaced_while_the_cluster_works(machine: Machine) -> None:
 
 @asynccontextmanager
 async def member(key: bytes) -> AsyncIterator[tuple[Identity, ControlHost, DataPool]]:
-    """A member that holds `key`: a control host and data connections, without a peer behind them."""
+    """Somebody who holds `key`: a control host and data connections, without a peer behind them."""
     identity, ring = Identity(bytes(range(32))), KeyRing([key])
     office = TicketOffice(identity, ring)
     pool = DataPool(TrioDriver(), lambda peer: office.ticket(peer.peer_id, Scope.READ | Scope.PEER))
@@ -375,7 +375,7 @@ async def test_without_a_key_nobody_else_reaches_a_peer(
 
 
 async def test_advertising_an_address_opens_no_port(tmp_path: Path) -> None:
-    """The advertised address is not the bound one: without a key that stays loopback."""
+    """What is told to others is not what is bound: without a key that stays loopback."""
     options = {"listen": None, "advertise": "192.0.2.1", "data_advertise": ["192.0.2.1:1"]}
     async with open_peer(config(tmp_path, "a", **options, insecure=False)) as peer:
         assert peer.node.host.listening[0] == "127.0.0.1"

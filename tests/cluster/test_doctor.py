@@ -143,7 +143,7 @@ def test_a_data_port_is_not_a_control_port(pair: tuple[Peer, Peer]) -> None:
 
 @contextmanager
 def listener(answer: bytes | None) -> Iterator[str]:
-    """A foreign listener: it sends `answer` on each connection, or (None) never accepts."""
+    """Something else that listens: it says `answer` to whoever connects, or (None) never accepts."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()

@@ -1,4 +1,4 @@
-"""Settings of a peer: accepted values, and that an error names the setting as its author did."""
+"""Settings of a peer: what is accepted, and that a mistake is told by the name its author used."""
 
 from __future__ import annotations
 

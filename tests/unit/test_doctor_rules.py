@@ -1,4 +1,4 @@
-"""The doctor's judgement of readings: every rule in each of its outcomes."""
+"""What the doctor makes of readings: every judgement in each of its outcomes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ WAY: list[tuple[Callable[..., Finding], tuple[Any, ...], dict[str, Any], Failure
 
 
 def check_words(finding: Finding) -> None:
-    """A finding with a problem has a cause and a cure; one without has no cure."""
+    """Who is told of a problem is told what to do; who is told of none is not bothered."""
     problem = finding.status in (WARNING, BROKEN)
     assert bool(finding.cause) is (problem or finding.status is SKIPPED)
     assert bool(finding.cure) is problem

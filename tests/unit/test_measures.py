@@ -1,4 +1,4 @@
-"""The measures behind a peer's metrics."""
+"""What a peer counts for its metrics."""
 
 from __future__ import annotations
 

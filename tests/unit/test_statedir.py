@@ -306,7 +306,7 @@ def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path, name:
 def test_what_is_planted_in_the_way_of_a_file_is_never_written_to(
     tmp_path: Path, name: str, planted: str
 ) -> None:
-    """A user that can write to the directory could have this user's files overwritten."""
+    """Whoever can write to the directory could have this user's files overwritten."""
     folder, victim = tmp_path / "state", tmp_path / "victim"
     victim.write_text("precious")
     with StateDirectory.open(folder) as state:

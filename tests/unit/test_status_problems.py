@@ -1,4 +1,4 @@
-"""Problems on the status page, and their wording."""
+"""What the status page says is wrong, and in which words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of the connection to close when too many wait to prove themselves."""
+"""Who has to go when too many connections wait to prove themselves."""
 
 from __future__ import annotations
 
