@@ -6,8 +6,8 @@ clients of that peer map it to look keys up themselves. It is native-endian and 
     header        4,096 bytes: 64-bit words, see `Word`
     counted       a byte for each of `MAX_COUNTED_SLOTS` slots: 1 when a client is to count its records
     members       the short name of the member whose records those of a counted slot are, 8 bytes each
-    apart         2^20 counters: what is known otherwise of keys whose digests begin so
-    floors        2^18 clocks, 8 bytes each: versions of keys whose digests begin so may be forbidden up to there
+    apart         2^20 counters, by the digest's first bits: facts known of keys from elsewhere
+    floors        2^18 clocks of 8 bytes, by the digest's first bits: versions up to it may be forbidden
     block owners  the slot that owns each block of 32 rows
     row owners    the slot that owns each row of a shared block
     links         of rows and of buckets
@@ -62,7 +62,7 @@ FIRST_BUCKETS: Final = 64
 SPLIT_BATCH: Final = 64
 """Buckets are split at least this many at a time: numpy is slow for few."""
 FEW_DIGESTS: Final = 32
-"""Up to so many are found faster one after the other: numpy takes 30 us for any, 90 where its code is in no cache."""
+"""Digests up to which one search after the other is faster: numpy takes 30 us for any, 90 us with cold caches."""
 NOBODY: Final = 0
 """Owner of the rows of a discarded slot. Slots are numbered from 1."""
 SHARED: Final = 0xFFFFFFFF
@@ -114,12 +114,12 @@ _LEVEL: Final = int(Word.LEVEL)
 
 
 def block_count(max_rows: int) -> int:
-    """How many blocks a table for so many rows has."""
+    """The number of blocks of a table with `max_rows` rows."""
     return -(-max_rows // BLOCK_ROWS) + 1
 
 
 def table_bytes(blocks: int) -> int:
-    """The length of the memory of a table with so many blocks."""
+    """The memory in bytes of a table with that number of blocks."""
     return _part_starts(blocks)[-1]
 
 
@@ -144,11 +144,11 @@ def _part_starts(blocks: int) -> list[int]:
 
 
 class LocationTable:
-    """The parts of a table in `memory`, and what is found in it.
+    """The parts of a table in `memory`, and searches in it.
 
     Digests are uniformly random by themselves, but a member may announce any. So the hash is Dietzfelbinger's: four
     32-bit words times four secret 64-bit numbers, of the sum the upper half. That is strongly universal: whatever
-    digests somebody picks who does not know the numbers, two share a bucket no more often than random ones. (Two
+    digests a member picks without knowing the numbers, two share a bucket no more often than random ones. (Two
     64-bit words times two numbers would not do: multiples of 2^56 share a bucket whatever the numbers are.)
 
     `memory` is a `mmap`, or a `bytearray`. Raises `ProtocolMismatch` for another layout, and `ProtocolError` when its
@@ -211,7 +211,7 @@ class LocationTable:
         self._memory[start : start + len(packed)] = packed
 
     def owner(self, row: int) -> int:
-        """The slot of a row in use, or `NOBODY`."""
+        """The slot that owns a row; 0 (`NOBODY`) when the row is free."""
         owner = self.block_owner[row // BLOCK_ROWS]
         return self.row_owner[row] if owner == SHARED else owner
 
@@ -238,7 +238,7 @@ class LocationTable:
     def find_few(self, digests: bytes, most_rows: int = _NO_LIMIT) -> list[tuple[int, int, bytes]]:
         """`find` of digests, packed one after the other: each record behind the number of its digest. `find_many` is
         slower for up to `FEW_DIGESTS`. Raises `IndexError` when one of them takes a look at over `most_rows` rows, or
-        somebody changes the table meanwhile."""
+        the peer changes the table meanwhile."""
         found = []
         link, begins, memory, factors = self.link, self.begins, self._memory, self._factors
         heads, rows_start = self.heads, self._rows_start
@@ -313,7 +313,7 @@ class LocationTable:
         while live := np.count_nonzero(rows):
             if not most_rows:
                 raise IndexError("the chain of rows is too long")
-            if 2 * live < rows.size:  # what has ended stays in row 0, whose link leads nowhere
+            if 2 * live < rows.size:  # finished chains stay in row 0, whose link is 0
                 going_on = rows.nonzero()[0]
                 rows, queries = rows.take(going_on), queries.take(going_on)
             found_queries.append(queries)

@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""The setup of all tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only some environments have."""
+"""Parts that only some environments have."""
 
 from __future__ import annotations
 

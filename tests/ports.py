@@ -11,8 +11,8 @@ _PORTS: Final = iter(random.sample(range(20_000, 32_000), 12_000))
 
 
 def free_port(host: str) -> int:
-    """A port that nobody has, and nobody else of this process was given. It is not of the range from which the kernel
-    takes ports for connections: one of these would be taken before the server listens, now and then."""
+    """A free port that was not returned before in this process. It is outside the kernel's range of ephemeral ports:
+    now and then a connection would take one of those before the server listens."""
     for port in _PORTS:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))

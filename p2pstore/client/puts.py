@@ -1,4 +1,4 @@
-"""The putting half of a client, without its requests: what is asked for, copied and summed."""
+"""The putting half of a client, without its requests: sizes of reservations, copying and checksums."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TRAILER_FIXED_BYTES: Final = 96
 
 
 def trailer_bound(named_bytes: int, length: int, dtype: str, rank: int) -> int:
-    """Enough room for the trailer of such an object, whose key and namespace have so many bytes together; a multiple
+    """Upper bound of an object's trailer in bytes; `named_bytes`: length of its key and namespace together. A multiple
     of 64, so that puts of values of one size ask for the same whatever their keys."""
     needed = _TRAILER_FIXED_BYTES + named_bytes + 8 * chunk_count(length) + len(dtype) + 9 * rank
     return -(-needed // 64) * 64
@@ -71,9 +71,9 @@ async def fill(
     check: Callable[[], None],
     progress: Progress | None = None,
 ) -> bytes:
-    """`copy_and_sum`; what is over 4 MiB goes in steps of that, or of up to 64 MiB where several threads do it, on a
-    thread, and can be cancelled between them: after that nothing writes to `target` any more. `check` is called before
-    each 4 MiB, and raises once `target` is not ours any more; `progress` hears of each step."""
+    """`copy_and_sum`. Over 4 MiB, it runs on a thread in steps of 4 MiB, or of up to 64 MiB with several threads, and
+    can be cancelled between steps: after that nothing writes to `target` any more. `check` is called before each 4 MiB,
+    and raises once `target` is not ours any more; `progress` hears of each step."""
     length = len(source)
     if length <= PIECE_BYTES:
         return _copy_part(target, source, 0)
@@ -134,8 +134,8 @@ def _copy_part(target: memoryview, source: Source, start: int) -> bytes:
 
 
 def windows(sizes: Sequence[int], most_bytes: int = WINDOW_BYTES) -> list[range]:
-    """Cut a batch into runs of at most 64 items and so many bytes (or one item): what is reserved at one time cannot be
-    evicted, and while the peer publishes one run the next is written."""
+    """Cut a batch into runs of at most 64 items and `most_bytes` (or one item). Reserved memory cannot be evicted, so a
+    run is small; and while the peer publishes one run, the client writes the next."""
     cuts: list[range] = []
     start = total = 0
     for index, size in enumerate(sizes):
@@ -174,7 +174,7 @@ class GrantedAhead:
             return None
 
     def wanted(self, item: ReserveItem) -> list[ReserveItem]:
-        """What to ask for along with the commit of this put."""
+        """The reservations to request along with the commit of this put."""
         with self._lock:
             repeated, self._last = item == self._last, item
             if repeated and item.length <= self._max_bytes and len(self._ready) < MAX_AHEAD:

@@ -131,8 +131,8 @@ class ReadPlan:
 
     @property
     def keeps(self) -> Keeps | None:
-        """What holders are told about keeping the object; None: as each copy says. After KEPT failed it is not kept, so
-        that holders send it."""
+        """Whether holders are told that the object will be kept; None: as each copy says. After KEPT failed it is not
+        kept, so that holders send it."""
         return Keeps.NO if self._insists else None
 
     @property

@@ -1,1 +1,1 @@
-"""What a peer decides: put, get, evict, replicate, lease. Pure; the simulator runs it whole."""
+"""A peer's decisions: put, get, evict, replicate, lease. Pure; the simulator runs it whole."""

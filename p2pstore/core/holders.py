@@ -24,7 +24,7 @@ LONGEST_AVOID_SECONDS: Final = 60.0
 
 
 class Holders:
-    """What this peer remembers of other peers that did not deliver."""
+    """A memory of the peers that did not deliver."""
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
@@ -52,7 +52,8 @@ class Holders:
             self._core.emit(effect)
 
     def failed(self, digest: bytes, failure: PullFailure, now: float) -> None:
-        """A holder did not deliver. What it said of its log hides the stale location until we caught up."""
+        """A holder did not deliver. The position of its log in the failure hides the stale location until this peer has
+        caught up with it."""
         self._core.counters["holder_failures"] += 1
         self._core.counters["holders_too_slow"] += failure.code == Code.DEADLINE_EXCEEDED
         state = self._gossip.membership.resolve(failure.member)
@@ -77,7 +78,7 @@ class Holders:
         self._avoid_until[member] = max(self._avoid_until[member], until)
 
     def _doubt(self, digest: bytes, member: Member, now: float) -> None:
-        """What came from a holder did not give its checksums: have the holder compare its bytes."""
+        """Bytes from a holder did not match their checksums: have the holder compare its own."""
         state = self._gossip.membership.resolve(member)
         if member == self._core.member:
             self._core.operations.start(CheckOperation(self._core, digest, again=True), now)

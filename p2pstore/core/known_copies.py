@@ -61,7 +61,8 @@ class KnownCopies:
         *,
         hearsay: bool = False,
     ) -> tuple[list[KnownCopy], list[KnownCopy]]:
-        """`known_copies`, and those that their holders would have to prove. What contradicts a writer is in neither."""
+        """`known_copies`, and the copies that their holders have to prove. Records that contradict a writer are in
+        neither."""
         copies: list[KnownCopy] = []
         others: list[KnownCopy] = []
         vouched: set[Version] = set()
@@ -163,14 +164,14 @@ class KnownCopies:
         ]
 
     def held_back(self, digest: bytes) -> Version | None:
-        """The version of an object of an earlier life that nobody is shown yet, as it is not known to be good."""
+        """The version of an object of an earlier life that is not published yet, as its bytes are unchecked."""
         entry = self._segment.returned.find(digest)
         cold = None if self._core.cold.store is None else self._core.cold.store.find(digest)
         versions = [each.version for each in (entry, cold) if each is not None]
         return max(versions, default=None)
 
     def own_location(self, digest: bytes, now: float) -> LocationRecord | None:
-        """What this peer says of an object that it serves, from memory or from its SSD."""
+        """The location record of an object that this peer serves, from memory or from its SSD."""
         entry = self._core.objects.find(digest, now)
         if entry is not None:
             return location_of(entry)
@@ -192,7 +193,7 @@ class KnownCopies:
     def prove_newer(
         self, copies: Sequence[KnownCopy], doubtful: Sequence[KnownCopy], now: float
     ) -> None:
-        """Ask for proofs of what is said to be newer than what is known for sure: what is here goes only then."""
+        """Ask for proofs of copies announced as newer than the proved ones: the own copy goes only after a proof."""
         sure = max((copy.record.version for copy in copies if copy.proved), default=ZERO_VERSION)
         newer = [
             copy

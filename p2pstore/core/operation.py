@@ -1,4 +1,4 @@
-"""What all operations have in common.
+"""The base of all operations.
 
 An operation takes more than one step: look up, fetch, put, replicate, remove, list. Each is a small state
 machine owned by `PeerCore`: `start`, then `answered`, `pulled` and `wake` until it finishes. They know
@@ -60,7 +60,7 @@ class Operation(ABC):
         """There is news of a key that this operation awaits: see `PeerCore.await_keys`."""
 
     def cancel(self, now: float) -> None:
-        """Nobody waits any more; give back what is held."""
+        """No caller waits any more; give back reservations and references."""
         if not self.done:
             self.finish(DeadlineExceeded("the operation was cancelled"), now)
 
@@ -84,7 +84,7 @@ class Operation(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PutEnd:
-    """What a put did. `copies` are those of the version that the key now has, as far as is known."""
+    """The result of a put. `copies`: known copies of the version that the key now has."""
 
     status: PutStatus
     copies: int

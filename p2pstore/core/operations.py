@@ -83,7 +83,7 @@ class Operations:
                     operation.heard_of(digest, now)
 
     def cancel(self, operation: Operation, now: float) -> None:
-        """Whoever waited for the operation does not any more. A shared fetch goes on for the others."""
+        """The caller no longer waits for the operation. A shared fetch goes on for its other callers."""
         if isinstance(operation, FetchOperation):
             operation.shared_by -= 1
             if operation.shared_by > 0:
@@ -152,7 +152,7 @@ class Operations:
         """Where the bytes of a `PullObject` go. The shell calls `commit` or `abort` at its end."""
         machine = self._running.get(operation)
         if not isinstance(machine, FetchOperation):
-            raise NoSuchKey("nobody waits for this object any more")
+            raise NoSuchKey("the fetch of this object has ended")
         return CopyDestination(self._core, machine, now)
 
     def answered(self, operation: int, tag: int, reply: Reply, now: float) -> None:

@@ -67,8 +67,8 @@ class OwnObjects:
                 self.announce_withdrawn(now)
 
     def make_room(self, length: int, namespace: str, now: float) -> Steps[None]:
-        """Evict what has to go for a value of about that length, if so much may go, and there is no room for it yet.
-        It is kept for nobody."""
+        """Evict for a value of about `length` bytes, if there is no room for it yet and enough may be evicted. The room
+        is not reserved."""
         trailer_length = min(
             MAX_TRAILER_BYTES, SUM_BYTES * chunk_count(length) + USUAL_TRAILER_BYTES
         )
@@ -197,13 +197,13 @@ class OwnObjects:
             self._core.cold.left_memory([entry], now)
 
     def renew_version(self, entry: ObjectEntry, clock: int, now: float) -> None:
-        """Stamp an object anew whose stamp nobody takes, and announce it so: see `Timekeeping`. It goes if that is
-        forbidden, or if others have a newer version by now."""
+        """Stamp an object anew whose stamp other peers refuse, and announce it: see `Timekeeping`. The object goes if
+        the new stamp is forbidden, or if others have a newer version by now."""
         self._restamp(entry, Version(clock, entry.version.writer, entry.version.root), now)
 
     def adopt(self, entry: ObjectEntry, now: float) -> None:
-        """Stand in as the writer of a copy that nobody proves any more: with its old stamp, so that what forbids it, or
-        is newer, still is."""
+        """Stand in as the writer of a copy that no peer can prove any more. It keeps its stamp, so that floors still
+        forbid it and newer versions stay newer."""
         self._core.counters["copies_adopted"] += 1
         version = entry.version
         self._restamp(

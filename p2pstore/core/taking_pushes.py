@@ -25,7 +25,7 @@ MAX_COMING_OF_ONE: Final = 8
 
 class PushesComing:
     """The pushes that are being taken in: one step a tick, of one sender after the other, and of each the one that
-    came first. So whoever pushes much holds up itself."""
+    came first. So a sender of many pushes delays only itself."""
 
     def __init__(self) -> None:
         self._of: dict[Member, deque[TakePushOperation]] = {}
@@ -109,7 +109,7 @@ class TakePushOperation(Operation):
 
 
 def message_of(push: Push) -> peer_messages.Push:
-    """What is sent."""
+    """The wire message of a push."""
     sets = [
         peer_messages.PartitionSet(each.partition, each.number, each.set_hash, each.records)
         for each in push.sets
@@ -134,7 +134,7 @@ def holding_of(location: Location) -> peer_messages.Holding:
 
 
 def reply_of(behind: list[int], rivals: Iterable[Location]) -> peer_messages.Pushed:
-    """What a home answers, of what `Gossip.take_push` gave."""
+    """A home's reply, from the results of `Gossip.take_push`."""
     return peer_messages.Pushed(behind, [holding_of(rival) for rival in rivals])
 
 

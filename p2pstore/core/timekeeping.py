@@ -1,39 +1,38 @@
-"""Whether this peer's stamps are ones that the others take, and what follows when its clock was wrong. Pure.
+"""Checks that other peers accept this peer's stamps, and renews its stamps after its clock was wrong. Pure.
 
-Versions are ordered by wall clocks, and every peer refuses what is stamped over 10 s ahead of its own clock. So a peer
-writes nothing (`check`) in three cases:
+Versions are ordered by wall clocks, and every peer refuses stamps over 10 s ahead of its own clock. So a peer writes
+nothing (`check`) in three cases:
 
 1. Its wall clock is ahead of at least half of all, by readings of theirs (`gossip.members.peer_clocks`).
 2. Its wall clock is behind more than half of all: it refuses what they write, so its own writes would be lost.
 3. Its wall clock is right, but its hybrid clock is ahead: the wall clock was fast, or a saved reading is wrong.
 
-A peer that is alone has nobody who refuses anything: it goes on above what it has stamped.
+A peer that is alone has no other peer to refuse its writes: it goes on above its last stamp.
 
 Renewal. A peer in the third case whose wall clock the others confirm lowers what no other can have taken: cluster
-records of its own, objects in memory, and what it says of floors. All are lowered by the same amount, the error of
+records of its own, objects in memory, and its statements on floors. All are lowered by the same amount, the error of
 the clock, so their order stays; none comes to lie before the time at which it was written. Floors come first: an
 object is above the floor that it was above. Objects on the SSD alone are given up. Then the hybrid clock begins anew
-at the wall clock. What follows is saved whole, floors before the clock: a crash in between renews again.
+at the wall clock. The new state is saved whole, floors before the clock: a crash in between renews again.
 """
 
 from __future__ import annotations
-
-import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
-
 from msgspec.structs import replace
-
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.members.peer_clocks import ClockView
-from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, PeerId, writer_of
-from p2pstore.objects import (
-    CLOCK_COUNTER_BITS,
-    MAX_CLOCK_SKEW_SECONDS,
-    clock_from_unix_seconds,
-    newest_accepted_clock,
-)
+from p2pstore.gossip.records import ClusterRecord
+from p2pstore.gossip.records import ClusterRecordKind
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import writer_of
+from p2pstore.objects import CLOCK_COUNTER_BITS
+from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS
+from p2pstore.objects import clock_from_unix_seconds
+from p2pstore.objects import newest_accepted_clock
 from p2pstore.wire import decode_body
+from typing import Final
+from typing import TYPE_CHECKING
+import math
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -52,7 +51,6 @@ LOOK_SECONDS: Final = 0.2
 MAX_CLOCK: Final = (1 << 63) - 1
 """Of what is believed of an earlier life: with room for all that follows in the 64 bits of the format."""
 CURE: Final = "set it right (`timedatectl`, chrony, ntpd); this peer then goes on by itself, without a restart"
-
 
 class Timekeeping:
     """See the module's docstring. `tick` makes the steps."""
@@ -78,7 +76,7 @@ class Timekeeping:
     # --- may this peer write -----------------------------------------------------------------
 
     def check(self, now: float) -> None:
-        """Raise `Unavailable`, saying why and what to do, when others would refuse what this peer writes now."""
+        """Raise `Unavailable`, with the reason and the cure, when others would refuse this peer's writes now."""
         problem = self.problem(now)
         if problem:
             self._core.counters["writes_refused_by_clock"] += 1
@@ -113,9 +111,9 @@ class Timekeeping:
         )
 
     def problem(self, now: float) -> str:
-        """Why others would refuse what this peer writes now, and what to do; empty where they would not."""
+        """Why others would refuse this peer's writes now, with the cure; empty where they would not."""
         if self._work is not None:
-            return "its clock was fast, and what it stamped meanwhile gets new stamps: try again in a moment"
+            return "its clock was fast, and the objects stamped meanwhile get new stamps: try again in a moment"
         view, lead = self.view(now), self._core.clock.lead_seconds(self._core.unix(now))
         if lead <= view.lead and not view.is_behind:
             return ""
@@ -173,15 +171,15 @@ class Timekeeping:
         ]
 
     def take_notes(self) -> list[str]:
-        """What should be logged since the last call: each thing once, when it begins and when it ends."""
+        """Messages for the log since the last call: each problem once, when it begins and when it ends."""
         notes, self._notes = self._notes, []
         return notes
 
     # --- time --------------------------------------------------------------------------------
 
     def found(self, clock: int) -> None:
-        """Something of an earlier life has this stamp. Whatever the saved clock says, what is written from now on is
-        above it."""
+        """A record or object of an earlier life has this stamp. New stamps are above it, whatever the saved clock
+        says."""
         self.newest_found = max(self.newest_found, min(clock, MAX_CLOCK))
         self._core.clock.latest = max(self._core.clock.latest, self.newest_found)
 
@@ -260,7 +258,7 @@ class Timekeeping:
     def _say(self, now: float) -> None:
         problem = "" if self._work is not None else self.problem(now)
         view = self.view(now)
-        kind = view.is_behind, view.lead < 0  # what is said of it changes by the second
+        kind = view.is_behind, view.lead < 0  # the text itself changes every second
         if problem and (not self._said or kind != self._said_kind):
             self._notes.append(f"nothing can be written through this peer: {problem}")
         if self._said and not problem and self._work is None:
@@ -272,7 +270,7 @@ class Timekeeping:
             ahead = wrong[peer_id]
             self._notes.append(
                 f"the clock of {self._core.name_of(peer_id)} is {span(abs(ahead))} "
-                f"{'behind' if ahead > 0 else 'ahead of'} this machine's and most others': what is stamped over "
+                f"{'behind' if ahead > 0 else 'ahead of'} this machine's and most others': a stamp over "
                 f"{MAX_CLOCK_SKEW_SECONDS:g} s ahead is refused until that is set right there"
             )
         self._said_of = set(wrong)
@@ -324,8 +322,8 @@ class Timekeeping:
         return max(1, min(clock - by, wall))
 
     def _renew_record(self, record: ClusterRecord, clock: int) -> None:
-        """A floor is this peer's from now on, whoever wrote it. What only its publisher may say, its publisher has to
-        say anew."""
+        """This peer becomes the floor's writer. A record that only its publisher may write is left to the publisher to
+        renew."""
         core = self._core
         if record.kind == ClusterRecordKind.FLOOR:
             writer = writer_of(core.peer_id)
@@ -366,7 +364,6 @@ class Timekeeping:
                 if cold is not None and cold.version.clock > limit:
                     core.cold.discard(digest, cold.version, self._now)
                     core.counters["stamps_dropped"] += 1
-
 
 def span(seconds: float) -> str:
     """A length of time for people: `3.2 s`, `60 min`, `2.5 h`, `365 days`."""

@@ -28,8 +28,8 @@ EVERYBODYS: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """A part of the data area, and the namespace that it is kept for; None for what all share. What lies in it is in
-    one of two groups of the order of eviction: the owner's objects, or those of others. (In the shared part, both are
+    """A part of the data area, and the namespace that it is kept for; None for the shared part. Its objects are in one
+    of two groups of the order of eviction: the owner's objects, or those of others. (In the shared part, both are
     one.)"""
 
     allocator: ExtentAllocator
@@ -64,11 +64,11 @@ class QuotaUse:
 
     quota_bytes: int
     used_bytes: int = 0
-    """All that it has in memory, wherever it lies."""
+    """All its bytes in memory, in any part."""
     kept_bytes: int = 0
-    """So much of it lies in the namespace's own part, and is evicted for no other."""
+    """Bytes in the namespace's own part, which are evicted for no other namespace."""
     cap_bytes: int | None = None
-    """The most that it may have; None for no limit."""
+    """The maximum of `used_bytes`; None for no limit."""
 
 
 class Areas:
@@ -130,7 +130,8 @@ class Areas:
         return self._searches.get(namespace, self._searches_of_others)
 
     def above_cap(self, namespace: str, size_bytes: int) -> int:
-        """By how many bytes the namespace would be above its cap with so many more; 0 or less when it would not."""
+        """By how many bytes the namespace would be above its cap after adding `size_bytes`; 0 or less when it would not
+        be."""
         use = self.uses.get(namespace)
         if use is None or use.cap_bytes is None:
             return 0

@@ -24,7 +24,7 @@ class ObjectEntry:
     segment's start; `extent_bytes` is what it occupies with padding and trailer. `references`
     counts leases and I/O in flight. Times are Unix seconds; `pin_until` is 0 for a pin without end.
     `on_ssd`: the same version lies on the peer's SSD as well, so that losing these bytes costs a read of it;
-    if not, nobody is to try that again before `not_written_before`. `verified`: this process has seen that the bytes
+    if not, no write is tried again before `not_written_before`. `verified`: this process has seen that the bytes
     give the version's root; of a local client's put it takes that on trust.
 
     The rest is for the order of eviction. `group`, `rank` and `within` say where the entry is queued, `colder` and

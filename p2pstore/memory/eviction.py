@@ -1,4 +1,4 @@
-"""What is evicted first: ranks, and within a rank what the policy says. Pure."""
+"""The order of eviction: by rank, and within a rank by the policy. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGE_BYTES: Final = 1 * MIB
 candidates values of all sizes up to a sixteenth of the segment keep 94.6 % of it in use, with 16 96 %, with 32 98 %."""
 
 SECOND_TOUCH_HITS: Final = 2
-"""What came from the SSD, or went there, is worth as much as other objects when it was read so often."""
+"""Reads after which an object that came from the SSD, or went there, is worth as much as others."""
 
 SET_ASIDE_PER_STEP: Final = 512
 """Entries set aside, or put back, in one step, at a microsecond each."""
@@ -37,13 +37,13 @@ WhoKeeps = Callable[[Sequence[ObjectEntry], float], Sequence[bool]]
 
 _CHEAP, _NORMAL, _SOFT_PINNED = range(3)
 _RANK_WEIGHTS: Final = (1e-9, 1.0, 1e9)
-"""So far apart that a window is cheap when it holds nothing of a higher rank."""
+"""Factors of 1e9, so that a window is cheap only when it holds no object of a higher rank."""
 
 
 def rank_of(entry: ObjectEntry) -> int | None:
-    """Lower ranks are evicted first; None means not at all. Soft replicas go first, also of what is pinned (that is for
-    the firm copies), and what the SSD has and was hardly asked for: so a pass over many cold objects does not push out
-    what is in use."""
+    """Lower ranks are evicted first; None means not at all. Soft replicas go first, also those of pinned objects (the
+    pin is for the firm copies), and objects on the SSD with few reads: so a scan of many cold objects does not evict
+    the objects in use."""
     if entry.references or entry.state not in (SlotState.LIVE, SlotState.RETURNED):
         return None
     if entry.soft:
@@ -59,14 +59,14 @@ def rank_of(entry: ObjectEntry) -> int | None:
 class EvictionOrder:
     """The entries that may be evicted, by their offset in the segment.
 
-    What is leased or hard-pinned is not among them, so that finding candidates never walks past it. For the same
-    reason what may go for some and not for others is queued apart: in the group that `entry.group` names.
+    Leased and hard-pinned entries are not among them, so that finding candidates never walks past them. For the same
+    reason entries that may go for some namespaces only are queued apart: in the group that `entry.group` names.
     """
 
     def __init__(self, policy: EvictionPolicy, group_count: int = 1) -> None:
         self.policy = policy
         self.are_kept_elsewhere: WhoKeeps = lambda entries, now: [False] * len(entries)
-        """What is goes before others."""
+        """Tells of each entry whether another peer keeps a copy; such entries go before others."""
         self.on_evictable: Callable[[int], None] | None = None
         """Is told the offset of each entry that may be evicted from now on."""
         self._evictable_bytes = [0] * group_count
@@ -194,8 +194,8 @@ class EvictionOrder:
             self._groups[entry.group][entry.rank].used(entry)
 
     def coldest(self, *, cheap: bool = True) -> Iterator[ObjectEntry]:
-        """What would be evicted first, by rank and policy, or without `cheap` what would be next when the lowest rank
-        has gone; of several groups the same share of each. Nothing may change the order meanwhile."""
+        """Entries in the order of eviction, by rank and policy; without `cheap`, the lowest rank is left out. Groups
+        give the same share each. The order must not change during the iteration."""
         ranks = range(_CHEAP if cheap else _NORMAL, 3)
         if len(self._groups) == 1:
             for rank in ranks:
@@ -237,8 +237,7 @@ class EvictionOrder:
     def cost_at(
         self, offset: int, now: float, groups: Container[int] = FIRST_GROUP
     ) -> float | None:
-        """What evicting the entry at `offset` costs; None when nothing begins there that may be evicted and is of one
-        of these groups."""
+        """The cost of evicting the entry at `offset`; None when no evictable entry of these groups begins there."""
         entry = self._at.get(offset)
         if entry is None or entry.group not in groups or offset in self._held:
             return None
@@ -267,8 +266,8 @@ class EvictionOrder:
     def candidates(
         self, needed_bytes: int, groups: Sequence[int], now: float, share: int = 1, windows: int = 1
     ) -> list[int]:
-        """Offsets of the entries of each rank that would go first, the lowest rank first: more of them where much is
-        needed, or so many windows are, and fewer of each group where so many groups `share` the work."""
+        """Offsets of the entries of each rank that would go first, the lowest rank first: at least `windows`, more of
+        them for large `needed_bytes`, and fewer of each group where `share` places divide the work."""
         count = CANDIDATES_PER_RANK if needed_bytes < LARGE_BYTES else CANDIDATES_FOR_LARGE
         count = max(count, windows)
         entries: list[ObjectEntry] = []

@@ -116,7 +116,7 @@ class Hazards:
         self, held: Mapping[int, object], holder: Hashable = None
     ) -> tuple[Collection[ObjectEntry], Collection[ObjectEntry]]:
         """Look at all pages, or that of one holder: the entries for which a reference is to be counted, and for which
-        one is over. `held` says what is in each slot; what is free by now, the client is about to see."""
+        one is over. `held` is the entry of each slot; the client is about to see that a freed slot is free."""
         begun: list[ObjectEntry] = []
         ended: list[ObjectEntry] = []
         clients = self._clients.values() if holder is None else [self._clients.get(holder)]

@@ -1,10 +1,10 @@
-"""What an earlier life of a peer left in its memory, for the next one to begin with. Pure.
+"""Memory that an earlier life of a peer left, for the next life to begin with. Pure.
 
 A segment in a file outlives its process, with everything in it that readers check: slots, trailers, chunk sums. Behind
-the segment lies what only its owner's next life has to know:
+the segment lie the data for its owner's next life alone:
 
     a page       the note: which boot of the machine, which cluster, how many lives so far
-    marks        a byte for each slot: whether somebody had its bytes in use
+    marks        a byte for each slot: whether its bytes were in use
 
 An earlier life's clients may still look at leased objects, and write into reservations, as long as they have the file
 mapped. So the extents of both stay what they are for as long as there are such clients.
@@ -82,12 +82,12 @@ def decode_note(data: bytes | memoryview) -> Note | None:
 
 
 def checksum_of(name: str) -> int:
-    """What a note says of a cluster's name."""
+    """The checksum of a cluster's name, as a note has it."""
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
 def checksum_of_quotas(quotas: Mapping[str, int]) -> int:
-    """What a note says of quotas: where they lie in the memory follows from them, in this order."""
+    """The checksum of quotas, as a note has it: their values, in this order, decide the places of their areas."""
     return xxhash.xxh3_64_intdigest(repr(list(quotas.items())).encode())
 
 
@@ -122,7 +122,7 @@ class KeptRoom:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a life begins with. Nothing overlaps, and no digest is there twice."""
+    """Objects and taken rooms that a life begins with. No extents overlap, and each digest is unique."""
 
     lives: int = 0
     objects: list[KeptObject] = field(default_factory=list)
@@ -148,8 +148,8 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a segment has to be for this life to begin with what is in it. `segment_id` is that of the last life of the
-    same peer; empty when that kept nothing."""
+    """The properties a segment must have for this life to keep its contents. `segment_id` is that of the last life of
+    the same peer; empty when that kept nothing."""
 
     geometry: Geometry
     segment_id: bytes
@@ -163,10 +163,10 @@ class KeptElsewhere(Exception):
 
 
 def read_kept(view: memoryview, expected: Expected, *, has_users: bool) -> Kept | str:
-    """What can be kept of the memory of an earlier life: `view` is all of it, with what lies behind the segment.
-    `has_users`: whether a client of an earlier life has it mapped. A text when nothing can: why not.
+    """Find the objects to keep in the memory of an earlier life: `view` is the segment and the pages behind it.
+    `has_users`: whether a client of an earlier life has it mapped. Returns the reason as text when nothing can be kept.
 
-    Raises `KeptElsewhere` when it belongs to somebody else: another cluster, or a newer version of this program.
+    Raises `KeptElsewhere` when it belongs to another cluster, or to a newer version of this program.
     Takes some 15 us an object.
     """
     newer = segment_format_of(view)
@@ -199,7 +199,7 @@ def read_kept(view: memoryview, expected: Expected, *, has_users: bool) -> Kept 
 
 
 class _Scan:
-    """Going over all slots once. `marks` only when somebody of an earlier life may have memory in use."""
+    """Going over all slots once. `marks` only when a client of an earlier life may have memory in use."""
 
     def __init__(self, view: memoryview, geometry: Geometry, marks: memoryview | None) -> None:
         self._view = view
@@ -214,7 +214,7 @@ class _Scan:
             self._look_at(number)
         objects = self._apart(list(self._objects.values()))
         if self._unclear:
-            return "what clients of earlier have in use there cannot be told from the rest"
+            return "memory in use by clients of earlier lives cannot be told from the rest"
         return Kept(lives, objects, self._rooms)
 
     def _numbers(self) -> list[int]:
@@ -233,7 +233,7 @@ class _Scan:
         slot = decode_slot(bytes(self._view[begin : begin + SLOT_BYTES]))
         marked = self._marks is not None and self._marks[number] != 0
         if slot is None or not self._lies_inside(slot):
-            # Who is killed while it writes a slot leaves half of it.
+            # A peer killed while it writes a slot leaves half of it.
             self._unclear |= marked
             return
         if slot.state in (SlotState.LIVE, SlotState.RETURNED):

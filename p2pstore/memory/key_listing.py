@@ -1,6 +1,6 @@
 """Keys in order, for listings. Pure.
 
-Adding and removing cost a dictionary operation: sorting waits until somebody asks. Then keys are sorted in runs of a
+Adding and removing cost a dictionary operation: sorting waits for the first listing. Then keys are sorted in runs of a
 thousand or two, one a step (`prepare`), and a page merges the runs. What went stays in its run, and is passed over,
 until it is an eighth of all.
 """
@@ -29,7 +29,7 @@ class _Namespace:
         self._gone: set[str] = set()
         self._added: dict[str, None] = {}
         self._to_clear = 0
-        """So many runs, the last ones first, are to be rid of what is gone."""
+        """Runs still to be cleared of removed keys, the last ones first."""
 
     def add(self, entry: ObjectEntry) -> None:
         key = entry.key

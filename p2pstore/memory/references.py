@@ -130,7 +130,7 @@ class Loans:
         return loan
 
     def end(self, loan: Loan) -> None:
-        """Nobody uses them for this any more."""
+        """End a loan: its entries are no longer used for it."""
         del self._under_way[loan]
 
     def has(self, entry: ObjectEntry) -> bool:
@@ -146,7 +146,7 @@ class Loans:
 
     def begun(self) -> Iterator[ObjectEntry]:
         """The entries of each loan that was not among these yet: their owner counts a reference, until `ended` has
-        them. What was freed before the loan began is none of them: who asked for it is about to see that."""
+        them. Entries freed before the loan began are not among them: the borrower is about to see that."""
         # Not a list of the items: making their pairs may run the collector of garbage, and that any other thread.
         for loan, entries in self._under_way.copy().items():
             if loan not in self._kept:

@@ -1,4 +1,4 @@
-"""What is to go so that there is room: the cheapest windows, by what losing things costs and where they lie. Pure."""
+"""The choice of victims for a put: the cheapest windows, by the cost of losing objects and their places. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from p2pstore.runtime.stepping import Steps
 
 MOST_WINDOWS: Final = 8
 AHEAD_SHARE: Final = 256
-"""So many windows go at once, as long as those ahead of need are less than this part of the segment."""
+"""Up to `MOST_WINDOWS` windows go at once, as long as those ahead of need are at most 1/256 of the segment."""
 EVICTED_PER_STEP: Final = 64
 """Objects that go at once, at 20 us each."""
 
@@ -33,10 +33,10 @@ class Victims:
     def for_room(
         self, size: int, places: Places, now: float, alike: int = 1, *, thoroughly: bool
     ) -> Steps[list[int]]:
-        """What lies in the cheapest window of `size` bytes in any of these places; nothing when there is none as far
-        as candidates tell, or if need be (`thoroughly`) anywhere. For small values some more windows go with it, and
-        for `alike` ones as many as that: they would be next, and looking for them takes longer than all the rest of a
-        put."""
+        """The objects in the cheapest window of `size` bytes in any of these places. The search looks around
+        candidates and, with `thoroughly`, then anywhere; nothing when no window is found. For small values some more
+        windows go with it, up to `alike` for a batch of equal ones: the next puts need them, and a search takes longer
+        than the rest of a put."""
         ahead = min(MOST_WINDOWS, 1 + self._data_bytes // AHEAD_SHARE // size)
         count = max(ahead, min(alike, EVICTED_PER_STEP))
         found: list[Window] = []
@@ -51,8 +51,8 @@ class Victims:
             found += windows
             if not windows and not place.is_lent:
                 hemmed_in.append(place)
-        # What must stay hems in all candidates: look everywhere. In what is lent, most is to stay, and whoever has no
-        # room of its own would have all of it looked through.
+        # Objects that must stay hem in all candidates: look everywhere. Not in a lent area: most of its objects must
+        # stay, and a namespace without room of its own would cause a scan of all of it.
         if not found and thoroughly:
             count = 1
             for place in hemmed_in:
@@ -65,8 +65,8 @@ class Victims:
         return [self._base + extent for extent in chosen]
 
     def for_slots(self, groups: tuple[int, ...], now: float, alike: int = 1) -> list[int]:
-        """The cheapest objects of these groups, if there are any, one for each of so many values: what they lie in does
-        not matter."""
+        """The cheapest objects of these groups, if there are any, one for each of `alike` values: their places do not
+        matter."""
         count = min(alike, EVICTED_PER_STEP)
         candidates = self._order.candidates(1, groups, now, len(groups), count)
         costs = ((self._order.cost_at(at, now, groups), at) for at in candidates)
@@ -104,11 +104,11 @@ class Victims:
 
 
 MOST_STRETCHES: Final = 8
-"""So many are compared, where a search finds several."""
+"""Stretches that are compared, where a search finds several."""
 MOST_OPENED: Final = 4_096
 """Changes that a search keeps track of. With more of them it begins anew."""
 MOST_ROUNDS: Final = 3
-"""So often one search begins anew, beside others and that many changes, before it gives up."""
+"""Times that one search begins anew, because of other searches or too many changes, before it gives up."""
 LOOKED_AT_PER_STEP: Final = 512
 """Extents, at 0.3 us each."""
 
@@ -124,7 +124,7 @@ class StretchSearch:
         self._allocator = allocator
         self._stays = stays
         self._needed = inf
-        """No stretch of so many bytes lies among the extents passed, but for those of `_opened`."""
+        """Bytes: no stretch of this size lies among the extents passed, except around those of `_opened`."""
         self._passed: int | None = None
         """The last extent passed that has to stay; None before the first one."""
         self._done = False

@@ -1,4 +1,4 @@
-"""What holds a segment's objects in place for readers: leases, hazards, loans to threads. Pure."""
+"""Views keep a segment's objects in place for readers: leases, hazards, loans to threads. Pure."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ SAME_SWITCH_STEPS: Final = 2
 
 
 class PciDistance(IntEnum):
-    """What lies between two devices, as `nvidia-smi topo -m` names it; what is nearer is less."""
+    """Distance between two devices, by the names of `nvidia-smi topo -m`; nearer is less."""
 
     PIX = 0
     """One switch, or nothing."""
@@ -55,7 +55,7 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was read of a machine. `gpus` are in the order of their PCI addresses: `gpus[0]` is `cuda:0` to programs
+    """The devices of a machine. `gpus` are in the order of their PCI addresses: `gpus[0]` is `cuda:0` to programs
     that run with `CUDA_DEVICE_ORDER=PCI_BUS_ID`, and on machines whose GPUs are alike."""
 
     nodes: tuple[NumaNode, ...]
@@ -64,7 +64,7 @@ class Machine:
 
 
 def pci_distance(one: Place, other: Place) -> PciDistance:
-    """What lies between two devices."""
+    """The distance between two devices."""
     shared = _shared_steps(one.bridges, other.bridges)
     if shared > 1:  # below one port of the processor
         steps = max(len(one.bridges), len(other.bridges)) - shared

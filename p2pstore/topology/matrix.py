@@ -1,4 +1,4 @@
-"""Preferred and fallback network cards of each memory location: from distances, or as somebody says. Pure.
+"""Preferred and fallback network cards of each memory location: from distances, or as configured. Pure.
 
 A location is `cpu:N`, the memory of NUMA node N, or `cuda:N`, that of a GPU. As JSON a matrix is
 `{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}`: the preferred cards, then the fallback ones.

@@ -1,4 +1,4 @@
-"""Reading the machine's topology: what sysfs says of it, and where memory is. Shell.
+"""Reading the machine's topology from sysfs, and the node of a memory address. Shell.
 
 A file that is missing or says nothing is not an error: machines differ in what their firmware and drivers tell.
 """
@@ -32,7 +32,7 @@ _DISPLAY_CLASS: Final = "0x03"
 
 
 def read_machine(root: Path = SYSFS) -> Machine:
-    """What sysfs (mounted at `root`) says of this machine."""
+    """Read this machine's devices from sysfs, mounted at `root`."""
     return Machine(tuple(_read_nodes(root)), tuple(_read_nics(root)), tuple(_read_gpus(root)))
 
 

@@ -1,1 +1,1 @@
-"""Replaying traces of requests to an inference service on the code that decides: what is kept, and what that saves."""
+"""Replaying traces of requests to an inference service on the deciding code: hits and savings of a cache."""

@@ -18,8 +18,8 @@ _VERSION = Version(1, 1)
 
 
 class BlockCache:
-    """Up to `capacity` blocks of one size. What goes first is for `EvictionOrder` to say, as in a `Segment`; as blocks
-    are of one size, the cheapest window is the coldest block."""
+    """Up to `capacity` blocks of one size. `EvictionOrder` chooses the victims, as in a `Segment`; as blocks are of one
+    size, the cheapest window is the coldest block."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
         if capacity < 1:
@@ -39,7 +39,7 @@ class BlockCache:
         return iter(self._entries)
 
     def get(self, block: int) -> ObjectEntry | None:
-        """What is known of a block that is here."""
+        """The entry of a block that is here."""
         return self._entries.get(block)
 
     def read(self, block: int, now: float) -> None:
@@ -55,7 +55,7 @@ class BlockCache:
         soft: bool = False,
         on_ssd: bool = False,
     ) -> list[ObjectEntry]:
-        """Take in a block, which follows `before` in its chain; what had to go for it."""
+        """Take in a block, which follows `before` in its chain; returns the victims."""
         gone = [self._evict() for _ in range(len(self._entries) + 1 - self.capacity)]
         entry = _entry(block, self._placed, now, soft, on_ssd)
         self._placed += GRANULE_BYTES
@@ -163,7 +163,7 @@ class ColdBlocks:
         self._hits[block] += 1
 
     def put(self, block: int) -> list[int]:
-        """Write a block that is not here; what had to go for it."""
+        """Write a block that is not here; returns the victims."""
         self._hits[block] = 0
         self.written += 1
         self._new.append(block)
@@ -177,7 +177,7 @@ class ColdBlocks:
 
     def _reclaim(self) -> list[int]:
         oldest = self._sealed.popleft()
-        # Who wrote it had evicted it, so most are nowhere else; which of them are is not looked up.
+        # The writer evicted these blocks, so most are nowhere else; the others are not looked up.
         candidates = [Candidate(block, 1, self._hits[block], True) for block in oldest]
         kept = [each.record for each in choose_kept(candidates, self._segment_blocks)]
         for block in oldest:

@@ -26,14 +26,14 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a case came to."""
+    """The result of a case."""
 
     case: Case
     outcome: PoolOutcome
 
 
 def cases(settings: PoolSettings, blocks: int) -> list[Case]:
-    """What to replay for a pool with these settings, the baseline first; `blocks` is how many the trace has."""
+    """The cases to replay for a pool with these settings, the baseline first; `blocks` is the number in the trace."""
     memory = replace(settings, ssd_blocks=0)
     one = replace(memory, peers=1, shared=True)
     found = [

@@ -1,8 +1,8 @@
-"""Replaying a trace on many peers at once: who has which block is known to all at once, and nothing takes time. Pure.
+"""Replaying a trace on many peers: all know each block's holders at once, and nothing takes time. Pure.
 
 A request goes to one peer. The blocks of its prefix that are anywhere in the pool are read there; the rest is computed
-by that peer and put into its memory. What memory evicts goes to the peer's SSD. The order of eviction is that of the
-real segments, with their ranks; what the SSD keeps is for the rule of the real tier to say.
+by that peer and put into its memory. Blocks evicted from memory go to the peer's SSD. The order of eviction is that of
+the real segments, with their ranks; the SSD keeps blocks by the rule of the real tier.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Source(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
     """`memory_blocks` and `ssd_blocks` are those of each peer. Unless `shared`, each uses what it has alone.
-    `keep_after`: a reader keeps a soft copy of a block that its holder has served so often; 0: never."""
+    `keep_after`: times that a holder served a block after which the reader keeps a soft copy; 0: never."""
 
     peers: int = 10
     memory_blocks: int
@@ -54,7 +54,7 @@ class PoolSettings:
 
 @dataclass(slots=True)
 class PoolOutcome:
-    """What a replay came to."""
+    """The result of a replay."""
 
     counts: HitCounts = field(default_factory=HitCounts)
     tokens_from: Counter[Source] = field(default_factory=Counter)
@@ -81,7 +81,7 @@ class _Peer:
 
 
 class Pool:
-    """Peers and what they hold. `replay` once."""
+    """Peers and their blocks. `replay` once."""
 
     def __init__(self, settings: PoolSettings, model: Model = LLAMA3_70B) -> None:
         if settings.peers < 1:
@@ -211,7 +211,7 @@ class Pool:
                 self._on_ssd.setdefault(block, []).append(number)
         elif peer.up and not change.up:
             self._write_back(peer, number)
-            # What it held in memory is gone, whatever it was; what is on its SSD can be had again when it returns.
+            # Its blocks in memory are lost; those on its SSD can be read again when it returns.
             for block in peer.memory:
                 self._no_longer(self._in_memory, block, number)
                 self._keep_a_firm_copy(block)

@@ -96,7 +96,7 @@ def leading_hits(blocks: Sequence[Block], is_there: Callable[[Block], object]) -
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What prefill costs, as in Eq. 1 of the Mooncake paper: `layers * (a n^2 d + b n d^2)` for n tokens, where
+    """The cost of prefill, as in Eq. 1 of the Mooncake paper: `layers * (a n^2 d + b n d^2)` for n tokens, where
     `dimension` is the hidden size d, `attention` and `linear` are a and b. `kv_bytes_per_token` is the size of a
     token's KVCache."""
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its own protocol over two pipes: what tests of the status page look through."""
+"""A headless Chromium, driven by its own protocol over two pipes, for tests of the status page."""
 
 from __future__ import annotations
 

@@ -19,15 +19,15 @@ MEET_SECONDS: Final = 30.0
 
 
 def put_and_evict(client: BlockingClient, keys: Iterator[int], puts: int) -> None:
-    """Put so many objects. In a peer that is full each drives another one out: two operations of its log."""
+    """Put `puts` objects. In a full peer each put evicts another object: two operations of its log."""
     for _ in range(0, puts, BATCH):
         for result in client.put_many([(f"churn-{next(keys)}", b"value") for _ in range(BATCH)]):
             result.unwrap()
 
 
 def join_and_leave(folder: Path, settings: PeerConfig, count: int) -> None:
-    """So many new peers, a few at a time, join with these settings, each with an identity of its own, and leave
-    when they have met somebody."""
+    """`count` new peers, a few at a time, join with these settings, each with an identity of its own, and leave
+    when they have met another peer."""
     trio.run(partial(_join_and_leave, folder, settings, count))
 
 

@@ -44,8 +44,8 @@ sys.stdin.read()
 def flooded(
     address: str, count: int, hosts: int, beginning: bytes
 ) -> Iterator[Callable[[float], bool]]:
-    """A process of its own that opens so many connections and holds them; whether it has them all, after waiting
-    for that for so many seconds at most."""
+    """A process of its own that opens `count` connections and holds them. The function given tells whether all are
+    open; its argument is the longest wait in seconds."""
     with subprocess.Popen(
         [sys.executable, "-c", FLOOD, address, str(count), str(hosts), beginning.hex()],
         stdin=subprocess.PIPE,

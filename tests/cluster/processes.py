@@ -160,7 +160,7 @@ class PeerProcess:
         return self._client
 
     def get(self, key: str) -> bytes:
-        """Read an object by a client on the peer's host: what is elsewhere comes by that host's network."""
+        """Read an object by a client on the peer's host: remote objects come by that host's network."""
         with contextlib.nullcontext() if self._host is None else self._host.inside():
             return self.client.get(key)
 
@@ -265,7 +265,7 @@ class ProcessCluster:
 
     @contextlib.contextmanager
     def split(self) -> Iterator[None]:
-        """No packet passes between the halves in this block; nobody is told."""
+        """No packet passes between the halves in this block; no peer is told."""
         assert self._network is not None
         self._network.unplug(self._cable)
         try:

@@ -41,7 +41,7 @@ KINDS: Final = (
 
 
 def like(text: str) -> str:
-    """What is the same each time."""
+    """The text with its varying parts replaced by words."""
     for pattern, word in KINDS:
         text = re.sub(pattern, word, text)
     return text.strip()

@@ -144,7 +144,7 @@ def test_a_stopped_peer_is_missed_and_accuses_nobody_when_it_goes_on(
 
 
 def test_all_are_killed_and_started_again_at_once(cluster: ProcessCluster) -> None:
-    """Nobody is told where the others are: that is in their state directories."""
+    """No peer is told where the others are: that is in their state directories."""
     cluster.peers[3].client.put("gone", b"value")
     until(lambda: all(peer.client.contains("gone") for peer in cluster.peers), VISIBLE_SECONDS)
     identities = [peer.ready["peer_id"] for peer in cluster.peers]
@@ -159,7 +159,7 @@ def test_all_are_killed_and_started_again_at_once(cluster: ProcessCluster) -> No
 
 
 def test_a_split_cluster_works_in_halves_and_heals(cluster: ProcessCluster) -> None:
-    """Nobody was told of a bootstrap peer: since the test above all were started without."""
+    """No peer was given a bootstrap peer: since the test above all were started without."""
     if not cluster.can_split:
         pytest.skip("network namespaces cannot be made here")
     left, right = cluster.half(0), cluster.half(1)

@@ -1,4 +1,4 @@
-"""What a signal handler raises comes out of a blocking call as itself, and the client is of use afterwards."""
+"""An exception of a signal handler comes out of a blocking call unchanged, and the client works afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cluster.lone_peer import peer_process
 
 
 class Alarm(Exception):
-    """Somebody's own."""
+    """An exception of a caller's own."""
 
 
 @contextlib.contextmanager

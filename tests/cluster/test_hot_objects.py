@@ -1,4 +1,4 @@
-"""What many peers read in the same moment leaves its first holder a few times, and they pass it on."""
+"""An object that many peers read at the same moment leaves its first holder a few times, and readers pass it on."""
 
 from __future__ import annotations
 

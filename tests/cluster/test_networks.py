@@ -113,7 +113,7 @@ def test_ipv6(network: Network) -> None:
 
 
 def test_a_name_that_stands_for_all_peers(network: Network) -> None:
-    """As a headless service does: this peer's own address is among them, and one where nobody is."""
+    """As a headless service does: this peer's own address is among them, and one without a peer."""
     if not os.access("/etc", os.W_OK):
         pytest.skip("/etc is read-only")
     a, b = network.host("a"), network.host("b")

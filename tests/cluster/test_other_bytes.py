@@ -1,5 +1,5 @@
 """A member with the cluster's key that announces other bytes under a version that another member wrote, and serves
-them with the project's own data server. Nobody may read them."""
+them with the project's own data server. No reader may get them."""
 
 from __future__ import annotations
 

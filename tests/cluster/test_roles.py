@@ -434,7 +434,7 @@ async def test_a_writers_order_goes_to_another_member_when_one_fails(tmp_path: P
 
 
 async def test_a_writers_ticket_changes_its_namespace_alone(tmp_path: Path) -> None:
-    """Hand-made requests, of all kinds, by whoever holds a writer's key, with whatever scope it claims."""
+    """Hand-made requests, of all kinds, by a holder of a writer's key, with any scope that it claims."""
     member, _ = keys(tmp_path)
     ring = ring_in(writer_file(tmp_path, member, "mine"))
     identity = Identity(bytes([9]) * 32)

@@ -29,7 +29,7 @@ READERS = 2
 KEYS = 24
 VALUE_BYTES = 200_000
 MOST_WRITES = 60
-"""All of it, twice, fits into the memory of two peers: what is evicted would be missed."""
+"""All values, twice, fit into the memory of two peers: an evicted one would be missed."""
 PACE_SECONDS = 0.01
 
 

@@ -1,4 +1,4 @@
-"""A peer as a service: what its manager hears of it, from start to end, and the unit that says how to run it."""
+"""A peer as a service: its messages to the manager, from start to end, and the unit that says how to run it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.cluster.lone_peer import peer_process
 
 
 def limit(process: subprocess.Popen[bytes], spare: int) -> None:
-    """Let it have so many more descriptors than the highest that it has, and those below that are free."""
+    """Let it have `spare` more descriptors above its highest one, and the free ones below that."""
     highest = max(map(int, os.listdir(f"/proc/{process.pid}/fd")))
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (highest + 1 + spare, 4096))
 

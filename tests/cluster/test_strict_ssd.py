@@ -49,7 +49,7 @@ async def test_by_shared_memory_alone(tmp_path: Path) -> None:
         assert in_memory(owner, "k"), "there it was read"
         await until(lambda: owner.node.core.segment.leased_bytes == 0)
 
-        await push_out(owner, "k")  # and nobody has told the reader yet, perhaps
+        await push_out(owner, "k")  # the reader may not have been told yet
         async with reader.lease("k", here=True) as view:
             assert view == COLD
         await owner.remove("k")

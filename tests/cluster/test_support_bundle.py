@@ -1,4 +1,4 @@
-"""`support-bundle` of a peer that works and of one that hangs: what is in it, and no secrets."""
+"""`support-bundle` of a peer that works and of one that hangs: its contents, and no secrets."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An owner and its readers in virtual time, for the contract suite: the simulator's transport.
 
-Who pulls turns the kernel, one event between any two checkpoints of its driver. So readers of any world meet
+A pulling reader turns the kernel, one event between any two checkpoints of its driver. So readers of any world meet
 each other, and the test beside them, at every moment of a read.
 """
 

@@ -1,4 +1,4 @@
-"""What every disk does: a file, a block device, a simulated one."""
+"""The contract of every disk: a file, a block device, a simulated one."""
 
 from __future__ import annotations
 

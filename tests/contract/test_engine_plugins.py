@@ -111,7 +111,7 @@ def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(
         assert client.call(lambda each: each.put("k", b"v"), None) is not None
         running.process.kill()
         running.process.wait()
-        # What is mapped can be read for a moment more.
+        # Mapped objects can be read for a moment more.
         until(lambda: client.call(lambda each: each.get("k"), b"nothing") == b"nothing")
     with peer_process(tmp_path, "restarted"):
         until(lambda: client.call(lambda each: each.put("k", b"new"), None) is not None)

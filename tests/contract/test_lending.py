@@ -1,4 +1,4 @@
-"""What a peer lends to the threads that answer reads, and what it leaves to its event loop."""
+"""Objects that a peer lends to the threads that answer reads, and reads left to its event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every link between peers must do. Add an implementation to `LINKS` and it is held to the same."""
+"""The contract of every link between peers. Add an implementation to `LINKS` to test it as well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a put does with what its key has, wherever that is: every case, through two real peers with SSDs."""
+"""Puts of a key that exists, in memory or on an SSD, here or there: every case, through two real peers with SSDs."""
 
 from __future__ import annotations
 

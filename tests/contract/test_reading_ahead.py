@@ -39,7 +39,7 @@ async def test_so_much_is_asked_for_ahead(
     ahead_chunks: int,
     left: list[int],
 ) -> None:
-    """Who reads asks for more as soon as so few chunks are left of what was asked for."""
+    """The reader asks for more as soon as few of the requested chunks are left."""
     left_chunks = 0
     left_when_asked: list[int] = []
     next_spans = SpanQueue.next

@@ -1,4 +1,4 @@
-"""Data servers and readers with TLS: who meets whom, strangers, and somebody in between. That reading works as
+"""Data servers and readers with TLS: pairs of TLS and plain, strangers, and relays in between. That reading works as
 without TLS is in `test_transport`, and the byte stream in `test_tls_streams`."""
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ async def test_a_reader_with_tls_at_a_plain_port(side: Side) -> None:
 async def test_of_two_forms_of_address_the_known_one_is_used(
     harness: TcpHarness, side: Side
 ) -> None:
-    """So peers can get further forms: who does not know one passes it over."""
+    """So peers can get further forms: a reader that does not know one passes it over."""
     unknown = harness.address.replace("tls", "quic")
     peer = replace(harness.copy(), data=(unknown, harness.address))
     pool = harness.pool(side.driver)
@@ -138,7 +138,7 @@ async def test_a_reader_fails_over_from_tls_to_plain_and_back(
             assert buffer == value
 
 
-# --- somebody in between -------------------------------------------------------------------------
+# --- relays in between ---------------------------------------------------------------------------
 
 
 async def test_a_relay_from_plain_to_tls_proves_nothing(harness: TcpHarness, side: Side) -> None:

@@ -50,7 +50,7 @@ def side(request: pytest.FixtureRequest) -> Side:
 
 @contextlib.asynccontextmanager
 async def raw_server(script: RawScript) -> AsyncIterator[str]:
-    """Runs `script` for everybody who connects; its address."""
+    """Runs `script` on each connection; yields the server's address."""
     (listener,) = await open_data_listeners(["127.0.0.1:0"])
 
     async def serve_one(sock: socket.socket) -> None:

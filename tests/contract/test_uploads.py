@@ -1,4 +1,4 @@
-"""A holder that has much to send says BUSY to readers that can go elsewhere, and to nobody else."""
+"""A holder that has much to send says BUSY to readers that can go elsewhere, and to no others."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ async def run(multiplexer: Multiplexer) -> None:
 
 
 async def test_when_the_connection_ends_all_streams_do() -> None:
-    """Whoever reads or waits for room to write is told, and so is whoever comes later."""
+    """Tasks that read or wait for room to write are told, and so are later ones."""
     one, two = trio.testing.memory_stream_pair()
     ended: list[str] = []
     multiplexer = Multiplexer(

@@ -1,6 +1,6 @@
 """Messages of any type with plausible content, made from what the type declares. Pure.
 
-So that every message that is ever added to a protocol is fuzzed without anybody thinking of it.
+So every message that is added to a protocol is fuzzed without further code.
 """
 
 from __future__ import annotations

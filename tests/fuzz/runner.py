@@ -30,7 +30,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong, and how to see it again."""
+    """A failure, and how to reproduce it."""
 
     protocol: str
     seed: int
@@ -139,7 +139,7 @@ def _fuzz_formats(messages: int, seed: int, only: int | None) -> Result:
 
 
 def private_bytes() -> int:
-    """What this process has in memory now, the peers' segments left out."""
+    """Bytes of private memory of this process now, without the peers' segments."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""What the fuzzer plays with a real peer: one function per kind of session, each a few mutated frames.
+"""The fuzzer's sessions with a real peer: one function per kind of session, each a few mutated frames.
 
 A session either ends quietly, whatever was sent, or raises `Problem`. It returns the bytes that it sent.
 """
@@ -121,7 +121,7 @@ def _data_hints(victim: Victim, rng: Random) -> dict[str, Any]:
 
 
 REMOVING = (DataKind.REMOVE, DataKind.FLUSH)
-"""What takes objects away: not those that are checked."""
+"""Kinds that remove objects: they spare the objects that are checked."""
 
 
 async def data_requests(victim: Victim, rng: Random, sent: Sent) -> None:
@@ -142,7 +142,7 @@ async def data_requests(victim: Victim, rng: Random, sent: Sent) -> None:
 
 
 async def data_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
-    """Mutated handshakes of somebody without the cluster's key: nothing is ever answered but a refusal."""
+    """Mutated handshakes without the cluster's key: the only answer is a refusal."""
     granted = issue_ticket(
         signer=victim.mallory,
         ring=KeyRing([WRONG_KEY]) if rng.random() < 0.5 else KeyRing(),
@@ -244,8 +244,8 @@ def _unix(victim: Victim) -> float:
 
 
 async def _welcome(victim: Victim, stream: TrioStream, buffer: bytearray) -> None:
-    """The listening side of a data connection's handshake, in mallory's name. What came with it stays in
-    `buffer`."""
+    """The listening side of a data connection's handshake, in mallory's name. Bytes received after the handshake
+    stay in `buffer`."""
     while len(buffer) < len(PREFACE_DATA):
         buffer += await _some(stream)
     del buffer[: len(PREFACE_DATA)]
@@ -371,7 +371,7 @@ async def control_requests(victim: Victim, rng: Random, sent: Sent) -> None:
 
 
 async def control_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
-    """Mutated admissions of somebody without the cluster's key: never admitted."""
+    """Mutated admissions without the cluster's key: never admitted."""
     me = victim.peer.node.core.peer_id
     ours, theirs = _pair()
     opener = _side(Opener, victim, victim.mallory.peer_id, me, KeyRing([WRONG_KEY]))
@@ -502,7 +502,7 @@ def _side(kind: Any, victim: Victim, own: bytes, other: bytes, ring: KeyRing | N
 
 
 async def control_strangers(victim: Victim, rng: Random, sent: Sent) -> None:
-    """Bytes on the control port from somebody who cannot even do Noise."""
+    """Bytes on the control port from a client without Noise."""
     mutator = Mutator(rng)
     multistream, noise = b"\x13/multistream/1.0.0\n", b"\x07/noise\n"
     key = b"\0\x20" + rng.randbytes(32)
@@ -611,7 +611,7 @@ async def _receive_and_close_descriptors(stream: TrioStream, buffer: bytearray) 
 
 
 async def _pour(stream: TrioStream, frames: list[bytes], sent: Sent) -> bytes:
-    """Send everything, then that this was all; what came back until the other side closed."""
+    """Send all frames, then end of stream; returns the bytes received until the other side closed."""
     answer = bytearray()
 
     async def drain() -> None:

@@ -101,7 +101,7 @@ def test_the_same_seed_gives_the_same_mutations() -> None:
 
 
 def test_most_mutations_keep_a_frame_whole() -> None:
-    """What does not decode ends its session, and the rest of it is never looked at."""
+    """A frame that does not decode ends its session, and the rest of the session is never looked at."""
     mutator, whole = Mutator(Random(1)), 0
     frame = encode_frame(17, 1, local.Commit("default", [], 5, []))
     for _ in range(500):

@@ -34,7 +34,7 @@ SPOILT_BY_CLIENT: Final = "the bytes of %r are spoilt"
 
 
 class Problem(Exception):
-    """What the fuzzer looks for: the text says what went wrong."""
+    """A failure that the fuzzer looks for; the text describes it."""
 
 
 class _Listener(logging.Handler):
@@ -109,7 +109,7 @@ class Victim:
         ]
 
     async def check(self) -> None:
-        """The peer serves its clients and its neighbour, and holds nothing that nobody wants. Raises
+        """The peer serves its clients and its neighbour, and ends all leases and operations. Raises
         `Problem`."""
         if self._listener.seen:
             raise Problem(f"an error in the log:\n{self._listener.seen[0]}")

@@ -43,7 +43,7 @@ def cables() -> list[tuple[str, str]]:
 
 
 class SomeCompletions:
-    """In place of `CompletionQueue.poll`: hands out so many completions, one at a time, then what `after` gives."""
+    """In place of `CompletionQueue.poll`: hands out a number of completions, one at a time, then those of `after`."""
 
     def __init__(
         self, queue: CompletionQueue, count: int, after: Callable[[], list[Completion]]

@@ -1,4 +1,4 @@
-"""The benchmark runs, and says something of each size; how fast that is, is nobody's business here."""
+"""The benchmark runs, and reports each size; its speed is not checked here."""
 
 from __future__ import annotations
 

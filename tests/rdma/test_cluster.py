@@ -109,7 +109,7 @@ def lease(peer: PeerProcess, key: str) -> bytes:
 
 
 def put_copies(peer: PeerProcess, key: str, copies: int) -> None:
-    """Put an object, and again until so many peers have it: a slow one is not waited for."""
+    """Put an object again until `copies` peers have it: a put does not wait for a slow peer."""
     until(lambda: peer.client.put(key, VALUE, replicas=copies).copies == copies, SECONDS)
 
 
@@ -182,7 +182,7 @@ def test_people_are_told(cluster: ProcessCluster) -> None:
 
 
 def test_a_cable_is_cut(cluster: ProcessCluster) -> None:
-    """Who may use all transports falls back to TCP, says so, and comes back to RDMA."""
+    """A peer that may use all transports falls back to TCP, says so, and comes back to RDMA."""
     first, second, third = cluster.peers
     lease_by_rdma(third, first)
     first.client.put("cable 0", VALUE)

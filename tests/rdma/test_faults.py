@@ -1,4 +1,4 @@
-"""What only RDMA can get wrong: connections, memory that devices write to, and how both end."""
+"""Faults of RDMA alone: connections, memory that devices write to, and the end of both."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ async def test_a_reader_cancelled_at_each_step_leaves_nothing(
 async def test_memory_that_is_written_to_stays_taken(
     rdma: RdmaHarness, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
-    """A reader is cancelled while nobody knows yet whether its reads have ended."""
+    """A reader is cancelled while it is unknown yet whether its reads have ended."""
     value = pattern(3 * MIB + 5)
     digest = put(rdma.segment, "key", value)
     memory = memoryview(mmap.mmap(-1, 4 * MIB))[: len(value)]
@@ -474,7 +474,7 @@ async def test_the_right_to_read_ends_with_the_connection(rdma: RdmaHarness) -> 
 async def test_room_that_is_free_already(
     rdma: RdmaHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has seen yet that what took it has ended: who waits for room looks before it sleeps."""
+    """The end of the reads that took the room was not seen yet: a waiting reader looks before it sleeps."""
     monkeypatch.setattr(rdma_lines, "REQUESTS_PER_LINE", 1)
     transport = rdma.transport(TrioDriver())
     line = await transport.lines.connected(rdma.copy())

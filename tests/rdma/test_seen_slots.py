@@ -89,7 +89,7 @@ async def test_a_slot_that_has_another_object_now(
 
 
 async def test_what_was_removed_is_not_delivered(rdma: RdmaHarness) -> None:
-    """Though its bytes are there still: somebody has a lease on them."""
+    """Though its bytes are there still: they are leased."""
     digest = put(rdma.segment, "key", pattern(700_000))
     transport = rdma.transport(TrioDriver())
     copy = rdma.copy(digest)

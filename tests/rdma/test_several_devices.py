@@ -109,7 +109,7 @@ async def test_a_cable_is_cut_in_the_middle(
     length: int,
     direct: bool,
 ) -> None:
-    """What was under way on it is read again by the other one; when it is back, it is used again."""
+    """Reads in flight on it are read again by the other one; when it is back, it is used again."""
     monkeypatch.setattr(rdma_lines, "RETRY_CONNECT_SECONDS", 0.5)
     value = pattern(length)
     digest = put(rdma.segment, "key", value)

@@ -1,7 +1,7 @@
 """A client process of one peer: does what `plan_load` says, compares every byte, and writes down what it did and saw.
 
 `python -m tests.soak.actor PARENT SETTINGS`: works until SIGTERM. A line is written before each operation and one after
-it, so whoever reads them knows of every value that may be anywhere, also when this process is killed.
+it, so a reader of the lines knows of every value that may be stored, also when this process is killed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Target = tuple[int, Family, int]
 
 @dataclass(frozen=True)
 class Settings:
-    """What an actor is told, as JSON."""
+    """The settings of an actor, given as JSON."""
 
     seed: int
     number: int
@@ -77,12 +77,12 @@ class Settings:
 
 @dataclass
 class Notes:
-    """What an operation did, key by key: (key, outcome, ...), and which errors it met."""
+    """The outcome of an operation, key by key: (key, outcome, ...), and the errors that it met."""
 
     results: list[tuple[Any, ...]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    """What the errors say, the first ones of them."""
+    """The texts of the first errors."""
     unclear: str = ""
 
     def fail(self, key: str, error: BaseException) -> None:
@@ -459,7 +459,7 @@ def _tensor_bytes(tensor: Any) -> memoryview:
 def main() -> None:
     parent, settings_text = sys.argv[1:]
     die_with_parent(int(parent))
-    faulthandler.register(signal.SIGUSR1)  # whoever finds that it hangs sees where
+    faulthandler.register(signal.SIGUSR1)  # prints the stack of a process that hangs
     settings = Settings(**json.loads(settings_text))
     journal = Journal(settings.events)
     actor = Actor(settings, journal)

@@ -1,4 +1,4 @@
-"""Clients that publish a checkpoint again and again, and that follow it: what is in use must be one version, whole."""
+"""Clients that publish a checkpoint again and again, and that follow it: the version in use must be whole."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Client:
 
 @dataclass
 class Traffic:
-    """What clients did, for the report. Latencies are (when, seconds), by operation."""
+    """Counts and latencies of clients' operations, for the report. Latencies are (when, seconds), by operation."""
 
     operations: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -60,8 +60,8 @@ class Events:
         return self.clients[-1]
 
     def take(self, now: float) -> None:
-        """Tell the ledger of all that happened before `now`. A value's put is written down before anybody can read it,
-        so whatever is read before now is known to have been put."""
+        """Tell the ledger of all events before `now`. A value's put is written down before any client can read it, so
+        the puts of all values read before now are known."""
         for client in self.clients:
             self._read(client)
         self._waiting.sort(key=lambda each: each[:2])

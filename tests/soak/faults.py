@@ -33,7 +33,7 @@ INVARIANTS: Final = (SERVES, LIVES, LEAVES, CLEAN)
 
 
 class Processes:
-    """Peers and clients: who is to run, who is on the way up or down, and for how long they may be."""
+    """Peers and clients: which are to run, which are starting or ending, and the deadlines for that."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Processes:
 
     @property
     def all_serve(self) -> bool:
-        """Whether nobody is away, or on the way."""
+        """Whether no peer is away, starting or ending."""
         return not (self._starting or self._ending or self._away)
 
     def serves(self, peer: Peer) -> bool:
@@ -113,7 +113,7 @@ class Processes:
         )
 
     def put_off(self, seconds: float) -> None:
-        """The machine stood still for so long: who is on the way has so much more time."""
+        """The machine stood still for `seconds`: extend the deadlines of processes that start or end."""
         self._starting = {peer: deadline + seconds for peer, deadline in self._starting.items()}
         self._ending = {
             peer: (deadline + seconds, then) for peer, (deadline, then) in self._ending.items()
@@ -229,7 +229,7 @@ class Faults:
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing left to do: what was put off beyond the end is not."""
+        """Whether nothing is left to do. Actions put off beyond the end are not done."""
         return not self._under_way and all(when > self._end for when, _, _ in self._due)
 
     def begin(self, faults: Sequence[Fault]) -> None:
@@ -243,7 +243,7 @@ class Faults:
         self._end = when
 
     def put_off(self, seconds: float) -> None:
-        """The machine stood still for so long: what is to come comes later, and not all at once."""
+        """The machine stood still for `seconds`: put all due actions off by that, so that they keep their distances."""
         self._due = [(when + seconds, count, action) for when, count, action in self._due]
 
     def turn(self) -> None:

@@ -15,15 +15,15 @@ import numpy as np
 LEAST_SAMPLES: Final = 10
 MOST_SAMPLES: Final = 400
 WARM_SECONDS: Final = 600.0
-"""After so long nothing is to grow any more."""
+"""Age of a peer after which nothing may grow any more."""
 SETTLED_SECONDS: Final = 2 * WARM_SECONDS
-"""Of lives that are at least so long the line is judged."""
+"""Minimum length of a life whose line is judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Of the second half of a series: what is usual in it, and by how much the line through it rises from its begin to
-    its end (negative: it falls)."""
+    """The second half of a series: its median, and the rise of the line through it from begin to end (negative: it
+    falls)."""
 
     median: float
     rise: float
@@ -34,7 +34,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class GrowthLimit:
-    """A rise is too much above both: so much, and such a share of the median; and what is usual, above `most`."""
+    """A rise is too large above both `absolute` and `share` x the median; a median is too large above `most`."""
 
     absolute: float
     share: float

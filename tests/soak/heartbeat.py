@@ -23,7 +23,7 @@ class Heartbeat:
         self._thread.start()
 
     def gaps(self) -> list[tuple[float, float]]:
-        """Standstills (from, to) since it was asked before. Waits for a beat: whoever was stopped as well hears of that
+        """Standstills (from, to) since the last call. Waits for a beat: a caller that was stopped as well hears of that
         before anything else."""
         while time.monotonic() - self._last > FRESH_SECONDS:
             time.sleep(BEAT_SECONDS / 2)

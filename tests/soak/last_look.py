@@ -1,4 +1,4 @@
-"""When nothing is disturbed and nobody writes: all peers agree on what is where, and deliver it; then all of it is
+"""Checks without faults and writers: all peers agree on the locations, and deliver the objects; then all objects are
 removed, and nothing may be left."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tests.soak.values import number_in
 AGREE_SECONDS: Final = 40.0
 """Until all know the same locations, after all see all (scaled)."""
 GIVEN_UP: Final = ("gone_last_copy", "gone_copy_elsewhere", "gone_soft_copy")
-"""Counters of what a peer evicted: reads keep copies, and those need room. What expires or is replaced is no excuse."""
+"""Counters of evictions by a peer: reads keep copies, and those need room. Expiry and replacement are no excuse."""
 REPAIR_SECONDS: Final = 60.0
-"""Until what is kept has as many copies as wanted: half a minute after a loss it begins (scaled)."""
+"""Until kept objects have as many copies as wanted: repair begins half a minute after a loss (scaled)."""
 EMPTY_SECONDS: Final = 40.0
 """After everything was removed, until all memory is free (scaled)."""
 MOST_KEYS: Final = 150
-"""So many are asked about at each peer; the others are only counted."""
+"""Keys that are looked up at each peer; the others are only counted."""
 PAGE: Final = 2000
 PAUSE_SECONDS: Final = 1.0
 
@@ -42,7 +42,7 @@ Complain = Callable[[str, str], None]
 
 
 class LastLook:
-    """At peers that nobody disturbs any more."""
+    """Checks of peers that are no longer disturbed."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class LastLook:
         self._namespaces = ["soak", *(f"flushed-{peer.number}" for peer in peers)]
 
     def repair(self) -> None:
-        """What is kept has as many copies as its writer wanted, unless all of them were lost."""
+        """Kept objects have as many copies as their writers wanted, unless all copies were lost."""
         began = time.monotonic()
         with ExitStack() as stack:
             clients = [stack.enter_context(peer.connect()) for peer in self._peers]
@@ -101,7 +101,8 @@ class LastLook:
         self._tell(f"locations agree after {time.monotonic() - began:.1f} s")
 
     def read_all(self) -> None:
-        """What somebody has, everybody reads, unless it is evicted meanwhile: by all who had it, who say so."""
+        """Every peer reads every object that any peer holds, unless all its holders evicted it meanwhile, and counted
+        that."""
         with ExitStack() as stack:
             clients = self._connect(stack)
             given_up = self._given_up(clients)
@@ -161,7 +162,7 @@ class LastLook:
     def _truth(
         self, clients: dict[tuple[int, str], BlockingClient]
     ) -> dict[tuple[str, str], set[str]]:
-        """Who has which key, by what each says of itself. Not those that end by themselves: some would meanwhile."""
+        """The holders of each key, as each peer says of itself. Without keys that expire: some would meanwhile."""
         held: dict[tuple[str, str], set[str]] = {}
         for peer in self._peers:
             for namespace in self._namespaces:
@@ -244,7 +245,7 @@ def unexcused(
     still_held: Mapping[tuple[str, str], set[str]],
     given_up: Mapping[str, int],
 ) -> Iterator[str]:
-    """Complaints about what peers did not find although somebody has it, or without all who had it (`held`) having
+    """Complaints about keys not found although a peer still holds them, or although not all holders (`held`) have
     `given_up` as many objects since."""
     lost: Counter[str] = Counter()
     for (namespace, key), readers in not_found.items():
@@ -268,11 +269,11 @@ def _pinned_copies(clients: Sequence[BlockingClient]) -> dict[str, int]:
 
 
 def held_by(client: BlockingClient) -> dict[str, int]:
-    """What a peer says that it has, and should not."""
+    """Counts that a peer reports and that should be 0."""
     document = client.statistics(cluster=False)["peer"]
     counts = ("memory_used_bytes", "leased_bytes", "objects", "operations", "known_locations")
     held = {name: int(document[name]) for name in counts}
-    # What was merely heard of is forgotten with time, whatever becomes of it.
+    # Cached locations are forgotten with time, whatever becomes of the objects.
     held["known_locations"] -= int(document["directory"]["cached_locations"])
     if "ssd" in document:
         held["ssd_live_bytes"] = int(document["ssd"]["live_bytes"])

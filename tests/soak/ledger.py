@@ -1,16 +1,16 @@
-"""What clients did and saw, judged by what is promised. Pure: fed with observations in the order of their times.
+"""Judges clients' observations by the promises of the store. Pure: fed with observations in the order of their times.
 
-Every key has one writer, a client of one peer, which does one thing after the other: so what is there, and what may be
-there no longer, is known. What is promised:
+Every key has one writer, a client of one peer, which does one thing after the other: so the values that may be there,
+and those that may not, are known. The promises:
 
 - A read delivers a value that was put under this key, whole (`right bytes`), not one that a put kept out
   (`refused puts stay out`), and none whose time to live is over (`expired is gone`).
 - What an acknowledged overwrite, remove or flush replaced is not read on the same peer any more
   (`own changes are seen`), nor, once both peers ran for `SPREAD_SECONDS` with nothing between them, on another one
   (`nothing removed comes back`). A put that failed may have been done, or be done later: its value may always be read.
-- What is pinned hard stays in each peer that was seen to hold it, as long as that lives (`pins hold`), and who could
-  reach one of these for a while reads it (`what is kept is read`). What was put durably is there again after the peer
-  came back (`durable survives`).
+- A hard-pinned object stays in each peer that was seen to hold it, as long as that lives (`pins hold`), and a reader
+  that could reach one of these for a while reads it (`what is kept is read`). A durable object is there again after
+  the peer came back (`durable survives`).
 - Every operation ends in time (`operations end`), with a result or an error of this package (`errors are clear`); when
   nothing is disturbed, with no other error than one of capacity (`no failure without a cause`).
 """
@@ -27,9 +27,9 @@ from p2pstore.gossip.homes.partition_homes import HOME_COUNT
 from tests.soak.timeline import Life, Timeline
 
 SPREAD_SECONDS: Final = 60.0
-"""As in `simulation.oracle`; not scaled: what gossip brings takes a second."""
+"""As in `simulation.oracle`; not scaled: gossip takes a second."""
 EXPIRY_SECONDS: Final = 2.0
-"""Clocks and tickets may lag by so much."""
+"""Maximum lag of clocks and tickets."""
 
 RIGHT_BYTES: Final = "right bytes"
 REFUSED: Final = "refused puts stay out"
@@ -48,7 +48,7 @@ INVARIANTS: Final = (
 )
 OF_CAPACITY: Final = ("CapacityExceeded", "LeaseLimitExceeded")
 NOT_BROUGHT: Final = "cannot bring it from its SSD"
-"""What is said of a holder whose memory, full of what must stay, has no room for what its SSD has."""
+"""Part of the error for a holder whose memory, full of pinned objects, has no room for an object of its SSD."""
 UNAVAILABLE: Final = "Unavailable"
 OF_THE_OWN_PEER: Final = ("NoLocalPeer", "StoreClosed")
 
@@ -60,7 +60,7 @@ class Limits:
     operation: float = 60.0
     """Any operation (scaled)."""
     reach: float = 30.0
-    """For so long a holder was there and in reach before a read counts on it (scaled)."""
+    """Time that a holder was up and in reach before a read relies on it (scaled)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class _Key:
     wanted: int = 1
     durable_at: float = math.inf
     holders: dict[int, tuple[Life, float]] = field(default_factory=dict)
-    """Of what is kept: who was seen to hold it, in which life, and when first."""
+    """Of a kept object: its known holders, in which life, and when first seen."""
 
 
 class Ledger:
@@ -150,7 +150,7 @@ class Ledger:
         record.refused.add(number)
 
     def removal_begins(self, keys: Iterable[str], at: float) -> None:
-        """Of these keys: nobody has to have them any more."""
+        """From now on, no peer has to hold these keys."""
         for key in keys:
             if key in self._keys:
                 self._keys[key].ends = min(self._keys[key].ends, at)
@@ -172,8 +172,8 @@ class Ledger:
         here: bool = True,
         durable: bool = False,
     ) -> None:
-        """The put of a hard pinned value was acknowledged: the writer's own peer has it (`here`) or another one, where
-        there was room, and there are to be so many copies."""
+        """The put of a hard-pinned value was acknowledged: the writer's own peer has it (`here`) or another one, where
+        there was room, and there are to be `wanted` copies."""
         record = self._keys[key]
         record.kept, record.wanted = number, wanted
         if here:
@@ -235,12 +235,12 @@ class Ledger:
                     del record.holders[peer]
 
     def is_kept(self, key: str) -> bool:
-        """Whether somebody must have the key: it is pinned hard, and its removal has not begun."""
+        """Whether a peer must hold the key: it is hard-pinned, and its removal has not begun."""
         record = self._keys.get(key)
         return record is not None and record.kept > 0 and record.ends == math.inf
 
     def lacking(self, copies: Mapping[str, int]) -> list[str]:
-        """Of what is kept, and still somewhere (`copies` pinned hard, by key), what has fewer copies than wanted."""
+        """Kept objects that exist (`copies`: hard-pinned ones, by key) and have fewer copies than wanted."""
         return [
             key
             for key, count in copies.items()
@@ -344,7 +344,7 @@ class Ledger:
     def _missed(
         self, record: _Key, reader: int, key: str, begun: float, ended: float, what: str
     ) -> None:
-        """What is kept was not delivered: whether somebody was there who should have."""
+        """A kept object was not delivered: check whether a holder should have delivered it."""
         if not record.kept or record.ends <= ended:
             return
         since = begun - self._limits.reach

@@ -1,4 +1,4 @@
-"""Hosts on two switches: whoever is plugged into the other one is gone, without a word to anybody. Needs root and `ip`.
+"""Hosts on two switches: a host plugged into the other switch is unreachable, without notice. Needs root and `ip`.
 
 As with `shaped_hosts`, nothing has a name outside, and all of it ends with the process that made it.
 """
@@ -61,7 +61,7 @@ class Network:
         self._switch.run([f"ip link set {_cable(number)} master main up"])
 
     def split(self, hosts: Iterable[int]) -> None:
-        """These hosts reach each other, and nobody else."""
+        """These hosts reach each other, and no other host."""
         self._switch.run([f"ip link set {_cable(number)} master island" for number in hosts])
 
     def join(self, hosts: Iterable[int]) -> None:

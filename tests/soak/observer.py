@@ -1,4 +1,4 @@
-"""Threads that look at one peer each, again and again: what its process takes, what it counts, what it sees."""
+"""Threads that sample one peer each: its process's resources, its counters, the members that it sees."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Observer:
 
 
 def pinned_in(page: KeyPage) -> list[str]:
-    """Of what a peer holds, what it may not evict. Soft copies, which readers brought, it may, pinned or not."""
+    """The held objects that a peer may not evict. It may evict soft copies, which readers brought, pinned or not."""
     return [each.key for each in page.keys if each.pin == "hard" and not each.soft]
 
 

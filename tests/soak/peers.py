@@ -31,7 +31,7 @@ BALLAST: Final = "ballast"
 
 @dataclass(frozen=True)
 class Role:
-    """What a peer is: its host, and what is special about it."""
+    """The role of a peer: its host, and its special settings."""
 
     host: int
     ssd: bool = False
@@ -189,7 +189,7 @@ class Peer:
     # --- what it costs, what it leaves -----------------------------------------------------------
 
     def resources(self) -> dict[str, float]:
-        """What its process takes, as the kernel counts it. Raises `OSError` when it is gone, or about to be."""
+        """Resources of its process, as the kernel counts them. Raises `OSError` when it has ended, or is ending."""
         base = Path(f"/proc/{self.pid}")
         status = dict(
             line.split(":", 1) for line in (base / "status").read_text().splitlines() if ":" in line
@@ -214,7 +214,7 @@ class Peer:
         }
 
     def left_behind(self) -> list[str]:
-        """What is there of a peer that ended and should not be: sockets, memory files, whatever lies in its place."""
+        """Paths that an ended peer left and should not have: sockets, memory files, any file in its directory."""
         left = [str(path) for path in self.place.rglob("*") if not path.is_dir()]
         ssd = self.volume / "ssd"
         known = {self.volume / "state", ssd, self.volume / BALLAST, self.follows}
@@ -223,7 +223,7 @@ class Peer:
 
 
 def listening(host: Host) -> list[str]:
-    """Addresses, as the kernel writes them, at which somebody on that host listens."""
+    """Addresses, as the kernel writes them, at which a process on that host listens."""
     lines = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{host.process_id}/net/{table}").read_text().splitlines()[1:]:

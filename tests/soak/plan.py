@@ -1,4 +1,4 @@
-"""What is done to a cluster and when, as a function of a seed: faults, and the load of each client. Pure."""
+"""The plan of a soak as a function of a seed: faults, and the load of each client. Pure."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ FIRST_FAULT_SECONDS: Final = 5.0
 CALM_EVERY_SECONDS: Final = 240.0
 """From one calm to the next. A run that is shorter has one, at its end."""
 CALM_SECONDS: Final = 60.0
-"""For so long nothing is done to the cluster, so that it may settle and be looked at."""
+"""Time without faults, in which the cluster settles and is checked."""
 MEAN_PAUSE_SECONDS: Final = 6.0
 """Between the beginnings of two faults, on average."""
 MOST_PEERS_AT_ONCE: Final = 2
-"""So many peers are disturbed at once, networks apart."""
+"""Peers that are disturbed at once, not counting splits of the network."""
 BATCH: Final = 6
 KEPT_AT_ONCE: Final = 6
 """Keys of each of the families that are kept, per writer: with one more, the oldest is removed."""
 KEYS: Final[dict[Family, int]] = {"cycle": 24, "flush": 8, "tensor": 6}
-"""So many keys a writer has of each family whose keys are used again and again."""
+"""Keys that a writer has of each family whose keys are used again and again."""
 
 _FAULTS: Final[dict[FaultKind, tuple[float, float, float]]] = {
     # kind: (weight, shortest, longest), in seconds
@@ -57,7 +57,7 @@ _ON_NETWORK: Final = ("split", "link down", "bad link", "new key")
 _ENDING: Final = ("kill", "restart", "leave", "full disk", "kill client")
 """Not done to peers that are to live from beginning to end."""
 _TELLING: Final = 45.0
-"""A peer that was away, or a link, is left alone for so long after it, so that there is something to disturb."""
+"""Time after an absence, or a split, in which its peers are left alone, so that there is something to disturb."""
 
 _LOAD: Final[dict[OperationKind, float]] = {
     "put": 14, "overwrite": 8, "put_many": 3, "remove": 4, "remove_many": 1, "get": 22, "get_into": 10,
@@ -100,9 +100,9 @@ class FaultPlan:
 def plan_faults(
     seed: int, seconds: float, hosts: Sequence[int], steady: Sequence[int]
 ) -> FaultPlan:
-    """`hosts` says of each peer on which host it is. Peers in `steady` are never ended: what grows is seen in them.
+    """`hosts` is the host of each peer. Peers in `steady` are never ended: growth is measured in them.
 
-    Raises `ValueError` when there is nobody else, or only one host.
+    Raises `ValueError` when there is no other peer, or only one host.
     """
     if len(set(hosts)) < 2 or len(steady) >= len(hosts):
         raise ValueError("faults need two hosts, and a peer that may end")
@@ -154,7 +154,7 @@ def _fault(
     ):
         return None
     if kind == "leave" and under_way:
-        return None  # it is to find somebody who takes what it has
+        return None  # it has to find a peer that takes its objects
     if any(each.kind in ("leave", "new key") for each in under_way):
         return None
     ended = [

@@ -1,4 +1,4 @@
-"""What came of a soak, for people (Markdown and a picture) and for programs (JSON)."""
+"""The report of a soak, for people (Markdown and a picture) and for programs (JSON)."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ READY_SECONDS: Final = 30.0
 END_SECONDS: Final = 15.0
 """(scaled)"""
 QUIET_LOAD_SECONDS: Final = 20.0
-"""After the last fault the load goes on for so long, undisturbed; in short runs for a sixth of them."""
+"""Time of undisturbed load after the last fault; in short runs a sixth of the run."""
 UPDATE_SECONDS: Final = 60.0
 """Until an update that begins then is in use everywhere; one begins every half minute (scaled)."""
 OBSERVER_SECONDS: Final = 20.0
@@ -76,7 +76,7 @@ LIFE_SECONDS: Final = 120.0
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked for. `patience` scales the limits that say so: 1 for a machine with cores to spare."""
+    """Settings of a run. `patience` scales the limits marked as scaled: 1 for a machine with cores to spare."""
 
     seed: int
     seconds: float
@@ -233,7 +233,7 @@ class Soak:
         with suppress(Empty):
             while True:
                 self._coming.append(self._queue.get_nowait())
-        # First: what is missing in a sample was removed before it was taken, and that is known then.
+        # First: an object missing in a sample was removed before the sample, and the ledger must know that.
         self._events.take(now)
         ready = [sample for sample in self._coming if sample.at <= now]
         self._coming = [sample for sample in self._coming if sample.at > now]

@@ -1,4 +1,4 @@
-"""What a soak runs on: volumes, hosts, peers, client processes. All of it ends with this process, however that ends."""
+"""The stage of a soak: volumes, hosts, peers, client processes. All of it ends with this process, however that ends."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _CLONE_NEWNS: Final = 0x20000
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A directory in memory, and a /dev/shm, that nobody else sees; both vanish with this process. What earlier runs
-    left that were killed, an empty directory each, is removed. Raises `NoNamespaces`."""
+    """A directory in memory, and a /dev/shm, visible to this process alone; both vanish with it. Empty directories of
+    earlier runs that were killed are removed. Raises `NoNamespaces`."""
     remove_left_overs()
     if os.getuid() != 0:
         raise NoNamespaces("this needs root: it makes network namespaces and mounts")
@@ -52,7 +52,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def remove_left_overs() -> None:
-    """Remove the empty directories of runs that are over; what is in use, or has anything in it, stays."""
+    """Remove the empty directories of runs that are over; a directory in use, or with contents, stays."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""Who ran when, and what stood between whom: what promises to readers depend on. Pure."""
+"""Lives of peers and troubles between them, on which the promises to readers depend. Pure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Timeline:
             lives[-1].ended = at
 
     def begin_trouble(self, peers: Iterable[int], at: float, *, apart: bool = False) -> Trouble:
-        """Note it before it begins; whoever ends it sets `ended` afterwards."""
+        """Note it before it begins; the caller sets `ended` after its end."""
         trouble = Trouble(frozenset(peers), apart, at)
         self.troubles.append(trouble)
         return trouble
@@ -76,8 +76,8 @@ class Timeline:
         return not any(True for _ in self._troubles(one, other, since, until))
 
     def together(self, knows: int, reads: int, since: float, until: float, seconds: float) -> bool:
-        """Whether, between these times, there were so many seconds together in which what `knows` had known since
-        `since` could reach `reads`, who has not been ended from then on."""
+        """Whether, between these times, gossip from `knows`, which has known since `since`, could reach `reads` for
+        `seconds` without a break, and `reads` has not been ended from then on."""
         teller, reader = self.life_at(knows, since), self.life_at(reads, until)
         if teller is None or reader is None:
             return False

@@ -22,7 +22,7 @@ _words = np.random.default_rng(1).integers(0, 1 << 64, LONGEST_BYTES // _WORD_BY
 
 
 def namespace_of(writer: int, family: Family) -> str:
-    """Where keys of that family are; what is flushed has a namespace for each writer."""
+    """The namespace of a family's keys; the flushed family has one for each writer."""
     return f"flushed-{writer}" if family == "flush" else "soak"
 
 

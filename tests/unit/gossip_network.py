@@ -231,7 +231,7 @@ class Network:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), action))
 
     def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
-        """Run for so long, or until the condition holds. Whether it did."""
+        """Run for `seconds`, or until the condition holds. Returns whether it did."""
         end = self.now + seconds
         while True:
             if until is not None and until():

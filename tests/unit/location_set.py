@@ -1,4 +1,4 @@
-"""What a log's operations add up to, said as plainly as can be: the oracle for the index of locations."""
+"""The sum of a log's operations, in the simplest form: the oracle for the index of locations."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ LONG_VALUE = memoryview(bytearray(66 * MIB))
 
 
 class Source:
-    """Objects by digest; what is lent is noted."""
+    """Objects by digest; notes each loan."""
 
     def __init__(self) -> None:
         self.lent: list[tuple[bytes, int]] = []

@@ -18,7 +18,7 @@ SMALLEST_BYTES: Final = 4 * KIB
 LARGEST_BYTES: Final = 64 * MIB
 SECONDS_PER_PUT: Final = 0.001
 READ_SHARE: Final = 0.5
-"""After so many of the puts some of the recent values are read."""
+"""Share of the puts after which some of the recent values are read."""
 RECENT: Final = 2000
 
 S = TypeVar("S", bound=Segment)
@@ -95,7 +95,7 @@ def churn(
 
 
 def _put(segment: Segment, namespace: str, key: str, length: int, clock: int, now: float) -> bytes:
-    """Reserve and commit a value whose bytes nobody looks at; its digest."""
+    """Reserve and commit a value without writing its bytes; returns its digest."""
     trailer = TrailerBody(namespace, key, bytes(8 * chunk_count(length)))
     room = len(encode_trailer(trailer))
     reservation = segment.reserve(length, room, holder=0, now=now, namespace=namespace)

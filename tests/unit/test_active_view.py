@@ -1,4 +1,4 @@
-"""Whom a peer talks to all the time: bounded, alive, uniformly chosen, and together one connected graph."""
+"""The active view of a peer: bounded, alive, uniformly chosen, and all views together one connected graph."""
 
 from __future__ import annotations
 

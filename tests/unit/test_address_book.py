@@ -19,7 +19,7 @@ def test_the_living_come_before_those_that_are_gone() -> None:
 
 
 def test_an_address_is_kept_once_the_peer_there_has_admitted_this_one() -> None:
-    """Who answers there may be of another cluster: that shows when it is asked something."""
+    """The peer that answers there may be of another cluster: its admission shows that."""
     network = Network(seed=1)
     node = network.start(0)
     addresses = ("10.0.0.9:17946",)

@@ -1,4 +1,4 @@
-"""Admission without sockets: who is let in, who is not, and what each side is told; and the key ring."""
+"""Admission without sockets: acceptance, refusals, and the answers to both sides; and the key ring."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_in_every_step_any_two_peers_admit_each_other() -> None:
     for earlier, later in pairwise(rings):
         for one, other in ((earlier, later), (later, earlier), (later, later)):
             shake(*pair(one, other))
-            # A ticket is made with the first key: whoever is shown it must hold that.
+            # A ticket is made with the first key: the peer that checks it must hold that.
             assert one[0] in other
     assert all("# the ring\n" in text for text in steps)
     assert "# of last year" in steps[2]

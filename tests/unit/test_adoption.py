@@ -1,5 +1,5 @@
-"""Copies whose writer nobody knows any more become their holder's own, after a while and not before; and proofs of
-newer ones are asked for until somebody answers."""
+"""A copy whose writer no peer knows any more becomes its holder's own, after a while and not before; and proofs of
+newer ones are asked for until a peer answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Up to where members have the same floors as this peer; who is in dispute, and who is asked."""
+"""Up to where members have the same floors as this peer; the members in dispute, and those to ask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked and not answered yet is counted by kind."""
+"""Unanswered requests are counted by kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may have how much held, and who goes when it is too much."""
+"""Each holder's share of a byte budget, and the choice of the one to end when it is exceeded."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_one_that_takes_its_time_to_end_is_not_ended_twice() -> None:
     slow.hold(5)
     assert len(told) == 1
     assert not reasons
-    assert not other.has_room  # what ends is still there
+    assert not other.has_room  # the ending one still holds its bytes
     slow.close()
     assert other.has_room
     assert budget.held_bytes == 90

@@ -19,7 +19,7 @@ from tests.unit.gossip_network import (
 
 
 def setting() -> tuple[OwnLog, Directory, MemberState, CatchUp]:
-    """An owner's log, somebody else's directory of it, and what watches that."""
+    """An owner's log, another member's directory of it, and the `CatchUp` that watches that."""
     membership = Membership(peer_id_of(1), 1, MembershipConfig())
     log, directory = OwnLog(1), Directory(DirectoryConfig())
     directory.observe_head(membership.own.member, 1, log.head)

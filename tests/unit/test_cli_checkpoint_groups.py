@@ -1,4 +1,4 @@
-"""What `checkpoint follow --exec` runs, and how `checkpoint status` reads."""
+"""The commands that `checkpoint follow --exec` runs, and the output of `checkpoint status`."""
 
 from __future__ import annotations
 

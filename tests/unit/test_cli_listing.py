@@ -1,4 +1,4 @@
-"""What `ls` and `locate` say of what they cannot see."""
+"""Reports of `ls` and `locate` on peers and keys that they cannot see."""
 
 from __future__ import annotations
 

@@ -436,7 +436,7 @@ def test_rm_by_prefix_says_who_did_not_answer(
     assert "incomplete: mute\\x1b did not answer" in capsys.readouterr().err
     many.values |= {"broken": b"", "brown": b""}
     many.silent_peers = []
-    many.page_keys, many.lists_left = 1, 5  # what stays must not be listed again and again
+    many.page_keys, many.lists_left = 1, 5  # remaining keys must not be listed again and again
     assert run(["rm", "--prefix", "br", "--yes", "--json"]) == 6
     document = json.loads(capsys.readouterr().out)
     assert (document["failed"], document["complete"]) == ({"broken": "gone"}, False)

@@ -135,8 +135,8 @@ FLOOR_KEYS = 32_000
 
 @pytest.mark.parametrize(("size", "most_bytes"), [(1, 720), (8, 180), (64, 80)])
 def test_keys_of_a_floor_are_known_to_cost_what_they_do(size: int, most_bytes: int) -> None:
-    """What is counted is within a third of what is allocated, for records of one key, eight and 64, a second or more
-    apart from each other. Of what one alone costs, its signature and body are 160 bytes."""
+    """The counted bytes are within a third of the allocated ones, for records of one key, eight and 64, a second or
+    more apart from each other. Of the bytes of a single record, its signature and body are 160."""
     pairs = []
     for number in range(0, FLOOR_KEYS, size):
         keys = [digest_of(key) for key in range(number, number + size)]
@@ -196,7 +196,7 @@ ALL_SEEN = {ME: NOW}
 
 
 def at(seconds: float) -> int:
-    """A clock so many seconds before the test's present."""
+    """A clock `seconds` before the test's present."""
     return NOW - clock_at(seconds)
 
 
@@ -250,7 +250,7 @@ def test_young_floors_stay_until_there_are_many() -> None:
 
 
 def test_many_floors_of_a_writer_that_is_gone_do_not_keep_those_of_others() -> None:
-    """Of a dead writer nobody can confirm the last floors for a while: they are older than all that can go."""
+    """For a while no peer can confirm the last floors of a dead writer: they are older than all that can go."""
     dead = FakeSigner(peer_id_of(2))
     records = ClusterRecords(limit=6_000)
     for key in range(2_500):
@@ -378,7 +378,7 @@ def test_heads_of_a_name_are_found_as_long_as_they_are_kept() -> None:
     publish(1, 7)
     assert known() == {(peer_id_of(1), 7), (peer_id_of(2), 6)}
     assert records.heads_of("n", "other") == records.heads_of("m", "model") == []
-    for number in range(1100):  # what is dropped to make room is found no more
+    for number in range(1100):  # a record dropped to make room is found no more
         big = bytes(16_000)
         record = ClusterRecord(1, 77, digest_of(number), number + 7, 1, SIGNER.peer_id, 0, big)
         records.offer(record, sign_cluster_record(record, SIGNER))

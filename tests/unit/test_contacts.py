@@ -1,4 +1,4 @@
-"""Whom to try: bootstrap addresses always, the address book only while alone."""
+"""The addresses to try: bootstrap addresses always, the address book only while alone."""
 
 import math
 from random import Random
@@ -20,7 +20,7 @@ def test_an_address_of_the_book_that_is_named_as_bootstrap_is_tried_by_those_not
 
 
 class CountedDict(dict[tuple[str, ...], object]):
-    """Counts how often somebody goes through all of it."""
+    """Counts the iterations over all of it."""
 
     rounds = 0
 
@@ -42,7 +42,7 @@ def test_a_large_address_book_is_gone_through_only_when_an_entry_is_due() -> Non
         contacts.due(step / 100, lambda peer_id: False, alone=False)
         assert contacts.next_due() > step / 100
     assert counted.rounds <= 2 * 21
-    # And whoever is alone tries them, a few at a time, as soon as one was answered or not.
+    # A lone peer tries them, a few at a time; each answer or failure starts the next.
     tried: set[tuple[str, ...]] = set()
     now, waiting = 20.0, contacts.due(20.0, lambda peer_id: False, alone=True)
     while waiting and len(tried) < 100:

@@ -1,4 +1,4 @@
-"""Looking up: what is known here first, else the home peers, once per batch."""
+"""Looking up: copies known here first, else the home peers, once per batch."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def asked_during(world: Harness, seconds: float) -> list[float]:
     begin, times = world.now, []
     while world.now < begin + seconds:
         asks = world.asks(DataKind.LOOKUP)
-        for probe in world.effects(Ask):  # nobody is to be taken for dead meanwhile
+        for probe in world.effects(Ask):  # no member may be taken for dead meanwhile
             if probe.kind == ControlKind.PING:
                 world.gossip.answered(probe.token, Ack(0, []), world.now)
         times += [world.now - begin] * bool(asks)

@@ -289,7 +289,7 @@ def empty_partitions() -> Push:
 
 
 def acquainted(world: Harness) -> Harness:
-    """Everybody has told this peer what it should know, and knows the same members."""
+    """All others have told this peer the records it should know, and know the same members."""
     for other in world.others:
         assert world.serve(other, DataKind.PUSH, empty_partitions()) == Pushed()
     world.gossip.partitions.housekeep(world.now, agreed=True)

@@ -1,4 +1,4 @@
-"""Pins belong to objects: who pins tells all that hold it, and says how many took it."""
+"""Pins belong to objects: the pinning peer tells all holders, and returns how many took the pin."""
 
 from __future__ import annotations
 

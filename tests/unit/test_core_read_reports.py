@@ -15,7 +15,7 @@ from tests.unit.core_harness import Harness, digest_of
 
 
 def told(world: Harness) -> dict[bytes, dict[bytes, int]]:
-    """What was told since the last call: to whom, of which objects."""
+    """The reports since the last call: read counts by member and object."""
     found: dict[bytes, dict[bytes, int]] = {}
     for ask in world.asks(DataKind.READS):
         assert isinstance(ask.request, Reads)
@@ -33,7 +33,7 @@ def test_reads_are_told_to_their_holders_together_and_once() -> None:
         reports.note(first.member, digest_of("a"), 1, world.now)
     reports.note(first.member, digest_of("b"), 5, world.now)
     reports.note(second.member, digest_of("a"), -1, world.now)
-    reports.note(12345, digest_of("a"), 1, world.now)  # nobody
+    reports.note(12345, digest_of("a"), 1, world.now)  # no member
     world.pass_time(REPORT_SECONDS / 2)
     assert told(world) == {}
     world.pass_time(REPORT_SECONDS)

@@ -93,7 +93,7 @@ def test_the_floor_is_above_the_newest_of_all_known_copies(ahead_seconds: float)
 
 
 def test_what_is_doubted_now_is_forbidden_as_well() -> None:
-    """A peer that has just come back believes nobody yet: what it was told to remove was there again a minute later."""
+    """A peer that has just come back believes no other yet: an object removed by it must not return a minute later."""
     world = Harness(others=2)
     doubted = world.hold(world.others[0], "k", b"value", clock=clock_at(-70.0))
     gossip, member = world.gossip, world.others[0].member

@@ -1,4 +1,4 @@
-"""What a peer answers to others, what it refuses, and when it wants to be woken."""
+"""A peer's answers to others, its refusals, and its next wake-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that arrive from elsewhere: what is decided without their bytes, who gets room, what is put."""
+"""Values that arrive from elsewhere: decisions without their bytes, reservations, and puts."""
 
 from __future__ import annotations
 

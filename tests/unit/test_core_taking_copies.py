@@ -388,7 +388,7 @@ def test_a_room_takes_the_one_version_only() -> None:
     )
 )
 def test_a_code_says_what_is_here(rows: list[tuple[str, bool]]) -> None:
-    """Whatever is here before, and comes or not: what is answered as held is here, and nothing else is held back."""
+    """Objects present before, copied, or not delivered: those answered as held are here, and none is held back."""
     world = Harness(others=2, memory_bytes=512 * KIB)
     things = []
     for number, (before, _) in enumerate(rows):

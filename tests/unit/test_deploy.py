@@ -1,4 +1,4 @@
-"""What is in `deploy`: accepted by the tools for it, and in step with the program."""
+"""The files in `deploy`: accepted by the tools for them, and in step with the program."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ def test_nothing_of_a_large_snapshot_is_seen_before_all_of_it_is() -> None:
         assert not directory.work()
         assert not any(directory.holders(digest) for digest in everything)
         assert directory.held(everything, lambda _: range(100)) == set()
-        assert held(directory, -1) == [A]  # what was known still is
+        assert held(directory, -1) == [A]  # known records stay
         assert (directory.position(A), directory.record_count) == ((1, 1), 1)
         assert directory.snapshot(A) == (1, 1, old.head.set_hash, old.snapshot())
         assert not directory.any_touched

@@ -1,4 +1,4 @@
-"""Two processes with one identity: whoever started later goes, whatever was said of them meanwhile."""
+"""Two processes with one identity: the one that started later goes, whatever gossip says of them meanwhile."""
 
 from __future__ import annotations
 

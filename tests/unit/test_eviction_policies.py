@@ -1,4 +1,4 @@
-"""What each policy lets go first."""
+"""The order of eviction of each policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress as a rate: what is fast enough, and what another holder is expected to bring."""
+"""Progress as a rate: the rate that is fast enough, and the rate expected of another holder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONE, OTHER, THIRD = b"one", b"other", b"third"
 def seconds_until_too_slow(
     flow: Flow, count: int, every_seconds: float, most_seconds: float = 1000.0
 ) -> float:
-    """How long a sender of `count` bytes every so many seconds is waited for."""
+    """Seconds that a reader waits for a sender of `count` bytes every `every_seconds`."""
     seconds = 0.0
     while seconds < most_seconds:
         seconds += every_seconds
@@ -50,7 +50,7 @@ def seconds_until_too_slow(
 def test_a_byte_now_and_then_is_no_progress(
     patience_seconds: float, count: int, every_seconds: float
 ) -> None:
-    for begun in (0, GIB):  # what came fast at first is no credit
+    for begun in (0, GIB):  # a fast start gives no credit
         flow = Flow(patience_seconds)
         assert flow.moved(begun, 0.1)
         waited = seconds_until_too_slow(flow, count, every_seconds)
@@ -90,7 +90,7 @@ def test_a_wait_that_no_stream_allows_was_this_process_standing_still() -> None:
 
 
 def test_answers_make_up_for_round_trips() -> None:
-    """Small objects over 300 ms: nobody would be faster there."""
+    """Small objects over 300 ms: no other holder would be faster there."""
     flow = Flow()
     flow.begin(1.5, MOST_LEAST_RATE)
     for _ in range(100):

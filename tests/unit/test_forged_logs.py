@@ -1,4 +1,4 @@
-"""What a member cannot say of another's log: removals, additions, tails, replays, snapshots, pushes and hints."""
+"""Forgeries of another's log that are refused: removals, additions, tails, replays, snapshots, pushes and hints."""
 
 from __future__ import annotations
 

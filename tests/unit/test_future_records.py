@@ -1,4 +1,4 @@
-"""What is left out because it is stamped too far ahead is remembered, within bounds."""
+"""Records left out because they are stamped too far ahead are remembered, within bounds."""
 
 from __future__ import annotations
 

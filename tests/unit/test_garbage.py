@@ -34,5 +34,5 @@ assert not gc.callbacks
 
 
 def test_what_a_long_collection_found_alive_is_left_out_of_later_ones() -> None:
-    """In a process of its own: what is frozen stays so."""
+    """In a process of its own: frozen objects stay frozen."""
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)

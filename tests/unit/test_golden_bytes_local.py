@@ -358,7 +358,7 @@ REPORT_BEFORE_MISSES = (
     "01070203919501a374637002cd012c019195c410000102030405060708090a0b0c0d0e0f01a3746370cb3fe0000000"
     "00000007919401a373686d02a26e6f"
 )
-"""What clients of 0.1.0's first weeks send."""
+"""Messages of clients of 0.1.0's first weeks."""
 
 
 def test_the_preface() -> None:

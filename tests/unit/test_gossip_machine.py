@@ -165,7 +165,7 @@ def test_a_crashed_peer_is_found_dead_and_its_locations_hidden_then_freed() -> N
     nodes[3].hold(location(1), net.now)
     assert net.run(
         3, lambda: all(node.gossip.directory.head(member).sequence for node in nodes[:3])
-    )  # what its owner never signed is not believed for long
+    )  # a record that its owner never signed is not believed for long
     net.stop(3)
     assert net.run(9, net.converged)
     for node in nodes[:3]:

@@ -1,4 +1,4 @@
-"""What a member cannot do to another one by what it says in exchanges and deltas."""
+"""Harm that a member cannot do to another one by its exchanges and deltas."""
 
 from __future__ import annotations
 

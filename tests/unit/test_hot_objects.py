@@ -1,4 +1,4 @@
-"""Whom a holder of a hot object serves itself, and whom it sends on; and readers that are sent on."""
+"""Readers that a holder of a hot object serves itself, those that it sends on, and the reads of these."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_the_readers_of_a_bounded_number_of_objects_are_remembered(
 @pytest.mark.parametrize("readers", [2, 4, 16, 64])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_holder_serves_a_few_whoever_comes_first(seed: int, readers: int) -> None:
-    """All clients ask at once; what is sent is there a round later."""
+    """All clients ask at once; a sent object arrives a round later."""
     rng = Random(seed)
     peers = [HotObjects() for _ in range(readers + 1)]
     asking = deque((reader, 0, Keeps.BY_PEER, 0) for reader in range(1, readers + 1))

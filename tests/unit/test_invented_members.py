@@ -1,4 +1,4 @@
-"""What a member reaches that tells of peers that do not exist: pings, and no places among the members."""
+"""A member that tells of peers that do not exist: it causes pings, and no places among the members."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_all_see_the_same_bytes_across_the_seams(tmp_path: Path) -> None:
     joined.close()
     joined.close()
     assert not (tmp_path / "piece").exists()
-    assert bytes(reading[:10]) == bytes(pattern[:10])  # who maps it keeps it
+    assert bytes(reading[:10]) == bytes(pattern[:10])  # a mapping keeps the memory
     del reading, writing
     gc.collect()
     assert descriptors() <= before

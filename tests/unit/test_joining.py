@@ -58,7 +58,7 @@ class FakeGossip:
 
 @dataclass
 class Net:
-    """Who listens where, and which addresses a name stands for."""
+    """Listening peers by address, and the addresses of each name."""
 
     gossip: FakeGossip = field(default_factory=FakeGossip)
     listening: dict[str, PeerId] = field(default_factory=dict)
@@ -145,7 +145,7 @@ async def test_a_name_that_stands_for_this_peer_alone_is_tried_again(net: Net) -
     assert not net.gossip.contacts.is_empty
     net.records, net.listening = ["10.0.0.1:1", "10.0.0.2:1"], {"10.0.0.2:1": B}
     await joining.contact(net, ("pool:1",))
-    assert net.dialled == ["10.0.0.1:1", "10.0.0.2:1"]  # what is its own was tried once
+    assert net.dialled == ["10.0.0.1:1", "10.0.0.2:1"]  # its own address was tried once
     assert net.gossip.met[-1] == (B, ("pool:1",))
 
 
@@ -173,11 +173,11 @@ async def test_halves_of_a_cluster_behind_one_name_find_each_other(
     joining = net.joining("pool:1")
     await joining.contact(net, ("pool:1",))
     assert net.gossip.members.keys() == {A}
-    net.listening["10.0.0.2:1"] = B  # of another half: nobody gossips of it
+    net.listening["10.0.0.2:1"] = B  # of another half: no member gossips of it
     with trio.move_on_after(2 * NAME_SECONDS):
         await joining.watch_names(net)
     assert net.gossip.members.keys() == {A, B}
-    assert net.dialled.count("10.0.0.1:1") == 1  # who is known and alive is left in peace
+    assert net.dialled.count("10.0.0.1:1") == 1  # a known live member is not dialled again
     net.gossip.members[A].alive = False
     with trio.move_on_after(2 * NAME_SECONDS):
         await joining.watch_names(net)

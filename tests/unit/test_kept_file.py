@@ -1,5 +1,5 @@
 """Memory in a file that outlives its peer: taken up again, or begun anew with a reason; never another peer's, and never
-what somebody still uses."""
+memory still in use."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_file_in_use_is_refused_by_both_kinds(path: Path) -> None:
     with pytest.raises(ConfigError, match="is the memory of another peer"):
         create_file_memory(path, MIB)
     memory.close()
-    create_file_memory(path, MIB).close()  # who does not keep memory begins anew
+    create_file_memory(path, MIB).close()  # a peer that does not keep memory begins anew
     assert not path.exists()
 
 

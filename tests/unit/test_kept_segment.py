@@ -1,5 +1,5 @@
 """A segment that outlives its peer: the next life begins with every object that was there and with nothing else, and
-what clients of earlier lives look at, or may write to, stays theirs."""
+memory that clients of earlier lives read, or may write to, is not reused."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_a_slot_torn_while_a_client_looks_at_its_bytes_ends_the_memory() -> None
     entry = put(lives.segment, "k", b"value")
     lives.segment.views.lease(entry, holder="client", now=100.0)
     lives.buffer[lives.geometry.slots_offset + entry.slot * SLOT_BYTES + 40] ^= 1
-    assert "in use there cannot be told" in str(lives.read(has_users=True))
+    assert "earlier lives cannot be told from the rest" in str(lives.read(has_users=True))
     assert lives.read(has_users=False) == Kept(1, [], [])
 
 

@@ -1,4 +1,4 @@
-"""What other peers keep is evicted before what is here alone."""
+"""Objects that other peers keep are evicted before last copies."""
 
 from __future__ import annotations
 

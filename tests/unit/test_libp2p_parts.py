@@ -1,4 +1,4 @@
-"""Peers import what they use of libp2p, and nothing else; who embeds a peer and uses libp2p as well has it whole."""
+"""Peers import the parts of libp2p that they use, and no others; a program that embeds a peer still can use all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer tells others of its load."""
+"""The load that a peer announces."""
 
 from __future__ import annotations
 

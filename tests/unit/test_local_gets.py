@@ -1,4 +1,4 @@
-"""What a peer tells local clients that get, without sockets."""
+"""A peer's replies to local clients that get, without sockets."""
 
 from __future__ import annotations
 

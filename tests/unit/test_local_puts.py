@@ -1,4 +1,4 @@
-"""What a peer does for local clients that put, without sockets."""
+"""A peer's work for local clients that put, without sockets."""
 
 from __future__ import annotations
 

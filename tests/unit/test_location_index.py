@@ -275,7 +275,7 @@ def test_a_set_that_grows_and_shrinks_takes_no_more_room() -> None:
 def test_very_many_slots_may_hold_next_to_nothing() -> None:
     index, rng = LocationIndex(4_000), Random(4)
     slots = {index.open(): random_records(rng, 1 + number % 2) for number in range(2_000)}
-    for _ in range(3):  # what was freed is used again
+    for _ in range(3):  # freed rows are used again
         for slot, records in slots.items():
             index.apply(
                 slot, records

@@ -1,4 +1,4 @@
-"""What becomes of a log record: one line, as text or as JSON."""
+"""The output of a log record: one line, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.Monk
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match=r"peer.log is a link that another user"):
         open_log_file(link)
-    tmp_path.chmod(0o1777)  # nobody else can exchange it
+    tmp_path.chmod(0o1777)  # no other user can exchange it
     os.close(open_log_file(link))
     if os.geteuid() == 0:
         os.chown(link, 12345, -1, follow_symlinks=False)

@@ -1,4 +1,4 @@
-"""What a member costs who does nothing: memory, and time a few times a second."""
+"""The cost of an idle member: memory, and time a few times a second."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_prefault_provides_pages_and_changes_nothing() -> None:
 
 
 def huge_page_bytes(view: memoryview) -> int:
-    """So much of the view is mapped by huge pages, as /proc says."""
+    """Bytes of the view that are mapped by huge pages, as /proc says."""
     begin, inside, found = address_of(view), False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, _, rest = line.partition(" ")

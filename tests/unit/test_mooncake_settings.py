@@ -1,4 +1,4 @@
-"""What `setup` of the Mooncake API is told, and what a peer of its own is started with."""
+"""Arguments of `setup` of the Mooncake API, and the settings of the peer that it starts."""
 
 from __future__ import annotations
 

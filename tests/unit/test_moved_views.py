@@ -1,4 +1,4 @@
-"""Who looks only at the views that moved, and at the unsettled ones, misses none."""
+"""A walk over only the views that moved, and the unsettled ones, misses none."""
 
 from __future__ import annotations
 

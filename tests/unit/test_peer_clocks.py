@@ -34,7 +34,7 @@ def view(clocks: PeerClocks, offset: float = OFFSET, now: float = 100.0) -> Cloc
     [
         ([], 10.0, False, False),
         ([0.0], 10.0, False, False),
-        ([3600.0], -3590.0, False, False),  # two clocks: who is ahead may not write
+        ([3600.0], -3590.0, False, False),  # two clocks: the peer ahead may not write
         ([-3600.0], 10.0, False, True),
         ([3600.0, 0.0], 10.0, False, False),  # one wrong clock of three accuses itself only
         ([-3600.0, 0.0], 10.0, False, False),

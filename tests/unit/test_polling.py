@@ -23,9 +23,8 @@ LONG_SECONDS = 2 * SHORT_SECONDS
 
 
 class Line:
-    """A socket and its clock. What is asked for comes after `delay_seconds`; `polls` and `sleeps` are how it was
-    received, `tries` how often it was asked for without sleeping. `steal_seconds`: others have the core for so long
-    once, while somebody polls."""
+    """A socket and its clock. The answer comes after `delay_seconds`; `polls` and `sleeps` count how it was received,
+    `tries` the polls in vain. `steal_seconds`: other processes have the core for that time once, during a poll."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -51,7 +50,7 @@ class Line:
         return len(view)
 
     def ask(self, some: Polling, delay_seconds: float) -> str:
-        """Receive what comes after so long: how, and after how many questions in vain."""
+        """Receive an answer that comes after `delay_seconds`: how, and after how many polls in vain."""
         before = self.polls, self.tries
         self.due = self.now + delay_seconds
         assert some.receive_into(self, memoryview(bytes(3))) == 3  # type: ignore[arg-type]  # as much of it as is used
@@ -130,7 +129,7 @@ def test_polling_in_vain_becomes_seldom_and_often_again(line: Line) -> None:
 
 
 def test_polling_is_in_vain_where_others_have_the_core_meanwhile(line: Line) -> None:
-    """What comes while they do does not wake who polls: it would have come sooner to who sleeps."""
+    """An answer that comes meanwhile does not wake a polling task: a sleeping one would have got it sooner."""
     some = Polling()
     line.ask(some, POLL_SECONDS / 2)
     asked = []

@@ -1,4 +1,4 @@
-"""Publishing a batch as one: what becomes of each value is what becomes of it alone."""
+"""Publishing a batch as one: each value ends as it does alone."""
 
 from __future__ import annotations
 

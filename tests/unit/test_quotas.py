@@ -1,4 +1,4 @@
-"""Namespaces with a quota: what lies in their own part of memory is evicted for nobody else."""
+"""Namespaces with a quota: objects in their own part of memory are evicted for no other namespace."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ def test_who_floods_evicts_nothing_that_is_kept_for_another(policy: PolicyName) 
 
 
 def test_a_quota_is_had_although_another_floods_all_the_time() -> None:
-    """It is not enough that nobody takes it: whoever has less gets it back."""
+    """It is not enough that no other namespace takes it: a namespace below its quota gets it back."""
     segment = new_segment(20, {"mine": 8})
     for number in range(200):
         put(segment, "flood", number, now=float(number))
-    assert segment.free_bytes == 0  # what nobody uses is lent
+    assert segment.free_bytes == 0  # unused quota is lent
     for number in range(200, 400):
         put(segment, "flood", number, now=float(number))
         if number % 20 == 0:
@@ -177,7 +177,7 @@ def test_what_others_hold_in_a_part_that_is_lent_stays() -> None:
 def test_what_is_lent_is_not_looked_through_for_who_has_no_room_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It takes long, and whoever is refused tries again and again."""
+    """It takes long, and a refused put is tried again and again."""
     segment = new_segment(64, {"mine": 64})
     for number in range(32):
         put(segment, "other", number)
@@ -209,7 +209,7 @@ def test_full_slots_do_not_keep_anybody_from_its_quota() -> None:
     for number in range(8, 12):
         put(segment, "mine", number, now=100.0 + number)
     assert (kept(segment, "mine"), count(segment, "other")) == (8, 0)
-    put(segment, "mine", 12, now=200.0)  # nobody else has one
+    put(segment, "mine", 12, now=200.0)  # no other namespace has one
     assert kept(segment, "mine") == 8
 
 
@@ -328,7 +328,7 @@ class QuotasAgainstModel(RuleBasedStateMachine):
         assert not [each for each in gone if self.is_kept(each) and each.namespace != namespace]
 
     def has_own_room(self, namespace: str, before: list[ObjectEntry]) -> bool:
-        """Whether the namespace's own part has a granule that is free, or that somebody else can give up."""
+        """Whether the namespace's own part has a granule that is free, or that another namespace can give up."""
         begin = self.begins.get(namespace)
         slots_left = self.segment.geometry.slots - len(self.segment.objects.held)
         if begin is None or not slots_left:

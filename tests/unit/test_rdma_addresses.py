@@ -1,4 +1,4 @@
-"""What the system says of the addresses and ports of RDMA devices."""
+"""Addresses and ports of RDMA devices, as the system reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for reads over RDMA, and who hands their ends out: on a device that answers when a test says so."""
+"""Tasks waiting for reads over RDMA, and the one that hands out completions: on a device driven by the test."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Card:
         self.tell()
 
     def tell(self) -> None:
-        """Make the descriptor readable, if somebody asked for that."""
+        """Make the descriptor readable, if it is armed."""
         if self._armed:
             self._armed = False
             os.write(self._tell, b"!")

@@ -1,4 +1,4 @@
-"""What RDMA decides without a device."""
+"""Decisions of RDMA that need no device."""
 
 from __future__ import annotations
 

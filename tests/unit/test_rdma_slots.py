@@ -1,4 +1,4 @@
-"""What is kept of another peer's slots: hints, bounded."""
+"""Hints of another peer's slots, within bounds."""
 
 from __future__ import annotations
 

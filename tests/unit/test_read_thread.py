@@ -78,7 +78,7 @@ def test_objects_are_sent_from_their_places() -> None:
 def test_when_all_places_are_taken_the_event_loop_refuses_larger_ones() -> None:
     with served() as serving:
         serving.uploads.begin(0.0)
-        serving.far.sendall(get(1, GetItem(LARGE)))  # its reader knows nobody else
+        serving.far.sendall(get(1, GetItem(LARGE)))  # its reader knows no other holder
         assert serving.reply()[2] == VALUES[LARGE]
         small, large = (
             encode_frame(DataKind.GET, 2, Get([GetItem(digest)], may_refuse=True))
@@ -149,7 +149,7 @@ def test_when_all_places_are_taken_only_small_objects_are_sent_together() -> Non
         assert serving.small_reply() == ([True, False, False], VALUES[SMALL])
         serving.far.sendall(get_small(2, LARGE))
         assert serving.small_reply() == ([False], b"")
-        # Asked once, for small ones alone: what is lent counts for what is hot.
+        # Asked once, for small ones alone: loans count as reads of hot objects.
         assert serving.source.lent == [(READER, 1), (READER, 0)]
         serving.far.sendall(get(3))
         ended(serving)
@@ -195,7 +195,7 @@ def test_a_request_that_comes_in_pieces_is_answered(length: int) -> None:
     request = get_small(2, *[SMALL] * 300)
     with served() as serving:
         serving.far.sendall(get(1, GetItem(SMALL)) + request[:length])
-        assert serving.reply()[0] == 1  # what came with it was received as well
+        assert serving.reply()[0] == 1  # the bytes behind it were received as well
         serving.far.sendall(request[length:] + get(3, GetItem(LARGE)))
         header = decode_header(serving.receive(HEADER_BYTES), DATA_REPLY_LIMITS)
         assert (header.kind, header.request_id) == (DataKind.GET_SMALL, 2)

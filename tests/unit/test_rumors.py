@@ -1,4 +1,4 @@
-"""What is passed on a bounded number of times, least often sent first."""
+"""Rumors are passed on a bounded number of times, the least often sent first."""
 
 from __future__ import annotations
 

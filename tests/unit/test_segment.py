@@ -54,7 +54,7 @@ def new_segment(
     barrier: Callable[[], None] = lambda: None,
 ) -> tuple[Segment, bytearray]:
     geometry = plan_geometry(granules * GRANULE_BYTES, slots)
-    buffer = bytearray(b"\xa5" * geometry.total_bytes)  # what was there before must not matter
+    buffer = bytearray(b"\xa5" * geometry.total_bytes)  # earlier contents must not matter
     segment = Segment(
         memoryview(buffer),
         segment_id=b"s" * 16,

@@ -1,4 +1,4 @@
-"""What a service manager is told, as sd_notify(3) has it; and nobody at all when there is none."""
+"""Messages to a service manager, as sd_notify(3) has them; and none where there is no manager."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_all_values_together_take_a_few_threads() -> None:
     begun = threading.Barrier(8 + side_by_side.MOST_THREADS)
 
     def piece(number: int) -> int:
-        begun.wait(20)  # everybody that there may be is here
+        begun.wait(20)  # all threads that may run at once are here
         at_once.append(threading.active_count())
         return number
 

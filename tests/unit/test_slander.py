@@ -1,4 +1,4 @@
-"""What a member reaches that says of the living that they are dead, or gone: probes, and no more."""
+"""A member that calls live members dead, or gone: it causes probes, and no more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def honest(net: Network) -> list[Node]:
 
 
 def incarnation_of(net: Network, number: int) -> int:
-    """The highest that anybody knows: an accusation in a lower one is stale."""
+    """The highest that any member knows: an accusation in a lower one is stale."""
     states = (node.gossip.membership.get(peer_id_of(number)) for node in net.nodes.values())
     return max(state.incarnation for state in states if state is not None)
 
@@ -42,7 +42,7 @@ def slander(
     told: Iterable[int] | None = None,
     by: Callable[[int], int] = lambda turn: 7,
 ) -> None:
-    """The liar says so from now on, 25 times a second, to everybody (or those `told`), over its own channels."""
+    """The liar says so from now on, 25 times a second, to all members (or those `told`), over its own channels."""
     victims, turns = list(victims), [0]
 
     def turn() -> None:

@@ -1,4 +1,4 @@
-"""What judges a soak: each kind of broken observation is seen, and what is promised to nobody is not."""
+"""The judges of a soak: each kind of broken promise is seen, and nothing beyond the promises is reported."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_right_reads_are_no_complaint(ledger: Ledger) -> None:
     put(ledger, 1)
     put(ledger, 2, 6.0, overwrite=True)
     ledger.read(READER, KEY, 2, 7.0, 7.1)
-    ledger.read(READER, KEY, 1, 7.0, 7.1)  # nobody promised that it knows already
+    ledger.read(READER, KEY, 1, 7.0, 7.1)  # there is no promise that it knows already
     ledger.read(WRITER, KEY, 1, 5.5, 7.1)  # it began before
     ledger.read(READER, KEY, None, 7.0, 7.1)  # it may be evicted
     ledger.failed(READER, KEY, "Unavailable", 7.0, 7.1)
@@ -251,7 +251,7 @@ def test_a_copy_that_was_listed_is_relied_on(ledger: Ledger, timeline: Timeline)
     ("reader", "away", "error", "complains"),
     [
         (0, 3, "Unavailable", False),
-        (0, 3, None, True),  # that nobody could tell is no reason to say that there is none
+        (0, 3, None, True),  # without an answer of any home, "absent" is wrong
         (0, 2, "Unavailable", True),  # one of three homes was there
         (0, 3, "IntegrityError", True),
         (1, 3, "Unavailable", True),  # it knows all itself
@@ -516,7 +516,7 @@ def test_infinity_is_no_time_of_a_standstill(timeline: Timeline) -> None:
     assert timeline.life_at(READER, math.inf) is None
 
 
-# --- the last look: what is somewhere is read, unless it was evicted -------------------------
+# --- the last look: an object held anywhere is read, unless it was evicted -------------------
 
 
 ONE, OTHER = ("soak", "cycle 0 0001"), ("soak", "cycle 0 0002")

@@ -1,4 +1,4 @@
-"""What a soak does and when: a function of the seed, within bounds."""
+"""The plan of a soak: a function of the seed, within bounds."""
 
 from __future__ import annotations
 

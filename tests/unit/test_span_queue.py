@@ -1,4 +1,4 @@
-"""What one reader asks a holder for, and when."""
+"""The requests of one reader to a holder, and their times."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class TierAgainstDict(RuleBasedStateMachine):
     def of(self, key: str) -> Known:
         return self.known.setdefault(key, Known())
 
-    # What is done.
+    # The steps.
 
     async def carry_out(self, operations: list[Store | Discard]) -> None:
         async with trio.open_nursery() as nursery:

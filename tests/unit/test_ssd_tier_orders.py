@@ -1,4 +1,4 @@
-"""What must happen before what in the SSD tier, so that nothing comes back: each by the failure that would show it."""
+"""Orders of steps that the SSD tier must keep, so that nothing comes back: each by the failure that would show it."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class SearchAgainstExtents(RuleBasedStateMachine):
     @rule(granules=st.integers(1, 20))
     def find(self, granules: int) -> None:
         if self.world.allocator.largest_free_bytes >= granules * GRANULE:
-            return  # nobody searches who can put at once
+            return  # a put with free room does not search
         found = self.world.find(granules)
         assert bool(found) == (self.world.longest() >= granules * GRANULE)
         assert not self.world.staying.intersection(found)

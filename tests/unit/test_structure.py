@@ -117,7 +117,7 @@ PURE = (
 """`*` crosses folders; `p2pstore/memory/mapped` is the one exception, below."""
 IMPURE_FOLDERS = ("p2pstore/memory/mapped/",)
 ANONYMOUS_MEMORY = "p2pstore/gossip/locations/reserved_memory.py"
-"""Memory of the process alone is no I/O: what this module loads does not make a module impure."""
+"""Memory of the process alone is no I/O: this module's imports do not make a module impure."""
 IMPURE = (
     *("trio", "asyncio", "anyio", "threading", "multiprocessing", "concurrent", "subprocess"),
     *("socket", "ssl", "select", "selectors", "signal"),
@@ -159,7 +159,7 @@ def imports_of(path: str, tree: ast.Module) -> list[Import]:
                 for alias in node.names:
                     yield alias.name
             case ast.ImportFrom():
-                # What comes from a package may be a module of it: `from p2pstore import peer`.
+                # A name imported from a package may be a module of it: `from p2pstore import peer`.
                 start = package[: len(package) + 1 - node.level] if node.level else []
                 parent = ".".join([*start, *([node.module] if node.module else [])])
                 for alias in node.names:

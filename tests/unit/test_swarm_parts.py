@@ -1,4 +1,4 @@
-"""What a swarm's machine is made of: maps, choices, slots, deadlines, neighbours, messages."""
+"""The parts of a swarm's machine: maps, choices, slots, deadlines, neighbours, messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What large objects are sent with: a thread that leaves the cores to others."""
+"""Large objects are sent by a thread that leaves the cores to others."""
 
 from __future__ import annotations
 

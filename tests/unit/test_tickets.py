@@ -1,4 +1,4 @@
-"""Tickets: what opens a connection, and everything that must not."""
+"""Tickets: those that open a connection, and all kinds that must not."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def forged(
     begins: float = NOW - BACKDATED_SECONDS,
     ends: float = NOW + VALID_SECONDS,
 ) -> bytes:
-    """A certificate that somebody made who has `key`."""
+    """A certificate made by an owner of `key`."""
     name = x509.Name([])
     builder = (
         x509.CertificateBuilder()
@@ -122,7 +122,7 @@ def test_what_nobody_made(der: bytes, complaint: str) -> None:
 @given(st.integers(0, len(CERTIFICATE.der) - 1), st.integers(1, 255))
 @example(15, 128)  # the sign of the serial number
 def test_a_changed_byte_is_refused_or_changes_nothing(position: int, change: int) -> None:
-    """TLS proves that the other end has the key; what its own signature is, is nobody's concern."""
+    """TLS proves that the other end has the key; the certificate's own signature is not checked."""
     der = bytearray(CERTIFICATE.der)
     der[position] ^= change
     try:

@@ -1,4 +1,4 @@
-"""Which network cards are near which memory: recorded trees of sysfs, and matrices that somebody wrote."""
+"""Which network cards are near which memory: recorded trees of sysfs, and configured matrices."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_some_of_the_cards() -> None:
     assert choice.only([]) == Choice(())
 
 
-# --- as somebody says ------------------------------------------------------------------------
+# --- as configured ---------------------------------------------------------------------------
 
 
 def two_cards() -> Machine:

@@ -1,4 +1,4 @@
-"""Reading a trace: what is in it, and what is wrong with lines that cannot be replayed."""
+"""Reading a trace: its requests, and the errors of lines that cannot be replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer makes of its clients' reports."""
+"""A peer's statistics of its clients' reports."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def test_answers_and_farewells() -> None:
 
 
 def test_a_stream_ends_behind_the_bytes_of_its_last_frame() -> None:
-    """Not with that frame's header: who reads between the two would miss the bytes."""
+    """Not with that frame's header: a read between the two would miss the bytes."""
     session = listening()
     state = opened_by_other(session)
     session.feed(frame(DATA, FIN, 1, 5, b"ab"))

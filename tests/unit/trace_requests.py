@@ -9,7 +9,7 @@ from p2pstore.trace.trace_requests import TOKENS_PER_BLOCK, Request
 
 
 def conversations(requests: int, seed: int = 1) -> list[Request]:
-    """So many requests. Every second somebody begins or goes on after a pause of one to ten minutes."""
+    """A trace of `requests` requests. Each second a conversation begins, or goes on after one to ten minutes."""
     rng = Random(seed)
     fresh = itertools.count(1)
     due: list[tuple[float, list[int]]] = []

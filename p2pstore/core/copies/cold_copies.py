@@ -1,21 +1,24 @@
-"""What the core knows of its peer's SSD: copies that are only there, found, announced and given up.
+"""The core's view of its peer's SSD: copies that are only there, found, announced and given up.
 
-The SSD tier keeps its own index; this asks it, and holds its answers to the rules that all copies are held to:
-floors, times to live, and what a peer may not show before it knows what was removed while it was away.
+The SSD tier keeps its own index; this asks it, and applies the rules of all copies to its answers: floors, times to
+live, and objects that stay hidden until the peer knows the removals made while it was away.
 """
 
 from __future__ import annotations
-
-import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
-
 from p2pstore.core.puts.describe import location_on_ssd
 from p2pstore.gossip.records import decode_location
 from p2pstore.memory.segment_layout import SlotState
 from p2pstore.objects import Version
+from typing import Final
+from typing import NamedTuple
+from typing import Protocol
+from typing import TYPE_CHECKING
+import heapq
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -26,7 +29,6 @@ MAX_VERSION: Final = Version((1 << 64) - 1, 0xFFFF)
 FORGOTTEN_PER_STEP: Final = 64
 """Withdrawing a location costs some 25 us."""
 
-
 class Gone(StrEnum):
     """Why a peer gave an object up, and what that costs."""
 
@@ -35,14 +37,13 @@ class Gone(StrEnum):
     REPLACED = "replaced"
     """By a newer version here."""
     SOFT_COPY = "soft_copy"
-    """A copy that was kept for speed alone; somebody else has one."""
+    """A copy kept for speed alone; another peer has one."""
     COPY_ELSEWHERE = "copy_elsewhere"
     LAST_COPY = "last_copy"
-    """Nobody is known to have it any more."""
-
+    """No other copy is known."""
 
 class ColdStore(Protocol):
-    """What the core asks of an SSD tier. Nothing here waits, or reads the SSD."""
+    """The core's requests to an SSD tier. Nothing here waits, or reads the SSD."""
 
     def find(self, digest: bytes) -> ColdEntry | None:
         """The whole object that lies there."""
@@ -81,22 +82,18 @@ class ColdStore(Protocol):
         """Objects in the order of their keys, above `after`, and whether there are more."""
         ...
 
-
 class Page(NamedTuple):
     """Objects in the order of their keys, and up to which key that is all; None when there are no more."""
 
     entries: Sequence[ObjectEntry | ColdEntry]
     complete_to: str | None
 
-
 class _Sweep(NamedTuple):
-    """What is to be discarded, of one namespace or of all, up to a version; and which objects are left to be looked
-    at."""
+    """A pass that discards objects of one namespace, or of all, up to a version; with the objects not yet looked at."""
 
     namespace: bytes | None
     up_to: Version
     left: Iterator[Sequence[bytes]]
-
 
 class ColdCopies:
     """A peer's copies on its SSD. Without a `store` there are none."""
@@ -106,9 +103,9 @@ class ColdCopies:
         self._core = core
         self._to_sweep: deque[_Sweep] = deque()
         self._timed: set[tuple[int, bytes, Version]] = set()
-        """What is in this heap: an object that comes and goes between memory and SSD is there once."""
+        """Members of the heap `_expiring`: an object that moves between memory and SSD is queued once."""
         self._expiring: list[tuple[int, bytes, Version]] = []
-        """A heap: when (Unix milliseconds) what is on the SSD alone is over."""
+        """A heap of objects on the SSD alone, by their expiry (Unix milliseconds)."""
 
     def find(self, digest: bytes, now: float) -> ColdEntry | None:
         """The object on the SSD, if it may be served."""
@@ -126,7 +123,8 @@ class ColdCopies:
         return None if self._is_about_to_go(entry.version) else entry
 
     def _is_about_to_go(self, version: Version) -> bool:
-        """Whether a sweep of everything has yet to come by. What one namespace's is for, its floor forbids."""
+        """Whether a pending sweep of all namespaces covers the version. A namespace's own floor forbids the versions
+        of its sweep."""
         return any(
             sweep.namespace is None and sweep.up_to.covers(version) for sweep in self._to_sweep
         )
@@ -252,7 +250,7 @@ class ColdCopies:
             self.store.discard(entry.digest, cold.version)
 
     def written(self, entry: ObjectEntry, now: float) -> None:
-        """The tier has taken the object. What became of it meanwhile counts for that copy, too."""
+        """The tier has taken the object. A removal or expiry meanwhile counts for that copy, too."""
         if self.store is None:
             return
         segment = self._core.segment

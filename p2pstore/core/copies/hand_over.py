@@ -33,14 +33,14 @@ left out."""
 MAX_TARGETS: Final = 4
 """Peers that are asked to take an object, one after the other."""
 ROOMS_SECONDS: Final = 1.0
-"""How long what the others say of their memory is taken for true."""
+"""Time for which the free memory announced by other peers is trusted."""
 SPREAD_SECONDS: Final = 0.5
-"""After the last one was handed over: by then nearly everybody has heard who has it."""
+"""Wait after the last hand-over, in which gossip tells nearly all peers of the new holder."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """What was handed over, and what else this peer alone holds: objects and their bytes."""
+    """Counts of the objects handed over and of those that this peer alone still holds, with their bytes."""
 
     objects: int = 0
     bytes: int = 0
@@ -52,9 +52,9 @@ class HandOverOperation(Operation):
     """Have the last copies that this peer holds copied by others. The result is a `HandedOver`, also when the
     operation is cancelled: then it says how far it came.
 
-    Last copies are those that nobody else who can be reached means to keep. Pinned ones go first, then what is in
-    memory before what is on the SSD alone, and what is asked for most. They go to peers that have memory free, in
-    rendezvous order, else to others, which must evict for it; but what is on the SSD alone pushes out nothing.
+    Last copies are those that no other reachable peer means to keep. Pinned objects go first, then objects in memory,
+    the most read ones first, then those on the SSD alone. Targets are peers with free memory, in rendezvous order;
+    else other peers, which must evict. An object on the SSD alone evicts nothing.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HandOverOperation(Operation):
         self._rooms = _Rooms(core)
         self._walk = OwnCopies(core, replicated_only=False)
         self._order: list[tuple[int, bool, float, bytes, int]] = []
-        """A heap: what is to be handed over; digest and length at the end."""
+        """A heap of the objects to hand over; digest and length are the last fields."""
         self._running: set[Operation] = set()
         self._under_way: dict[bytes, int] = {}
         self._objects = self._bytes = 0
@@ -92,7 +92,7 @@ class HandOverOperation(Operation):
             self._go_on(now)
 
     def cancel(self, now: float) -> None:
-        """The time is over, or nobody waits: what is not handed over by now is left."""
+        """End at the deadline or without a waiting caller: the remaining objects are not handed over."""
         if self.done:
             return
         self._order.clear()
@@ -224,7 +224,7 @@ class HandOverOperation(Operation):
 
 
 class _Rooms:
-    """What the other members say of their memory, less what they were given since they said it."""
+    """Free memory announced by the other members, less the bytes handed to them since the announcement."""
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
@@ -234,12 +234,12 @@ class _Rooms:
         self._read_at = float("-inf")
 
     def any_offered(self, now: float) -> bool:
-        """Whether anybody else offers memory."""
+        """Whether any other peer offers memory."""
         self._read(now)
         return bool(self._capacity)
 
     def choose(self, digest: bytes, length: int, now: float, *, only_free: bool) -> list[PeerId]:
-        """Whom to give an object of that length, best first; the first one is counted on to take it."""
+        """Targets for an object of that length, best first; its bytes are taken off the first one's free memory."""
         self._read(now)
         needed = round_up(length, GRANULE_BYTES) + GRANULE_BYTES  # with a trailer, as a rule
         ranked = [

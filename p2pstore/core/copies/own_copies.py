@@ -1,4 +1,4 @@
-"""What this peer holds, gone through in steps; and which copies of it others hold.
+"""Walks, in steps, over the objects that this peer holds; and the copies of them that other peers hold.
 
 A peer's own log says what it has in memory and on its SSD, as it says it to the others. So nothing has to be kept for
 going through it but a place.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from p2pstore.ssd_tier.index import ColdEntry
 
 LOOKED_AT: Final = 256
-"""Copies at a time: who else holds one takes some 10 us to find out."""
+"""Copies at a time: finding the other holders of one takes some 10 us."""
 PASSED_OVER: Final = 64
 """As many times that many records that are not looked for are passed over at a time, at 0.1 us each."""
 _SOFT: Final = 0x04
@@ -36,8 +36,8 @@ _MORE_REPLICAS: Final = 0x18
 
 
 class OwnCopies:
-    """One walk through the firm copies that this peer holds when it begins. What comes meanwhile is left out, what
-    goes may be met all the same, and nothing else is missed."""
+    """One walk over the firm copies that this peer holds when the walk begins. Objects added meanwhile are left out,
+    objects removed meanwhile may still be returned, and no other object is missed."""
 
     def __init__(self, core: PeerCore, *, replicated_only: bool) -> None:
         self._log = core.gossip.log
@@ -62,8 +62,8 @@ class OwnCopies:
         return []
 
     def _next(self, count: int) -> list[bytes]:
-        """Those among the next records. From the last to the first: what goes is replaced by the last record, which
-        was met."""
+        """The wanted ones among the next `count` records, from the last to the first: a removed record is replaced by
+        the last one, which the walk has passed."""
         stop = min(self._left, self._log.count)
         self._left = max(0, stop - count)
         packed = self._log.records(self._left, stop)
@@ -76,7 +76,7 @@ class OwnCopies:
 
 
 def held_here(core: PeerCore, digest: bytes, now: float) -> ObjectEntry | ColdEntry | None:
-    """What this peer serves under a digest, from memory or from its SSD."""
+    """The entry that this peer serves under a digest, from memory or from its SSD."""
     return core.objects.find(digest, now) or core.cold.find(digest, now)
 
 
@@ -106,8 +106,8 @@ def _is_kept_elsewhere(core: PeerCore, entry: ObjectEntry, now: float) -> bool:
 def other_firm_copies(
     core: PeerCore, held: ObjectEntry | ColdEntry, now: float
 ) -> list[KnownCopy] | None:
-    """Copies of what this peer holds that others mean to keep, those that cannot be reached among them. None when
-    somebody says to have a newer version: then this one goes."""
+    """Copies of an own object that other peers mean to keep, unreachable peers included. None when a peer announces a
+    newer version: then this one goes."""
     namespace = core.namespace_digest(held.namespace)
     mine = (held.version.clock, held.version.writer)
     others = [
@@ -156,7 +156,7 @@ class CheckOperation(Operation):
         self.core.checks.begin(self, entry, now)
 
     def checked(self, now: float) -> None:
-        """The comparison has ended; what was wrong is gone."""
+        """The comparison has ended; a damaged object is removed by now."""
         core = self.core
         good = core.copies.own_location(self._digest, now) is not None
         self.finish(CopyChecked(good, core.incarnation, core.gossip.log.sequence), now)
@@ -195,8 +195,8 @@ class Checks:
                 operation.checked(now)
 
     def judge(self, entry: ObjectEntry, sums: bytes, now: float) -> None:
-        """The object's bytes give these checksums: it is good, and what is published of it is restored where a client
-        wrote over that; or it is withdrawn."""
+        """Compare the checksums of an object's bytes. A good object stays, and its slot and trailer are restored where
+        a client wrote over them; a damaged one is withdrawn."""
         live = entry.state is SlotState.LIVE
         good = root_checksum(entry.length, sums) == entry.version.root
         if good and (not live or self._core.segment.restoring.object(entry, sums)):

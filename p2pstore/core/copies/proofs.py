@@ -1,4 +1,4 @@
-"""Who wrote what others hold: proofs made, kept and asked for.
+"""Proofs of who wrote a copy: made, kept and asked for.
 
 A copy counts when its version, root included, is its writer's own word: the holder is the writer, or the writer's log
 says the same, or the holder has a proof of the writer (`gossip.version_proofs`). A proof was asked for once, and is
@@ -56,8 +56,8 @@ MAX_LACKING: Final = 65_536
 """Copies that came without a proof."""
 FIRST_PAUSE_SECONDS: Final = 1.0
 PATIENCE_SECONDS: Final = 2.0
-"""A copy without a proof whose writer does not hold it any more is this peer's own from then on: else nobody could read
-it."""
+"""Pause between questions above which this peer adopts an unproved copy that its writer no longer holds; otherwise no
+peer could read it."""
 LONGEST_PAUSE_SECONDS: Final = 60.0
 HOLDERS_ASKED: Final = 2
 """Of one version."""
@@ -177,8 +177,8 @@ class VersionProofs:
     # --- asking ------------------------------------------------------------------------------
 
     def may_ask(self, copy: KnownCopy, now: float, *, insist: bool = False) -> bool:
-        """Whether the holder may prove a copy: it did not fail to a moment ago. `insist`: even if it did not answer
-        then, as nobody else is known to have the key."""
+        """Whether to ask the holder for a proof: it did not fail to give one a moment ago. `insist`: ask even a holder
+        that did not answer then, as no other peer is known to have the key."""
         until = self._doubted_until.get
         return copy.reachable and (
             until((copy.member, copy.record.digest), 0.0) <= now
@@ -192,8 +192,8 @@ class VersionProofs:
             heapq.heappush(self._due, (now, digest))
 
     def look_later(self, digest: bytes, now: float) -> None:
-        """Nobody answers who may prove what is newer: look again when they may be asked again. A lost answer must not
-        leave an older copy here for good."""
+        """No holder of the newer version answers: look again when they may be asked again. A lost answer must not leave
+        an older copy here for good."""
         if len(self._unanswered) < MAX_DOUBTED:
             self._unanswered.setdefault(digest, now + DOUBT_SECONDS)
 
@@ -232,7 +232,7 @@ class VersionProofs:
             self._core.operations.start(ProveOperation(self._core, wanted), now)
 
     def begin_asking(self, digest: bytes) -> bool:
-        """Whether nobody asks for proofs of newer versions of this key yet; now somebody does."""
+        """Mark the key as asked about. False when another operation already asks for proofs of its newer versions."""
         if digest in self._asking:
             return False
         self._asking.add(digest)

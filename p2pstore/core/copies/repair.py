@@ -1,10 +1,10 @@
-"""Keeping as many copies of an object as its put asked for: who lost a holder has another copy made.
+"""Repair: keeping as many copies of an object as its put asked for, after the loss of a holder.
 
 Some time after a member died, left or came back empty, every peer goes through the firm copies that it holds with more
 than one copy wanted. Of the holders that are left, the first in rendezvous order has the missing copies made, at once;
-each of the others looks again later, by its place in that order, and does it if nobody else did. So nobody is asked who
-acts, exactly one does, and one that fails is replaced. Every departure is looked into, whatever the peer that left
-handed over: what was handed over lacks nothing.
+each of the others looks again later, by its place in that order, and acts if copies are still missing. So exactly one
+holder acts, without messages to agree on it, and one that fails is replaced. Every departure starts a pass, also one
+after a hand-over: objects that were handed over lack no copy.
 
 A copy that its holder evicts is no loss: in a full cache, whatever is copied again pushes out something else. A put
 that found too few peers has lost nothing. It is looked at again as well: after a while, or, where all that offer memory
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 LOOK_INTERVAL_SECONDS: Final = 0.02
 """Between two steps of a few milliseconds."""
 MOST_FAILURES: Final = 8
-"""So many in a row end a pass: nobody takes copies now."""
+"""Failures in a row that end a pass: no peer takes copies now."""
 DEFAULT_BYTES_PER_SECOND: Final = 125e6
 
 
 @dataclass(frozen=True, slots=True)
 class RepairTiming:
-    """When and how fast. A member that is back within `delay_seconds` is not replaced. `jitter_seconds`: so much later
-    at most a peer begins, at random. `turn_seconds`: what each holder waits for the one before it. After a pass in
-    which copies could not be made, the next one begins `delay_seconds` later, then twice that, and so on."""
+    """When and how fast. A member that is back within `delay_seconds` is not replaced. `jitter_seconds`: upper bound of
+    a peer's random extra delay. `turn_seconds`: how long each holder waits for the one before it. After a pass in which
+    copies could not be made, the next one begins `delay_seconds` later, then twice that, and so on."""
 
     delay_seconds: float = 30.0
     jitter_seconds: float = 5.0
@@ -136,7 +136,7 @@ class Repair:
             self._then_at = then
 
     def next_tick(self) -> float:
-        """When `tick` has something to do. (What happened to members it finds with any tick.)"""
+        """When `tick` has work to do. (Changes of members are found with any tick.)"""
         if self._core.closing:
             return math.inf
         if self._pass is None:
@@ -184,7 +184,7 @@ class Repair:
         )
 
     def _are_too_few(self, copies: int) -> bool:
-        """Whether nobody is left who could take one more. Then there is nothing to do until somebody comes."""
+        """Whether no peer is left that could take one more copy. Then repair waits until a peer joins."""
         if copies <= self._others_offering:
             return False
         self._offering_then = self._others_offering
@@ -240,7 +240,7 @@ class Repair:
             current.limited += 1
 
     def _lack(self, current: _Pass, digest: bytes, now: float) -> _Lack | None:
-        """What there is too little of, if so."""
+        """The missing copies of an object, or None when there are enough."""
         core = self._core
         held = held_here(core, digest, now)
         others = None if held is None or held.soft else other_firm_copies(core, held, now)
@@ -258,8 +258,8 @@ class Repair:
         return _Lack(held, wanted, 1 + len(there), turn)
 
     def _may_return(self, current: _Pass, copy: KnownCopy) -> bool:
-        """Whether a holder was missing for so short a time when the pass began that it may come back with what it held.
-        If it does not, that is for the next pass, in which everybody has a turn again."""
+        """Whether a holder was missing for less than `delay_seconds` when the pass began, so that it may come back with
+        its objects. If it does not, the next pass repairs that; every holder has a turn again there."""
         state = self._core.gossip.membership.resolve(copy.member)
         return (
             state is not None
@@ -344,5 +344,5 @@ class Repair:
 
 
 def _order(digest: bytes, member: Member, only_on_ssd: bool) -> tuple[bool, int]:
-    """Who acts first: who has the object in memory, then who is first in rendezvous order."""
+    """Sort key of holders by who acts first: holders with the object in memory, then by rendezvous order."""
     return only_on_ssd, -weight(member, digest)

@@ -179,7 +179,7 @@ _OLDER: Final = (Code.UNSUPPORTED, Code.PROTOCOL_MISMATCH)
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """An object, how many copies of it are wanted in all, and who was asked. `waiting` for so many answers."""
+    """An object, how many copies of it are wanted in all, and the peers asked. `waiting`: answers outstanding."""
 
     place: int
     entry: ObjectEntry
@@ -191,11 +191,11 @@ class _Row:
 
 
 class ReplicateTogether(Operation):
-    """Have as many copies made of new own objects as each wants; the result is how many there are of each.
+    """Have as many copies made of new own objects as each wants; the result is the number of copies of each.
 
-    Nobody else holds any of them, so nothing is looked up. Targets are chosen as `ReplicateOperation` does, and get one
-    message for all that they are to pull, a window at a time. What a target refuses, or fails to do, goes on as a
-    `ReplicateOperation` by itself; so does what is for a target of an older version.
+    No other peer holds any of them, so nothing is looked up. Targets are chosen as `ReplicateOperation` does, and get
+    one message for all that they are to pull, a window at a time. An object that a target refuses, or fails to pull,
+    goes on as a `ReplicateOperation` of its own; so does one whose target runs an older version.
     """
 
     def __init__(self, core: PeerCore, entries: Sequence[ObjectEntry]) -> None:

@@ -1,8 +1,8 @@
 """Which objects are written to the SSD, and when: the coldest, before memory needs their room.
 
-A put never waits for the SSD: it takes the room of what was written already. So the coldest part of memory is kept
-written, as an operating system does with its page cache. What is not written in time, since the SSD or its budget
-cannot keep up, is evicted all the same, and lost here.
+A put never waits for the SSD: it evicts objects that are written already. So the coldest part of memory is kept
+written, as an operating system does with its page cache. An object that is not written in time, since the SSD or its
+budget cannot keep up, is evicted all the same, and lost here.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WriteBack:
             self._core.emit(WriteObject(entry))
 
     def _choose(self, unix: float) -> list[ObjectEntry]:
-        # What is cheap is written, or somebody else has it: it is counted, not walked past, however much it is.
+        # Cheap bytes are on the SSD or at another peer: they are counted, not walked past, as they may be many.
         segment = self._core.segment
         ready_bytes = segment.free_bytes + segment.room.cheap_bytes + self._under_way_bytes
         chosen: list[ObjectEntry] = []

@@ -1,1 +1,1 @@
-"""Reads: where an object is, which holders are named to a client, what a peer serves."""
+"""Reads: lookups, the holders named to a client, fetches, serving."""

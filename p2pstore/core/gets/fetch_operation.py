@@ -36,9 +36,9 @@ MOST_HOPS: Final = 8
 class FetchOperation(Operation):
     """Bring one object into this peer's memory. The result is its `ObjectEntry`.
 
-    What lies on this peer's SSD is read there, and only from others when that fails. Many callers that want one
-    absent object share one fetch (`PeerCore.fetch`). With `source`, only that peer is asked, and `minimum` is the
-    version it promised. With `only_here`, nobody is asked: the object comes from this peer's SSD, or not at all.
+    An object on this peer's SSD is read from there, and only from other peers when that fails. Many callers that want
+    one absent object share one fetch (`PeerCore.fetch`). With `source`, only that peer is asked, and `minimum` is the
+    version it promised. With `only_here`, no peer is asked: the object comes from this peer's SSD, or not at all.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FetchOperation(Operation):
         self.only_here = only_here
         self.shared_by = 1
         self.proof = b""
-        """Of who wrote it, from whoever wanted it kept here."""
+        """The writer's proof, passed on by the peer that asked to have the object kept here."""
         self.brought: tuple[int, str] = (0, "")
         """From which member the object came, and how; nothing when it was here already."""
         self._progress_seconds = progress_seconds
@@ -133,7 +133,8 @@ class FetchOperation(Operation):
         )
 
     def _is_sent_on(self, outcome: PullOutcome) -> bool:
-        """Whether somebody else is asked now: who keeps a hot object, or, when that was no use, whoever named them."""
+        """Whether another peer is asked now: a keeper of the hot object or, when the keepers failed, the holder that
+        named them."""
         for failure in outcome.failures:
             source = self._asked.get(failure.member)
             if not failure.keep or source is None:
@@ -183,7 +184,7 @@ class FetchOperation(Operation):
 
 
 def unavailable(copies: int, why: str = "") -> Unavailable:
-    """The error for copies that nobody can reach; `why`: what is known of one of them."""
+    """The error for copies that cannot be reached; `why`: the reason known for one of them."""
     noun = "copy is" if copies == 1 else "copies are"
     if why:
         return Unavailable(
@@ -196,7 +197,7 @@ def unavailable(copies: int, why: str = "") -> Unavailable:
 
 
 def unknown() -> Unavailable:
-    """The error for a key of which this peer cannot know whether anybody has it."""
+    """The error for a key of which this peer cannot know whether any peer has it."""
     return Unavailable(
         "this peer keeps a part of the directory only, and none of the peers that keep this key's can be reached: try "
         "again (`mooncake-p2p peers` says who can be)"
@@ -204,16 +205,16 @@ def unknown() -> Unavailable:
 
 
 MAX_QUEUED: Final = 16_384
-"""As many as one request has. What is asked for beyond that is not brought: it can still be read."""
+"""Keys in the queue at most, as many as one request has. Keys beyond that are not prefetched; they can be read."""
 AT_ONCE: Final = 16
 UNDER_WAY_SHARE: Final = 8
-"""At most this part of memory is for what is on its way, as far as lengths are known."""
+"""At most this part of memory is for fetches in flight, as far as lengths are known."""
 BEGUN_PER_STEP: Final = 64
-"""Of those that are here already, or end at once because nobody has them."""
+"""Fetches begun per step that end at once: the object is here already, or no peer has it."""
 
 
 class Prefetching:
-    """Fetches that nobody waits for."""
+    """Fetches without a waiting caller."""
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
@@ -268,7 +269,7 @@ class Prefetching:
             cold = core.cold.find(digest, now)
             self._under_way[digest] = 0 if cold is None else cold.length
             operation = core.operations.fetch(digest, now, on_finish=partial(self._ended, digest))
-            if operation.shared_by > 1:  # somebody else's: it says nothing here when it ends
+            if operation.shared_by > 1:  # another caller's fetch: its end is not reported here
                 operation.shared_by -= 1
                 del self._under_way[digest]
 

@@ -1,10 +1,10 @@
 """Which reads of a large object its holder serves itself, and which it sends to those that it served before. Pure.
 
-What all peers want in the same moment would leave its only holder as often as there are peers. So a holder tells
-readers to have their own peers bring the object and keep it (as a soft copy, evicted before others) when it is hot:
-somebody else just read it, or it was read several times of late. And of those who keep it, it serves a few; the next
-ones it sends to these, who do the same: a tree that grows while the object travels. (BitTorrent and Kraken send readers
-to each other piece by piece; objects here are short enough to go as a whole.)
+An object that all peers want at the same moment would be sent by its only holder once per peer. So when an object is
+hot, the holder tells readers to have their own peers bring it and keep it (as a soft copy, evicted before others). An
+object is hot when another reader just read it, or several reads are recent. The holder serves a few of these keepers
+and sends the next ones to them; they do the same: a tree that grows while the object travels. (BitTorrent and Kraken
+send readers to each other piece by piece; objects here are short enough to go as a whole.)
 
 A peer whose memory is too small for all that its clients read again and again would evict each object before it is read
 once more: bringing it costs several times what a read costs. Such a reader is found out by its coming back for what it
@@ -25,28 +25,28 @@ from p2pstore.transfer.data_messages import Keeps
 HOT_BYTES: Final = 1 * MIB
 """Smaller objects take about as long to ask for as to send."""
 MOST_TRANSFERS: Final = 3
-"""To so many readers a holder sends an object itself, as long as others just got it."""
+"""Readers to which a holder sends an object itself, while other readers have just got it."""
 HOT_READS: Final = 2.5
 HALF_LIFE_SECONDS: Final = 10.0
-"""An object is hot that was read so often of late: each read counts half as much after this time."""
+"""An object with `HOT_READS` recent reads is hot; the weight of a read halves in this time."""
 JUST_SECONDS: Final = 2.0
 SPREAD_BYTES_PER_SECOND: Final = 100e6
 """How long a transfer counts as having just been: by then all know of the copies that it made."""
 KEPT_SHARE: Final = 16
-"""A client's peer is not to keep what takes more than this part of its memory: that would cost others their place."""
+"""A client's peer does not keep an object larger than this part of its memory: that would evict too much else."""
 LOST_SECONDS: Final = HALF_LIFE_SECONDS
-"""Who comes again within this time for what it was to keep has lost it already."""
+"""A keeper that asks again for the same object within this time has lost it already."""
 ON_ITS_WAY_SECONDS: Final = 0.1
-"""Before, besides the time of the transfer, it may not have it yet."""
+"""Within this time, plus that of the transfer, a keeper may not have the object yet."""
 FIRST_PAUSE_SECONDS: Final = 10.0
 LAST_PAUSE_SECONDS: Final = 320.0
 """How long nothing is to be kept by a reader that loses it: twice as long when it does so again."""
 MAX_LOSERS: Final = 1024
-"""Readers of whom that is remembered."""
+"""Readers whose losses and pauses are remembered."""
 MOST_KEEPERS: Final = 64
-"""Of an object, of whom it is remembered when they were sent it."""
+"""Readers per object whose time of sending is remembered."""
 MAX_OBJECTS: Final = 4096
-"""Whose readers are remembered: those read last."""
+"""Objects whose readers are remembered: the last ones read."""
 
 
 class SentOn(NamedTuple):
@@ -58,10 +58,10 @@ class SentOn(NamedTuple):
 
 @dataclass(slots=True)
 class _Reads:
-    """Who read an object of late."""
+    """The recent readers of an object."""
 
     sent_at: dict[Member, float] = field(default_factory=dict)
-    """When it last went to each reader of a moment ago; the last one last."""
+    """When the object last went to each recent reader; the latest is last."""
     kept_at: dict[Member, float] = field(default_factory=dict)
     """When it last went to those that were to keep it, and a while after; the last one last."""
     heat: float = 0.0
@@ -92,7 +92,7 @@ class _Reads:
 
 
 class _Pause(NamedTuple):
-    """A reader is not asked to keep anything until then; so long it was from the beginning."""
+    """A time until which a reader is not asked to keep anything, and the whole length of that pause."""
 
     until: float
     seconds: float
@@ -118,8 +118,8 @@ class HotObjects:
         keeps: Keeps,
         now: float,
     ) -> SentOn | None:
-        """A peer with so much memory, or a client of it, asks for an object of at least `HOT_BYTES`. None: it is to be
-        sent to it."""
+        """Decide on a request of a peer with `reader_memory_bytes`, or a client of it, for an object of at least
+        `HOT_BYTES`. None: this holder sends the object."""
         if keeps is Keeps.BY_PEER and length > reader_memory_bytes // KEPT_SHARE:
             keeps = Keeps.NO
         reads = self._reads_of(digest)
@@ -132,7 +132,7 @@ class HotObjects:
             keeps = Keeps.NO
         if keeps is Keeps.BY_PEER and (others or reads.heat_now(now) >= HOT_READS):
             return SentOn(keepers if is_full else [])
-        # Who was sent it as a keeper a moment ago lost it on the way: the others may wait for just that one.
+        # A keeper that was sent the object a moment ago and asks again lost it on the way; others may wait for it.
         is_back = reads.kept_at.get(reader, -math.inf) >= just
         if keeps is Keeps.YES and is_full and not is_back:
             return SentOn(keepers)

@@ -26,36 +26,36 @@ if TYPE_CHECKING:
 
 LOOKUP_TIMEOUT_SECONDS: Final = 1.0
 NEXT_HOME_SECONDS: Final = 0.5
-"""How long to wait for one home when the next one is to be asked after it."""
+"""How long to wait for one home before the next one is asked."""
 HEDGE_PROBE_TIMEOUTS: Final = 0.2
-"""After so much of the time in which a probe must be answered the next home is asked as well: 0.1 s in a LAN.
+"""Share of a probe's timeout after which the next home is asked as well: 0.1 s in a LAN.
 Homes that died a moment ago cost no more than that."""
 WAIT_FIRST_RETRY_SECONDS: Final = 0.05
 WAIT_LAST_RETRY_SECONDS: Final = 2.0
-"""Who waits hears by gossip as well: homes are asked again for what gossip has not brought."""
+"""A waiting lookup hears by gossip as well: homes are asked again for keys that gossip has not brought."""
 PARTITIONED_LAST_RETRY_SECONDS: Final = 0.5
-"""Who does not follow all logs hears by asking only."""
+"""A peer that does not follow all logs hears of keys only by asking."""
 UNSURE_SECONDS: Final = 2.0
-"""How long homes are asked again that do not know yet what there is. Longer than it takes to tell them."""
+"""How long homes that do not know their records yet are asked again. Longer than it takes to tell them."""
 BELIEVED: Final = 2
-"""So many homes must say that nobody holds a key: one alone may be wrong, or lie."""
+"""Homes that must say that no peer holds a key: one alone may be wrong, or lie."""
 DIGESTS_PER_LOOKUP: Final = 1_024
 """The home peer answers them in one go."""
 
 
 class LookupOperation(Operation):
-    """Find copies of keys: in what this peer knows, else by asking the keys' home peers once.
+    """Find copies of keys: among the locations known here, else by asking the keys' home peers once.
 
-    A peer that follows all logs seldom misses a key, and asks all three homes of one at a time: what it has not
-    heard of is so young that a home may not have heard of it either. In partitioned mode it asks one home, and
-    the next one when that knows of no copy, does not answer or says that it may not know all; when it does not answer
-    at once, both are asked at the same time. A key is nowhere when `believed` homes vouch for that, or all that answer
-    where they are fewer. When none of them answers, nothing is known of the key: `nobody_told_of` it.
+    A peer that follows all logs seldom misses a key, and asks all three homes of one at a time: a key unknown here is
+    so young that a home may not know it either. In partitioned mode it asks one home, and the next one when that knows
+    of no copy, does not answer or says that it may not know all; when it does not answer at once, both are asked at
+    the same time. A key is absent when `believed` homes vouch for that, or all that answer where they are fewer. When
+    none of them answers, nothing is known of the key: `nobody_told_of` it.
 
     The result is a list, per digest, of `KnownCopy` (best first). With `wait_seconds` it goes on until every
     key was found or the time is over: it looks again at any news of a missing key, and now and then
     asks the homes again. `exclude` are members that just failed for the caller. `namespace` is the digest
-    of the namespace of all keys, where it is known: what a flush has removed is left out. With `ask_always`, homes are
+    of the namespace of all keys, where it is known: flushed objects are left out. With `ask_always`, homes are
     asked even of keys of which copies are known here: there may be more.
 
     Many keys are gone through some at a time (`PeerCore.keys_per_step`), one step a tick.
@@ -83,15 +83,15 @@ class LookupOperation(Operation):
         self._ask_always = ask_always
         self._believed = believed
         self._denied_by: Counter[bytes] = Counter()
-        """How many homes vouched in this round that nobody holds a key; in partitioned mode."""
+        """How many homes vouched in this round that no peer holds a key; in partitioned mode."""
         self._to_look: deque[bytes] = deque()
         """Keys that this round has yet to look for."""
         self._to_ask: dict[PeerId, list[bytes]] = {}
-        """What this round has not found, by home."""
+        """Keys that this round has not found, by home."""
         self._homes_left: dict[bytes, list[PeerId]] = {}
-        """Keys of this round that nobody could tell of yet, and who is left to ask; in partitioned mode."""
+        """Keys of this round without a definite answer yet, and the homes left to ask; in partitioned mode."""
         self._told_of: set[bytes] = set()
-        """Keys of which some home said what it knows, though it may not know all; in partitioned mode."""
+        """Keys for which a home answered, though it may not know all records; in partitioned mode."""
         self._unsure_until = 0.0
         self._asked: dict[int, tuple[PeerId, list[bytes]]] = {}
         """Questions under way."""
@@ -111,7 +111,7 @@ class LookupOperation(Operation):
         self._doubtful: dict[int, list[KnownCopy]] = {}
         """Copies that would have to be proved, of keys without newer ones: by their places."""
         self._unproved: set[bytes] = set()
-        """Keys of which there seemed to be copies, until nobody proved them: only copies that count are looked for."""
+        """Keys whose copies stayed unproved: from then on, only copies that count are looked for."""
         self._collected: list[list[KnownCopy]] | None = None
         """The result as far as it is put together; None before."""
 
@@ -275,8 +275,8 @@ class LookupOperation(Operation):
             self._choose_home(digest)
 
     def _choose_home(self, digest: bytes) -> None:
-        """Whom to ask next for a key: who is asked for others anyway, or else the first one that is left. With
-        none left, the key stays in `_homes_left`: nobody knows."""
+        """Choose the home to ask next for a key: one that is asked for other keys anyway, else the first one left. With
+        none left, the key stays in `_homes_left`: no home knows."""
         homes = self._homes_left[digest]
         if homes:
             home = next((each for each in homes if each in self._to_ask), homes[0])
@@ -296,7 +296,7 @@ class LookupOperation(Operation):
 
     @property
     def _is_unsure(self) -> bool:
-        """Whether there are keys that nobody could tell of yet."""
+        """Whether keys without a definite answer are left."""
         return not self._missed.keys().isdisjoint(self._homes_left)
 
     @property
@@ -339,7 +339,7 @@ class LookupOperation(Operation):
             self.finish(self._collected, now)
 
     def _copies_of(self, digest: bytes, place: int, now: float) -> list[KnownCopy]:
-        """What is known for sure of the key at a place; what is said to be newer is noted."""
+        """The copies known for sure of the key at `place`; copies announced as newer are noted."""
         known, doubtful = self.core.copies.sorted(digest, now, self._namespace, hearsay=True)
         copies = [copy for copy in known if copy.member not in self._exclude]
         if copies and not copies[0].local:
@@ -357,8 +357,8 @@ class LookupOperation(Operation):
         return copies
 
     def _asked_for_proofs(self, result: Any, now: float) -> None:
-        """What was proved counts now; what was not, is left out, and hides nothing: keys that seemed to be found by it
-        alone are looked for once more."""
+        """Proved copies count now. Unproved ones are left out and hide nothing: keys with no other copy are looked for
+        once more."""
         if self.done:
             return
         assert self._collected is not None

@@ -1,7 +1,7 @@
-"""Reads that a holder does not see, told to it.
+"""Reports of reads that a holder does not see.
 
-Whoever reads another peer's memory through a mapping or by RDMA asks nobody, so the holder would evict what is read
-all the time as if nobody did. Readers count, and tell it in batches.
+A read through a mapping or by RDMA sends the holder no request, so the holder would evict objects in constant use.
+Readers count these reads and report them in batches.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ UNSEEN_TRANSPORTS: Final = frozenset({"shm", "rdma"})
 REPORT_SECONDS: Final = 0.25
 """Between two reports to all holders: eviction looks at most objects far less often."""
 MAX_NOTED: Final = 16 * MAX_READ_COUNTS
-"""Objects between two reports; what is beyond is not told."""
+"""Objects counted between two reports; reads of further ones are not reported."""
 MAX_COUNT: Final = 1_000_000
 ANSWER_SECONDS: Final = 5.0
 
 
 class ReadReports:
-    """What this peer and its clients read elsewhere, until it is told, and what others tell it."""
+    """Counts of reads by this peer and its clients elsewhere, until reported; and the reports of other peers."""
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
@@ -38,7 +38,7 @@ class ReadReports:
         self._due_at = math.inf
 
     def note(self, member: Member, digest: bytes, count: int, now: float) -> None:
-        """The object was read so many times in the memory of this member, which did not see it."""
+        """Count `count` reads of the object in the memory of this member, which did not see them."""
         counts = self._counts.setdefault(member, {})
         if digest not in counts:
             if self._noted >= MAX_NOTED:

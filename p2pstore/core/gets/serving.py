@@ -173,7 +173,7 @@ def _serve_lookup(core: PeerCore, request: Lookup, now: float) -> Locations | Op
 
 
 class LookupHereOperation(Operation):
-    """What this peer knows of where keys are, looked up in steps. The result is `Locations`."""
+    """Look up the locations that this peer knows of some keys, in steps. The result is `Locations`."""
 
     def __init__(self, core: PeerCore, digests: Sequence[bytes]) -> None:
         super().__init__(core)
@@ -204,8 +204,8 @@ class LookupHereOperation(Operation):
 
 
 def _holdings(core: PeerCore, digest: bytes, now: float) -> list[Holding]:
-    """Copies of a key; those of members that are believed dead only when there are no others. Who asks knows its
-    members as well, and so tells a key whose holders cannot be reached from one that never was."""
+    """Copies of a key; those of members believed dead only when there are no others. The asking peer knows the members
+    as well, and so tells a key whose holders cannot be reached from one that never existed."""
     alive: list[Holding] = []
     dead: list[Holding] = []
     mine = core.copies.own_location(digest, now)
@@ -287,8 +287,8 @@ def _serve_replicate_many(
 
 
 def _is_proved(core: PeerCore, sender: PeerId, request: Replicate, version: Version) -> bool:
-    """Whether what is to be copied was written by whom it says: the sender itself, or with a proof. A writer's
-    signature is not checked here (100 us a put): a wrong one harms nobody's versions but its own."""
+    """Whether the object to copy was written by the member it names: the sender itself, or a proof says so. A writer's
+    signature is not checked here (100 us a put): a wrong one harms only that writer's versions."""
     if writer_of(sender) == version.writer or core.proofs.knows(request.digest, version):
         return True
     return core.proofs.accept(request.digest, version, request.proof)
@@ -311,8 +311,8 @@ def reply_of(operation: Operation) -> Message:
 
 
 class ProofsHereOperation(Operation):
-    """What this peer can prove of what it holds. The result is `Proofs`. What is on its SSD alone is brought to memory:
-    whoever asks wants to read it."""
+    """Prove the objects that this peer holds. The result is `Proofs`. An object on the SSD alone is brought to memory,
+    as the asking peer is about to read it."""
 
     def __init__(self, core: PeerCore, digests: Sequence[bytes]) -> None:
         super().__init__(core)

@@ -29,16 +29,15 @@ if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 PIN_TIMEOUT_SECONDS: Final = 2.0
-"""Who has not answered by then keeps the pin that its copy has."""
+"""A holder that has not answered by then keeps the pin that its copy has."""
 MAX_PINS: Final = 64
-"""In one message: what a holder does in a step of some milliseconds, as each of them is written to its trailer and
-announced."""
+"""Objects per message: a holder's step of some milliseconds, as each pin is written to a trailer and announced."""
 TOLD_PER_STEP: Final = 1_024
 
 
 class PinEnd(NamedTuple):
-    """What became of one object: whether this peer's memory has it, whether anybody has, and how many of the copies
-    that are known of have the pin now."""
+    """The end for one object: whether this peer's memory has it, whether any peer has it, how many copies have the pin
+    now, and how many are known."""
 
     here: bool
     found: bool
@@ -48,8 +47,8 @@ class PinEnd(NamedTuple):
 
 class PinOperation(Operation):
     """Pin some objects, or unpin them: here at once, and then where others hold the same version, as far as they can
-    be reached. What is on an SSD alone is pinned for when it comes back to memory. `soft_seconds` is how long a soft
-    pin lasts; 0 for as long as usual.
+    be reached. The pin of an object on an SSD alone takes effect when it comes back to memory. `soft_seconds` is how
+    long a soft pin lasts; 0 for as long as usual.
 
     The result is a list of `PinEnd`, or `Unavailable` when this peer's clock is wrong. A pin that is cancelled is in
     force here.
@@ -185,7 +184,7 @@ class PinOperation(Operation):
 
 
 def serve_pins(core: PeerCore, request: SetPins, now: float) -> PinsSet:
-    """Pin, or unpin, what this peer has in just that version. Raises `ProtocolError` for nonsense."""
+    """Pin, or unpin, the objects that this peer has in just that version. Raises `ProtocolError` for nonsense."""
     if (
         len(request.items) > MAX_PINS
         or request.pin not in (Pin.NONE, Pin.SOFT, Pin.HARD)
@@ -228,7 +227,7 @@ Then = Callable[[float], None]
 class ExpiryOperation(Operation):
     """Have objects end at other times, where others hold that version, as far as they can be reached. The last put
     decides; to have an object end sooner, it must be one of the peer that wrote the version (another one overwrites).
-    What is asked for until its first tick is done together. The result is how many copies other peers changed."""
+    Requests until its first tick go together. The result is how many copies other peers changed."""
 
     def __init__(self, core: PeerCore) -> None:
         super().__init__(core)

@@ -28,7 +28,7 @@ MAX_HOLDERS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a live peer offers, as gossip has it. `doubtful`: suspected, or a connection failed just now."""
+    """Memory that a live peer offers, by gossip. `doubtful`: suspected, or a connection failed just now."""
 
     peer_id: PeerId
     capacity_bytes: int
@@ -41,9 +41,9 @@ class Room:
 def choose_rooms(rooms: Sequence[Room], length: int, count: int, rng: Random) -> list[Room]:
     """Up to `count` rooms that could hold a value of `length` bytes, in the order to ask them.
 
-    Those that are doubtful come last; before that, those that must evict; this host before others, as its
-    network is free. Among equals, again and again the emptier of two chosen at random comes next:
-    what gossip says of free room is a little old, and not everybody shall run to the emptiest.
+    Doubtful rooms come last; before them, those that must evict; this host before others, as its
+    network is free. Among equals, the emptier of two chosen at random comes next, repeatedly:
+    gossip's figures of free room are a little old, and not all writers shall choose the emptiest peer.
     """
     fitting = [room for room in rooms if room.takes_values and room.capacity_bytes >= length]
     chosen: list[Room] = []
@@ -138,7 +138,7 @@ class Incoming:
 
 
 class IncomingStores:
-    """Decides on values that arrive from elsewhere: what needs no bytes, who gets room, what is put.
+    """Decides on values that arrive from elsewhere: values that need no bytes, reservations, and puts.
 
     `open` reserves; every `Incoming` ends with `close`, after the `PutOperation` of `put` or without one.
     """
@@ -222,7 +222,7 @@ class IncomingStores:
         return self._core.operations.start(operation, now)
 
     def close(self, incoming: Incoming) -> None:
-        """The end of `open`: what was not put is gone."""
+        """The end of `open`: a value that was not put is dropped."""
         self._open.pop(incoming.holder, None)
         self._core.segment.drop_holder(incoming.holder)
 

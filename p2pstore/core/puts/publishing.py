@@ -1,33 +1,40 @@
-"""Publishing together what nobody knows yet: nearly all that inference engines put.
+"""Publishing values of new keys as a batch: nearly all puts of inference engines.
 
-One look at the index, the SSD, the floors and the table of locations parts a batch. Values of new keys are published as
-one, under one stamp; what any other key needs is decided one by one (`core.put`).
+One look at the index, the SSD, the floors and the table of locations splits a batch. Values of new keys are published
+as one, under one stamp; values of other keys are decided one by one (`put_operation`).
 """
 
 from __future__ import annotations
-
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final
-
-from p2pstore.core.copies.replicate import PutAmongMany, ReplicateTogether
+from p2pstore.core.copies.replicate import PutAmongMany
+from p2pstore.core.copies.replicate import ReplicateTogether
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.puts.describe import packed_locations
-from p2pstore.core.puts.put_operation import check_put, trailer_of
+from p2pstore.core.puts.put_operation import check_put
+from p2pstore.core.puts.put_operation import trailer_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import writer_of
-from p2pstore.memory.entries import ObjectEntry, Reservation, Written
-from p2pstore.objects import MAX_OBJECT_BYTES, Version, are_sums_of, check_object_length
-from p2pstore.put_facts import PutFacts, PutStatus
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.entries import Reservation
+from p2pstore.memory.entries import Written
+from p2pstore.objects import MAX_OBJECT_BYTES
+from p2pstore.objects import Version
+from p2pstore.objects import are_sums_of
+from p2pstore.objects import check_object_length
+from p2pstore.put_facts import PutFacts
+from p2pstore.put_facts import PutStatus
 from p2pstore.runtime.stepping import Steps
+from typing import Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 PUBLISHED_PER_STEP: Final = 64
 """Values, at some 15 us each."""
-
 
 def publish_new(
     core: PeerCore,
@@ -37,8 +44,8 @@ def publish_new(
     namespace: str,
     now: float,
 ) -> list[PutEnd | PutAmongMany | None]:
-    """Publish those values whose keys nobody knows of, and begin to have their copies made. Per item its end, now or
-    later, or None: a `PutOperation` decides."""
+    """Publish those values whose keys are known to no peer, and begin to have their copies made. Per item its end, now
+    or later, or None: a `PutOperation` decides."""
     ends: list[PutEnd | PutAmongMany | None] = [None] * len(items)
     places = [place for place, facts in enumerate(items) if _is_plain(facts)]
     if not places or not _may_publish(core, now):
@@ -84,7 +91,6 @@ def publish_new(
         core.operations.start(copying, now)
     return ends
 
-
 def _is_plain(facts: PutFacts) -> bool:
     """Whether the value is to be a new object in memory, and is what its sums say."""
     if facts.overwrite or facts.durable:
@@ -99,7 +105,6 @@ def _is_plain(facts: PutFacts) -> bool:
         return False
     return are_sums_of(facts.sums, facts.length, facts.root)
 
-
 def _may_publish(core: PeerCore, now: float) -> bool:
     """Whether others take what this peer writes now, and it knows of all that there is."""
     timekeeping = core.timekeeping
@@ -108,7 +113,6 @@ def _may_publish(core: PeerCore, now: float) -> bool:
         and not timekeeping.problem(now)
         and not timekeeping.view(now).may_be_behind
     )
-
 
 def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:
     """Those that neither this peer nor any other is known to hold, or to have held."""
@@ -119,7 +123,6 @@ def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:
         new = {digest for digest in new if core.cold.store.find(digest) is None}
     return new
 
-
 def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
     """Tell the others of what was published, of keys of which this peer held nothing."""
     core.objects.announce_withdrawn(now)
@@ -127,12 +130,10 @@ def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> 
     core.operations.tell_waiting([entry.digest for entry in entries], now)
     core.counters["objects_published"] += len(entries)
 
-
 RESERVED_PER_STEP: Final = 64
 """Where there is room, at 2 us each."""
 
 Reserved = Reservation | P2PStoreError | ValueError
-
 
 def reserve_many(
     core: PeerCore,
@@ -168,7 +169,7 @@ def reserve_many(
                 made.append(error)
             else:
                 made.append(reservation)
-    except BaseException:  # nobody will hear of them
+    except BaseException:  # the caller never learns of these reservations
         for each in made:
             if isinstance(each, Reservation):
                 with suppress(ValueError):  # its holder may have gone meanwhile

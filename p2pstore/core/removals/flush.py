@@ -1,18 +1,22 @@
 """Removing a whole namespace everywhere."""
 
 from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
-
 from p2pstore.core.core_effects import Reply
 from p2pstore.core.operation import Operation
 from p2pstore.errors import Unavailable
-from p2pstore.gossip.records import SCOPE_NAMESPACE, PeerId, SignedRecord
-from p2pstore.objects import ZERO_VERSION, Version, namespace_digest
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import SCOPE_NAMESPACE
+from p2pstore.gossip.records import SignedRecord
+from p2pstore.objects import Version
+from p2pstore.objects import ZERO_VERSION
+from p2pstore.objects import namespace_digest
 from p2pstore.transfer.peer_messages import RecordsTaken
 from p2pstore.wire import Failure
+from typing import Any
+from typing import Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -23,7 +27,6 @@ PUSHES_AT_ONCE: Final = 32
 FLUSH_TIMEOUT_SECONDS: Final = 10.0
 MAX_ROUNDS: Final = 2
 
-
 @dataclass(frozen=True, slots=True)
 class FlushEnd:
     """What a flush did. `told` other peers have dropped the namespace's objects; those of `not_told`,
@@ -32,7 +35,6 @@ class FlushEnd:
     told: int
     not_told: tuple[PeerId, ...]
 
-
 class FlushOperation(Operation):
     """Remove all objects of a namespace, wherever they are: one floor above everything that this peer has
     heard of, pushed to all live peers at once, 32 at a time. Each answers how far its clock was: where
@@ -40,7 +42,7 @@ class FlushOperation(Operation):
 
     The result is a `FlushEnd`; `Unavailable` when this peer's clock is wrong; `CapacityExceeded` when there is no room
     for a floor, which other peers would not take in either. It comes when every live peer has withdrawn what it held,
-    or the time is over. What is put after that, the same bytes under the same keys too, is above the floor.
+    or the time is over. Later puts, the same bytes under the same keys too, are above the floor.
     """
 
     def __init__(
@@ -143,15 +145,13 @@ class FlushOperation(Operation):
         not_told = (*self._silent, *self._asked.values(), *self._to_tell)
         self.finish(FlushEnd(self._told, not_told), now)
 
-
 SLOTS_PER_STEP: Final = 2_000
 WITHDRAWN_PER_STEP: Final = 32
 """Each step takes less than 5 ms: withdrawing an object costs some 40 us, passing a slot half of one."""
 
-
 class Sweep:
-    """Goes over the segment's slots once after every `begin`, a step per tick, and withdraws what may not
-    be there. What is put meanwhile was checked when it came."""
+    """Goes over the segment's slots once after every `begin`, a step per tick, and withdraws forbidden
+    objects. Objects put meanwhile were checked when they came."""
 
     def __init__(self, core: PeerCore) -> None:
         self._core = core
@@ -218,7 +218,6 @@ class Sweep:
         """The operation does not wait any more."""
         if operation in self._waiting:
             self._waiting.remove(operation)
-
 
 class SweepOperation(Operation):
     """Waits until what floors forbid has been withdrawn here. The result is `answer`."""

@@ -1,20 +1,26 @@
 """Removing keys everywhere."""
 
 from __future__ import annotations
-
-import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
-
-from p2pstore.core.core_effects import KnownCopy, Reply
+from p2pstore.core.core_effects import KnownCopy
+from p2pstore.core.core_effects import Reply
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation
-from p2pstore.core.removals.floor_budget import WAIT_SECONDS, WAIT_STEP_SECONDS
+from p2pstore.core.removals.floor_budget import WAIT_SECONDS
+from p2pstore.core.removals.floor_budget import WAIT_STEP_SECONDS
 from p2pstore.errors import Unavailable
-from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR, PeerId, SignedRecord
-from p2pstore.objects import Version, key_digest, namespace_digest
+from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR
+from p2pstore.gossip.records import PeerId
+from p2pstore.gossip.records import SignedRecord
+from p2pstore.objects import Version
+from p2pstore.objects import key_digest
+from p2pstore.objects import namespace_digest
+from typing import Any
+from typing import Final
+from typing import TYPE_CHECKING
+import math
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -25,7 +31,6 @@ DIGESTS_PER_STEP: Final = 512
 KEYS_PER_PUSH: Final = 1_024
 RECORDS_PER_PUSH: Final = 40
 """What the receiver of a push checks and forbids at a time: about 5 ms."""
-
 
 class RemoveOperation(Operation):
     """Remove keys everywhere: write floors, tell holders and home peers at once, gossip tells the rest.
@@ -78,7 +83,7 @@ class RemoveOperation(Operation):
         self.core.operations.set_alarm(self)
 
     def cancel(self, now: float) -> None:
-        """What was removed by now stays removed."""
+        """Objects removed by now stay removed."""
         super().cancel(now)
         if self._lookup is not None:
             self._lookup.cancel(now)
@@ -131,7 +136,7 @@ class RemoveOperation(Operation):
     def _judge(self, digest: bytes, copies: list[KnownCopy], now: float) -> None:
         self.core.timekeeping.check_key(digest, self._namespace, now)
         versions = [copy.record.version for copy in copies]
-        if not versions:  # what is doubted now may be believed later
+        if not versions:  # a version in doubt now may be believed later
             versions = self.core.copies.versions_heard_of(digest, self._namespace, now)
         held_back = self.core.copies.held_back(digest)
         if held_back is not None:

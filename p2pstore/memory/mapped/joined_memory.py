@@ -1,7 +1,7 @@
 """Several memories side by side, as one: a peer's segment over DRAM of several NUMA nodes, CXL and persistent memory.
 Shell.
 
-What is in the segment need not know where one memory ends: an extent may lie in two.
+The segment does not know where one memory ends: an extent may lie in two.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def map_joined(
     views of it.
 
     The caller keeps its descriptors and may close them. Raises `ConfigError` for memories that are too short for that,
-    or that somebody could shrink (other than `trusted_user`), and when there are no addresses for them.
+    or that a user other than `trusted_user` could shrink, and when there are no addresses for them.
     """
     _check_pieces(pieces, length)
     for descriptor, size in zip(descriptors, pieces, strict=True):

@@ -1,7 +1,7 @@
 """A segment's memory in a file that outlives its peer, so that the peer's next life begins with it. Shell.
 
-The file stays the same one. What clients of earlier lives have mapped is theirs as long as they do: each life gives
-away descriptors with a lock of its own on them, at a place far behind the file's end that stands for this life. Such a
+The file stays the same one. Memory that clients of earlier lives have mapped stays unchanged while they do: each life
+gives away descriptors with a lock of its own, at a place far behind the file's end that stands for this life. Such a
 lock is the open file's, and ends with the last process that has it open or mapped, however that process ends.
 """
 
@@ -77,7 +77,7 @@ class KeptMemory(SharedMemory):
         return self._path
 
     def read_only_descriptor(self) -> int:
-        """As of any shared memory; whoever maps it is one of this life's clients."""
+        """As of any shared memory; its lock marks a process that maps it as a client of this life."""
         descriptor = super().read_only_descriptor()
         try:
             _lock_life(descriptor, self._life)
@@ -87,7 +87,7 @@ class KeptMemory(SharedMemory):
         return descriptor
 
     def is_used_by_earlier(self) -> bool:
-        """Whether anybody still has mapped what a client of an earlier life was given."""
+        """Whether a process still maps a descriptor given away in an earlier life."""
         return _has_users(self._lock, self._life)
 
     def _end(self) -> None:
@@ -190,7 +190,7 @@ def _take_left(path: Path, expected: Expected) -> _Left | None:
 def _judge(path: Path, lock: int, mapping: mmap.mmap, expected: Expected) -> Kept | str:
     wanted_bytes = _file_bytes(expected.geometry, lock)
     if os.fstat(lock).st_blocks * 512 < min(len(mapping), wanted_bytes):
-        return "parts of it are missing"  # who touches one when the file system is full, dies
+        return "parts of it are missing"  # touching one with the file system full ends the process
     with memoryview(mapping) as view:
         try:
             return read_kept(view, expected, has_users=_has_users(lock, None))
@@ -229,9 +229,9 @@ def create_file_memory(path: Path, total_bytes: int, *, marked_after: bool = Fal
     """Zeroed shared memory of `total_bytes` in a new file of mode 0600, which is removed when it is closed.
 
     A file that a peer made is known by the segment's magic: at its beginning, where a segment has it, or
-    (`marked_after`) in one block more, for memory that begins with something else. What a peer that died left there
-    is replaced. Raises `ConfigError` when the path is in use by another peer or by something else, or the file system
-    has no room for all of it or takes no files; on tmpfs also when the host or a cgroup has not as much memory left.
+    (`marked_after`) in one block more, for memory that begins with something else. The file of a dead peer is
+    replaced. Raises `ConfigError` when the path is in use by another peer or program, or the file system has no room
+    for all of it or takes no files; on tmpfs also when the host or a cgroup has less memory left than that.
     """
     with ExitStack() as stack:
         lock = claim_new(path)
@@ -248,7 +248,7 @@ def create_file_memory(path: Path, total_bytes: int, *, marked_after: bool = Fal
 
 
 def block_bytes_of(descriptor: int) -> int:
-    """What the sizes of mapped files are whole numbers of, on that file system."""
+    """The unit of sizes of mapped files on that file system, in bytes."""
     return max(mmap.PAGESIZE, os.fstat(descriptor).st_blksize)
 
 
@@ -266,8 +266,8 @@ def map_file(path: Path, lock: int, size: int) -> tuple[int, mmap.mmap]:
 
 
 def claim_new(path: Path) -> int:
-    """A locked descriptor of a new file at `path`, marked as a peer's; what a peer that died left there is removed.
-    Raises `ConfigError` when somebody else's file is there, or none can be."""
+    """A locked descriptor of a new file at `path`, marked as a peer's; the file of a dead peer is removed first.
+    Raises `ConfigError` when a file of another owner is there, or none can be made."""
     lock = _claim(path)
     with suppress(OSError):  # hugetlbfs has no write(): the segment's header is the first to say so
         os.pwrite(lock, SEGMENT_MAGIC, 0)
@@ -275,8 +275,8 @@ def claim_new(path: Path) -> int:
 
 
 def claim_left(path: Path) -> int | None:
-    """A locked descriptor of what a peer that does not run any more left at `path`; None when there is nothing. Raises
-    `ConfigError` when somebody uses it, or it is something that no peer put there."""
+    """A locked descriptor of the file that an ended peer left at `path`; None when there is none. Raises `ConfigError`
+    when the file is in use, or no peer made it."""
     try:
         descriptor = os.open(path, _HOW | os.O_NONBLOCK | os.O_NOCTTY)
     except FileNotFoundError:
@@ -361,7 +361,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def allocate(path: Path, descriptor: int, size: int) -> None:
-    """Have the file system set aside every byte: who touches a page for which it has no room, dies."""
+    """Have the file system set aside every byte: touching a page for which it has no room ends the process."""
     available, source = available_memory()
     if size > available and _is_on_tmpfs(descriptor):  # whose limit says nothing about memory
         raise ConfigError(
@@ -382,7 +382,7 @@ def allocate(path: Path, descriptor: int, size: int) -> None:
 
 
 def _is_on_tmpfs(descriptor: int) -> bool:
-    """Whether the file's pages are memory of this host, counted by the cgroup of whoever makes them."""
+    """Whether the file's pages are memory of this host, counted by the cgroup of the process that makes them."""
     device = os.fstat(descriptor).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():

@@ -1,7 +1,7 @@
-"""Shared memory: a sealed memfd, mapped by its owner and whoever got a descriptor.
+"""Shared memory: a sealed memfd, mapped by its owner and by processes that got a descriptor.
 
-What is in a file instead is made by `p2pstore.memory.mapped.kept_file`; it is mapped, filled with pages and
-given away like this.
+`p2pstore.memory.mapped.kept_file` makes memory in a file instead; it is mapped, filled with pages and
+given away in the same way.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SharedMemory:
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close_descriptor(self) -> None:
-        """Close the descriptor alone: nobody else will get it. The mapping stays. Idempotent."""
+        """Close the descriptor alone: no further process can get it. The mapping stays. Idempotent."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -115,12 +115,12 @@ def create_memory(
     numa_node: int | None = None,
     besides_bytes: int = 0,
 ) -> SharedMemory:
-    """Zeroed shared memory of `total_bytes` that nobody can shrink; `name` is for /proc/PID/maps.
+    """Zeroed shared memory of `total_bytes` that cannot be shrunk; `name` is for /proc/PID/maps.
 
     With `huge_pages="auto"`, reserved huge pages are used when there are enough, otherwise transparent ones are asked
     for; `"require"` insists on reserved ones. With `numa_node`, all of it comes from that node. `besides_bytes` are
-    spoken for already, though nobody has touched them yet. Raises `ConfigError` when the host, the node, or the
-    cgroup this process is in, has not so much memory left, or the kernel refuses to bind it.
+    promised already, though not touched yet. Raises `ConfigError` when the host, the node, or this process's cgroup
+    has less memory left than both together, or the kernel refuses to bind it.
     """
     node = None if numa_node is None else numa.chosen_node(numa_node)
     free_huge = _free_huge_page_bytes(node)
@@ -167,8 +167,8 @@ def _create_reserved(total_bytes: int, name: str, node: numa.Node | None) -> Sha
     )
     if node is not None:
         _bind(memory, node)
-    # What the mapping reserved may be of any node, and a cgroup counts pages only when they are touched: who touches
-    # one that it cannot have, dies.
+    # Reserved pages may be of any node, and a cgroup counts pages only when they are touched: touching one above its
+    # limit ends the process.
     try:
         os.posix_fallocate(memory.descriptor, 0, round_up(total_bytes, HUGE_PAGE_BYTES))
     except OSError:
@@ -187,13 +187,13 @@ def _bind(memory: SharedMemory, node: numa.Node) -> None:
 
 
 def create_page(length: int, name: str) -> SharedMemory:
-    """A little zeroed shared memory that nobody can shrink. Raises `OSError` where the system gives no more."""
+    """One zeroed shared page that cannot be shrunk. Raises `OSError` where the system gives no more."""
     return _create(length, name, 0, mmap.PAGESIZE)
 
 
 def create_table_memory(total_bytes: int, name: str) -> SharedMemory:
-    """Zeroed shared memory that only this process can write, whoever gets a descriptor of it. A page counts only
-    once something was written there, so it may be far larger than what is left.
+    """Zeroed shared memory that only this process can write, also when others have a descriptor. A page counts only
+    once it is written, so the memory may be far larger than the host has left.
 
     Raises `ConfigError` where the system does not let a process reserve that much, or cannot seal memory so.
     """
@@ -230,7 +230,7 @@ def _create(
     try:
         os.fchmod(
             descriptor, 0o600
-        )  # who was given a read-only descriptor cannot reopen it for writing
+        )  # a process with a read-only descriptor cannot reopen it for writing
         size = round_up(total_bytes, page_bytes)
         os.ftruncate(descriptor, size)
         if sealed:
@@ -248,7 +248,7 @@ def map_read_only(descriptor: int, length: int, *, trusted_user: int | None = No
     """A read-only view of the first `length` bytes; the mapping lives as long as views of it.
 
     The caller keeps its descriptor and may close it. Raises `ConfigError` for memory that is too
-    short, or that somebody could shrink who is neither this user, root nor `trusted_user`: touching a page that is
+    short, or that a user other than this one, root and `trusted_user` could shrink: touching a page that is
     gone would end this process.
     """
     return _view(descriptor, length, mmap.PROT_READ, trusted_user)
@@ -275,7 +275,8 @@ def _view(descriptor: int, length: int, protection: int, trusted_user: int | Non
 
 
 def check_descriptor(descriptor: int, length: int, trusted_user: int | None = None) -> None:
-    """Raise `ConfigError` unless so many bytes of it can be mapped, and stay, as far as that user goes."""
+    """Raise `ConfigError` unless `length` bytes of it can be mapped, and no other user than this one, root and
+    `trusted_user` can shrink it."""
     actual = os.fstat(descriptor).st_size
     problem = _why_it_may_shrink(descriptor, trusted_user)
     if not 0 < length <= actual or problem:
@@ -310,16 +311,16 @@ def prefault(
 ) -> int:
     """Have the kernel provide the pages of a writable mapping now, not at the first write to each.
 
-    With `huge_pages`, transparent ones where it has them: these take an eighth of the time, and cost nobody a page
-    fault for each 4 KiB of what others filled. Works in pieces of 4 MiB, asks `should_stop` before each and calls
-    `pause` after it; run it on a thread. What others write meanwhile is not touched. Returns the bytes done; stops
+    With `huge_pages`, transparent ones where it has them: these take an eighth of the time, and save other processes a
+    page fault for each 4 KiB that was filled. Works in pieces of 4 MiB, asks `should_stop` before each and calls
+    `pause` after it; run it on a thread. Concurrent writes by others are kept. Returns the bytes done; stops
     early, without an error, when the kernel has no more memory to give.
     """
     done = 0
     while done < len(view) and not should_stop():
         piece = min(PREFAULT_PIECE_BYTES, len(view) - done)
         if huge_pages:
-            _collapse(view, done, piece)  # what it leaves is populated
+            _collapse(view, done, piece)  # the pages it leaves out are populated next
         code = _advise(view, done, piece, _MADV_POPULATE_WRITE)
         if code == errno.EINVAL:  # an older kernel: reading a page provides it as well
             np.frombuffer(view, np.uint8)[done : done + piece : mmap.PAGESIZE].max()
@@ -367,7 +368,7 @@ def _advise(view: memoryview, start: int, length: int, advice: int) -> int:
 def available_memory(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> tuple[int, str]:
-    """Bytes that this process may still use, and what limits it: the host, or a cgroup."""
+    """Bytes that this process may still use, and the source of the limit: the host, or a cgroup."""
     best = (_meminfo(proc, "MemAvailable"), "this host")
     for limit, used in memory_limits(proc, cgroups):
         best = min(best, (max(0, limit - used), f"the cgroup (limit {format_bytes(limit)})"))
@@ -375,7 +376,7 @@ def available_memory(
 
 
 def _free_huge_page_bytes(node: numa.Node | None = None) -> int:
-    """Reserved 2 MiB pages that nobody uses, on that node or anywhere."""
+    """Bytes of reserved 2 MiB pages that are not in use, on that node or anywhere."""
     folder = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
     counts = [_read(folder / name).strip() for name in ("free_hugepages", "resv_hugepages")]
     if not all(count.isdigit() for count in counts):

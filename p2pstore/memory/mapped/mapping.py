@@ -1,5 +1,5 @@
 """Memories mapped side by side, at multiples of a huge page: elsewhere the kernel maps 4 KiB at a time, whatever the
-pages are, and each of those costs whoever touches it first 0.7 us. Shell.
+pages are, and the first touch of each of those costs 0.7 us. Shell.
 
 Addresses for all of it are reserved first, and each memory is mapped over its part.
 """

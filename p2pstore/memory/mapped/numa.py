@@ -1,4 +1,4 @@
-"""NUMA nodes: what memory each of them has, and binding memory to one. Shell.
+"""NUMA nodes: the memory of each of them, and binding memory to one. Shell.
 
 glibc has no `mbind`, and libnuma is not everywhere: the system call is made by its number.
 """

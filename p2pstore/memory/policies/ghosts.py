@@ -1,4 +1,4 @@
-"""What is remembered of objects that are gone. Pure."""
+"""Ghosts: memories of evicted objects. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 from p2pstore.memory.entries import ObjectEntry
 
 LEAST_GHOSTS: Final = 65_536
-"""So many are remembered at least: 14 MB. A peer with few large objects evicts them long before they would be asked
-for again, and only a memory longer than its own contents tells it which are."""
+"""The minimum number of ghosts: 14 MB. A peer with few large objects evicts them long before their next read, and only
+more ghosts than live objects tell it which are read again."""
 MOST_FORGOTTEN: Final = 16
 """In one step, when much was removed at once."""
 
 
 class Ghosts:
-    """What was thought of objects that were evicted, by digest; the oldest are forgotten."""
+    """Standing and last access of evicted objects, by digest; the oldest are forgotten."""
 
     def __init__(self, least: int = LEAST_GHOSTS) -> None:
         self._least = least

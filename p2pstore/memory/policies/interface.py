@@ -1,8 +1,8 @@
-"""What a policy of eviction says, and what it is told. Pure.
+"""The interface of eviction policies. Pure.
 
-A policy says in which order the objects of one rank would go, and what losing one costs. Which of them do go, the
-allocator's windows decide; what may not go at all, and which rank goes first, is for `eviction` to say. Every step
-takes constant time, and what a policy remembers of objects that are gone is bounded.
+A policy gives the order in which the objects of one rank would go, and the cost of losing one. The allocator's windows
+choose the victims among them; `eviction` excludes objects that must stay and orders the ranks. Every step takes
+constant time, and a policy's memory of evicted objects is bounded.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Final
 from p2pstore.memory.entries import EntryList, ObjectEntry
 
 LOST_FOR_GOOD: Final = 4.0
-"""So much more does it cost to lose what is not on the SSD as well, nor kept by another peer."""
+"""Factor on the cost of losing an object that neither the SSD nor another peer has."""
 
 NEW_SHARE: Final = 0.1
-"""Of a rank's bytes: so much is for what is new, where a policy sets room apart for that."""
+"""Share of a rank's bytes for new objects, where a policy sets room apart for them."""
 
 
 class EvictionQueue(ABC):
@@ -37,11 +37,11 @@ class EvictionQueue(ABC):
 
     @abstractmethod
     def coldest(self) -> Iterator[ObjectEntry]:
-        """What would go first. Nothing may change the queue until the last one was taken."""
+        """The entries in the order of eviction. The queue must not change during the iteration."""
 
 
 class EvictionPolicy(ABC):
-    """What one segment knows of the worth of its objects. All times are Unix seconds."""
+    """Ranks the worth of one segment's objects. All times are Unix seconds."""
 
     @abstractmethod
     def new_queue(self) -> EvictionQueue:
@@ -49,7 +49,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def cost(self, entry: ObjectEntry, now: float) -> float:
-        """What losing the entry costs, above 0; compared within a rank, and summed over windows."""
+        """The cost of losing the entry, above 0; compared within a rank, and summed over windows."""
 
     @abstractmethod
     def admitted(self, entry: ObjectEntry, now: float) -> None:
@@ -65,13 +65,13 @@ class EvictionPolicy(ABC):
 
 
 def worth(entry: ObjectEntry) -> float:
-    """Bytes lost, and less lost where the SSD has them, or somebody else."""
+    """Bytes lost, weighted: less where the SSD or another peer has them."""
     kept = entry.on_ssd or entry.is_kept_elsewhere
     return (1.0 if kept else LOST_FOR_GOOD) * entry.extent_bytes
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """What nobody asked for longest goes first."""
+    """The least recently used object goes first."""
 
     def new_queue(self) -> EvictionQueue:
         return _RecencyQueue()

@@ -1,4 +1,4 @@
-"""For chains of blocks: tails before heads, and what is read again later than the rest. Pure."""
+"""Eviction for chains of blocks: tails before heads, and blocks with repeated reads last. Pure."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from p2pstore.memory.segment_layout import SlotState
 
 MOST_CREDITS: Final = 3
 CORRELATED_SECONDS: Final = 1.0
-"""Reads so soon after the last use are part of it: of several ranks of one engine, or of who just wrote it."""
+"""Reads within this time after the last use are part of it: by several ranks of one engine, or by the writer."""
 GAP_WEIGHT: Final = 0.002
 """Of one more observation in the geometric mean, which a few very long gaps hardly move: it follows some hundred
 requests of some blocks each."""
 BURST_SECONDS: Final = 2.0
-"""A block that is used so soon after the one before it is used together with that."""
+"""A block used within this time after the block before it counts as used together with it."""
 MOST_ANCESTORS: Final = 1_024
 FOLLOWED: Final = 2.0
-"""So much more does it cost to lose a block that others of its chain build on: less than what keeps it from going
-ahead of need, with those others (`allocator.MUCH_MORE`)."""
+"""Factor on the cost of losing a block that later blocks of its chain build on. Below `extent_allocator.MUCH_MORE`, so
+that such a block can still go ahead of need, with those later ones."""
 
 
 class PrefixAware(EvictionPolicy):
-    """For chains of blocks that are read from their heads: what is read again stays for one typical gap longer.
+    """For chains of blocks that are read from their heads: each repeated read keeps a block for one more typical gap.
 
     *Credits*: the pause between two turns of a conversation is longer than small caches keep anything, but typical of
     the load. An object that was read again before is more likely to be read once more, so each such read (up to three)
@@ -41,8 +41,8 @@ class PrefixAware(EvictionPolicy):
     also where everything goes before it could be read again. A tenth of the room is for objects without credit.
 
     *Chains*: a block is worth nothing without those before it. A block is queued just before the block that it follows,
-    when both were used together, so that tails go first; and its use is a use of those before it, although whoever
-    reads it may have them already. (`follows` is set by who knows the chain; without it, blocks are ordered alone.)
+    when both were used together, so that tails go first; and its use is a use of those before it, although the reader
+    may have them already. (The caller sets `follows` where it knows the chain; without it, blocks are ordered alone.)
     """
 
     def __init__(self) -> None:
@@ -79,14 +79,14 @@ class PrefixAware(EvictionPolicy):
         self._ghosts.add(entry, self._queued)
 
     def queued(self, by: int) -> None:
-        """So many more entries are in queues: as many ghosts are kept."""
+        """Count `by` more entries in queues: as many ghosts are kept."""
         self._queued += by
 
     def _earned(self, credits: int, gap: float) -> int:
         """Credits after one more use, `gap` seconds after the one before."""
         if gap < CORRELATED_SECONDS:
             return credits
-        if credits < MOST_CREDITS:  # what all share, such as a system prompt, is read all the time
+        if credits < MOST_CREDITS:  # shared by all, as a system prompt is: read all the time
             usual = self.gap_seconds or gap
             self.gap_seconds = usual * (gap / usual) ** GAP_WEIGHT
         return min(MOST_CREDITS, credits + 1)

@@ -16,7 +16,7 @@ from p2pstore.memory.policies.interface import (
 
 MOST_READS_COUNTED: Final = 3
 READS_TO_STAY: Final = 2
-"""What was read so often while it was new joins the main queue."""
+"""Reads of a new object after which it joins the main queue."""
 MOST_PROMOTED: Final = 1_024
 """In one step: half a millisecond. Where even more were read since room was needed last, one of them goes."""
 _MAIN: Final = 4
@@ -53,7 +53,7 @@ class S3Fifo(EvictionPolicy):
             self._ghosts.add(entry, int(self._queued * (1 - NEW_SHARE)))
 
     def queued(self, by: int) -> None:
-        """So many more entries are in queues: as many ghosts are kept as main queues have room for."""
+        """Count `by` more entries in queues: as many ghosts are kept as main queues have room for."""
         self._queued += by
 
 

@@ -176,8 +176,8 @@ class PeerLocalBackend:
         return reply, passed
 
     def _give_hazards(self, client: LocalClient) -> SharedMemory | None:
-        """A page for the client to lease by, if it wants one. Not of memory that outlives this peer: who looks at what
-        would not be known in its next life."""
+        """A page for the client to lease by, if it wants one. Not for memory that outlives this peer: the leases would
+        be unknown in its next life."""
         if not client.hazards or not self._has_barriers or self._node.kept_memory is not None:
             return None
         try:
@@ -279,7 +279,7 @@ class PeerLocalBackend:
         ends: list[PinEnd] = await self._node.complete(
             self._core.operations.start(operation, self._now)
         )
-        # What is to be kept has to be here; what is to be kept no longer may be anywhere.
+        # An object to pin has to be here; one to unpin may be anywhere.
         done = [end.here or (pin is Pin.NONE and end.found) for end in ends]
         return local.Pinned(
             [local.OK if each else no_such_key() for each in done],

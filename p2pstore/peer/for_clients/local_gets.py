@@ -139,7 +139,7 @@ class LocalGets:
             wait_seconds = min(message.wait_ms / 1000, MAX_WAIT_SECONDS)
             lookup = LookupOperation(self._core, [digest], wait_seconds=wait_seconds)
             await self._node.settle(self._core.operations.start(lookup, self._node.now))
-        for _ in range(FETCH_ROUNDS):  # what was just fetched may be evicted before it is leased
+        for _ in range(FETCH_ROUNDS):  # a fetched object may be evicted before it is leased
             operation = self._core.operations.fetch(
                 digest,
                 self._node.now,

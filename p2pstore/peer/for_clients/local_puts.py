@@ -137,8 +137,8 @@ class LocalPuts:
         return await take_turns(self._committed(client, message, operations))
 
     async def _make_durable(self, message: local.Commit, operations: list[Started]) -> None:
-        """Have the SSD keep what it is to keep, all at once: they share their syncs. What fails is in memory all the
-        same."""
+        """Write the durable values of a batch to the SSD at once: they share their syncs. A value that fails stays in
+        memory."""
 
         async def keep(number: int, digest: bytes) -> None:
             assert self._node.ssd is not None
@@ -195,8 +195,8 @@ class LocalPuts:
         return reservation
 
     def make_room_ahead(self) -> None:
-        """Evict what has to go for the next put while nobody waits for it. One value's room, however many clients put:
-        what is there is used by whoever comes first."""
+        """Evict for the next put while no put waits for room. One value's room, however many clients put: the first
+        put takes it."""
         if self._next_put is None:
             return
         item, namespace = self._next_put
