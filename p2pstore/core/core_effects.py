@@ -1,23 +1,19 @@
 """The core's requests to its shell. Every effect with an `operation` is answered by an event that names it."""
 
 from __future__ import annotations
-from dataclasses import dataclass
-from dataclasses import field
-from p2pstore.gossip.records import LocationRecord
-from p2pstore.gossip.records import Member
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.gossip.records import writer_of
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.objects import Version
-from p2pstore.objects import ZERO_VERSION
-from p2pstore.wire import Failure
-from p2pstore.wire import Message
+
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from p2pstore.gossip.records import LocationRecord, Member, PeerId, SignedRecord, writer_of
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.objects import ZERO_VERSION, Version
+from p2pstore.wire import Failure, Message
 
 if TYPE_CHECKING:
     from p2pstore.core.copies.copy_destination import CopiesDestination
     from p2pstore.memory.segment import ObjectEntry
+
 
 @dataclass(frozen=True, slots=True)
 class KnownCopy:
@@ -41,6 +37,7 @@ class KnownCopy:
         unsaid = self.hearsay and version.writer == writer_of(self.peer_id)
         return ZERO_VERSION if unsaid else version
 
+
 @dataclass(frozen=True, slots=True)
 class AskPeer:
     """Send a request over a data connection; `core.answered(operation, tag, reply)` brings the outcome.
@@ -54,6 +51,7 @@ class AskPeer:
     kind: int
     request: Message
     timeout_seconds: float
+
 
 @dataclass(frozen=True, slots=True)
 class PullObject:
@@ -69,6 +67,7 @@ class PullObject:
     insist: bool = False
     """Not to be sent on to those who keep a hot object."""
 
+
 @dataclass(frozen=True, slots=True)
 class PullTogether:
     """Bring objects into this peer's memory, all from one holder.
@@ -81,12 +80,14 @@ class PullTogether:
     holder: PeerId
     copies: CopiesDestination
 
+
 @dataclass(frozen=True, slots=True)
 class LoadObject:
     """Bring an object from this peer's SSD into its memory: as `PullObject`, without other peers."""
 
     operation: int
     digest: bytes
+
 
 @dataclass(frozen=True, slots=True)
 class WriteObject:
@@ -95,12 +96,14 @@ class WriteObject:
 
     entry: ObjectEntry
 
+
 @dataclass(frozen=True, slots=True)
 class CheckReturned:
     """Compare the bytes of objects in memory, which an earlier life put there, with their sums;
     `core.earlier_life.returned_checked` brings the outcome. They may go meanwhile; what is read then means nothing."""
 
     entries: tuple[ObjectEntry, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class CheckObject:
@@ -109,17 +112,20 @@ class CheckObject:
 
     entry: ObjectEntry
 
+
 @dataclass(frozen=True, slots=True)
 class SaveClusterRecord:
     """Keep this record in the state directory."""
 
     signed: SignedRecord
 
+
 @dataclass(frozen=True, slots=True)
 class OperationFinished:
     """The operation has its `result`; its callers may go on."""
 
     operation: int
+
 
 @dataclass(frozen=True, slots=True)
 class PullFailure:
@@ -134,6 +140,7 @@ class PullFailure:
     others: tuple[Member, ...] = ()
     """With `keep`: the object is hot, and these have it."""
 
+
 @dataclass(frozen=True, slots=True)
 class PullOutcome:
     """How a pull ended: delivered, or not, with the failures on the way."""
@@ -146,8 +153,10 @@ class PullOutcome:
     transport: str = ""
     """From which member it came, and how."""
 
+
 Reply = Message | Failure | None
 """An answer, a refusal, or nothing at all within the time."""
+
 
 @dataclass(frozen=True, slots=True)
 class ColdObject:
@@ -157,6 +166,7 @@ class ColdObject:
     namespace: bytes
     version: Version
 
+
 @dataclass(frozen=True, slots=True)
 class ColdSorted:
     """Of the objects that the peer returned with: `good` may be served and announced, `discarded` are to be
@@ -165,6 +175,7 @@ class ColdSorted:
     good: tuple[ColdObject, ...]
     discarded: tuple[ColdObject, ...]
     last: bool
+
 
 Effect = (
     AskPeer

@@ -17,22 +17,23 @@ at the wall clock. The new state is saved whole, floors before the clock: a cras
 """
 
 from __future__ import annotations
+
+import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
 from msgspec.structs import replace
+
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.members.peer_clocks import ClockView
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import ClusterRecordKind
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import writer_of
-from p2pstore.objects import CLOCK_COUNTER_BITS
-from p2pstore.objects import MAX_CLOCK_SKEW_SECONDS
-from p2pstore.objects import clock_from_unix_seconds
-from p2pstore.objects import newest_accepted_clock
+from p2pstore.gossip.records import ClusterRecord, ClusterRecordKind, PeerId, writer_of
+from p2pstore.objects import (
+    CLOCK_COUNTER_BITS,
+    MAX_CLOCK_SKEW_SECONDS,
+    clock_from_unix_seconds,
+    newest_accepted_clock,
+)
 from p2pstore.wire import decode_body
-from typing import Final
-from typing import TYPE_CHECKING
-import math
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -51,6 +52,7 @@ LOOK_SECONDS: Final = 0.2
 MAX_CLOCK: Final = (1 << 63) - 1
 """Of what is believed of an earlier life: with room for all that follows in the 64 bits of the format."""
 CURE: Final = "set it right (`timedatectl`, chrony, ntpd); this peer then goes on by itself, without a restart"
+
 
 class Timekeeping:
     """See the module's docstring. `tick` makes the steps."""
@@ -364,6 +366,7 @@ class Timekeeping:
                 if cold is not None and cold.version.clock > limit:
                     core.cold.discard(digest, cold.version, self._now)
                     core.counters["stamps_dropped"] += 1
+
 
 def span(seconds: float) -> str:
     """A length of time for people: `3.2 s`, `60 min`, `2.5 h`, `365 days`."""

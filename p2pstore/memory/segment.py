@@ -6,55 +6,48 @@ reused only when nothing refers to it. Readers that merely map the segment need 
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from collections.abc import Set
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import groupby
-from p2pstore.errors import CapacityExceeded
-from p2pstore.errors import ObjectTooLarge
-from p2pstore.memory.areas import Areas
-from p2pstore.memory.areas import NO_CAPS
-from p2pstore.memory.entries import MAX_RESERVATIONS_PER_HOLDER
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import Reservation
-from p2pstore.memory.entries import Reservations
-from p2pstore.memory.entries import Written
+from types import MappingProxyType
+from typing import Final
+
+from p2pstore.errors import CapacityExceeded, ObjectTooLarge
+from p2pstore.memory.areas import NO_CAPS, Areas
+from p2pstore.memory.entries import (
+    MAX_RESERVATIONS_PER_HOLDER,
+    ObjectEntry,
+    Reservation,
+    Reservations,
+    Written,
+)
 from p2pstore.memory.eviction import EvictionOrder
 from p2pstore.memory.eviction_policies import make_policy
 from p2pstore.memory.kept_memory import Kept
-from p2pstore.memory.object_table import ObjectTable
-from p2pstore.memory.object_table import slot_of
+from p2pstore.memory.object_table import ObjectTable, slot_of
 from p2pstore.memory.policies.interface import EvictionPolicy
 from p2pstore.memory.references import References
 from p2pstore.memory.returned_objects import ReturnedObjects
 from p2pstore.memory.room import Room
-from p2pstore.memory.segment_layout import EXPIRY_BYTES
-from p2pstore.memory.segment_layout import GRANULE_BYTES
-from p2pstore.memory.segment_layout import Geometry
-from p2pstore.memory.segment_layout import MAX_TRAILER_BYTES
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.memory.segment_layout import encode_trailer
-from p2pstore.memory.segment_layout import extent_bytes
-from p2pstore.memory.segment_layout import pin_of
-from p2pstore.memory.segment_layout import round_up
-from p2pstore.memory.segment_layout import trailer_matches
-from p2pstore.memory.segment_objects import Filled
-from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
-from p2pstore.memory.segment_objects import SegmentObjects
-from p2pstore.memory.views import DROPPED_PER_STEP
-from p2pstore.memory.views import Views
-from p2pstore.objects import MAX_OBJECT_BYTES
-from p2pstore.objects import are_sums_of
-from p2pstore.runtime.stepping import Steps
-from p2pstore.runtime.stepping import run_through
-from types import MappingProxyType
-from typing import Final
+from p2pstore.memory.segment_layout import (
+    EXPIRY_BYTES,
+    GRANULE_BYTES,
+    MAX_TRAILER_BYTES,
+    Geometry,
+    Pin,
+    SlotState,
+    decode_trailer,
+    encode_trailer,
+    extent_bytes,
+    pin_of,
+    round_up,
+    trailer_matches,
+)
+from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS, Filled, SegmentObjects
+from p2pstore.memory.views import DROPPED_PER_STEP, Views
+from p2pstore.objects import MAX_OBJECT_BYTES, are_sums_of
+from p2pstore.runtime.stepping import Steps, run_through
 
 __all__ = [
     "MAX_RESERVATIONS_PER_HOLDER",
@@ -67,6 +60,7 @@ __all__ = [
 ]
 
 NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
+
 
 class Segment:
     """One segment and everything in it. For one thread.
@@ -370,6 +364,7 @@ class Segment:
         self.views.detach()
         self.table.detach()
 
+
 class Restoring:
     """Writes anew what clients, which map the whole segment, wrote where only its owner may."""
 
@@ -417,6 +412,7 @@ class Restoring:
     def _trailer_is_good(self, entry: ObjectEntry) -> bool:
         trailer = decode_trailer(self._table.trailer_bytes(entry))
         return trailer is not None and trailer_matches(trailer, slot_of(entry))
+
 
 def _filled(
     reservation: Reservation, written: Written, soft: bool, now: float

@@ -1,22 +1,23 @@
 """Copies when peers die or leave, with real processes."""
 
 from __future__ import annotations
-from collections.abc import Iterator
-from p2pstore.objects import MIB
-from tests.cluster.test_cli import Machine
-from tests.cluster.test_cli import Peer
-from tests.cluster.test_cli import done
-from tests.cluster.test_cli import eventually
-from tests.cluster.test_cli import new_machine
+
 import json
-import pytest
 import signal
+from collections.abc import Iterator
+
+import pytest
+
+from p2pstore.objects import MIB
+from tests.cluster.test_cli import Machine, Peer, done, eventually, new_machine
+
 
 @pytest.fixture
 def trio_of_peers() -> Iterator[list[Peer]]:
     """Three peers on one machine, which repair within seconds."""
     with new_machine() as machine:
         yield three(machine)
+
 
 def three(machine: Machine) -> list[Peer]:
     peers = [machine.join("first", "--network", "local")]
@@ -26,12 +27,15 @@ def three(machine: Machine) -> list[Peer]:
     eventually(lambda: all(peer.alive() == 3 for peer in peers))
     return peers
 
+
 def holders(peer: Peer, key: str) -> set[str]:
     """The names of those that hold a copy and can be reached, as a peer knows."""
     return {found.peer for found in peer.client.locate(key) if found.reachable}
 
+
 def value_of(number: int) -> bytes:
     return bytes([number]) * (MIB // 4 + number)
+
 
 def test_after_kill_9_all_objects_have_their_copies_again(trio_of_peers: list[Peer]) -> None:
     first, second, third = trio_of_peers
@@ -59,6 +63,7 @@ def test_after_kill_9_all_objects_have_their_copies_again(trio_of_peers: list[Pe
     for number in range(12):
         assert second.client.get(f"k{number}") == value_of(number)
 
+
 def test_leave_hands_over_what_only_that_peer_holds(trio_of_peers: list[Peer]) -> None:
     first, second, third = trio_of_peers
     for number in range(20):
@@ -82,6 +87,7 @@ def test_leave_hands_over_what_only_that_peer_holds(trio_of_peers: list[Peer]) -
     said = done(second.run("leave", "--drain", "5s")).stderr.decode()
     assert "left behind" in said
     assert "handed over" not in said
+
 
 def test_a_peer_that_is_asked_to_stop_hands_over_as_well(trio_of_peers: list[Peer]) -> None:
     first, _, third = trio_of_peers

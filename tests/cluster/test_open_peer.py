@@ -1,50 +1,46 @@
 """Several real peers in one trio loop: what the API promises, and what must not bring a peer down."""
 
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from contextlib import asynccontextmanager
-from p2pstore import PeerConfig
-from p2pstore import errors
-from p2pstore.access.keyring import new_cluster_key
-from p2pstore.core.gets import key_pages as listing
-from p2pstore.core.gets import serving
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Ping
-from p2pstore.memory.policies.interface import LeastRecentlyUsed
-from p2pstore.memory.policies.prefix_aware import PrefixAware
-from p2pstore.memory.segment_layout import SLOT_BYTES
-from p2pstore.memory.segment_layout import trailer_offset
-from p2pstore.objects import key_digest
-from p2pstore.peer import Peer
-from p2pstore.peer import open_peer
-from p2pstore.peer.lifetime import saving
-from p2pstore.routing import Costs
-from p2pstore.routing import Router
-from p2pstore.state.state_directory import StateDirectory
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import Lookup
-from p2pstore.transfer.peer_messages import Replicate
-from pathlib import Path
-from simulation.segment_checks import check_segment
 import gc
-import numpy as np
 import os
-import p2pstore
-import pytest
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
 import trio
 
+import p2pstore
+from p2pstore import PeerConfig, errors
+from p2pstore.access.keyring import new_cluster_key
+from p2pstore.core.gets import key_pages as listing
+from p2pstore.core.gets import serving
+from p2pstore.gossip.gossip_messages import ControlKind, Ping
+from p2pstore.memory.policies.interface import LeastRecentlyUsed
+from p2pstore.memory.policies.prefix_aware import PrefixAware
+from p2pstore.memory.segment_layout import SLOT_BYTES, trailer_offset
+from p2pstore.objects import key_digest
+from p2pstore.peer import Peer, open_peer
+from p2pstore.peer.lifetime import saving
+from p2pstore.routing import Costs, Router
+from p2pstore.state.state_directory import StateDirectory
+from p2pstore.transfer.data_messages import DataKind
+from p2pstore.transfer.peer_messages import Locations, Lookup, Replicate
+from simulation.segment_checks import check_segment
+
 MIB = 1024 * 1024
+
 
 async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     with trio.fail_after(seconds):
         while not condition():
             await trio.sleep(0.01)
+
 
 def config(folder: Path, name: str, *bootstrap: Peer | str, **settings: object) -> PeerConfig:
     addresses = [each if isinstance(each, str) else each.control for each in bootstrap]
@@ -57,6 +53,7 @@ def config(folder: Path, name: str, *bootstrap: Peer | str, **settings: object) 
         "insecure": True,  # tests that attack as a member need no key then
     }
     return PeerConfig(**{**defaults, **settings})  # type: ignore[arg-type]  # settings of every type
+
 
 @asynccontextmanager
 async def cluster(folder: Path, count: int = 3, **settings: object) -> AsyncIterator[list[Peer]]:
@@ -80,6 +77,7 @@ async def cluster(folder: Path, count: int = 3, **settings: object) -> AsyncIter
         finally:
             done.set()
 
+
 async def test_what_one_puts_the_others_get(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (a, b, c):
         for size in (0, 1, 4096, MIB - 1, MIB + 1, 5 * MIB):
@@ -94,6 +92,7 @@ async def test_what_one_puts_the_others_get(tmp_path: Path) -> None:
                 assert view == value
                 assert view.readonly
 
+
 async def test_a_client_whose_reads_fall_back_is_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,6 +104,7 @@ async def test_a_client_whose_reads_fall_back_is_counted(
         await until(lambda: counters["transport_fallbacks"] == 1)
         assert "shm to p0 did not work" in caplog.text
         os.rename(tmp_path / "elsewhere", a.socket)
+
 
 async def test_statuses_and_overwrite(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2) as (a, b):
@@ -121,6 +121,7 @@ async def test_statuses_and_overwrite(tmp_path: Path) -> None:
         locations = await a.locate("k")
         assert {place.peer for place in locations} == {"p1"}
 
+
 async def test_concurrent_first_puts_end_as_one_version(tmp_path: Path) -> None:
     async with cluster(tmp_path) as peers:
         async with trio.open_nursery() as nursery:
@@ -129,6 +130,7 @@ async def test_concurrent_first_puts_end_as_one_version(tmp_path: Path) -> None:
         with trio.fail_after(10):
             while len({await peer.get("k", wait=1) for peer in peers}) > 1:
                 await trio.sleep(0.02)
+
 
 async def test_replicas_survive_their_first_holder(tmp_path: Path) -> None:
     value = os.urandom(3 * MIB)
@@ -150,6 +152,7 @@ async def test_replicas_survive_their_first_holder(tmp_path: Path) -> None:
         assert await a.get("k") == value
         assert await b.get("k") == value
 
+
 async def test_a_spoilt_copy_is_dropped_and_read_from_another_holder(tmp_path: Path) -> None:
     value = os.urandom(3 * MIB)
     async with cluster(tmp_path, 2) as (a, b):
@@ -161,6 +164,7 @@ async def test_a_spoilt_copy_is_dropped_and_read_from_another_holder(tmp_path: P
         assert a.node.core.counters["objects_spoilt"] == 1
         check_segment(a.node.core.segment)
         await until(lambda: {place.peer for place in b.locate_nowait("k")} == {"p1"})
+
 
 async def test_readers_spread_over_the_holders(tmp_path: Path) -> None:
     async with cluster(tmp_path, 3) as peers:
@@ -178,6 +182,7 @@ async def test_readers_spread_over_the_holders(tmp_path: Path) -> None:
         firsts = {reader.node.routes.reading_order(copies)[0].member for _ in range(100)}
         assert firsts == {copies[0].member}
 
+
 async def test_removed_stays_removed(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (a, b, c):
         await a.put("k", b"value" * 1000, replicas=3)
@@ -190,6 +195,7 @@ async def test_removed_stays_removed(tmp_path: Path) -> None:
         assert (await c.put("k", b"again")).status == "created"
         assert await a.get("k", wait=5) == b"again"
 
+
 async def test_floors_outlive_a_restart(tmp_path: Path) -> None:
     state = str(tmp_path / "state")
     async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
@@ -199,6 +205,7 @@ async def test_floors_outlive_a_restart(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
         assert peer.peer_id == first
         assert len(peer.node.core.gossip.cluster_records) == 1
+
 
 async def test_wait_for_a_key_that_is_on_its_way(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (a, b, _):
@@ -213,6 +220,7 @@ async def test_wait_for_a_key_that_is_on_its_way(tmp_path: Path) -> None:
             await trio.sleep(0.05)
             await a.put("late", b"here")
         assert results == [b"here"] * 10
+
 
 async def test_batches_report_each_item(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2) as (a, b):
@@ -230,6 +238,7 @@ async def test_batches_report_each_item(tmp_path: Path) -> None:
         assert await b.contains_many(["x", "z"]) == [True, False]
         assert await b.match_prefix(["x", "y", "z"]) == 2
 
+
 async def test_tensors_keep_dtype_and_shape(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2) as (a, b):
         array = np.arange(24, dtype=np.float16).reshape(2, 3, 4)
@@ -238,6 +247,7 @@ async def test_tensors_keep_dtype_and_shape(tmp_path: Path) -> None:
         back = await b.get_tensor("t")
         assert back.dtype == array.dtype
         assert np.array_equal(back, array)
+
 
 async def test_a_full_memory_says_so(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "a", memory="8MiB", max_leased="100%")) as peer:
@@ -250,10 +260,12 @@ async def test_a_full_memory_says_so(tmp_path: Path) -> None:
                 await peer.put("c", bytes(MIB))
         await peer.put("c", bytes(MIB))
 
+
 async def test_errors_of_the_block_come_out_as_themselves(tmp_path: Path) -> None:
     with pytest.raises(errors.NoSuchKey, match="missing"):
         async with open_peer(config(tmp_path, "a")) as peer:
             await peer.get("missing")
+
 
 @pytest.mark.parametrize("key", ["", "x" * 1025, "\ud800"])
 async def test_bad_keys(tmp_path: Path, key: str) -> None:
@@ -263,9 +275,11 @@ async def test_bad_keys(tmp_path: Path, key: str) -> None:
         with pytest.raises(ValueError, match="key"):
             await peer.get(key)
 
+
 def open_files() -> int:
     gc.collect()  # a mapping goes with the last object that refers to it
     return len(os.listdir("/proc/self/fd"))
+
 
 async def test_nothing_is_left_open(tmp_path: Path) -> None:
     async def once() -> int:
@@ -277,6 +291,7 @@ async def test_nothing_is_left_open(tmp_path: Path) -> None:
     later = [await once() for _ in range(3)]
     assert max(later) <= first
     assert not (tmp_path / "a.sock").exists()
+
 
 async def test_a_cancelled_peer_closes_everything(tmp_path: Path) -> None:
     async def for_a_while(seconds: float) -> None:
@@ -292,13 +307,16 @@ async def test_a_cancelled_peer_closes_everything(tmp_path: Path) -> None:
     assert open_files() <= before
     assert not (tmp_path / "a.sock").exists()
 
+
 # --- joining ---------------------------------------------------------------------------------
+
 
 def key_file(folder: Path, name: str) -> str:
     path = folder / name
     path.touch(0o600)
     path.write_text(new_cluster_key() + "\n")
     return str(path)
+
 
 async def test_the_wrong_cluster_key_is_refused_and_said_on_both_sides(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -315,11 +333,13 @@ async def test_the_wrong_cluster_key_is_refused_and_said_on_both_sides(
     assert refused, said  # why, the error says
     assert any(line.startswith("dropped") for line in said), said
 
+
 async def test_the_right_cluster_key_joins(tmp_path: Path) -> None:
     key = key_file(tmp_path, "key")
     async with cluster(tmp_path, 2, cluster_key_file=key) as (a, b):
         await a.put("k", bytes(2 * MIB))
         assert await b.get("k", wait=5) == bytes(2 * MIB)
+
 
 async def test_another_cluster_is_refused(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "a", cluster="one")) as a:
@@ -328,8 +348,10 @@ async def test_another_cluster_is_refused(tmp_path: Path) -> None:
                 with trio.fail_after(15):
                     await b.node.leave_requested.wait()
 
+
 def book(state: str) -> str:
     return Path(state, "addresses.json").read_text()
+
 
 async def test_a_failed_join_leaves_nothing_behind(tmp_path: Path) -> None:
     state = str(tmp_path / "state")
@@ -347,6 +369,7 @@ async def test_a_failed_join_leaves_nothing_behind(tmp_path: Path) -> None:
             assert wrong.control not in book(state)
         async with open_peer(config(tmp_path, "b", right, cluster="two", state_dir=state)) as b:
             await until(lambda: b.node.core.live_peers())
+
 
 async def test_a_remembered_address_of_another_cluster_is_no_reason_to_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -374,6 +397,7 @@ async def test_a_remembered_address_of_another_cluster_is_no_reason_to_end(
             assert right.control in book(state)
             assert wrong.control not in book(state)
 
+
 async def test_of_several_addresses_one_that_admits_is_enough(tmp_path: Path) -> None:
     async with (
         open_peer(config(tmp_path, "a", cluster="one")) as wrong,
@@ -382,6 +406,7 @@ async def test_of_several_addresses_one_that_admits_is_enough(tmp_path: Path) ->
     ):
         await until(lambda: b.node.core.live_peers())
         assert b.node.failure is None
+
 
 async def test_a_dead_bootstrap_address_is_retried_and_the_peer_serves_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -396,6 +421,7 @@ async def test_a_dead_bootstrap_address_is_retried_and_the_peer_serves_alone(
             await until(lambda: len(a.node.core.live_peers()) == 1, 30)
             assert await a.get("k", wait=5) == b"alone"
 
+
 async def test_a_copied_identity_is_found_out(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "first", state_dir=str(tmp_path / "one"))) as first:
         shutil.copytree(tmp_path / "one", tmp_path / "two")
@@ -406,6 +432,7 @@ async def test_a_copied_identity_is_found_out(tmp_path: Path) -> None:
                 async with open_peer(twin) as peer:
                     with trio.fail_after(60):
                         await peer.node.leave_requested.wait()
+
 
 async def test_places_that_are_taken(tmp_path: Path) -> None:
     state = str(tmp_path / "state")
@@ -420,6 +447,7 @@ async def test_places_that_are_taken(tmp_path: Path) -> None:
                 async with open_peer(config(tmp_path, "b", **settings)):
                     pass
         await a.put("k", b"still here")
+
 
 @pytest.mark.parametrize(
     ("settings", "words"),
@@ -439,7 +467,9 @@ async def test_bad_settings_are_named(tmp_path: Path, settings: dict, words: str
         async with open_peer(config(tmp_path, **{"name": "a", **settings})):
             pass
 
+
 # --- strangers and broken clients ------------------------------------------------------------
+
 
 def garbage(kind: int) -> bytes:
     return (
@@ -450,6 +480,7 @@ def garbage(kind: int) -> bytes:
         b"P2PSTORL" + b"\xff" * 64,
         b"",
     )[kind]
+
 
 async def test_garbage_costs_a_connection_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -478,6 +509,7 @@ async def test_garbage_costs_a_connection_and_nothing_else(
             assert await other.get("k", wait=10) == b"value"
     assert any(record.name.startswith("p2pstore.") for record in caplog.records)
 
+
 CLIENT = """
 import sys, numpy as np
 from p2pstore import blocking
@@ -493,6 +525,7 @@ reply = run_blocking(link.request(LocalKind.RESERVE, Reserve(items), Reserved))
 print(len(view), len(reply.items), flush=True)
 sys.stdin.read()
 """
+
 
 async def test_a_client_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "a")) as peer:
@@ -516,6 +549,7 @@ async def test_a_client_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
         await until(lambda: (segment.used_bytes, segment.leased_bytes) == (used, leased))
         check_segment(segment)
 
+
 async def test_a_listing_longer_than_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,6 +566,7 @@ async def test_a_listing_longer_than_a_page(
         assert [each.key for each in page.keys] == keys[5:15]
         assert page.more
 
+
 async def test_it_is_an_object_store(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "a")) as peer:
         assert isinstance(peer, p2pstore.ObjectStore)
@@ -544,6 +579,7 @@ async def test_it_is_an_object_store(tmp_path: Path) -> None:
             assert document["peer"]["objects"] == 1
             assert document["cluster"]["peers"] == 1
 
+
 async def test_a_cancelled_peer_says_goodbye(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "stays")) as stays:
         with trio.CancelScope() as scope:
@@ -555,6 +591,7 @@ async def test_a_cancelled_peer_says_goodbye(tmp_path: Path) -> None:
         state = stays.node.core.gossip.membership.get(gone)
         assert state is not None
         assert state.status.name == "LEFT"
+
 
 async def test_floors_that_are_gone_do_not_fill_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -576,6 +613,7 @@ async def test_floors_that_are_gone_do_not_fill_the_disk(
             assert directory.floors.record_count <= 2 * 0 + 3 + 2
         assert len(directory.floors.load()) < 12
 
+
 async def test_a_peer_that_has_left_refuses_what_others_still_ask(tmp_path: Path) -> None:
     """Their connections end a moment after it does; that is no error of this program."""
     async with open_peer(config(tmp_path, "gone")) as peer:
@@ -583,6 +621,7 @@ async def test_a_peer_that_has_left_refuses_what_others_still_ask(tmp_path: Path
     with pytest.raises(errors.StoreClosed, match="has left"):
         await node.control.serve(node.core.peer_id, ControlKind.PING, Ping(1, []))
     node.process()
+
 
 async def test_addresses_are_kept_as_soon_as_peers_have_met(tmp_path: Path) -> None:
     """A peer killed a moment later finds the others by them."""
@@ -598,6 +637,7 @@ async def test_addresses_are_kept_as_soon_as_peers_have_met(tmp_path: Path) -> N
 
         seconds = saving.SAVE_INTERVAL_SECONDS / 2
         await until(lambda: kept(states[0], b) and kept(states[1], a), seconds)
+
 
 async def test_what_a_peer_says_of_its_load_is_told_to_schedulers(tmp_path: Path) -> None:
     async with cluster(tmp_path, 2) as (first, second):
@@ -615,6 +655,7 @@ async def test_what_a_peer_says_of_its_load_is_told_to_schedulers(tmp_path: Path
         )
         assert [route.peer_id for route in routes] == [second.peer_id, first.peer_id]
 
+
 async def test_room_for_the_next_of_many_puts_is_made_after_each_answer(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "alone", memory="1MiB")) as peer:
         segment, value = peer.node.core.segment, bytes(3000)
@@ -623,10 +664,12 @@ async def test_room_for_the_next_of_many_puts_is_made_after_each_answer(tmp_path
         assert segment.object_count < 260
         assert segment.free_bytes == 4096
 
+
 async def test_a_peer_evicts_as_it_was_told(tmp_path: Path) -> None:
     for name, kind in (("lru", LeastRecentlyUsed), ("prefix", PrefixAware)):
         async with open_peer(config(tmp_path, name, eviction_policy=name)) as peer:
             assert type(peer.node.core.segment.policy) is kind
+
 
 async def test_who_floods_leaves_others_what_their_quota_keeps(tmp_path: Path) -> None:
     """By single puts with room granted ahead, by batches, and from another peer that has no memory itself."""
@@ -653,6 +696,7 @@ async def test_who_floods_leaves_others_what_their_quota_keeps(tmp_path: Path) -
         assert use["quota_bytes"] == 3 * MIB
         assert use["kept_bytes"] == use["used_bytes"] >= 80 * len(value)
 
+
 async def test_chains_go_from_their_tails(tmp_path: Path) -> None:
     """A chain put as a batch, and one that grows behind what `match_prefix` found."""
     async with open_peer(config(tmp_path, "p", memory="8MiB")) as peer:
@@ -673,6 +717,7 @@ async def test_chains_go_from_their_tails(tmp_path: Path) -> None:
             number += 1
             left = [key for key in chain if peer.contains_nowait(key)]
 
+
 async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies(
     tmp_path: Path,
 ) -> None:
@@ -690,6 +735,7 @@ async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies
                 DataKind.REPLICATE,
                 Replicate(entry.digest, entry.version.clock, entry.version.writer, 5),
             )
+
 
 async def test_a_stray_write_of_a_client_harms_nobody_for_long(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

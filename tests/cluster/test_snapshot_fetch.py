@@ -1,26 +1,27 @@
 """A large location set fetched whole from its owner, between real peers."""
 
+import logging
+import threading
+from pathlib import Path
+
+import pytest
 from msgspec.structs import replace
+
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
-from p2pstore.gossip.records import LOCATION_BYTES
-from p2pstore.gossip.records import LocationRecord
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
 from p2pstore.objects import Version
 from p2pstore.peer import Peer
 from p2pstore.peer.for_peers import data_requests
 from p2pstore.peer.for_peers.data_backend import PeerDataBackend
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Snapshot
-from pathlib import Path
-from tests.cluster.test_open_peer import cluster
-from tests.cluster.test_open_peer import until
+from tests.cluster.test_open_peer import cluster, until
 from tests.unit.gossip_network import digest_of
-import logging
-import pytest
-import threading
 
 COUNT = 3 * STEP_RECORDS
+
 
 def hold(owner: Peer) -> None:
     """Have a peer say that it holds many keys."""
@@ -31,9 +32,11 @@ def hold(owner: Peer) -> None:
         core.gossip.hold(LocationRecord(digest_of(number), stamp, number, 1), owner.node.now)
     owner.node.process()
 
+
 def knows_all(reader: Peer, owner: Peer) -> bool:
     mine, theirs = reader.node.core.gossip, owner.node.core.gossip
     return mine.directory.position(theirs.member) == (theirs.incarnation, theirs.log.sequence)
+
 
 def lose(reader: Peer, owner: Peer) -> None:
     """The reader's view is not what its owner signed."""
@@ -41,6 +44,7 @@ def lose(reader: Peer, owner: Peer) -> None:
     wrong = replace(gossip.log.head, set_hash=1)
     assert not directory.observe_head(gossip.member, gossip.incarnation, wrong)
     directory.observe_head(gossip.member, gossip.incarnation, gossip.log.head)
+
 
 async def test_a_lost_view_is_fetched_whole_and_checked_beside_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -64,6 +68,7 @@ async def test_a_lost_view_is_fetched_whole_and_checked_beside_the_loop(
     assert checked_in
     assert threading.get_ident() not in checked_in
 
+
 async def test_a_snapshot_that_is_nonsense_is_dropped_and_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -84,6 +89,7 @@ async def test_a_snapshot_that_is_nonsense_is_dropped_and_fetched_again(
             await until(lambda: knows_all(b, a))
         assert served >= 2
         assert "names a key twice" in caplog.text
+
 
 async def test_a_snapshot_of_more_than_its_owner_signed_is_not_even_received(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -113,6 +119,7 @@ async def test_a_snapshot_of_more_than_its_owner_signed_is_not_even_received(
         assert served >= 2
         assert checked == [COUNT * LOCATION_BYTES] * len(checked)
         assert "at most" in caplog.text
+
 
 async def test_a_peer_gives_a_snapshot_of_its_own_log_only(tmp_path: Path) -> None:
     """No peer asks it for another's: that would be a second way, which holds the event loop."""

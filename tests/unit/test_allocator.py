@@ -1,25 +1,23 @@
 """The allocator against a model (a set of intervals), and how full memory stays under churn."""
 
 from __future__ import annotations
+
+import math
+import random
 from collections import OrderedDict
 from collections.abc import Callable
-from hypothesis import given
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine
-from hypothesis.stateful import initialize
-from hypothesis.stateful import invariant
-from hypothesis.stateful import precondition
-from hypothesis.stateful import rule
 from itertools import islice
-from p2pstore.memory.extent_allocator import ExtentAllocator
-from p2pstore.memory.extent_allocator import choose_windows
-from p2pstore.runtime.stepping import run_through
-import math
+
 import pytest
-import random
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from p2pstore.memory.extent_allocator import ExtentAllocator, choose_windows
+from p2pstore.runtime.stepping import run_through
 
 GRANULE = 16
+
 
 class AllocatorAgainstIntervals(RuleBasedStateMachine):
     """`taken` maps offset -> size; everything else about the allocator follows from it."""
@@ -122,10 +120,12 @@ class AllocatorAgainstIntervals(RuleBasedStateMachine):
         assert allocator.largest_free_bytes == max((length for _, length in holes), default=0)
         assert len(allocator) == len(self.taken)
 
+
 TestAllocatorAgainstIntervals = AllocatorAgainstIntervals.TestCase
 TestAllocatorAgainstIntervals.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None
 )
+
 
 def test_equal_extents_are_reused_last_in_first_out() -> None:
     allocator = ExtentAllocator(20 * GRANULE, GRANULE)
@@ -136,6 +136,7 @@ def test_equal_extents_are_reused_last_in_first_out() -> None:
         allocator.free(offset)
     assert [allocator.allocate(GRANULE) for _ in freed] == freed[::-1]
 
+
 @pytest.mark.parametrize("size", [0, -GRANULE, GRANULE + 1])
 def test_sizes_that_are_no_granules_are_refused(size: int) -> None:
     allocator = ExtentAllocator(4 * GRANULE, GRANULE)
@@ -144,6 +145,7 @@ def test_sizes_that_are_no_granules_are_refused(size: int) -> None:
     if size:
         with pytest.raises(ValueError, match="granules"):
             ExtentAllocator(size, GRANULE)
+
 
 def test_an_area_of_nothing_has_room_for_nothing() -> None:
     allocator = ExtentAllocator(0, GRANULE)
@@ -155,12 +157,14 @@ def test_an_area_of_nothing_has_room_for_nothing() -> None:
         [],
     )
 
+
 def test_an_extent_does_not_grow() -> None:
     allocator = ExtentAllocator(4 * GRANULE, GRANULE)
     offset = allocator.allocate(GRANULE)
     assert offset is not None
     with pytest.raises(ValueError, match="cannot grow"):
         allocator.shrink(offset, 2 * GRANULE)
+
 
 def window(
     sizes: list[int],
@@ -183,14 +187,17 @@ def window(
     )
     return sorted(number[offset] for offset in choose_windows(found, count)) if found else None
 
+
 def test_a_window_grows_over_the_cheaper_side_first() -> None:
     assert window([1, 1, 1], 2, [1], {0: 5, 1: 1, 2: 3}) == [1, 2]
     assert window([1, 1, 1], 2, [1], {0: 3, 1: 1, 2: 5}) == [0, 1]
+
 
 def test_what_must_stay_stops_a_window() -> None:
     assert window([1, 1, 1], 2, [1], {0: 5, 1: 1}) == [0, 1]
     assert window([1, 1, 1], 3, [1], {0: 5, 1: 1}) is None
     assert window([1, 1, 1], 1, [2], {0: 5, 1: 1}) is None
+
 
 def test_the_cheapest_of_several_windows_wins() -> None:
     costs = {0: 1.0, 1: 9.0, 2: 9.0, 3: 2.0, 4: 2.0}
@@ -200,8 +207,10 @@ def test_the_cheapest_of_several_windows_wins() -> None:
     assert window([1, 1, 1, 1, 1], 2, [1, 3], costs) == [3, 4]
     assert window([1, 1, 1, 1, 1], 2, [1], costs) == [0, 1]
 
+
 Eviction = Callable[[ExtentAllocator, "OrderedDict[int, int]", int, int], list[int]]
 """(allocator, when each extent was taken, now, size) -> extents to evict."""
+
 
 def test_several_windows_at_once() -> None:
     ones = dict.fromkeys(range(8), 1.0)
@@ -214,6 +223,7 @@ def test_several_windows_at_once() -> None:
     assert window([1] * 8, 1, [0, 2, 4, 6], costs, count=8) == [2, 4, 6]
     assert window([1] * 8, 1, [4, 6, 2, 0], costs, count=8) == [2, 4, 6]
 
+
 def cheapest_windows(
     allocator: ExtentAllocator, born: OrderedDict[int, int], now: int, size: int
 ) -> list[int]:
@@ -222,6 +232,7 @@ def cheapest_windows(
         allocator.find_windows(size, oldest, lambda at: allocator.size_of(at) / (now - born[at]))
     )
     return choose_windows(found)
+
 
 def utilisation(evict: Eviction) -> float:
     """Mean share of memory in use in a steady churn of extents of 1 to 256 granules."""
@@ -240,13 +251,16 @@ def utilisation(evict: Eviction) -> float:
             used.append(allocator.used_bytes / allocator.data_bytes)
     return sum(used) / len(used)
 
+
 def test_memory_stays_full_under_a_mixed_load() -> None:
     assert utilisation(cheapest_windows) >= 0.97
+
 
 def test_evicting_one_by_one_does_not_keep_memory_full() -> None:
     """The reason for windows; and the measure tells the difference."""
     rng = random.Random(5)
     assert utilisation(lambda _, born, now, size: [rng.choice(list(born))]) < 0.9
+
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=12))
 def test_freeing_everything_leaves_one_extent(sizes: list[int]) -> None:

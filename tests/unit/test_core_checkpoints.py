@@ -1,46 +1,47 @@
 """A peer's records of checkpoints, sent and received: heads, switches, participants, trusted publishers."""
 
 from __future__ import annotations
-from p2pstore.core.checkpoints import MAX_PINS
-from p2pstore.core.core_effects import SaveClusterRecord
-from p2pstore.errors import CheckpointRefused
-from p2pstore.errors import NoSuchKey
-from p2pstore.gossip.checkpoint_records import HeadBody
-from p2pstore.gossip.checkpoint_records import SwitchBody
-from p2pstore.gossip.checkpoint_records import checkpoint_digest
-from p2pstore.gossip.gossip_messages import ControlKind
-from p2pstore.gossip.gossip_messages import Delta
-from p2pstore.gossip.records import CLUSTER_RECORD_FORMAT
-from p2pstore.gossip.records import ClusterRecord
-from p2pstore.gossip.records import ClusterRecordKind
-from p2pstore.gossip.records import MAX_PARTICIPATIONS
-from p2pstore.gossip.records import Participation
-from p2pstore.gossip.records import TakesPart
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.gossip.records import read_peer_record
-from p2pstore.gossip.records import sign_cluster_record
-from p2pstore.objects import unix_seconds_from_clock
-from p2pstore.wire import Message
-from p2pstore.wire import encode_body
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import Other
-from tests.unit.core_harness import clock_at
+
 from typing import Any
+
 import msgspec
 import pytest
 
+from p2pstore.core.checkpoints import MAX_PINS
+from p2pstore.core.core_effects import SaveClusterRecord
+from p2pstore.errors import CheckpointRefused, NoSuchKey
+from p2pstore.gossip.checkpoint_records import HeadBody, SwitchBody, checkpoint_digest
+from p2pstore.gossip.gossip_messages import ControlKind, Delta
+from p2pstore.gossip.records import (
+    CLUSTER_RECORD_FORMAT,
+    MAX_PARTICIPATIONS,
+    ClusterRecord,
+    ClusterRecordKind,
+    Participation,
+    TakesPart,
+    format_peer_id,
+    read_peer_record,
+    sign_cluster_record,
+)
+from p2pstore.objects import unix_seconds_from_clock
+from p2pstore.wire import Message, encode_body
+from tests.unit.core_harness import NAMESPACE, Harness, Other, clock_at
+
 V1, V2, V3 = b"1" * 16, b"2" * 16, b"3" * 16
+
 
 @pytest.fixture
 def world() -> Harness:
     return Harness(others=3)
 
+
 def digest(other: Any, name: str = "model") -> bytes:
     return checkpoint_digest(NAMESPACE, name, other.peer_id)
 
+
 def head(version: bytes = V1, name: str = "model", **more: Any) -> HeadBody:
     return HeadBody(NAMESPACE, name, version, 100, 1 << 30, 3, 256, **more)
+
 
 def hear(
     world: Harness,
@@ -64,10 +65,13 @@ def hear(
     world.gossip.serve(world.others[0].peer_id, ControlKind.DELTA, delta, world.now)
     world.core.gossip_arrived(world.now)
 
+
 def publish(world: Harness, version: bytes = V1, name: str = "model") -> Any:
     return world.core.checkpoints.publish(head(version, name), world.now)
 
+
 # --- heads and switches ------------------------------------------------------------------------
+
 
 def test_what_is_published_is_kept_spread_and_found(world: Harness) -> None:
     checkpoints = world.core.checkpoints
@@ -80,6 +84,7 @@ def test_what_is_published_is_kept_spread_and_found(world: Harness) -> None:
     assert len(world.effects(SaveClusterRecord)) == 1
     assert world.gossip.cluster_records.has_rumors
 
+
 def test_a_newer_version_takes_the_place_and_names_the_one_before(world: Harness) -> None:
     first = publish(world)
     world.now -= 5.0  # the wall clock went back
@@ -89,6 +94,7 @@ def test_a_newer_version_takes_the_place_and_names_the_one_before(world: Harness
     assert second.body.previous == V1
     assert publish(world, V2).body.previous == V1, "the same again is no newer version"
     assert [each.version for each in world.core.checkpoints.heads()] == [V2]
+
 
 def test_a_removed_name_is_gone_until_it_is_published_again(world: Harness) -> None:
     checkpoints = world.core.checkpoints
@@ -104,6 +110,7 @@ def test_a_removed_name_is_gone_until_it_is_published_again(world: Harness) -> N
     publish(world, V2)
     assert checkpoints.find(NAMESPACE, "model").version == V2
 
+
 def test_only_the_publisher_switches(world: Harness) -> None:
     checkpoints = world.core.checkpoints
     hear(world, world.others[0], head())
@@ -115,12 +122,14 @@ def test_only_the_publisher_switches(world: Harness) -> None:
     assert switch is not None
     assert (switch.version, switch.publisher) == (V1, world.core.peer_id)
 
+
 def test_names_that_cannot_be(world: Harness) -> None:
     for name in ("", "a b", "a@b", "x" * 256, "a\n"):
         with pytest.raises(CheckpointRefused):
             publish(world, name=name)
     with pytest.raises(ValueError, match="16 bytes"):
         publish(world, b"short")
+
 
 def test_no_peer_takes_the_place_of_another_publisher(world: Harness) -> None:
     """A member that signs a head for another's name digest is ignored, and what came with it is not."""
@@ -148,7 +157,9 @@ def test_no_peer_takes_the_place_of_another_publisher(world: Harness) -> None:
     )
     assert len(records) == 2
 
+
 # --- whom to trust -----------------------------------------------------------------------------
+
 
 def test_of_several_publishers_none_is_guessed(world: Harness) -> None:
     one, two, _ = world.others
@@ -165,6 +176,7 @@ def test_of_several_publishers_none_is_guessed(world: Harness) -> None:
     assert checkpoints.find(NAMESPACE, "model").version == V2, "it is trusted from now on"
     trusted = [each.publisher for each in checkpoints.heads() if checkpoints.trusts(each)]
     assert trusted == [two.peer_id]
+
 
 def test_the_first_publisher_that_was_seen_stays_the_only_one(world: Harness) -> None:
     one, two, _ = world.others
@@ -186,11 +198,13 @@ def test_the_first_publisher_that_was_seen_stays_the_only_one(world: Harness) ->
     (note,) = publishers.take_notes()
     assert "is trusted from now on" in note
 
+
 def test_who_publishes_a_name_trusts_itself_for_it(world: Harness) -> None:
     hear(world, world.others[0], head())
     world.core.checkpoints.find(NAMESPACE, "model")
     publish(world, V2)
     assert world.core.checkpoints.find(NAMESPACE, "model").version == V2
+
 
 def test_a_publisher_that_is_gone_for_good_may_be_forgotten_here(world: Harness) -> None:
     one, two, _ = world.others
@@ -218,6 +232,7 @@ def test_a_publisher_that_is_gone_for_good_may_be_forgotten_here(world: Harness)
     again.load_forgotten(publishers.forgotten)
     assert again.forgotten == publishers.forgotten
 
+
 def test_pins_are_bounded_and_survive(world: Harness) -> None:
     publishers, again = world.core.publishers, Harness().core.publishers
     peer_id = world.others[0].peer_id
@@ -230,10 +245,13 @@ def test_pins_are_bounded_and_survive(world: Harness) -> None:
     assert again.pinned(NAMESPACE, "name-1") is None
     assert again.version == 0, "nothing to save"
 
+
 # --- who takes part ----------------------------------------------------------------------------
+
 
 def part(version: bytes = V1, state: int = TakesPart.FETCHING, **more: Any) -> Participation:
     return Participation(b"n" * 16, version[:8], int(state), **more)
+
 
 def test_participants_are_the_living_that_move_pieces(world: Harness) -> None:
     one, two, three = world.others
@@ -254,17 +272,21 @@ def test_participants_are_the_living_that_move_pieces(world: Harness) -> None:
     assert parts.participants(V1) == {}
     assert checkpoints.version != seen, "a death is news"
 
+
 def test_a_member_has_a_limited_number_of_parts(world: Harness) -> None:
     parts = [part(bytes([number]) * 16) for number in range(MAX_PARTICIPATIONS + 1)]
     world.offer(world.others[0], checkpoints=parts)
     assert world.core.participations.participants(bytes([MAX_PARTICIPATIONS - 1]) * 16)
     assert not world.core.participations.participants(bytes([MAX_PARTICIPATIONS]) * 16)
 
+
 def told(world: Harness) -> list[Participation]:
     return list(read_peer_record(world.gossip.record(world.now)).checkpoints)
 
+
 def sequence(world: Harness) -> int:
     return read_peer_record(world.gossip.record(world.now)).sequence
+
 
 def test_own_parts_are_told_but_not_each_step_of_them(world: Harness) -> None:
     parts = world.core.participations
@@ -290,6 +312,7 @@ def test_own_parts_are_told_but_not_each_step_of_them(world: Harness) -> None:
     world.pass_time(1.1)
     assert told(world) == []
 
+
 def test_a_follower_says_what_it_is_to_use_beside_what_moves(world: Harness) -> None:
     parts, name, now = world.core.participations, b"n" * 16, world.now
     parts.follow(name, b"", TakesPart.FOLLOWING, b"", now)
@@ -313,6 +336,7 @@ def test_a_follower_says_what_it_is_to_use_beside_what_moves(world: Harness) -> 
     parts.take_no_part(name, V1, now)
     parts.follow_no_more(name, now)
     assert parts.own == []
+
 
 def test_a_follower_knows_how_far_behind_it_is(world: Harness) -> None:
     one = world.others[0]
@@ -339,6 +363,7 @@ def test_a_follower_knows_how_far_behind_it_is(world: Harness) -> None:
     hear(world, one, head(V2, gone=True), clock=4)
     assert parts.followed == []
 
+
 def test_followers_and_those_who_follow_no_more(world: Harness) -> None:
     one, two, three = world.others
     parts, name = world.core.participations, b"n" * 16
@@ -354,6 +379,7 @@ def test_followers_and_those_who_follow_no_more(world: Harness) -> None:
     members = [one.member, two.member, three.member]
     assert parts.gone_from(name, members) == [two.member, three.member]
 
+
 def test_progress_is_told_less_often_in_a_large_cluster() -> None:
     world = Harness(others=190)
     parts = world.core.participations
@@ -367,6 +393,7 @@ def test_progress_is_told_less_often_in_a_large_cluster() -> None:
             moments.append(round(world.core.unix(world.now), 1))
     assert [round(moment % 100) for moment in moments] == [10, 20, 30], "as at all others"
 
+
 def test_what_failed_says_why_in_few_words(world: Harness) -> None:
     world.core.participations.take_part(part(state=TakesPart.FAILED, why="ä" * 1000), world.now)
     world.pass_time(0.01)
@@ -375,10 +402,12 @@ def test_what_failed_says_why_in_few_words(world: Harness) -> None:
     world.pass_time(602.0)
     assert told(world) == [], "it is told for a while"
 
+
 def test_older_peers_take_no_part(world: Harness) -> None:
     record = read_peer_record(world.gossip.record(world.now))
     shorter = msgspec.msgpack.encode(msgspec.msgpack.decode(encode_body(record))[:-1])
     assert msgspec.msgpack.decode(shorter, type=type(record)).checkpoints == []
+
 
 def test_a_name_of_another_publisher_is_not_free_until_that_is_forgotten(world: Harness) -> None:
     one, two, _ = world.others

@@ -1,48 +1,45 @@
 """Flushing a namespace; sweeping many objects in steps; what a returning peer may show."""
 
 from __future__ import annotations
-from p2pstore.core.core_effects import ColdObject
-from p2pstore.core.core_effects import ColdSorted
+
+import pytest
+
+from p2pstore.core.core_effects import ColdObject, ColdSorted
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import Operation
 from p2pstore.core.removals import flush as sweeping
-from p2pstore.core.removals.flush import FlushEnd
-from p2pstore.core.removals.flush import FlushOperation
-from p2pstore.core.removals.flush import PUSHES_AT_ONCE
+from p2pstore.core.removals.flush import PUSHES_AT_ONCE, FlushEnd, FlushOperation
 from p2pstore.errors import CapacityExceeded
 from p2pstore.gossip.records import SCOPE_NAMESPACE
-from p2pstore.objects import Version
-from p2pstore.objects import namespace_digest
+from p2pstore.objects import Version, namespace_digest
 from p2pstore.put_facts import PutStatus
 from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.peer_messages import ClusterRecords
-from p2pstore.transfer.peer_messages import RecordsTaken
-from p2pstore.wire import Code
-from p2pstore.wire import Empty
-from p2pstore.wire import Failure
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-import pytest
+from p2pstore.transfer.peer_messages import ClusterRecords, RecordsTaken
+from p2pstore.wire import Code, Empty, Failure
+from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of
 
 NAME = namespace_digest(NAMESPACE)
+
 
 def return_with(world: Harness, objects: list[ColdObject]) -> None:
     """The peer has these on its SSD."""
     newest = max((each.version.clock for each in objects), default=0)
     world.core.earlier_life.return_with(objects, newest, world.now)
 
+
 def flush(world: Harness, timeout_seconds: float = 10.0) -> FlushOperation:
     operation = FlushOperation(world.core, NAMESPACE, timeout_seconds)
     world.start(operation)
     return operation
 
+
 def floor_of(world: Harness) -> Version:
     return world.gossip.cluster_records.floors.floor_for(b"", NAME)
 
+
 # --- flush -----------------------------------------------------------------------------------
+
 
 def test_there_is_no_flush_without_room_for_its_floor() -> None:
     """Others would not take in a floor beyond the limit, and a flush that they never hear of must not be reported."""
@@ -58,6 +55,7 @@ def test_there_is_no_flush_without_room_for_its_floor() -> None:
     assert isinstance(flush(world).result, CapacityExceeded)
     assert world.find("k") is not None
     world.check_idle()
+
 
 def test_all_live_peers_are_told_at_once() -> None:
     world = Harness(others=5)
@@ -75,6 +73,7 @@ def test_all_live_peers_are_told_at_once() -> None:
     world.answer(asks[-1], None)
     assert operation.result == FlushEnd(3, (asks[-1].peer_id,))
     world.check_idle()
+
 
 def test_who_was_ahead_of_the_floor_is_told_of_a_second_one() -> None:
     """What it had put before it heard of the flush, by a clock that is ahead, goes as well."""
@@ -94,6 +93,7 @@ def test_who_was_ahead_of_the_floor_is_told_of_a_second_one() -> None:
     assert operation.result == FlushEnd(2, ())
     world.check_idle()
 
+
 def test_a_flush_by_another_member_is_told_with_its_name() -> None:
     world = Harness(others=1)
     world.stored("k", b"value")
@@ -107,12 +107,14 @@ def test_a_flush_by_another_member_is_told_with_its_name() -> None:
     flush(world)
     assert not world.core.floors.take_notes(world.now), "of its own it needs no telling"
 
+
 def test_a_clock_from_the_future_moves_no_floor() -> None:
     world = Harness(others=1)
     operation = flush(world)
     (ask,) = world.asks(DataKind.CLUSTER_RECORDS)
     world.answer(ask, RecordsTaken(floor_of(world).clock + (3600_000 << 16)))
     assert operation.result == FlushEnd(1, ())
+
 
 def test_the_floor_is_above_every_version_that_was_heard_of() -> None:
     world = Harness(others=1)
@@ -122,12 +124,14 @@ def test_the_floor_is_above_every_version_that_was_heard_of() -> None:
     assert floor_of(world).covers(thing.version)
     assert floor_of(world).clock < clock_at(10.0)
 
+
 def test_the_same_bytes_can_be_put_again_at_once() -> None:
     world = Harness()
     world.stored("k", b"value")
     assert flush(world).result == FlushEnd(0, ())
     assert world.put("k", b"value").result.status == PutStatus.CREATED
     assert world.value("k") == b"value"
+
 
 def test_pushes_are_bounded_and_go_on_as_answers_come() -> None:
     world = Harness(others=PUSHES_AT_ONCE + 5)
@@ -142,6 +146,7 @@ def test_pushes_are_bounded_and_go_on_as_answers_come() -> None:
         world.answer(ask, Empty())
     assert operation.result == FlushEnd(PUSHES_AT_ONCE + 4, (first[0].peer_id,))
 
+
 def test_the_deadline_ends_it_and_names_the_silent() -> None:
     world = Harness(others=3)
     operation = flush(world, timeout_seconds=2.0)
@@ -155,6 +160,7 @@ def test_the_deadline_ends_it_and_names_the_silent() -> None:
     assert set(operation.result.not_told) == {each.peer_id for each in silent}
     world.check_idle()
 
+
 def test_cancelling_leaves_the_floor_and_nothing_else() -> None:
     world = Harness(others=2)
     world.stored("k", b"value")
@@ -164,6 +170,7 @@ def test_cancelling_leaves_the_floor_and_nothing_else() -> None:
         world.answer(ask, Empty())
     assert world.find("k") is None
     world.check_idle()
+
 
 def test_who_asks_with_the_namespace_is_not_sent_to_a_holder_that_has_not_heard() -> None:
     world = Harness(others=1)
@@ -175,10 +182,13 @@ def test_who_asks_with_the_namespace_is_not_sent_to_a_holder_that_has_not_heard(
         world.start(operation)
     assert [len(copies) for copies in (*plain.result, *named.result)] == [1, 0]
 
+
 # --- sweeping --------------------------------------------------------------------------------
+
 
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeping, "WITHDRAWN_PER_STEP", 2)
+
 
 def filled(monkeypatch: pytest.MonkeyPatch, others: int = 1) -> Harness:
     world = Harness(others=others)
@@ -186,6 +196,7 @@ def filled(monkeypatch: pytest.MonkeyPatch, others: int = 1) -> Harness:
         world.stored(f"k{number}", b"value")
     small_steps(monkeypatch)
     return world
+
 
 def test_a_sweep_takes_steps_and_nobody_is_served_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
@@ -205,6 +216,7 @@ def test_a_sweep_takes_steps_and_nobody_is_served_meanwhile(
     assert [entry.digest for entry in world.segment.entries()] == [later.digest]
     assert world.announced("k0") is None
     world.check_idle()
+
 
 def test_threads_are_lent_nothing_that_a_flush_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
     world = filled(monkeypatch, others=0)
@@ -226,6 +238,7 @@ def test_threads_are_lent_nothing_that_a_flush_may_end(monkeypatch: pytest.Monke
     world.segment.remove(entry.digest)
     assert not lent()
 
+
 def test_what_expired_is_lent_no_longer() -> None:
     world = Harness()
     entry = world.stored("k", b"value", ttl_seconds=5.0)
@@ -233,6 +246,7 @@ def test_what_expired_is_lent_no_longer() -> None:
     assert found is not None
     world.segment.views.end_loan(found[0])
     assert world.core.objects.lend(entry.digest, world.now + 5.0, decides=False) is None
+
 
 def test_who_is_told_answers_when_it_has_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     world = filled(monkeypatch)
@@ -252,6 +266,7 @@ def test_who_is_told_answers_when_it_has_swept(monkeypatch: pytest.MonkeyPatch) 
     assert again.newest_clock >= floor.clock
     world.check_idle()
 
+
 def test_a_floor_that_comes_during_a_sweep_has_the_sweep_go_round_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -266,6 +281,7 @@ def test_a_floor_that_comes_during_a_sweep_has_the_sweep_go_round_again(
     assert world.segment.object_count == 0
     world.check_idle()
 
+
 def test_cancelling_a_flush_that_waits_for_its_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     world = filled(monkeypatch, others=0)
     operation = flush(world)
@@ -275,7 +291,9 @@ def test_cancelling_a_flush_that_waits_for_its_sweep(monkeypatch: pytest.MonkeyP
     assert world.segment.object_count == 0
     world.check_idle()
 
+
 # --- distrust --------------------------------------------------------------------------------
+
 
 def test_copies_that_may_have_been_removed_are_withdrawn() -> None:
     world = Harness(others=1)
@@ -296,6 +314,7 @@ def test_copies_that_may_have_been_removed_are_withdrawn() -> None:
     assert world.core.floors.take_notes(world.now) == []
     world.check_idle()
 
+
 def test_a_crash_before_all_are_withdrawn_makes_none_look_checked() -> None:
     """The next life would take objects that outlive the process for checked ones."""
     world = Harness(others=1, memory_bytes=2 << 20)
@@ -310,6 +329,7 @@ def test_a_crash_before_all_are_withdrawn_makes_none_look_checked() -> None:
     assert world.segment.object_count == 0
     assert world.core.earlier_life.seen_to_save == world.gossip.floors.seen != before
 
+
 def test_a_fetch_that_was_under_way_is_not_believed() -> None:
     """Its holder may have missed the same floor."""
     world = Harness(others=1)
@@ -323,6 +343,7 @@ def test_a_fetch_that_was_under_way_is_not_believed() -> None:
     assert world.find("k") is None
     assert world.segment.used_bytes == 0
 
+
 def test_doubtful_locations_are_neither_used_nor_told() -> None:
     world = Harness(others=2)
     thing = world.hold(world.others[0], "k", b"value")
@@ -334,10 +355,13 @@ def test_doubtful_locations_are_neither_used_nor_told() -> None:
     members = {copy.member for copy in world.core.copies.known(digest_of("k"), world.now)}
     assert members == {world.others[0].member}, "who was here before may take its time"
 
+
 # --- returning -------------------------------------------------------------------------------
+
 
 def cold(key: str, clock: int) -> ColdObject:
     return ColdObject(digest_of(key), NAME, Version(clock, 1, 5))
+
 
 def returned(world: Harness) -> tuple[set[bytes], set[bytes]]:
     world.pass_time(0.5)
@@ -348,6 +372,7 @@ def returned(world: Harness) -> tuple[set[bytes], set[bytes]]:
     good = {each.digest for effect in effects for each in effect.good}
     return good, {each.digest for effect in effects for each in effect.discarded}
 
+
 def test_cold_objects_wait_until_all_floors_are_known() -> None:
     world = Harness(others=1)
     objects = [cold("kept", clock_at(-50.0)), cold("removed", clock_at(-60.0))]
@@ -357,6 +382,7 @@ def test_cold_objects_wait_until_all_floors_are_known() -> None:
     world.gossip.floors.synchronised = True
     assert returned(world) == ({digest_of("kept")}, {digest_of("removed")})
     assert returned(world) == (set(), set())
+
 
 def test_a_namespace_s_floor_and_a_missed_horizon_count() -> None:
     world = Harness(others=1)
@@ -369,16 +395,19 @@ def test_a_namespace_s_floor_and_a_missed_horizon_count() -> None:
     assert good == {digest_of("k10")}
     assert discarded == {digest_of("k20"), digest_of("k30")}
 
+
 def test_alone_there_is_nothing_to_wait_for() -> None:
     world = Harness()
     return_with(world, [cold("k", clock_at(-10.0))])
     assert returned(world) == ({digest_of("k")}, set())
+
 
 def test_after_a_month_nothing_is_trusted() -> None:
     world = Harness()
     month = 31 * 86_400.0
     return_with(world, [cold("k", clock_at(-month))])
     assert returned(world) == (set(), {digest_of("k")})
+
 
 def test_what_is_saved_as_seen_waits_for_the_cold_objects() -> None:
     world = Harness()

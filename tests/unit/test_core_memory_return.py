@@ -1,26 +1,22 @@
 """Memory of an earlier life: its objects are held back, sorted by floors, checked, and published again."""
 
 from __future__ import annotations
+
 from collections.abc import Sequence
-from p2pstore.core.copies.memory_return import BATCHES_UNDER_WAY
-from p2pstore.core.copies.memory_return import OBJECTS_PER_BATCH
+
+from p2pstore.core.copies.memory_return import BATCHES_UNDER_WAY, OBJECTS_PER_BATCH
 from p2pstore.core.core_effects import CheckReturned
 from p2pstore.core.removals.remove import RemoveOperation
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.kept_memory import Kept
-from p2pstore.memory.kept_memory import KeptObject
-from p2pstore.memory.segment_layout import SlotState
-from p2pstore.memory.segment_layout import decode_slot
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.objects import KIB
-from p2pstore.objects import namespace_digest
+from p2pstore.memory.kept_memory import Kept, KeptObject
+from p2pstore.memory.segment_layout import SlotState, decode_slot, decode_trailer
+from p2pstore.objects import KIB, namespace_digest
 from simulation.segment_checks import check_segment
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import digest_of
+from tests.unit.core_harness import NAMESPACE, Harness, digest_of
 
 VALUE = b"v" * 3_000
+
 
 def next_life(before: Harness, others: int = 0) -> Harness:
     """The peer is killed; its memory is there, and nothing else."""
@@ -40,11 +36,13 @@ def next_life(before: Harness, others: int = 0) -> Harness:
     world.core.earlier_life.return_with_memory(world.now)
     return world
 
+
 def first_life(*keys: str, memory_bytes: int = 256 * KIB) -> Harness:
     world = Harness(memory_bytes=memory_bytes)
     for key in keys:
         world.stored(key, VALUE)
     return world
+
 
 def checked(world: Harness, damaged: Sequence[str] = ()) -> list[str]:
     """Answer what was asked to be checked; the keys, in their order."""
@@ -54,6 +52,7 @@ def checked(world: Harness, damaged: Sequence[str] = ()) -> list[str]:
         whole = [entry.key not in damaged for entry in effect.entries]
         world.core.earlier_life.returned_checked(effect.entries, whole, world.now)
     return keys
+
 
 def test_objects_are_shown_and_announced_when_they_were_checked() -> None:
     world = next_life(first_life("a", "b", "c"))
@@ -74,6 +73,7 @@ def test_objects_are_shown_and_announced_when_they_were_checked() -> None:
     check_segment(world.segment)
     world.check_idle()
 
+
 def test_they_come_back_some_at_a_time() -> None:
     keys = [f"k{number:03}" for number in range(3 * OBJECTS_PER_BATCH + 1)]
     world = next_life(first_life(*keys, memory_bytes=2048 * KIB))
@@ -91,6 +91,7 @@ def test_they_come_back_some_at_a_time() -> None:
     assert seen == keys
     assert all(world.value(key) == VALUE for key in keys)
 
+
 def test_nothing_is_looked_at_before_floors_were_compared() -> None:
     world = next_life(first_life("a"), others=1)
     world.pass_time(0.2)
@@ -99,6 +100,7 @@ def test_nothing_is_looked_at_before_floors_were_compared() -> None:
     world.core.gossip.floors.synchronised = True
     world.pass_time(0.2)
     assert checked(world) == ["a"]
+
 
 def test_a_floor_that_comes_while_an_object_is_checked_counts() -> None:
     world = next_life(first_life("removed", "flushed", "kept"))
@@ -121,6 +123,7 @@ def test_a_floor_that_comes_while_an_object_is_checked_counts() -> None:
     assert world.core.counters["kept_objects_discarded"] == 1
     check_segment(world.segment)
 
+
 def test_what_is_removed_before_it_is_shown_does_not_come_back() -> None:
     world = next_life(first_life("k"))
     operation = RemoveOperation(world.core, NAMESPACE, ["k", "never there"])
@@ -131,6 +134,7 @@ def test_what_is_removed_before_it_is_shown_does_not_come_back() -> None:
     assert world.value("k") is None
     assert len(world.segment.returned) == 0
 
+
 def test_what_gave_way_to_others_meanwhile_is_passed_over() -> None:
     world = next_life(first_life("a", "b"))
     world.pass_time(0.0)
@@ -140,6 +144,7 @@ def test_what_gave_way_to_others_meanwhile_is_passed_over() -> None:
     world.core.earlier_life.returned_checked(effect.entries, [True, True], world.now)
     assert [world.value(key) for key in "ab"] == [None, VALUE]
     check_segment(world.segment)
+
 
 def test_floors_are_not_taken_for_seen_while_anything_is_held_back() -> None:
     world = next_life(first_life("a"))

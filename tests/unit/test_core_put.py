@@ -1,61 +1,58 @@
 """Puts, row by row of the table in docs/design/data-path.md: existing versions decide, here or elsewhere."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import pytest
 from msgspec.structs import replace
-from p2pstore.core.core_effects import AskPeer
-from p2pstore.core.core_effects import CheckObject
-from p2pstore.core.core_effects import PullFailure
-from p2pstore.core.core_effects import PullOutcome
+
+from p2pstore.core.core_effects import AskPeer, CheckObject, PullFailure, PullOutcome
 from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.puts.comparing import SLOT_ONLY
 from p2pstore.core.puts.put_operation import PutOperation
 from p2pstore.core.removals import flush as sweeping
-from p2pstore.errors import DeadlineExceeded
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.gossip.machine import Ask
-from p2pstore.gossip.records import SCOPE_NAMESPACE
-from p2pstore.gossip.records import writer_of
-from p2pstore.memory.segment_layout import Pin
-from p2pstore.memory.segment_layout import decode_trailer
-from p2pstore.objects import Version
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import namespace_digest
+from p2pstore.gossip.records import SCOPE_NAMESPACE, writer_of
+from p2pstore.memory.segment_layout import Pin, decode_trailer
+from p2pstore.objects import Version, chunk_sums, namespace_digest
 from p2pstore.put_facts import PutStatus
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Get
-from p2pstore.transfer.data_messages import ObjectReply
-from p2pstore.transfer.data_messages import ObjectStatus
-from p2pstore.transfer.data_messages import Objects
-from p2pstore.transfer.peer_messages import CheckCopy
-from p2pstore.transfer.peer_messages import CopyChecked
-from p2pstore.transfer.peer_messages import ExpiryItem
-from p2pstore.transfer.peer_messages import ExpirySet
-from p2pstore.transfer.peer_messages import Holding
-from p2pstore.transfer.peer_messages import Locations
-from p2pstore.transfer.peer_messages import Replicated
-from p2pstore.transfer.peer_messages import SetExpiry
-from p2pstore.wire import Code
-from p2pstore.wire import Failure
+from p2pstore.transfer.data_messages import DataKind, Get, ObjectReply, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import (
+    CheckCopy,
+    CopyChecked,
+    ExpiryItem,
+    ExpirySet,
+    Holding,
+    Locations,
+    Replicated,
+    SetExpiry,
+)
+from p2pstore.wire import Code, Failure
 from simulation.segment_checks import check_segment
-from tests.unit.core_harness import HOLDER
-from tests.unit.core_harness import Harness
-from tests.unit.core_harness import NAMESPACE
-from tests.unit.core_harness import NOT_FOUND
-from tests.unit.core_harness import OTHER_INCARNATION
-from tests.unit.core_harness import Other
-from tests.unit.core_harness import clock_at
-from tests.unit.core_harness import digest_of
-from tests.unit.core_harness import remote_object
-from typing import Any
-import pytest
+from tests.unit.core_harness import (
+    HOLDER,
+    NAMESPACE,
+    NOT_FOUND,
+    OTHER_INCARNATION,
+    Harness,
+    Other,
+    clock_at,
+    digest_of,
+    remote_object,
+)
+
 
 def end_of(operation: PutOperation) -> PutEnd:
     assert operation.done
     assert isinstance(operation.result, PutEnd), operation.result
     return operation.result
 
+
 # --- unknown ---------------------------------------------------------------------------------
+
 
 def test_an_unknown_key_is_created_and_announced() -> None:
     world = Harness(others=4)
@@ -81,10 +78,12 @@ def test_an_unknown_key_is_created_and_announced() -> None:
     )
     world.check_idle()
 
+
 def test_what_nobody_else_is_known_to_have_is_looked_up_once() -> None:
     world = Harness(others=4)
     world.put("k", b"value")
     assert not world.core.gossip.directory.any_touched
+
 
 def test_a_time_to_live_counts_from_the_put_in_wall_clock_time() -> None:
     world = Harness()
@@ -98,9 +97,11 @@ def test_a_time_to_live_counts_from_the_put_in_wall_clock_time() -> None:
     assert world.core.counters["objects_withdrawn"] == 1
     world.check_idle()
 
+
 def test_without_a_time_to_live_an_object_stays() -> None:
     world = Harness()
     assert world.stored("k", b"value").expires_unix_ms == 0
+
 
 @pytest.mark.parametrize("change", [{"root": 1}, {"sums": b"12345678"}, {"length": 4}])
 def test_sums_that_do_not_give_the_root_are_refused(change: dict[str, Any]) -> None:
@@ -110,11 +111,13 @@ def test_sums_that_do_not_give_the_root_are_refused(change: dict[str, Any]) -> N
     assert world.find("k") is None
     world.check_idle()
 
+
 def test_a_trailer_that_outgrew_its_reservation_is_an_error_and_frees_it() -> None:
     world = Harness()
     operation = world.put("k", b"value", shape=tuple(range(4000)))
     assert isinstance(operation.result, ValueError)
     world.check_idle()
+
 
 def test_a_reservation_that_is_not_there_is_an_error_and_leaves_nothing() -> None:
     world = Harness()
@@ -125,6 +128,7 @@ def test_a_reservation_that_is_not_there_is_an_error_and_leaves_nothing() -> Non
     world.segment.abort(facts.reservation, holder=HOLDER)
     world.check_idle()
 
+
 def test_each_version_is_above_all_seen() -> None:
     world = Harness(others=1)
     first = world.stored("a", b"1").version
@@ -133,7 +137,9 @@ def test_each_version_is_above_all_seen() -> None:
     world.learn_floor(world.others[0], digest_of("x"), Version(clock_at(9.0), 1))
     assert world.stored("c", b"3").version.clock == clock_at(9.0) + 1
 
+
 # --- here ------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_the_same_bytes_again_are_unchanged(overwrite: bool) -> None:
@@ -147,6 +153,7 @@ def test_the_same_bytes_again_are_unchanged(overwrite: bool) -> None:
     assert not len(world.gossip.cluster_records)
     world.check_idle()
 
+
 def test_other_bytes_keep_what_exists() -> None:
     world = Harness(others=2)
     entry = world.stored("k", b"value", pin=1)
@@ -156,6 +163,7 @@ def test_other_bytes_keep_what_exists() -> None:
     assert (entry.pin, entry.replicas) == (1, 1), "care for other bytes is not taken over"
     assert not world.asks(DataKind.REPLICATE)
     world.check_idle()
+
 
 def test_overwriting_makes_a_new_version_and_a_floor_below_it() -> None:
     world = Harness(others=1)
@@ -174,6 +182,7 @@ def test_overwriting_makes_a_new_version_and_a_floor_below_it() -> None:
     assert announced is not None
     assert announced.version == end.version
     world.check_idle()
+
 
 def test_overwriting_what_is_elsewhere_asks_one_that_has_the_newest_version() -> None:
     for overwrites_same in (False, True):
@@ -194,6 +203,7 @@ def test_overwriting_what_is_elsewhere_asks_one_that_has_the_newest_version() ->
             assert (end.status, end.version > remote.version) == (PutStatus.CREATED, True)
             assert entry.expires_unix_ms == 0
 
+
 def test_overwriting_what_its_holder_does_not_tell_of_makes_a_new_version() -> None:
     world = Harness(others=2)
     remote = world.hold(world.others[0], "k", b"value")
@@ -202,6 +212,7 @@ def test_overwriting_what_its_holder_does_not_tell_of_makes_a_new_version() -> N
     end = end_of(operation)
     assert (end.status, end.version > remote.version) == (PutStatus.CREATED, True)
     assert [copy.local for copy in world.core.copies.known(digest_of("k"), world.now)] == [True]
+
 
 def test_overwriting_goes_above_a_version_whose_clock_is_ahead() -> None:
     world = Harness(others=2)
@@ -212,6 +223,7 @@ def test_overwriting_goes_above_a_version_whose_clock_is_ahead() -> None:
     assert (end.status, end.version > remote.version) == (PutStatus.CREATED, True)
     world.core.gossip_arrived(world.now)
     assert world.value("k") == b"other"
+
 
 def test_overwriting_what_is_not_known_asks_the_homes_first() -> None:
     world = Harness(others=2)
@@ -227,6 +239,7 @@ def test_overwriting_what_is_not_known_asks_the_homes_first() -> None:
     world.core.operations.cancel(cancelled, world.now)
     world.check_idle()
 
+
 def test_a_firmer_pin_and_more_replicas_are_taken_over() -> None:
     world = Harness()
     entry = world.stored("k", b"value", pin=1, replicas=1)
@@ -241,11 +254,13 @@ def test_a_firmer_pin_and_more_replicas_are_taken_over() -> None:
     assert world.gossip.log.sequence == sequence + 2
     world.check_idle()
 
+
 def test_a_looser_pin_and_fewer_replicas_are_not() -> None:
     world = Harness()
     entry = world.stored("k", b"value", pin=2, replicas=3)
     world.put("k", b"value", pin=0, replicas=1)
     assert (entry.pin, entry.replicas) == (Pin.HARD, 3)
+
 
 def test_putting_what_is_here_as_a_soft_copy_makes_it_firm() -> None:
     world = Harness(others=1)
@@ -259,6 +274,7 @@ def test_putting_what_is_here_as_a_soft_copy_makes_it_firm() -> None:
     assert record is not None
     assert not record.soft
 
+
 def test_an_expired_object_counts_for_nothing() -> None:
     world = Harness()
     world.stored("k", b"value", ttl_seconds=5.0)
@@ -266,7 +282,9 @@ def test_an_expired_object_counts_for_nothing() -> None:
     assert end_of(world.put("k", b"other")).status == PutStatus.CREATED
     assert world.value("k") == b"other"
 
+
 # --- elsewhere -------------------------------------------------------------------------------
+
 
 def compare(world: Harness, key: str, value: bytes, **options: Any) -> tuple[PutOperation, Any]:
     """Start a put that asks a holder for its slot; the put and the question."""
@@ -274,6 +292,7 @@ def compare(world: Harness, key: str, value: bytes, **options: Any) -> tuple[Put
     assert not operation.done
     (ask,) = world.asks(DataKind.GET)
     return operation, ask
+
 
 def test_a_holder_is_asked_for_its_slot_only() -> None:
     world = Harness(others=2)
@@ -285,10 +304,12 @@ def test_a_holder_is_asked_for_its_slot_only() -> None:
     assert (item.digest, item.first_chunk, item.slot) == (digest_of("k"), SLOT_ONLY, 5)
     assert world.find("k") is None, "nothing is published before the answer"
 
+
 def items_of(ask: AskPeer) -> list[Any]:
     """What a question to a holder is about."""
     assert isinstance(ask.request, Get | SetExpiry)
     return list(ask.request.items)
+
 
 def answer_homes(world: Harness) -> None:
     """The homes know of no more copies than this peer does."""
@@ -296,11 +317,13 @@ def answer_homes(world: Harness) -> None:
     for ask in world.asks(DataKind.LOOKUP):
         world.answer(ask, Locations([[]]))
 
+
 def vouch(world: Harness, *, good: bool = True) -> None:
     """The holder that was asked to check its copy of another value finds it good, or drops it."""
     (ask,) = world.asks(DataKind.CHECK_COPY)
     assert ask.request == CheckCopy(digest_of("k"))
     world.answer(ask, CopyChecked(good, OTHER_INCARNATION, 99))
+
 
 def test_a_copy_of_what_is_elsewhere_ends_when_that_does_unless_the_put_says_when() -> None:
     for ends, ttl in ((1_800_000_060_000, 0.0), (1_800_000_060_000, 5.0), (0, 5.0)):
@@ -318,7 +341,9 @@ def test_a_copy_of_what_is_elsewhere_ends_when_that_does_unless_the_put_says_whe
         wanted = ExpiryItem(digest_of("k"), *remote.version[:2], entry.expires_unix_ms)
         assert told == ([wanted] if ttl else [])
 
+
 # --- a time to live of a second put -----------------------------------------------------------
+
 
 @pytest.mark.parametrize("before", [0.0, 100.0, 1.0])
 def test_the_ttl_of_a_second_put_replaces_that_of_the_object(before: float) -> None:
@@ -347,6 +372,7 @@ def test_the_ttl_of_a_second_put_replaces_that_of_the_object(before: float) -> N
     world.now += 1.1
     world.core.tick(world.now)
     assert world.find("k") is None
+
 
 def test_a_holder_sets_the_end_of_that_version_only() -> None:
     world = Harness(others=2)
@@ -380,6 +406,7 @@ def test_a_holder_sets_the_end_of_that_version_only() -> None:
     with pytest.raises(ProtocolError):
         serve(*[absent] * 65)
 
+
 def test_who_shares_a_writers_short_name_ends_nothing() -> None:
     """A version names its writer by 16 bits, and identities cost nothing."""
     world = Harness(others=2)
@@ -396,6 +423,7 @@ def test_who_shares_a_writers_short_name_ends_nothing() -> None:
     for member in (author, twin):
         assert world.serve(member, DataKind.SET_EXPIRY, SetExpiry([item])) == ExpirySet(b"\0")
     assert entry.expires_unix_ms == 0
+
 
 def test_a_batch_asks_homes_once_and_each_holder_for_64_objects_at_a_time() -> None:
     world = Harness(others=2, memory_bytes=1 << 20)
@@ -420,6 +448,7 @@ def test_a_batch_asks_homes_once_and_each_holder_for_64_objects_at_a_time() -> N
     assert {end_of(put).status for put in puts} == {PutStatus.UNCHANGED}
     world.check_idle()
 
+
 def test_a_value_that_fills_its_extent_is_given_an_end() -> None:
     for length in range(3900, 4097):
         world = Harness()
@@ -430,7 +459,9 @@ def test_a_value_that_fills_its_extent_is_given_an_end() -> None:
         assert trailer.expires_unix_ms == entry.expires_unix_ms > 0
         check_segment(world.segment)
 
+
 # --- tensors -----------------------------------------------------------------------------------
+
 
 def test_a_tensor_of_another_shape_is_another_value() -> None:
     world = Harness()
@@ -447,6 +478,7 @@ def test_a_tensor_of_another_shape_is_another_value() -> None:
     assert entry is not None
     assert (entry.dtype, entry.shape) == ("int32", (2,))
 
+
 def test_the_bytes_of_a_tensor_elsewhere_are_that_tensor_here_too() -> None:
     world = Harness(others=2)
     remote = remote_object("k", b"12345678", dtype="float32", shape=(2,))
@@ -460,6 +492,7 @@ def test_the_bytes_of_a_tensor_elsewhere_are_that_tensor_here_too() -> None:
     assert (entry.version, entry.dtype, entry.shape) == (remote.version, "float32", (2,))
     assert not entry.soft
     world.check_idle()
+
 
 def test_what_its_holder_does_not_give_is_created_anew() -> None:
     world = Harness(others=2)
@@ -475,6 +508,7 @@ def test_what_its_holder_does_not_give_is_created_anew() -> None:
     assert end_of(operation).status == PutStatus.CREATED
     world.check_idle()
 
+
 def test_a_put_that_is_cancelled_while_its_object_is_brought_leaves_nothing() -> None:
     world = Harness(others=2)
     remote = remote_object("k", b"12345678", dtype="float32", shape=(2,))
@@ -485,7 +519,9 @@ def test_a_put_that_is_cancelled_while_its_object_is_brought_leaves_nothing() ->
     assert not world.core.operations.fetching
     world.check_idle()
 
+
 # --- false checksums ----------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("length", [5, 100_000])
@@ -505,6 +541,7 @@ def test_an_object_that_was_put_with_false_sums_is_in_nobodys_way(length: int, s
     assert world.core.checks.take_spoilt() == ["k"]
     world.check_idle()
 
+
 def test_an_object_is_compared_once_however_many_wait() -> None:
     world = Harness(memory_bytes=1 << 20)
     entry = world.stored("k", bytes(100_000))
@@ -518,6 +555,7 @@ def test_an_object_is_compared_once_however_many_wait() -> None:
     assert not world.effects(CheckObject), "it is known to be good"
     world.check_idle()
 
+
 def test_a_false_object_elsewhere_is_dropped_and_the_put_goes_on() -> None:
     world = Harness(others=2)
     remote = world.hold(world.others[0], "k", b"false")
@@ -528,6 +566,7 @@ def test_a_false_object_elsewhere_is_dropped_and_the_put_goes_on() -> None:
     assert end.status == PutStatus.CREATED
     assert end.version > remote.version
     world.check_idle()
+
 
 def test_a_holder_checks_its_copy_when_it_is_asked() -> None:
     world = Harness(others=1)
@@ -546,6 +585,7 @@ def test_a_holder_checks_its_copy_when_it_is_asked() -> None:
     with pytest.raises(ProtocolError):
         world.serve(world.others[0], DataKind.CHECK_COPY, CheckCopy(b"short"))
 
+
 def test_a_holder_whose_bytes_a_reader_found_spoilt_is_told_once_in_a_while() -> None:
     world = Harness(others=1)
     other = world.others[0]
@@ -555,6 +595,7 @@ def test_a_holder_whose_bytes_a_reader_found_spoilt_is_told_once_in_a_while() ->
     (ask,) = world.asks(DataKind.CHECK_COPY)
     assert (ask.peer_id, ask.request) == (other.peer_id, CheckCopy(digest_of("k"), again=True))
 
+
 def test_a_copy_of_what_is_elsewhere_is_a_firm_one_when_it_is_pinned() -> None:
     world = Harness(others=2)
     remote = world.hold(world.others[0], "k", b"value")
@@ -563,6 +604,7 @@ def test_a_copy_of_what_is_elsewhere_is_a_firm_one_when_it_is_pinned() -> None:
     entry = world.find("k")
     assert entry is not None
     assert (entry.soft, entry.pin) == (False, 2)
+
 
 def test_the_same_root_elsewhere_makes_a_soft_additional_copy_of_that_version() -> None:
     world = Harness(others=2)
@@ -577,6 +619,7 @@ def test_the_same_root_elsewhere_makes_a_soft_additional_copy_of_that_version() 
     assert record is not None
     assert record.soft
     world.check_idle()
+
 
 def test_what_is_kept_says_how_many_copies_of_it_are_known() -> None:
     world = Harness(others=3)
@@ -596,6 +639,7 @@ def test_what_is_kept_says_how_many_copies_of_it_are_known() -> None:
     vouch(elsewhere)
     assert end_of(operation) == PutEnd(PutStatus.KEPT_EXISTING, 2, 1, remote.version)
 
+
 def test_another_root_elsewhere_keeps_what_exists() -> None:
     world = Harness(others=2)
     remote = world.hold(world.others[0], "k", b"value")
@@ -608,6 +652,7 @@ def test_another_root_elsewhere_keeps_what_exists() -> None:
     assert world.announced("k") is None
     world.check_idle()
 
+
 def test_a_slot_from_the_future_is_no_answer() -> None:
     world = Harness(others=1)
     world.hold(world.others[0], "k", b"value")
@@ -616,6 +661,7 @@ def test_a_slot_from_the_future_is_no_answer() -> None:
     assert end_of(operation).status == PutStatus.CREATED
     assert world.core.clock.latest < clock_at(1.0)
 
+
 def test_a_slot_of_another_key_is_no_answer() -> None:
     world = Harness(others=1)
     world.hold(world.others[0], "k", b"value")
@@ -623,6 +669,7 @@ def test_a_slot_of_another_key_is_no_answer() -> None:
     world.answer(ask, remote_object("other key", b"value").reply)
     assert end_of(operation).status == PutStatus.CREATED
     assert world.core.counters["holder_failures"] == 1
+
 
 @pytest.mark.parametrize(
     "reply",
@@ -651,6 +698,7 @@ def test_holders_that_do_not_tell_are_asked_in_turn_and_then_the_key_is_new(repl
     assert world.core.counters["holder_failures"] == 3
     world.check_idle()
 
+
 def test_a_silent_holder_is_avoided_and_probed() -> None:
     world = Harness(others=2)
     first = world.hold(world.others[0], "k", b"value")
@@ -663,6 +711,7 @@ def test_a_silent_holder_is_avoided_and_probed() -> None:
     assert world.core.copies.known(digest_of("k"), world.now + 3.1)[0].peer_id == ask.peer_id
     assert [probe.peer_id for probe in world.effects(Ask)] == [ask.peer_id]
 
+
 def test_a_holder_without_the_key_is_believed_until_its_log_moves_on() -> None:
     world = Harness(others=1)
     remote = world.hold(world.others[0], "k", b"value")
@@ -674,6 +723,7 @@ def test_a_holder_without_the_key_is_believed_until_its_log_moves_on() -> None:
     world.push(world.others[0], remote)
     assert len(world.core.copies.known(digest_of("k"), world.now)) == 2
 
+
 def test_only_unreachable_holders_make_the_key_new() -> None:
     world = Harness(others=2)
     world.hold(world.others[0], "k", b"value")
@@ -681,6 +731,7 @@ def test_only_unreachable_holders_make_the_key_new() -> None:
     operation = world.put("k", b"other")
     assert end_of(operation).status == PutStatus.CREATED
     assert not world.asks(DataKind.GET)
+
 
 def test_a_batch_asks_each_holder_once_and_goes_on_in_steps() -> None:
     world = Harness(others=2, memory_bytes=4 << 20)
@@ -698,6 +749,7 @@ def test_a_batch_asks_each_holder_once_and_goes_on_in_steps() -> None:
     assert {end_of(put).status for put in puts} == {PutStatus.UNCHANGED}
     world.check_idle()
 
+
 @pytest.mark.parametrize("value", [b"mine", b"theirs"])
 def test_of_two_puts_at_once_the_second_finds_what_the_first_made(value: bytes) -> None:
     world = Harness(others=1)
@@ -712,7 +764,9 @@ def test_of_two_puts_at_once_the_second_finds_what_the_first_made(value: bytes) 
     assert world.value("k") == b"mine"
     world.check_idle()
 
+
 # --- ends ------------------------------------------------------------------------------------
+
 
 def test_a_put_that_is_cancelled_while_it_compares_leaves_nothing() -> None:
     world = Harness(others=1)
@@ -724,6 +778,7 @@ def test_a_put_that_is_cancelled_while_it_compares_leaves_nothing() -> None:
     assert world.find("k") is None
     world.check_idle()
 
+
 def test_a_put_whose_question_the_shell_could_not_carry_out_ends() -> None:
     world = Harness(others=1)
     world.hold(world.others[0], "k", b"value")
@@ -733,6 +788,7 @@ def test_a_put_whose_question_the_shell_could_not_carry_out_ends() -> None:
     world.core.operations.abandon(ask.operation, world.now)
     world.check_idle()
 
+
 def test_a_put_that_is_cancelled_while_it_replicates_stays() -> None:
     world = Harness(others=2)
     operation = world.put("k", b"value", replicas=2)
@@ -741,6 +797,7 @@ def test_a_put_that_is_cancelled_while_it_replicates_stays() -> None:
     assert world.value("k") == b"value"
     world.answer(ask, Replicated(operation.facts.root, 0))
     world.check_idle()
+
 
 @pytest.mark.parametrize("reply", ["same", "other", "silent"])
 def test_a_client_that_goes_while_a_holder_is_asked_harms_nobody(reply: str) -> None:
@@ -755,6 +812,7 @@ def test_a_client_that_goes_while_a_holder_is_asked_harms_nobody(reply: str) -> 
     assert world.find("k") is None
     world.check_idle()
 
+
 def test_cancelling_after_the_client_went_harms_nobody() -> None:
     world = Harness(others=1)
     world.hold(world.others[0], "k", b"value")
@@ -764,6 +822,7 @@ def test_cancelling_after_the_client_went_harms_nobody() -> None:
     assert isinstance(operation.result, DeadlineExceeded)
     world.answer(ask, None)
     world.check_idle()
+
 
 def test_what_was_removed_while_it_was_compared_does_not_stand_in_the_way() -> None:
     world = Harness(others=1)
@@ -776,6 +835,7 @@ def test_what_was_removed_while_it_was_compared_does_not_stand_in_the_way() -> N
     assert remote.version.covers(end.version) is False
     world.check_idle()
 
+
 @pytest.mark.parametrize("value", [b"value", b"other"])
 def test_a_put_after_a_flush_ignores_who_has_not_heard_of_it(value: bytes) -> None:
     """The other peer is silent, and still announces what was flushed."""
@@ -785,6 +845,7 @@ def test_a_put_after_a_flush_ignores_who_has_not_heard_of_it(value: bytes) -> No
     world.core.floors.write(namespace, remote.version, world.now, scope=SCOPE_NAMESPACE)
     assert end_of(world.put("k", value)).status == PutStatus.CREATED
     assert world.value("k") == value
+
 
 def test_a_put_during_a_sweep_does_not_rely_on_what_is_swept(
     monkeypatch: pytest.MonkeyPatch,
@@ -803,7 +864,9 @@ def test_a_put_during_a_sweep_does_not_rely_on_what_is_swept(
     assert world.value(left[0]) == b"value"
     world.check_idle()
 
+
 # --- two at once -----------------------------------------------------------------------------
+
 
 def concurrent_puts(world: Harness, other: Other, later: bool) -> bool:
     """Put `k` here, then hear of a first put of it elsewhere; whether this peer kept its own."""
@@ -812,6 +875,7 @@ def concurrent_puts(world: Harness, other: Other, later: bool) -> bool:
     world.push(other, remote_object("k", b"theirs", clock=clock))
     world.core.gossip_arrived(world.now)
     return world.find("k") is not None
+
 
 @pytest.mark.parametrize("later", [False, True])
 def test_of_two_concurrent_first_puts_the_higher_version_stays(later: bool) -> None:
@@ -823,6 +887,7 @@ def test_of_two_concurrent_first_puts_the_higher_version_stays(later: bool) -> N
     assert newest.local is not later
     world.check_idle()
 
+
 def test_a_newer_version_that_cannot_be_reached_drops_nothing() -> None:
     world = Harness(others=2)
     world.hold(world.others[0], "k", b"theirs", clock=clock_at(5.0))
@@ -830,6 +895,7 @@ def test_a_newer_version_that_cannot_be_reached_drops_nothing() -> None:
     assert end_of(world.put("k", b"mine")).status == PutStatus.CREATED
     world.core.gossip_arrived(world.now)
     assert world.value("k") == b"mine"
+
 
 def test_a_newer_version_known_before_the_put_drops_the_older_at_once() -> None:
     """The holder did not answer the question, so the put went ahead; its location is known all the same."""

@@ -1,31 +1,25 @@
 """Documents agree with the program: links, commands, settings, names and messages exist; lengths hold."""
 
 from __future__ import annotations
-from collections.abc import Iterator
-from functools import cache
-from mooncake_p2p.main import COMMANDS
-from mooncake_p2p.main import LazyCommands
-from p2pstore.config import PeerConfig
-from p2pstore.settings import PEOPLES_NAMES
-from pathlib import Path
-from tests.pages import Block
-from tests.pages import DOCS
-from tests.pages import ROOT
-from tests.pages import blocks
-from tests.pages import documents
-from tests.pages import pages
-from tests.pages import prose
-from tests.pages import steps
-from typing import Any
-from typing import Final
+
 import ast
 import importlib
-import p2pstore
-import pytest
 import re
 import shlex
 import tomllib
 import xml.etree.ElementTree
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import p2pstore
+from mooncake_p2p.main import COMMANDS, LazyCommands
+from p2pstore.config import PeerConfig
+from p2pstore.settings import PEOPLES_NAMES
+from tests.pages import DOCS, ROOT, Block, blocks, documents, pages, prose, steps
 
 LINK: Final = re.compile(r"\[[^\]]*\]\((?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]*))?\)")
 HEADING: Final = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
@@ -41,19 +35,24 @@ SHORTEST_MESSAGE: Final = 20
 ENGINES: Final = ("vllm", "sglang", "lmcache")
 """Their plug-ins import the engine, which is not installed here."""
 
+
 def everywhere(*kinds: str) -> list[Block]:
     return [block for page in documents() for block in blocks(page, *kinds)]
 
+
 # --- links ---------------------------------------------------------------------------------------
+
 
 def slug(heading: str) -> str:
     """The anchor of a heading, as GitHub and MkDocs make it."""
     text = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
     return re.sub(r"\s", "-", re.sub(r"[^\w\- ]", "", text))
 
+
 @cache
 def anchors(page: Path) -> frozenset[str]:
     return frozenset(map(slug, HEADING.findall(prose(page))))
+
 
 @pytest.mark.parametrize(
     "page", [*documents(), ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT))
@@ -68,11 +67,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         if link["anchor"]:
             assert link["anchor"] in anchors(target), link[0]
 
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     own = {"architecture.md", "changelog.md", "contributing.md", "readme.md"}
     named = set(re.findall(r"[\w/-]+\.md", navigation)) - own
     assert {str(page.relative_to(DOCS)) for page in pages()} == named
+
 
 def test_figures_are_those_of_the_measurements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +85,7 @@ def test_figures_are_those_of_the_measurements(
     assert drawn == kept, "run scripts/docs_figures.py"
     for figure in drawn.values():
         xml.etree.ElementTree.fromstring(figure)
+
 
 # --- lengths and English -------------------------------------------------------------------------
 
@@ -105,8 +107,10 @@ HEADLESS: Final = re.compile(
     re.M,
 )
 
+
 def words(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").split())
+
 
 @pytest.mark.parametrize("place", MOST_WORDS)
 def test_documents_keep_their_lengths(place: str) -> None:
@@ -114,9 +118,11 @@ def test_documents_keep_their_lengths(place: str) -> None:
     for each in sorted(path.glob("*.md")) if path.is_dir() else [path]:
         assert words(each) <= MOST_WORDS[place], f"{each.name}: {words(each)} words"
 
+
 def test_all_documents_together_keep_their_length() -> None:
     read = [*(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")), *pages()]
     assert sum(map(words, read)) <= MOST_WORDS_IN_ALL
+
 
 def test_paragraphs_are_short() -> None:
     for page in [*documents(), ROOT / "CHANGELOG.md"]:
@@ -124,11 +130,13 @@ def test_paragraphs_are_short() -> None:
             if not line.startswith("|"):
                 assert len(line.split()) <= MOST_WORDS_IN_A_PARAGRAPH, f"{page.name}: {line[:60]}"
 
+
 def test_subjects_are_nouns() -> None:
     for page in [*documents(), ROOT / "CHANGELOG.md"]:
         assert not HEADLESS.findall(prose(page)), page.name
     found = [f"{page.name}: {word}" for page in documents() for word in VAGUE.findall(prose(page))]
     assert len(found) <= MOST_VAGUE_WORDS, found
+
 
 def test_every_folder_is_in_the_tree() -> None:
     tree = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
@@ -139,6 +147,7 @@ def test_every_folder_is_in_the_tree() -> None:
         for path in (ROOT / top).rglob("*.py")
     }
     assert named == folders | {"cli/"}
+
 
 def test_every_module_that_the_architecture_names_exists() -> None:
     """Paths below `p2pstore/` without that prefix, or from the root."""
@@ -152,7 +161,9 @@ def test_every_module_that_the_architecture_names_exists() -> None:
                 f"{page.name}: {name}"
             )
 
+
 # --- commands ------------------------------------------------------------------------------------
+
 
 def split_command(line: str) -> list[list[str]]:
     """The mooncake-p2p commands in a line of shell, as words."""
@@ -171,6 +182,7 @@ def split_command(line: str) -> list[list[str]]:
             found.append(current)
     return found
 
+
 def check_command(words: list[str], where: str, *, whole: bool) -> None:
     """`whole`: all that it needs is there; else it is enough that what is there exists."""
     two = " ".join(words[:2])
@@ -188,11 +200,13 @@ def check_command(words: list[str], where: str, *, whole: bool) -> None:
         if word.startswith("-") and word != "-":
             assert word.partition("=")[0] in options | {"--help", "-h"}, f"{where}: {word}"
 
+
 def shell_lines() -> Iterator[tuple[str, str]]:
     for block in everywhere("bash"):
         yield from ((line, str(block)) for line in block.text.splitlines())
     for block in everywhere("console"):
         yield from ((step.command, str(block)) for step in steps(block))
+
 
 def test_every_command_line_is_one() -> None:
     seen = set()
@@ -202,11 +216,13 @@ def test_every_command_line_is_one() -> None:
             seen.add(words[0])
     assert len(seen) > 15
 
+
 def test_every_command_within_the_text_exists() -> None:
     for page in documents():
         for line in INLINE_COMMAND.findall(prose(page)):
             if line != "mooncake-p2p help COMMAND":
                 check_command(shlex.split(line)[1:], page.name, whole=False)
+
 
 def test_every_option_within_the_text_exists() -> None:
     known = FOREIGN | {"--help"}
@@ -218,12 +234,14 @@ def test_every_option_within_the_text_exists() -> None:
             if not code.startswith(("rsync", "ruff", "scripts/")):
                 assert set(INLINE_OPTION.findall(code)) <= known, f"{page.name}: {code}"
 
+
 def test_every_script_exists() -> None:
     for page in documents():
         for name in re.findall(r"scripts/\w+", page.read_text(encoding="utf-8")):
             assert (ROOT / name).is_file() or (ROOT / f"{name}.py").is_file(), (
                 f"{page.name}: {name}"
             )
+
 
 def test_every_setting_exists() -> None:
     found = everywhere("toml")
@@ -232,7 +250,9 @@ def test_every_setting_exists() -> None:
     for block in found:
         assert set(tomllib.loads(block.text)) <= known, str(block)
 
+
 # --- Python --------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("block", everywhere("python"), ids=str)
 def test_python_uses_names_that_exist(block: Block) -> None:
@@ -250,6 +270,7 @@ def test_python_uses_names_that_exist(block: Block) -> None:
             if node.value.id in owner:
                 assert hasattr(owner[node.value.id], node.attr), f"{block}: {node.attr}"
 
+
 def find(name: str) -> object:
     """What a dotted name stands for; raises when there is nothing."""
     parts = name.split(".")
@@ -263,6 +284,7 @@ def find(name: str) -> object:
         return found
     raise AttributeError(name)
 
+
 def test_the_reference_names_what_exists_and_is_documented() -> None:
     names = [name for page in pages() for name in IDENTIFIER.findall(prose(page))]
     assert len(names) > 15
@@ -273,6 +295,7 @@ def test_the_reference_names_what_exists_and_is_documented() -> None:
             )
         else:
             assert getattr(find(name), "__doc__", None), name
+
 
 def test_all_public_names_are_in_the_reference() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in pages())
@@ -285,7 +308,9 @@ def test_all_public_names_are_in_the_reference() -> None:
             name
         )
 
+
 # --- what the program says -----------------------------------------------------------------------
+
 
 def words_of(node: ast.AST) -> str | None:
     """A string in the source, with … for whatever is put into it."""
@@ -294,6 +319,7 @@ def words_of(node: ast.AST) -> str | None:
     if isinstance(node, ast.JoinedStr):
         return "".join(words_of(each) or "…" for each in node.values)
     return None
+
 
 @cache
 def said() -> str:
@@ -305,6 +331,7 @@ def said() -> str:
                 found.append(" ".join(text.split()))
     return "\n".join(found)
 
+
 def test_every_message_is_one_of_the_program() -> None:
     messages = [
         (line, str(block)) for block in everywhere("message") for line in block.text.splitlines()
@@ -313,6 +340,7 @@ def test_every_message_is_one_of_the_program() -> None:
     for line, where in messages:
         assert len(line) >= SHORTEST_MESSAGE, where
         assert line in said(), f"{where}: {line}"
+
 
 def test_every_metric_and_alert_exists() -> None:
     """Metrics: those of alert rules and dashboard, of which tests/cluster/test_prometheus.py knows that they exist."""

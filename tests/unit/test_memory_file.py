@@ -1,27 +1,29 @@
 """A segment's memory in a file: made, locked, removed, and refused where it would do harm."""
 
 from __future__ import annotations
-from collections.abc import Iterator
-from p2pstore.errors import ConfigError
-from p2pstore.memory.mapped import kept_file as memory_file
-from p2pstore.memory.mapped.kept_file import create_file_memory
-from p2pstore.memory.mapped.mapped_memory import map_read_only
-from p2pstore.memory.mapped.mapped_memory import map_writable
-from p2pstore.memory.mapped.mapped_memory import prefault
-from p2pstore.memory.segment_layout import SEGMENT_MAGIC
-from p2pstore.objects import GIB
-from p2pstore.objects import MIB
-from pathlib import Path
+
 import fcntl
 import os
-import pytest
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from p2pstore.errors import ConfigError
+from p2pstore.memory.mapped import kept_file as memory_file
+from p2pstore.memory.mapped.kept_file import create_file_memory
+from p2pstore.memory.mapped.mapped_memory import map_read_only, map_writable, prefault
+from p2pstore.memory.segment_layout import SEGMENT_MAGIC
+from p2pstore.objects import GIB, MIB
+
 
 def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
@@ -29,6 +31,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "segment"
     assert descriptors() <= before
     assert os.listdir(tmp_path) in ([], ["segment"])
+
 
 def test_what_one_side_writes_the_other_reads(path: Path) -> None:
     memory = create_file_memory(path, 3 * MIB + 1)
@@ -52,12 +55,14 @@ def test_what_one_side_writes_the_other_reads(path: Path) -> None:
     assert not path.exists()
     assert (reading[-1], reading[100]) == (1, 2)
 
+
 def test_a_file_in_use_is_refused(path: Path) -> None:
     memory = create_file_memory(path, MIB)
     with pytest.raises(ConfigError, match="is the memory of another peer"):
         create_file_memory(path, MIB)
     memory.close()
     create_file_memory(path, MIB).close()
+
 
 def test_what_a_dead_peer_left_is_replaced_and_who_maps_it_keeps_it(path: Path) -> None:
     code = (
@@ -82,11 +87,13 @@ def test_what_a_dead_peer_left_is_replaced_and_who_maps_it_keeps_it(path: Path) 
     assert client[5000] == 7
     memory.close()
 
+
 def test_an_empty_file_is_taken(path: Path) -> None:
     path.touch(0o644)
     memory = create_file_memory(path, MIB)
     assert path.stat().st_mode & 0o777 == 0o600
     memory.close()
+
 
 @pytest.mark.parametrize("content", [b"precious", bytes(MIB), SEGMENT_MAGIC[:-1]])
 def test_a_file_with_something_in_it_stays(path: Path, content: bytes) -> None:
@@ -95,12 +102,14 @@ def test_a_file_with_something_in_it_stays(path: Path, content: bytes) -> None:
         create_file_memory(path, MIB)
     assert path.read_bytes() == content
 
+
 def test_another_file_of_that_name_stays_when_it_is_closed(path: Path) -> None:
     memory = create_file_memory(path, MIB)
     path.unlink()
     path.write_bytes(b"somebody else's")
     memory.close()
     assert path.read_bytes() == b"somebody else's"
+
 
 def test_what_is_no_regular_file_is_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Is a directory.*: name a file"):
@@ -115,17 +124,20 @@ def test_what_is_no_regular_file_is_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a regular file"):
         create_file_memory(path, MIB)
 
+
 def test_places_where_no_file_can_be(path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file or directory"):
         create_file_memory(path / "below", MIB)
     with pytest.raises(ConfigError, match=r"memory_path: /proc/segment cannot be made"):
         create_file_memory(Path("/proc/segment"), MIB)
 
+
 def test_a_file_system_without_room_is_told_of(path: Path) -> None:
     free = shutil.disk_usage(path.parent).free
     with pytest.raises(ConfigError, match=r"memory_path: .* its file system has .* free"):
         create_file_memory(path, free + 1024 * GIB)
     assert not path.exists()
+
 
 def test_memory_that_a_cgroup_does_not_let_this_process_have_is_not_taken(
     path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,11 +155,13 @@ def test_memory_that_a_cgroup_does_not_let_this_process_have_is_not_taken(
     monkeypatch.setattr(memory_file, "_is_on_tmpfs", lambda descriptor: False)
     create_file_memory(path, 2 * MIB).close()
 
+
 def test_what_is_on_tmpfs() -> None:
     for name, expected in (("/dev/shm", True), ("/proc", False), ("/sys", False)):
         descriptor = os.open(name, os.O_RDONLY)
         assert memory_file._is_on_tmpfs(descriptor) is expected
         os.close(descriptor)
+
 
 def test_who_takes_the_new_file_for_a_left_over_gets_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +181,7 @@ def test_who_takes_the_new_file_for_a_left_over_gets_it(
     with pytest.raises(ConfigError, match="is the memory of another peer"):
         create_file_memory(path, MIB)
     os.close(thief)
+
 
 def test_two_that_start_at_once_never_share_a_file(
     path: Path, monkeypatch: pytest.MonkeyPatch

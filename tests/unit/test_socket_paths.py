@@ -1,17 +1,20 @@
 """Paths of local sockets, with other users about: trusted owners, and access."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from p2pstore.errors import ConfigError
-from p2pstore.errors import NoLocalPeer
-from p2pstore.local import socket_paths as paths
-from pathlib import Path
+
 import os
-import pytest
 import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from p2pstore.errors import ConfigError, NoLocalPeer
+from p2pstore.local import socket_paths as paths
 
 STRANGER = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -27,6 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp").chmod(0o1777)
     return tmp_path
+
 
 def as_stranger(action: Callable[[], str]) -> str:
     """What `action` returns, or the error it raises, in a process of another user."""
@@ -48,12 +52,14 @@ def as_stranger(action: Callable[[], str]) -> str:
     os.waitpid(child, 0)
     return outcome
 
+
 def listen(path: Path, mode: int = 0o600) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     path.chmod(mode)
     listener.listen()
     return listener
+
 
 @needs_root
 def test_the_mode_of_the_socket_decides_who_gets_in(place: Path) -> None:
@@ -68,11 +74,13 @@ def test_the_mode_of_the_socket_decides_who_gets_in(place: Path) -> None:
         assert as_stranger(lambda: str(paths.find_socket())) == str(path)
     assert "PermissionError" in as_stranger(lambda: str((path.parent / "squat").write_text("")))
 
+
 def test_a_closed_directory_of_an_earlier_version_is_opened(place: Path) -> None:
     directory = place / "run" / "mooncake-p2p"
     directory.mkdir(mode=0o700)
     paths.default_socket_path("a")
     assert directory.stat().st_mode & 0o777 == 0o755
+
 
 def test_shared_sockets_are_not_put_where_nobody_gets(
     place: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +92,7 @@ def test_shared_sockets_are_not_put_where_nobody_gets(
     assert paths.default_socket_path("a", shared=True).parent.parent == place / "run"
     assert paths.unreachable_by_others(session / "mooncake-p2p" / "a.sock") == session
     assert paths.unreachable_by_others(place / "run" / "mooncake-p2p" / "a.sock") is None
+
 
 def test_a_directory_whose_path_is_too_long_for_a_socket_is_passed_over(
     place: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,6 +106,7 @@ def test_a_directory_whose_path_is_too_long_for_a_socket_is_passed_over(
         assert paths.find_socket() == found
     with pytest.raises(ConfigError, match=r"longer than 107 bytes.*longer than.*--socket"):
         paths.default_socket_path("a" * paths.MAX_PATH_BYTES)
+
 
 @needs_root
 def test_a_directory_that_a_stranger_made_first_is_not_used(place: Path) -> None:
@@ -115,6 +125,7 @@ def test_a_directory_that_a_stranger_made_first_is_not_used(place: Path) -> None
     ):
         paths.default_socket_path("a")
 
+
 @needs_root
 def test_a_socket_of_a_stranger_is_no_peer(place: Path) -> None:
     directory = paths.default_socket_path("a").parent
@@ -130,6 +141,7 @@ def test_a_socket_of_a_stranger_is_no_peer(place: Path) -> None:
         with pytest.raises(NoLocalPeer):
             paths.find_socket()
 
+
 def test_a_directory_that_others_may_write_to_is_not_used(place: Path) -> None:
     directory = paths.default_socket_path("a").parent
     with listen(directory / "a.sock"):
@@ -137,6 +149,7 @@ def test_a_directory_that_others_may_write_to_is_not_used(place: Path) -> None:
         with pytest.raises(NoLocalPeer):
             paths.find_socket()
     assert paths.default_socket_path("a").parent.parent == place / "tmp"
+
 
 def test_a_peer_is_found_by_its_name_or_those_that_run_are_named(place: Path) -> None:
     with pytest.raises(NoLocalPeer, match=r"no peer called 'a' .*`mooncake-p2p join` starts one"):

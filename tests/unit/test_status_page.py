@@ -1,47 +1,39 @@
 """The parts of the status page: members in their order, recent counts, checkpoints, the page itself."""
 
 from __future__ import annotations
-from itertools import count
-from p2pstore.gossip.checkpoint_records import Head
-from p2pstore.gossip.checkpoint_records import HeadBody
-from p2pstore.gossip.checkpoint_records import short_version
-from p2pstore.gossip.gossip_messages import Status
-from p2pstore.gossip.members.member_table import MemberState
-from p2pstore.gossip.records import Participation
-from p2pstore.gossip.records import TakesPart
-from p2pstore.gossip.records import member_of
-from p2pstore.gossip.records import sign_peer_record
-from p2pstore.objects import GIB
-from p2pstore.status.checkup import RecentCounts
-from p2pstore.status.doctor.finding import MAX_NAME_LETTERS
-from p2pstore.status.doctor.finding import shown
-from p2pstore.status.slow_operations import Request
-from p2pstore.status.slow_operations import SlowOperation
-from p2pstore.status.slow_operations import SlowOperations
-from p2pstore.status.slow_operations import Stage
-from p2pstore.status.status_page import StatusSource
-from p2pstore.status.status_page import page_bytes
-from p2pstore.status.status_page import page_headers
-from p2pstore.status.status_page import slow_document
-from p2pstore.status.survey import MAX_SHOWN
-from p2pstore.status.survey import MAX_WRONG
-from p2pstore.status.survey import failures
-from p2pstore.status.survey import member_document
-from p2pstore.status.survey import name_of
-from p2pstore.status.survey import progress
-from p2pstore.status.survey import progress_document
-from p2pstore.status.survey import survey
-from p2pstore.status.survey import versions_of
-from tests.unit.gossip_network import FakeSigner
-from tests.unit.gossip_network import peer_id_of
-from tests.unit.gossip_network import peer_record
-from typing import Any
+
 import json
-import pytest
 import re
 import time
+from itertools import count
+from typing import Any
+
+import pytest
+
+from p2pstore.gossip.checkpoint_records import Head, HeadBody, short_version
+from p2pstore.gossip.gossip_messages import Status
+from p2pstore.gossip.members.member_table import MemberState
+from p2pstore.gossip.records import Participation, TakesPart, member_of, sign_peer_record
+from p2pstore.objects import GIB
+from p2pstore.status.checkup import RecentCounts
+from p2pstore.status.doctor.finding import MAX_NAME_LETTERS, shown
+from p2pstore.status.slow_operations import Request, SlowOperation, SlowOperations, Stage
+from p2pstore.status.status_page import StatusSource, page_bytes, page_headers, slow_document
+from p2pstore.status.survey import (
+    MAX_SHOWN,
+    MAX_WRONG,
+    failures,
+    member_document,
+    name_of,
+    progress,
+    progress_document,
+    survey,
+    versions_of,
+)
+from tests.unit.gossip_network import FakeSigner, peer_id_of, peer_record
 
 HOSTILE = "<script>alert(1)</script>\u202e\n\x1b[2J"
+
 
 def member(
     number: int, status: Status = Status.ALIVE, since: float = 0.0, **said: Any
@@ -51,6 +43,7 @@ def member(
     state = MemberState(record.peer_id, member_of(record.peer_id), status, 1, since)
     state.note(record, sign_peer_record(record, FakeSigner(record.peer_id)))
     return state
+
 
 def test_missing_members_come_first_the_latest_at_the_top() -> None:
     states = [member(number) for number in (5, 1, 3)]
@@ -67,6 +60,7 @@ def test_missing_members_come_first_the_latest_at_the_top() -> None:
     assert found.live == 5
     assert (found.memory_capacity, found.memory_used) == (5 * GIB, 5 * GIB // 4)
 
+
 def test_of_thousands_of_members_some_are_shown_and_all_are_counted() -> None:
     """And it takes a few milliseconds of processor time, whatever they call themselves."""
     states = [member(number, name=HOSTILE + "n" * 200) for number in range(1500)]
@@ -82,6 +76,7 @@ def test_of_thousands_of_members_some_are_shown_and_all_are_counted() -> None:
     document = [member_document(each, state, 100.0, None) for state, each in found.shown]
     assert len(json.dumps(document)) < 64_000
 
+
 def test_a_member_says_nothing_that_steers_and_no_address() -> None:
     document = member_document(member(1, name=HOSTILE, control=["10.9.8.7:1"]), "dead", 30.0, 0.001)
     assert document["name"] == "<script>alert(1)</script>\\u202e\\n\\x1b[2J"
@@ -90,6 +85,7 @@ def test_a_member_says_nothing_that_steers_and_no_address() -> None:
     assert "10.9.8.7" not in json.dumps(document)
     assert len(shown("x" * 500)) == MAX_NAME_LETTERS
     assert versions_of([member(1, software="b"), member(2, software="a")]) == ["a", "b"]
+
 
 def test_recent_counts_are_kept_for_a_while() -> None:
     recent = RecentCounts(["gets", "puts"], intervals=3)
@@ -103,9 +99,11 @@ def test_recent_counts_are_kept_for_a_while() -> None:
     seconds, grown = recent.since({"gets": 30, "puts": 2}, now=55.0)
     assert (seconds, grown) == (35.0, {"gets": 26, "puts": 2})
 
+
 def head(number: int, version: bytes, clock: int) -> Head:
     body = HeadBody("default", f"model {number}", version, 1, 600 * GIB, 3, 100)
     return Head(number.to_bytes(16, "big"), peer_id_of(1), clock, body)
+
 
 def test_how_far_checkpoints_are() -> None:
     quiet, busy = head(1, b"q" * 16, 5 << 40), head(2, b"b" * 16, 4 << 40)
@@ -135,8 +133,10 @@ def test_how_far_checkpoints_are() -> None:
     assert "\x1b" not in failed.why
     assert progress_document(found[1], "p1", is_switched_to=True)["slowest_permille"] is None
 
+
 def replace_part(part: Participation, version: bytes) -> Participation:
     return Participation(part.name, version[:8], part.state, part.done_permille)
+
 
 def test_the_page_is_one_file_and_may_run_nothing_but_its_own() -> None:
     page, headers = page_bytes().decode(), dict(page_headers())
@@ -148,6 +148,7 @@ def test_the_page_is_one_file_and_may_run_nothing_but_its_own() -> None:
     assert "unsafe" not in policy
     assert "*" not in policy
     assert len(page) < 64_000
+
 
 def test_slow_operations_without_their_keys() -> None:
     slow = SlowOperations(0.1)
@@ -169,6 +170,7 @@ def test_slow_operations_without_their_keys() -> None:
     assert "\x1b" not in document["latest"][0]["stages"][0]["peer"]
     assert slow_document(slow, with_keys=True)["latest"][0]["key"] == "a secret key"
 
+
 class Counted(StatusSource):
     """Counts how often its document is made."""
 
@@ -177,6 +179,7 @@ class Counted(StatusSource):
     def document(self) -> dict[str, Any]:
         self.made += 1
         return {"made": self.made}
+
 
 @pytest.mark.parametrize(("takes_seconds", "times"), [(0.002, 60), (0.04, 15)])
 def test_the_document_is_made_once_a_second_for_all_who_look(
@@ -190,6 +193,7 @@ def test_the_document_is_made_once_a_second_for_all_who_look(
         now = 100.0 + tick / 5
         assert json.loads(source.document_bytes())["made"] == source.made
     assert source.made == times
+
 
 @pytest.mark.parametrize("text", ["", "plain", "\u00fc\u4e2d"])
 def test_plain_text_is_shown_as_it_is(text: str) -> None:

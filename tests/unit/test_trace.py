@@ -1,22 +1,24 @@
 """The trace of a read, which `get --explain` shows, and its progress."""
 
 from __future__ import annotations
-from mooncake_p2p.explain import document
-from mooncake_p2p.explain import explanation
+
+import itertools
+
+import pytest
+
+from mooncake_p2p.explain import document, explanation
 from p2pstore.objects import MIB
 from p2pstore.transfer.failover import PullFailed
-from p2pstore.transfer.transfer_trace import FetchTrace
-from p2pstore.transfer.transfer_trace import ReadWatch
-from p2pstore.transfer.transport import BufferDestination
-from p2pstore.transfer.transport import watch_of
+from p2pstore.transfer.transfer_trace import FetchTrace, ReadWatch
+from p2pstore.transfer.transport import BufferDestination, watch_of
 from p2pstore.wire import Code
-import itertools
-import pytest
+
 
 def ticking(step: float = 0.001) -> ReadWatch:
     """A watch whose clock goes on by `step` seconds with each reading."""
     ticks = itertools.count()
     return ReadWatch(lambda: next(ticks) * step)
+
 
 def test_the_course_of_a_read_over_two_holders() -> None:
     watch = ticking()
@@ -55,6 +57,7 @@ def test_the_course_of_a_read_over_two_holders() -> None:
     ]
     assert document(trace)["tries"][2]["peer"] == "beta"
 
+
 def test_a_second_plan_adds_to_the_first() -> None:
     watch = ticking()
     watch.looked_up(0.1, {1: ("alpha", "dram")}, 0, 0)
@@ -67,6 +70,7 @@ def test_a_second_plan_adds_to_the_first() -> None:
     assert (watch.trace.homes_asked, watch.trace.source) == (3, "beta")
     assert [each.peer for each in watch.trace.tries] == ["alpha", "beta"]
     assert watch.trace.verify_seconds is None
+
 
 def test_several_holders_at_once() -> None:
     watch = ticking()
@@ -86,6 +90,7 @@ def test_several_holders_at_once() -> None:
     ]
     assert [line.rpartition(", ")[2] for line in shown[:2]] == ["1.0 MiB", "3.0 MiB"]
 
+
 def test_what_the_first_failed_to_bring_others_did() -> None:
     watch = ticking()
     watch.looked_up(0.1, {1: ("alpha", "dram"), 2: ("beta", "ssd")}, 0, 0)
@@ -96,6 +101,7 @@ def test_what_the_first_failed_to_bring_others_did() -> None:
     watch.delivered(1, MIB, 0, [2])
     assert [each.outcome for each in watch.trace.tries] == ["gone", "delivered"]
     assert watch.trace.source == "beta"
+
 
 def test_what_the_local_peer_brought() -> None:
     watch = ticking()
@@ -112,6 +118,7 @@ def test_what_the_local_peer_brought() -> None:
     assert lines[2] == "source    beta, ssd, over rdma"
     assert document(trace)["not_tried"] == {}
 
+
 def test_what_the_local_peer_had() -> None:
     watch = ticking()
     watch.was_here("me", 10, 0.002)
@@ -123,6 +130,7 @@ def test_what_the_local_peer_had() -> None:
         "verify    in the same pass as the copy",
     ]
 
+
 def test_an_interrupted_read_says_where_it_was() -> None:
     watch = ticking()
     watch.looked_up(0.0, {1: ("alpha\x1b", "dram")}, 0, 0)
@@ -131,9 +139,11 @@ def test_an_interrupted_read_says_where_it_was() -> None:
     assert r"tried     alpha\x1b over tcp: interrupted after 0.0 ms" in shown
     assert not [line for line in shown if line.startswith("source")]
 
+
 def test_a_key_that_nobody_has() -> None:
     trace = FetchTrace(lookup_seconds=0.001, homes_asked=3)
     assert explanation(trace) == ["lookup    1.0 ms, 0 copies; home peers asked: 3"]
+
 
 def test_progress_is_called_and_may_end_the_read() -> None:
     calls: list[tuple[int, int]] = []
@@ -146,6 +156,7 @@ def test_progress_is_called_and_may_end_the_read() -> None:
 
     with pytest.raises(PullFailed):
         ReadWatch(lambda: 0.0, stop).advanced(1, 2)
+
 
 def test_a_destination_carries_its_watch_or_none() -> None:
     watch = ticking()

@@ -5,36 +5,29 @@ as one, under one stamp; values of other keys are decided one by one (`put_opera
 """
 
 from __future__ import annotations
-from collections.abc import Hashable
-from collections.abc import Sequence
+
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from itertools import takewhile
-from p2pstore.core.copies.replicate import PutAmongMany
-from p2pstore.core.copies.replicate import ReplicateTogether
+from typing import TYPE_CHECKING, Final
+
+from p2pstore.core.copies.replicate import PutAmongMany, ReplicateTogether
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.puts.describe import packed_locations
-from p2pstore.core.puts.put_operation import check_put
-from p2pstore.core.puts.put_operation import trailer_of
+from p2pstore.core.puts.put_operation import check_put, trailer_of
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import writer_of
-from p2pstore.memory.entries import ObjectEntry
-from p2pstore.memory.entries import Reservation
-from p2pstore.memory.entries import Written
-from p2pstore.objects import MAX_OBJECT_BYTES
-from p2pstore.objects import Version
-from p2pstore.objects import are_sums_of
-from p2pstore.objects import check_object_length
-from p2pstore.put_facts import PutFacts
-from p2pstore.put_facts import PutStatus
+from p2pstore.memory.entries import ObjectEntry, Reservation, Written
+from p2pstore.objects import MAX_OBJECT_BYTES, Version, are_sums_of, check_object_length
+from p2pstore.put_facts import PutFacts, PutStatus
 from p2pstore.runtime.stepping import Steps
-from typing import Final
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
 PUBLISHED_PER_STEP: Final = 64
 """Values, at some 15 us each."""
+
 
 def publish_new(
     core: PeerCore,
@@ -91,6 +84,7 @@ def publish_new(
         core.operations.start(copying, now)
     return ends
 
+
 def _is_plain(facts: PutFacts) -> bool:
     """Whether the value is to be a new object in memory, and is what its sums say."""
     if facts.overwrite or facts.durable:
@@ -105,6 +99,7 @@ def _is_plain(facts: PutFacts) -> bool:
         return False
     return are_sums_of(facts.sums, facts.length, facts.root)
 
+
 def _may_publish(core: PeerCore, now: float) -> bool:
     """Whether others take what this peer writes now, and it knows of all that there is."""
     timekeeping = core.timekeeping
@@ -113,6 +108,7 @@ def _may_publish(core: PeerCore, now: float) -> bool:
         and not timekeeping.problem(now)
         and not timekeeping.view(now).may_be_behind
     )
+
 
 def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:
     """Those that neither this peer nor any other is known to hold, or to have held."""
@@ -123,6 +119,7 @@ def _new_keys(core: PeerCore, digests: Sequence[bytes]) -> set[bytes]:
         new = {digest for digest in new if core.cold.store.find(digest) is None}
     return new
 
+
 def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> None:
     """Tell the others of what was published, of keys of which this peer held nothing."""
     core.objects.announce_withdrawn(now)
@@ -130,10 +127,12 @@ def announce_new(core: PeerCore, entries: Sequence[ObjectEntry], now: float) -> 
     core.operations.tell_waiting([entry.digest for entry in entries], now)
     core.counters["objects_published"] += len(entries)
 
+
 RESERVED_PER_STEP: Final = 64
 """Where there is room, at 2 us each."""
 
 Reserved = Reservation | P2PStoreError | ValueError
+
 
 def reserve_many(
     core: PeerCore,

@@ -1,22 +1,18 @@
 """Removing a whole namespace everywhere."""
 
 from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
 from p2pstore.core.core_effects import Reply
 from p2pstore.core.operation import Operation
 from p2pstore.errors import Unavailable
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SCOPE_NAMESPACE
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.objects import Version
-from p2pstore.objects import ZERO_VERSION
-from p2pstore.objects import namespace_digest
+from p2pstore.gossip.records import SCOPE_NAMESPACE, PeerId, SignedRecord
+from p2pstore.objects import ZERO_VERSION, Version, namespace_digest
 from p2pstore.transfer.peer_messages import RecordsTaken
 from p2pstore.wire import Failure
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -27,6 +23,7 @@ PUSHES_AT_ONCE: Final = 32
 FLUSH_TIMEOUT_SECONDS: Final = 10.0
 MAX_ROUNDS: Final = 2
 
+
 @dataclass(frozen=True, slots=True)
 class FlushEnd:
     """What a flush did. `told` other peers have dropped the namespace's objects; those of `not_told`,
@@ -34,6 +31,7 @@ class FlushEnd:
 
     told: int
     not_told: tuple[PeerId, ...]
+
 
 class FlushOperation(Operation):
     """Remove all objects of a namespace, wherever they are: one floor above everything that this peer has
@@ -145,9 +143,11 @@ class FlushOperation(Operation):
         not_told = (*self._silent, *self._asked.values(), *self._to_tell)
         self.finish(FlushEnd(self._told, not_told), now)
 
+
 SLOTS_PER_STEP: Final = 2_000
 WITHDRAWN_PER_STEP: Final = 32
 """Each step takes less than 5 ms: withdrawing an object costs some 40 us, passing a slot half of one."""
+
 
 class Sweep:
     """Goes over the segment's slots once after every `begin`, a step per tick, and withdraws forbidden
@@ -218,6 +218,7 @@ class Sweep:
         """The operation does not wait any more."""
         if operation in self._waiting:
             self._waiting.remove(operation)
+
 
 class SweepOperation(Operation):
     """Waits until what floors forbid has been withdrawn here. The result is `answer`."""

@@ -1,26 +1,20 @@
 """Removing keys everywhere."""
 
 from __future__ import annotations
+
+import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from p2pstore.core.core_effects import KnownCopy
-from p2pstore.core.core_effects import Reply
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation
-from p2pstore.core.removals.floor_budget import WAIT_SECONDS
-from p2pstore.core.removals.floor_budget import WAIT_STEP_SECONDS
+from p2pstore.core.removals.floor_budget import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.errors import Unavailable
-from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR
-from p2pstore.gossip.records import PeerId
-from p2pstore.gossip.records import SignedRecord
-from p2pstore.objects import Version
-from p2pstore.objects import key_digest
-from p2pstore.objects import namespace_digest
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import math
+from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR, PeerId, SignedRecord
+from p2pstore.objects import Version, key_digest, namespace_digest
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -31,6 +25,7 @@ DIGESTS_PER_STEP: Final = 512
 KEYS_PER_PUSH: Final = 1_024
 RECORDS_PER_PUSH: Final = 40
 """What the receiver of a push checks and forbids at a time: about 5 ms."""
+
 
 class RemoveOperation(Operation):
     """Remove keys everywhere: write floors, tell holders and home peers at once, gossip tells the rest.
