@@ -143,8 +143,8 @@ class PeerConfig(
     device. `ssd_writes_per_day`: write budget, for devices that wear out; unset: no limit. `state_dir` unset: a new
     identity for this run only.
 
-    Access. `socket_others`: rights of other users at the socket, where its mode admits them. `metrics` (also `http`): the
-    HTTP address of the status page, `/metrics`, `/livez` and `/readyz`, without authentication; unset: none.
+    Access. `socket_others`: rights of other users at the socket, where its mode admits them. `metrics` (also `http`):
+    the HTTP address of the status page, `/metrics`, `/livez` and `/readyz`, without authentication; unset: none.
     `metrics_keys`: the page shows the most-read keys, not only their namespaces.
     """
 
