@@ -19,6 +19,12 @@ _SCOPE: Final = re.compile(r"[\w.-]{1,32}")
 """The interface behind the `%` of an IPv6 address."""
 
 
+def on_loopback(address: str) -> str:
+    """`HOST:PORT`; a port alone is one of 127.0.0.1."""
+    port = address.removeprefix(":")
+    return f"127.0.0.1:{port}" if _PORT.fullmatch(port) else address
+
+
 def split_address(address: str, setting: str, default_port: int | None = None) -> tuple[str, int]:
     """(host, port) of `HOST:PORT` or `[v6]:PORT`; the port may be missing where there is a default. The host is an IP
     address or can be a name. Raises `ConfigError` naming the setting."""

@@ -36,6 +36,10 @@ _LIST_SETTINGS: Final = frozenset(
     name for name, each in _FIELDS.items() if isinstance(each.default_factory, type(list))
 )
 _DURATION_SETTINGS: Final = frozenset(name for name, each in _FIELDS.items() if each.type is float)
+PEOPLES_NAMES: Final = {"metrics": "http"}
+"""Setting -> its name in options, environment and file, where the field's own name is an alias."""
+_FIELD_OF: Final = {**{name: name for name in _FIELDS}, **{v: k for k, v in PEOPLES_NAMES.items()}}
+"""Name in environment and file -> field. A people's name stands behind its alias, and wins over it."""
 _TRUE: Final = ("1", "true", "yes")
 _FALSE: Final = ("0", "false", "no")
 
@@ -84,14 +88,14 @@ def load_settings(
     if toml_path:
         for name, value, origin in _read_toml(toml_path):
             values[name], origins[name] = value, origin
-    for name in _FIELDS:
-        variable = ENVIRONMENT_PREFIX + name.upper()
+    for spelled, name in _FIELD_OF.items():
+        variable = ENVIRONMENT_PREFIX + spelled.upper()
         if (text := environment.get(variable)) is not None:
             refuse_empty(text, variable)
             values[name], origins[name] = _from_text(name, text, variable), variable
     for name, value in flags.items():
         if value is not None:
-            values[name], origins[name] = value, "--" + name.replace("_", "-")
+            values[name], origins[name] = value, option_of(name)
     for name, value in values.items():
         refuse_empty(value, origins[name])
     for name in _DURATION_SETTINGS & values.keys():
@@ -102,6 +106,11 @@ def load_settings(
                 raise ConfigError(str(error)) from None
     converted = check_types(values, origins, strict=False)
     return Settings({name: getattr(converted, name) for name in values}, origins)
+
+
+def option_of(name: str) -> str:
+    """The option of `join` for a setting."""
+    return "--" + PEOPLES_NAMES.get(name, name).replace("_", "-")
 
 
 def refuse_empty(value: Any, origin: str) -> None:
@@ -116,7 +125,7 @@ def _each(value: Any) -> Iterable[Any]:
 
 def misspelled_variables(environment: Mapping[str, str], others: Iterable[str]) -> dict[str, str]:
     """Variables that are nearly those of a setting (or one of `others`) -> what was probably meant."""
-    known = [ENVIRONMENT_PREFIX + name.upper() for name in _FIELDS] + list(others)
+    known = [ENVIRONMENT_PREFIX + name.upper() for name in _FIELD_OF] + list(others)
     found = {}
     for variable in environment:
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in known:
@@ -145,11 +154,11 @@ def _read_toml(path: str) -> list[tuple[str, Any, str]]:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"the configuration file {path} is not TOML: {error}") from None
     found = []
-    for key, value in loaded.items():
+    for key, value in sorted(loaded.items(), key=lambda item: item[0] in PEOPLES_NAMES.values()):
         where = _line_of(key, text, path)
-        if key not in _FIELDS:
+        if key not in _FIELD_OF:
             raise ConfigError(f"{where}: unknown key {key!r}{_nearest(key)}")
-        found.append((key, value, f"{where}: {key}"))
+        found.append((_FIELD_OF[key], value, f"{where}: {key}"))
     return found
 
 
@@ -163,10 +172,10 @@ def _line_of(key: str, text: str, path: str) -> str:
 
 
 def _nearest(key: str) -> str:
-    near = difflib.get_close_matches(key.replace("-", "_"), list(_FIELDS), n=1)
+    near = difflib.get_close_matches(key.replace("-", "_"), list(_FIELD_OF), n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
-    return f"; known are {', '.join(sorted(_FIELDS))}"
+    return f"; known are {', '.join(sorted(_FIELD_OF.keys() - PEOPLES_NAMES.keys()))}"
 
 
 def _from_text(name: str, text: str, variable: str) -> Any:
@@ -190,15 +199,12 @@ def shown_settings(settings: Settings) -> list[ShownSetting]:
     """
     checked = settings.checked()
     shown = []
-    for name in sorted(_FIELDS):
-        value = getattr(settings.config(), name)
-        if name in settings.origins:
-            shown.append(ShownSetting(name, value, settings.origins[name]))
-        elif name in _COMPUTED:
-            shown.append(ShownSetting(name, *_COMPUTED[name](checked)))
-        else:
-            shown.append(ShownSetting(name, value, "default"))
-    return shown
+    for name in _FIELDS:
+        value, origin = getattr(settings.config(), name), settings.origins.get(name, "default")
+        if name not in settings.origins and name in _COMPUTED:
+            value, origin = _COMPUTED[name](checked)
+        shown.append(ShownSetting(PEOPLES_NAMES.get(name, name), value, origin))
+    return sorted(shown, key=lambda setting: setting.name)
 
 
 def _memory(config: PeerConfig) -> tuple[Any, str]:

@@ -63,7 +63,7 @@ class Disk:
         state = self.state
         state.clock, state.incarnation = core.clock.latest, core.incarnation
         state.floors_seen, state.floors_horizon = (
-            core.floors.seen_to_save,
+            core.earlier_life.seen_to_save,
             dict(kept.floors.horizon),
         )
         state.addresses = [
@@ -99,7 +99,7 @@ class Disk:
             if kept is not None and newer is None:
                 self._to_memory(core, cold.digest, kept, now)
         if sorted_ones.last:
-            core.floors.cold_settled()
+            core.earlier_life.cold_settled()
 
     def _to_memory(self, core: PeerCore, digest: bytes, cold: ColdValue, now: float) -> None:
         trailer_bytes = len(encode_trailer(cold.trailer))

@@ -391,7 +391,7 @@ class LiarRun(ScenarioRun):
         peer = self.rng.choice(running)
         core, now = peer.core, self.kernel.now
         assert core is not None
-        allowed = core.floors.may_write(wanted, now)
+        allowed = core.floor_budget.may_write(wanted, now)
         self._floors_due -= allowed
         if allowed:  # as removals do it
             digests = [self.rng.randbytes(16) for _ in range(allowed)]

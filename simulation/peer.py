@@ -152,9 +152,9 @@ class SimulatedPeer:
         if self.keeps_cold:
             cold = self.disk.cold_objects()
             newest = max((each.version.clock for each in cold), default=0)
-            self.core.floors.return_with(cold, newest, now)
+            self.core.earlier_life.return_with(cold, newest, now)
         if len(segment.returned):
-            self.core.floors.return_with_memory(now)
+            self.core.earlier_life.return_with_memory(now)
         self.core.timekeeping.started(now)
         self._waiting.clear()
         self.answered_later.clear()
@@ -221,7 +221,7 @@ class SimulatedPeer:
             ssd_used=0,
             load_permille=0,
             head=LogHead(),
-            checkpoints=self.core.checkpoints.told if self.core is not None else [],
+            checkpoints=self.core.participations.told if self.core is not None else [],
             max_protocol=data.MAX_DATA_VERSION,
         )
 
@@ -343,7 +343,7 @@ class SimulatedPeer:
                 root_checksum(entry.length, chunk_sums(payload(entry))) == entry.version.root
                 for entry in effect.entries
             ]
-            self.core.floors.returned_checked(effect.entries, whole, self.cluster.kernel.now)
+            self.core.earlier_life.returned_checked(effect.entries, whole, self.cluster.kernel.now)
             self.settle()
 
     def _write_floors(self, life: int) -> None:

@@ -112,7 +112,7 @@ class Removals(ScenarioRun):
         self._due[number] += STEP_SECONDS * self.scenario.removals_per_second / self.scenario.peers
         while self._due[number] >= 1.0:
             wanted = min(MAX_KEYS_OF_FLOOR, int(self._due[number]))
-            allowed = core.floors.may_write(wanted, now)
+            allowed = core.floor_budget.may_write(wanted, now)
             if allowed:
                 self._write(core, allowed, now)
                 self._due[number] -= allowed
@@ -152,7 +152,7 @@ class Removals(ScenarioRun):
     def _all_are_back(self) -> bool:
         cores = [peer.core for peer in self.cluster.running if peer.core is not None]
         return len(cores) == len(self.cluster.peers) and not any(
-            core.floors.returning for core in cores
+            core.earlier_life.returning for core in cores
         )
 
     def _check_bounds(self) -> None:

@@ -247,7 +247,8 @@ def _values(typed: _Typed, parameter: Any, word: str, before: str = "") -> Candi
 
 def _choices(function: Callable[..., Any], name: str) -> list[str]:
     """The values of the enumeration that a parameter is of, if it is."""
-    waiting: list[Any] = [inspect.signature(function, eval_str=True).parameters[name].annotation]
+    parameters = inspect.signature(function, eval_str=True).parameters
+    waiting: list[Any] = [parameters[name].annotation] if name in parameters else []
     while waiting:
         annotation = waiting.pop()
         if isinstance(annotation, type) and issubclass(annotation, StrEnum):
@@ -286,10 +287,11 @@ def _of_peer(question: Callable[[BlockingClient, str], Iterable[str]]) -> Source
 
     def ask(options: Options, word: str) -> Iterable[str]:
         from p2pstore.errors import P2PStoreError
-        from p2pstore.local.socket_paths import answers, find_socket
+        from p2pstore.local.socket_paths import answers, find_socket, socket_of
 
         try:
-            path = find_socket(options.get("socket"))
+            named = options.get("peer_name")
+            path = socket_of(named) if named else find_socket(options.get("socket"))
         except P2PStoreError:
             return ()
         if not answers(path):  # the client takes a tenth of a second to load
@@ -336,6 +338,12 @@ def _sockets(options: Options, word: str) -> Iterator[str]:
     yield from map(str, live_sockets())
 
 
+def _peer_names(options: Options, word: str) -> Iterator[str]:
+    from p2pstore.local.socket_paths import live_sockets
+
+    yield from (path.stem for path in live_sockets())
+
+
 def _names_in(folder: str) -> Source:
     def names(options: Options, word: str) -> Iterator[str]:
         yield from (each.name for each in Path(folder).iterdir())
@@ -355,6 +363,7 @@ SOURCES: Final[Mapping[str, Source]] = {
     **dict.fromkeys(("publisher", "forget"), _of_peer(_peer_ids)),
     **dict.fromkeys(("peer", "bootstrap"), _of_peer(_addresses)),
     "socket": _sockets,
+    "peer_name": _peer_names,
     "interface": _names_in("/sys/class/net"),
     "rdma_device": _names_in("/sys/class/infiniband"),
     "socket_group": _groups,

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import typer
@@ -68,6 +69,7 @@ def read_line_of_invite() -> str:
 def spelled_as_given(settings: Settings) -> Iterator[None]:
     """Errors of the peer name a setting; people named an option, a variable or a line of a file."""
     from p2pstore.errors import AuthenticationFailed, ConfigError
+    from p2pstore.settings import option_of
 
     try:
         yield
@@ -75,7 +77,7 @@ def spelled_as_given(settings: Settings) -> Iterator[None]:
         kept = {n: o for n, o in settings.origins.items() if o.startswith("the invite kept in")}
         if not kept:
             raise
-        options = ", ".join("--" + name.replace("_", "-") for name in sorted(kept))
+        options = ", ".join(map(option_of, sorted(kept)))
         raise AuthenticationFailed(
             f"{error}; {next(iter(kept.values()))} says {options}: give other ones, or another --invite"
         ) from None
@@ -84,7 +86,7 @@ def spelled_as_given(settings: Settings) -> Iterator[None]:
         if not colon or name not in type(settings.config()).__struct_fields__:
             raise
         origin = settings.origins.get(name, "default")
-        said = "--" + name.replace("_", "-") if origin.startswith("default") else origin
+        said = option_of(name) if origin.startswith("default") else origin
         raise ConfigError(f"{said}: {rest}") from None
 
 
@@ -116,6 +118,41 @@ def refuse_socket_of_another(settings: Settings) -> None:
         )
 
 
+def ready_for_people(ready: Mapping[str, Any]) -> str:
+    """The news that a peer serves, its addresses, and what to try: for a terminal."""
+    from p2pstore.addresses import is_wildcard, split_address
+
+    page = "none; `join --http 9946` has one"
+    if ready["metrics"]:
+        host, port = split_address(ready["metrics"], "metrics")
+        host = "127.0.0.1" if is_wildcard(host) else f"[{host}]" if ":" in host else host
+        page = f"http://{host}:{port}/"
+    others = ready["peers"] - 1
+    with_whom = f"{others:,} other{'s' if others > 1 else ''}" if others else "no other peer yet"
+    choice = _choice_of(ready["socket"])
+    return f"""\
+peer {ready["name"]} serves, with {with_whom}
+  programs here  {ready["socket"]}
+  other peers    {ready["control"]}
+  bulk data      {", ".join(ready["data"])}
+  status page    {page}
+try in another terminal:
+  echo hello | mooncake-p2p put greeting{choice}
+  mooncake-p2p get greeting -o -{choice}
+  mooncake-p2p stats --watch{choice}"""
+
+
+def _choice_of(socket: str) -> str:
+    """The option that names the peer of this socket; empty where commands find it by themselves."""
+    from p2pstore.local.socket_paths import SOCKET_VARIABLE, live_sockets
+
+    live = live_sockets()
+    path = Path(socket)
+    if os.environ.get(SOCKET_VARIABLE) == socket or live == [path]:
+        return ""
+    return f" -p {shlex.quote(path.stem)}" if path in live else f" --socket {shlex.quote(socket)}"
+
+
 DETACHED_VARIABLE: Final = "MOONCAKE_P2P_DETACHED"
 """Set for the process that is to serve on its own."""
 START_SECONDS: Final = 60.0
@@ -123,9 +160,9 @@ START_SECONDS: Final = 60.0
 STOP_SECONDS: Final = 5.0
 
 
-def start_detached(given: Mapping[str, Any]) -> None:
-    """Start `join` with these options in the background, and print its `ready` line. Says at once for which bootstrap
-    peers it waits and how long, and at the end why none was joined.
+def start_detached(given: Mapping[str, Any], for_people: bool) -> None:
+    """Start `join` with these options in the background, and print its `ready` line, or the same for people.
+    Says at once for which bootstrap peers it waits and how long, and at the end why none was joined.
 
     Ends with the peer's own complaint and exit status when it does not get ready. Ctrl-C meanwhile ends the
     peer as well.
@@ -152,8 +189,8 @@ def start_detached(given: Mapping[str, Any]) -> None:
             if process is not None:
                 _end(process)
             raise
-    sys.stdout.write(line)
     ready = json.loads(line.removeprefix("ready "))
+    sys.stdout.write(f"{ready_for_people(ready)}\n" if for_people else line)
     socket = ready["socket"]
     if wanted and not ready["joined"]:
         remark(f"warning: {_why_alone(socket, config.join_timeout)}")

@@ -19,7 +19,7 @@ from itertools import pairwise, takewhile
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 import p2pstore
 from mooncake_p2p.exit_errors import (
@@ -74,6 +74,24 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 """Command -> (module that holds the function of that name, summary for the list of commands). One of two words is a
 command of its own."""
 
+MEANT: Final = {
+    **dict.fromkeys(("set", "store", "write", "add", "upload"), "put"),
+    **dict.fromkeys(("read", "cat", "fetch", "download"), "get"),
+    **dict.fromkeys(("del", "delete", "remove", "unlink"), "rm"),
+    **dict.fromkeys(("exists", "contains", "find", "where"), "locate"),
+    **dict.fromkeys(("info", "status", "top", "metrics"), "stats"),
+    **dict.fromkeys(("list", "keys", "scan", "dir"), "ls"),
+    **dict.fromkeys(("start", "serve", "run", "server", "up"), "join"),
+    **dict.fromkeys(("stop", "quit", "shutdown", "down"), "leave"),
+    **dict.fromkeys(("members", "nodes"), "peers"),
+    **dict.fromkeys(("clear", "flushall", "flushdb"), "flush"),
+    **dict.fromkeys(("ping", "check", "diagnose"), "doctor"),
+    "version": "--version",
+}
+"""Names of other stores' commands -> the command, or option, of this program."""
+
+HELP_ALL: Final = "--help-all"
+PEER_NAME: Final = "peer_name"
 HELP_OPTIONS: Final = ("-h", "--help")
 FILE_METAVARS: Final = ("FILE", "DIR", "PATH")
 """In the metavar of what names a file."""
@@ -101,21 +119,30 @@ class ManualCommand(TyperCommand):
             if named and ctx.params.get(parameter.name) == "":
                 name = metavar if parameter.param_type_name == "argument" else parameter.opts[0]
                 ctx.fail(f"{name} is empty: give a value or leave it out")
+        peer_name = ctx.params.pop(PEER_NAME, None)
+        if peer_name is not None:
+            if ctx.get_parameter_source("socket").name == "COMMANDLINE":
+                ctx.fail("-p and --socket both name a peer: leave one out")
+            from p2pstore.local.socket_paths import socket_of
+
+            ctx.params["socket"] = str(socket_of(peer_name))
         return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+        """Arguments, options, and with --help-all the options that have a group."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
                 name, text = record
+                title = getattr(parameter, "rich_help_panel", None) or "Options"
                 if parameter.param_type_name == "argument":
-                    name = name.partition(" <")[0]  # without the Python type
-                rows[parameter.param_type_name].append((name, text))
-        for title, kind in (("Arguments", "argument"), ("Options", "option")):
-            if rows[kind]:
+                    name, title = name.partition(" <")[0], "Arguments"  # without the Python type
+                sections.setdefault(title, []).append((name, text))
+        for title, rows in sections.items():
+            if rows and (title in ("Arguments", "Options") or ctx.meta.get(HELP_ALL)):
                 with formatter.section(title):
-                    formatter.write_dl(rows[kind])
+                    formatter.write_dl(rows)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         from mooncake_p2p.manual import PAGES
@@ -144,6 +171,34 @@ def function_of(command: str) -> Callable[..., Any]:
     return function
 
 
+def _peer_name_option() -> TyperOption:
+    """-p, which stands for --socket of a peer on this machine."""
+    return TyperOption(
+        param_decls=["-p", "--peer-name"],
+        metavar="NAME",
+        help="The peer of this machine with this name, in place of --socket.",
+    )
+
+
+def _help_all_option() -> TyperOption:
+    """--help-all, which shows the options that --help leaves out."""
+
+    def show(context: Any, parameter: Any, wanted: bool) -> None:
+        if wanted and not context.resilient_parsing:
+            context.meta[HELP_ALL] = True
+            print(context.get_help())
+            raise typer.Exit
+
+    return TyperOption(
+        param_decls=[HELP_ALL],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show this message with all options.",
+    )
+
+
 class LazyCommands(Mapping[str, Any]):
     """The commands by name; looking one up imports its module."""
 
@@ -153,7 +208,14 @@ class LazyCommands(Mapping[str, Any]):
         )
         names_of_help = {"help_option_names": list(HELP_OPTIONS)}
         app.command(name, cls=ManualCommand, context_settings=names_of_help)(function_of(name))
-        return typer.main.get_command(app)
+        command: Any = typer.main.get_command(app)
+        if any(getattr(each, "rich_help_panel", None) for each in command.params):
+            command.params.append(_help_all_option())
+        for position, parameter in enumerate(command.params):
+            if parameter.name == "socket" and parameter.envvar:  # a client's, not the peer's own
+                command.params.insert(position, _peer_name_option())
+                break
+        return command
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)
@@ -176,6 +238,8 @@ class LazyGroup(TyperGroup):
             if args[1:] and args[1] in HELP_OPTIONS:
                 self._show_help_of(ctx, args[0])
             ctx.fail(f"{args[0]} is followed by one of: {', '.join(second)}")
+        if args[0] in MEANT:
+            ctx.fail(f"No such command '{args[0]}', did you mean '{MEANT[args[0]]}'?")
         return super().resolve_command(
             ctx, [two_words, *args[2:]] if two_words in COMMANDS else args
         )

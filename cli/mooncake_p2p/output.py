@@ -162,8 +162,10 @@ def print_table(
 
 
 @contextmanager
-def progress(label: str, total_bytes: int | None = None) -> Iterator[ProgressBar]:
-    """A progress bar on stderr for what takes over a second; nothing when stderr is no terminal.
+def progress(
+    label: str, total_bytes: int | None = None, *, after_seconds: float = PROGRESS_AFTER_SECONDS
+) -> Iterator[ProgressBar]:
+    """A progress bar on stderr for what takes over `after_seconds`; nothing when stderr is no terminal.
 
     Without a total, and as long as nothing advances, it only shows that work goes on, since when.
     """
@@ -171,7 +173,7 @@ def progress(label: str, total_bytes: int | None = None) -> Iterator[ProgressBar
     if not bar.shown:
         yield bar
         return
-    timer = threading.Timer(PROGRESS_AFTER_SECONDS, bar.show)
+    timer = threading.Timer(after_seconds, bar.show)
     timer.daemon = True
     timer.start()
     try:
@@ -190,7 +192,7 @@ class ProgressBar:
         self._label = label
         self._total = total_bytes
         self._done = 0
-        self._since = time.monotonic()
+        self._began = self._since = time.monotonic()
         self._lock = threading.Lock()
         self._bar: Any = None
 
@@ -228,9 +230,10 @@ class ProgressBar:
 
     def show(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         bar = Progress(
+            SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
             BarColumn(None),
             TextColumn("{task.fields[facts]}", markup=False),
@@ -240,7 +243,7 @@ class ProgressBar:
         )
         with self._lock:
             self._task = bar.add_task("", total=self._total, facts="")
-            bar.tasks[0].start_time = bar.get_time() - PROGRESS_AFTER_SECONDS
+            bar.tasks[0].start_time = bar.get_time() - (time.monotonic() - self._began)
             self._bar = bar
             self._update()
         bar.start()

@@ -100,7 +100,7 @@ class WriteObject:
 @dataclass(frozen=True, slots=True)
 class CheckReturned:
     """Compare the bytes of objects in memory, which an earlier life put there, with their sums;
-    `core.floors.returned_checked` brings the outcome. They may go meanwhile; what is read then means nothing."""
+    `core.earlier_life.returned_checked` brings the outcome. They may go meanwhile; what is read then means nothing."""
 
     entries: tuple[ObjectEntry, ...]
 
@@ -170,7 +170,7 @@ class ColdObject:
 @dataclass(frozen=True, slots=True)
 class ColdSorted:
     """Of the objects that the peer returned with: `good` may be served and announced, `discarded` are to be
-    destroyed. When all of that is done and durable after the `last` of these, tell `Floors.cold_settled`."""
+    destroyed. When all of that is done and durable after the `last` of these, tell `EarlierLife.cold_settled`."""
 
     good: tuple[ColdObject, ...]
     discarded: tuple[ColdObject, ...]

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Final
 
-from p2pstore.core.checkpoints import Checkpoints
+from p2pstore.core.checkpoints import Checkpoints, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
+from p2pstore.core.copies.memory_return import EarlierLife
 from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
@@ -28,8 +29,10 @@ from p2pstore.core.known_copies import KnownCopies
 from p2pstore.core.operation import Operation
 from p2pstore.core.operations import Operations
 from p2pstore.core.own_objects import OwnObjects
+from p2pstore.core.participations import Participations
+from p2pstore.core.puts.comparing import Comparisons
 from p2pstore.core.puts.lifetimes import Expiries
-from p2pstore.core.puts.publishing import Comparisons
+from p2pstore.core.removals.floor_budget import FloorBudget
 from p2pstore.core.removals.floors import Floors
 from p2pstore.core.taking_pushes import PushesComing, message_of, rivals_of
 from p2pstore.core.timekeeping import Timekeeping
@@ -91,6 +94,8 @@ class PeerCore:
         self.proofs = VersionProofs(self)
         self.timekeeping = Timekeeping(self)
         self.floors = Floors(self)
+        self.floor_budget = FloorBudget(self)
+        self.earlier_life = EarlierLife(self)
         self.cold = ColdCopies(self)
         self.checks = Checks(self)
         self.expiries = Expiries(self)
@@ -100,6 +105,8 @@ class PeerCore:
         self.hot_objects = HotObjects()
         self.repair = Repair(self, repair)
         self.read_reports = ReadReports(self)
+        self.publishers = TrustedPublishers()
+        self.participations = Participations(self)
         self.checkpoints = Checkpoints(self)
         gossip.locations.watch(segment.digests(), self.operations.awaited)
 
@@ -129,19 +136,15 @@ class PeerCore:
 
     def answered(self, operation: int, tag: int, reply: Reply, now: float) -> None:
         """The outcome of an `AskPeer`: its reply, a `Failure`, or None when nothing came in time."""
-        if operation == TO_HOMES:
-            self._push_answered(tag, reply, now)
-            return
-        self.operations.answered(operation, tag, reply, now)
-
-    def _push_answered(self, token: int, reply: Reply, now: float) -> None:
-        if isinstance(reply, Pushed):
-            self.gossip.push_answered(token, reply.behind, rivals_of(reply), now)
-            return
-        home = self.gossip.partitions.pushes.home_of(token)
-        self.gossip.push_answered(token, None, (), now)
-        if reply is None and home is not None:
-            self.holders.peer_failed(home, now)
+        if operation != TO_HOMES:
+            self.operations.answered(operation, tag, reply, now)
+        elif isinstance(reply, Pushed):
+            self.gossip.push_answered(tag, reply.behind, rivals_of(reply), now)
+        else:
+            home = self.gossip.partitions.pushes.home_of(tag)
+            self.gossip.push_answered(tag, None, (), now)
+            if reply is None and home is not None:
+                self.holders.peer_failed(home, now)
 
     def tick(self, now: float) -> None:
         """Do what is due. The shell calls it after everything that has arrived was fed in."""
@@ -151,11 +154,12 @@ class PeerCore:
         self.proofs.tick(now)
         self.flush_pushes(now)
         self.floors.tick(now)
+        self.earlier_life.tick(now)
         self.write_back.tick(now)
         self.repair.tick(now)
         self.read_reports.tick(now)
         self.prefetching.tick(now)
-        self.checkpoints.tick(now)
+        self.participations.tick(now)
         if now >= self._next_expire:
             self.segment.objects.expire(self.unix(now))
             more = self.segment.objects.expires_on(self.unix(now))
@@ -174,11 +178,12 @@ class PeerCore:
             self._next_expire,
             self.operations.next_alarm(),
             self.floors.next_tick(now),
+            self.earlier_life.next_tick(now),
             self.write_back.next_tick(),
             self.repair.next_tick(),
             self.read_reports.next_tick(),
             self.prefetching.next_tick(),
-            self.checkpoints.next_tick(),
+            self.participations.next_tick(),
             self.timekeeping.next_tick(),
             self.proofs.next_tick(),
         )
@@ -294,8 +299,6 @@ class PeerCore:
     def namespaces(self) -> Iterable[tuple[str, bytes]]:
         """Namespaces that were met here lately, with their digests."""
         return self._namespaces.items()
-
-    # --- memory ------------------------------------------------------------------------------
 
 
 def before(version: Version) -> Version:

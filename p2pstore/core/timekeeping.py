@@ -287,11 +287,11 @@ class Timekeeping:
         limit = newest_accepted_clock(core.unix(self._now))
         core.gossip.floors.clock_was_fast(limit, by)
         yield from self._renew_records(limit, by)
-        while core.floors.returning:
+        while core.earlier_life.returning:
             yield WAIT_SECONDS
         yield from self._renew_memory(limit, by)
         yield from self._drop_cold(limit)
-        core.checkpoints.clock_was_fast(limit, by)
+        core.publishers.clock_was_fast(limit, by)
         core.clock.restart(core.unix(self._now))
         self._highest, self._highest_offset = core.clock.latest, core.unix_offset_seconds
         self.renewals += 1

@@ -15,7 +15,7 @@ from p2pstore.errors import AmbiguousLocalPeer, ConfigError, NoLocalPeer
 from p2pstore.runtime.linux import shortage
 
 SOCKET_VARIABLE: Final = "MOONCAKE_P2P_SOCKET"
-CHOICES: Final = f"--socket, {SOCKET_VARIABLE} or connect(socket=...)"
+CHOICES: Final = f"-p NAME, --socket, {SOCKET_VARIABLE} or connect(socket=...)"
 """How people choose a peer: on the command line, for all programs, in Python."""
 DIRECTORY_NAME: Final = "mooncake-p2p"
 SYSTEM_DIRECTORY: Final = Path("/run") / DIRECTORY_NAME
@@ -151,6 +151,20 @@ def find_socket(explicit: str | os.PathLike[str] | None = None) -> Path:
             f"{CHOICES}"
         )
     return live[0]
+
+
+def socket_of(name: str) -> Path:
+    """The socket of the peer of this machine with this name. Raises `NoLocalPeer` naming those that run."""
+    live = live_sockets()
+    for path in live:
+        if path.stem == name:
+            return path
+    running = ", ".join(path.stem for path in live)
+    raise NoLocalPeer(
+        f"no peer called {name!r} runs on this machine: "
+        + (f"these do: {running}" if running else "none does; `mooncake-p2p join` starts one")
+        + "; --socket names the socket of a peer elsewhere"
+    )
 
 
 def live_sockets() -> list[Path]:

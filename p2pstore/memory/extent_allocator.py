@@ -14,7 +14,7 @@ from math import inf
 from operator import itemgetter
 from typing import Final
 
-from p2pstore.runtime.stepping import Steps, run_through
+from p2pstore.runtime.stepping import Steps
 
 MUCH_MORE: Final = 4.0
 """Windows that cost so many times as much as the cheapest are not evicted along with it."""
@@ -122,7 +122,7 @@ class ExtentAllocator:
     def allocate_many(self, size_bytes: int, count: int) -> list[int]:
         """`allocate` up to `count` times: the offsets of as many extents as there is room for. Extents that are cut
         from one free extent lie one after the other."""
-        self._check_size(size_bytes)
+        _check_whole(size_bytes, self.granule)
         made: list[int] = []
         while len(made) < count:
             position = bisect_left(self._sizes, size_bytes)
@@ -208,7 +208,7 @@ class ExtentAllocator:
 
     def shrink(self, offset: int, size_bytes: int) -> None:
         """Give back the tail of an extent, of which `size_bytes` remain."""
-        self._check_size(size_bytes)
+        _check_whole(size_bytes, self.granule)
         end = self._used[offset]
         kept = offset + size_bytes
         if kept > end:
@@ -219,16 +219,6 @@ class ExtentAllocator:
             self._used_ending[kept] = offset
             self.used_bytes -= end - kept
             self._merge_free(kept, end)
-
-    def windows(
-        self,
-        needed_bytes: int,
-        candidates: Iterable[int],
-        cost: Callable[[int], float | None],
-        count: int = 1,
-    ) -> list[Window]:
-        """`find_windows` in one go."""
-        return run_through(self.find_windows(needed_bytes, candidates, cost, count))
 
     def find_windows(
         self,
@@ -295,21 +285,14 @@ class ExtentAllocator:
                 return None
             if len(victims) % GROWN_PER_STEP == 0:
                 yield
-                if not (self._is_edge(left) and self._is_edge(right)):
-                    return None  # others had their turn, and it is another neighbourhood now
+                if any(
+                    self.end_of(edge) is None and self.begin_of(edge) is None
+                    for edge in (left, right)
+                ):  # during the pause the extents changed: neither begins nor ends one there
+                    return None
                 left_cost = right_cost = None
                 look_left = look_right = True
         return None
-
-    def _is_edge(self, offset: int) -> bool:
-        """Whether an extent begins or ends there."""
-        return self.end_of(offset) is not None or self.begin_of(offset) is not None
-
-    def _check_size(self, size_bytes: int) -> None:
-        if size_bytes <= 0 or size_bytes % self.granule:
-            raise ValueError(
-                f"{size_bytes:,} bytes are not a whole number of granules of {self.granule:,}"
-            )
 
     def _merge_free(self, start: int, end: int) -> None:
         """Add a free extent, together with the free extents that touch it."""
@@ -343,3 +326,8 @@ class ExtentAllocator:
         if not same_size:
             del self._free_of_size[size]
             del self._sizes[bisect_left(self._sizes, size)]
+
+
+def _check_whole(size_bytes: int, granule: int) -> None:
+    if size_bytes <= 0 or size_bytes % granule:
+        raise ValueError(f"{size_bytes:,} bytes are not a whole number of granules of {granule:,}")

@@ -1,23 +1,49 @@
-"""The published key index: open addressing with linear probing, as the owner writes it. Pure.
+"""The published key index: its entries, and the table as the owner writes it. Pure.
 
-The owner keeps its own copy and never reads the shared one back, so nothing that another process
-scribbles there confuses it. Readers may miss a key for the moment in which it is moved.
+Open addressing with linear probing, 32 bytes an entry. The owner keeps its own copy and never reads
+the shared one back, so nothing that another process scribbles there confuses it. Readers may miss a
+key for the moment in which it is moved.
 """
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterable
+from typing import Final
 
-from p2pstore.memory.segment_layout import (
-    INDEX_ENTRY_BYTES,
-    INDEX_USED,
-    encode_index_entry,
-    index_home,
-    pack_index_entry_into,
-)
+from p2pstore.memory.segment_layout import INDEX_ENTRY_BYTES
 
+_INDEX_ENTRY: Final = struct.Struct("<16sII8x")
+INDEX_USED: Final = 1
+pack_index_entry_into: Final = _INDEX_ENTRY.pack_into
+"""(buffer, offset, digest, slot number, `INDEX_USED`): `encode_index_entry` in place."""
 _UNUSED = bytes(INDEX_ENTRY_BYTES)
+
+
+def index_home(digest: bytes, index_entries: int) -> int:
+    """The entry number where the search for `digest` begins (index_entries is a power of two)."""
+    return int.from_bytes(digest[:8], "little") & (index_entries - 1)
+
+
+def index_entry_at_home(
+    data: bytes | memoryview, index_offset: int, index_entries: int, digest: bytes
+) -> tuple[bytes, int, bool]:
+    """`decode_index_entry` where the search for `digest` begins."""
+    home = int.from_bytes(digest[:8], "little") & (index_entries - 1)
+    found, slot, used = _INDEX_ENTRY.unpack_from(data, index_offset + home * INDEX_ENTRY_BYTES)
+    return found, slot, used == INDEX_USED
+
+
+def encode_index_entry(digest: bytes, slot: int) -> bytes:
+    """An entry in use; an unused one is all zero."""
+    return _INDEX_ENTRY.pack(digest, slot, INDEX_USED)
+
+
+def decode_index_entry(data: bytes | memoryview, offset: int = 0) -> tuple[bytes, int, bool]:
+    """(digest, slot number, whether in use) of the entry at `offset`."""
+    digest, slot, used = _INDEX_ENTRY.unpack_from(data, offset)
+    return digest, slot, used == INDEX_USED
 
 
 class KeyIndex:

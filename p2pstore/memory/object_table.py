@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2pstore.memory.entries import ObjectEntry, Reservation
-from p2pstore.memory.key_index import KeyIndex
+from p2pstore.memory.key_index import KeyIndex, decode_index_entry
 from p2pstore.memory.segment_layout import (
     FREE_SLOT,
     INDEX_ENTRY_BYTES,
@@ -31,7 +31,6 @@ from p2pstore.memory.segment_layout import (
     Slot,
     SlotState,
     TrailerBody,
-    decode_index_entry,
     decode_trailer,
     encode_segment_header,
     encode_slot,
@@ -133,18 +132,14 @@ class ObjectTable:
         self._free_slots.append(number)
 
     def publish(self, entries: Sequence[ObjectEntry], trailers: Sequence[bytes]) -> None:
-        """Make filled extents objects that readers find, in place of those of the same digests."""
+        """Make filled extents objects that readers find, in place of those of the same digests. An empty trailer leaves
+        the bytes of one that is there already, from an earlier life."""
         buffer = self._buffer
         for entry, trailer in zip(entries, trailers, strict=True):
             start = entry.offset + (entry.length + 7 & ~7)  # `trailer_offset`, without its call
             buffer[start : start + len(trailer)] = trailer
             self.write_slot(entry)
         self._index.set_all([(entry.digest, entry.slot) for entry in entries])
-
-    def publish_returned(self, entry: ObjectEntry) -> None:
-        """Have readers find an object that lies there, trailer and all, as it was in an earlier life."""
-        self.write_slot(entry)
-        self._index.set_all([(entry.digest, entry.slot)])
 
     def write_reservation(self, reservation: Reservation) -> None:
         """Say in its slot that somebody may write there."""

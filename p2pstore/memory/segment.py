@@ -406,7 +406,7 @@ class Restoring:
         if self._objects.is_closed or entry.state is not SlotState.LIVE:
             return False
         self._table.restore_trailer(entry, sums)
-        self._table.publish_returned(entry)
+        self._table.publish([entry], [b""])
         return self._trailer_is_good(entry)
 
     def _trailer_is_good(self, entry: ObjectEntry) -> bool:

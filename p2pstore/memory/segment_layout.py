@@ -1,7 +1,7 @@
 """How a memory segment is laid out: header, key index, object slots, trailers. Pure codecs.
 
     0                 header, one page
-    index_offset      key index: open addressing, linear probing, 32 bytes an entry
+    index_offset      key index: 32 bytes an entry (`key_index`)
     slots_offset      object table: 64 bytes a slot
     data_offset       extents of whole granules (4 KiB): payload, padding to 8, trailer
 
@@ -159,39 +159,6 @@ def decode_segment_header(data: bytes | memoryview) -> SegmentHeader:
 
 SEGMENT_HEADER_BYTES: Final = _HEADER.size
 SEGMENT_STATE_OFFSET: Final = _HEADER_STATE_OFFSET
-
-# --- key index -------------------------------------------------------------------------------
-
-_INDEX_ENTRY: Final = struct.Struct("<16sII8x")
-INDEX_USED: Final = 1
-pack_index_entry_into: Final = _INDEX_ENTRY.pack_into
-"""(buffer, offset, digest, slot number, `INDEX_USED`): `encode_index_entry` in place."""
-
-
-def index_home(digest: bytes, index_entries: int) -> int:
-    """The entry number where the search for `digest` begins (index_entries is a power of two)."""
-    return int.from_bytes(digest[:8], "little") & (index_entries - 1)
-
-
-def index_entry_at_home(
-    data: bytes | memoryview, index_offset: int, index_entries: int, digest: bytes
-) -> tuple[bytes, int, bool]:
-    """`decode_index_entry` where the search for `digest` begins."""
-    home = int.from_bytes(digest[:8], "little") & (index_entries - 1)
-    found, slot, used = _INDEX_ENTRY.unpack_from(data, index_offset + home * INDEX_ENTRY_BYTES)
-    return found, slot, used == INDEX_USED
-
-
-def encode_index_entry(digest: bytes, slot: int) -> bytes:
-    """An entry in use; an unused one is all zero."""
-    return _INDEX_ENTRY.pack(digest, slot, INDEX_USED)
-
-
-def decode_index_entry(data: bytes | memoryview, offset: int = 0) -> tuple[bytes, int, bool]:
-    """(digest, slot number, whether in use) of the entry at `offset`."""
-    digest, slot, used = _INDEX_ENTRY.unpack_from(data, offset)
-    return digest, slot, used == INDEX_USED
-
 
 # --- object slot -----------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class SegmentObjects:
             return False
         del self.returned[entry.digest]
         entry.state = SlotState.LIVE
-        self.table.publish_returned(entry)
+        self.table.publish([entry], [b""])
         self.live[entry.digest] = entry
         if existing is not None:
             self._replaced([existing])

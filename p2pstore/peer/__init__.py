@@ -4,7 +4,6 @@ Importing it raises `PeerNotInstalled` where the libraries of the extra `p2pstor
 """
 
 from p2pstore.errors import PeerNotInstalled
-from p2pstore.peer.lifetime.run import run_peer
 
 try:
     from p2pstore.peer.api import Peer, open_peer

@@ -52,11 +52,7 @@ from p2pstore.peer.checkpoint_peer import CheckpointPeer
 from p2pstore.peer.for_clients.erasing import Erasing
 from p2pstore.peer.for_clients.local_backend import PeerLocalBackend
 from p2pstore.peer.for_peers.data_backend import PeerDataBackend, PeerStoreBackend
-from p2pstore.peer.lifetime.credentials import (
-    Credentials,
-    log_expelled,
-    refuse_open_door,
-)
+from p2pstore.peer.lifetime.credentials import Credentials, log_expelled, refuse_open_door
 from p2pstore.peer.lifetime.peer_addresses import (
     advertised,
     control_listen_address,
@@ -155,8 +151,8 @@ class Assembly:
         core = self._make_core(await trio.to_thread.run_sync(self._make_segment), repair)
         if self.state is not None:
             self._restore(core, self.state)
-            core.checkpoints.load_pins(self.state.load_publishers())
-            core.checkpoints.load_forgotten(self.state.load_forgotten())
+            core.publishers.load_pins(self.state.load_publishers())
+            core.publishers.load_forgotten(self.state.load_forgotten())
         node = Node(
             config=config, core=core, host_id=host_identity(), state=self.state, rng=self.rng
         )
@@ -293,7 +289,7 @@ class Assembly:
             software=p2pstore.__version__,
             min_protocol=MIN_DATA_VERSION,
             max_protocol=MAX_DATA_VERSION,
-            checkpoints=self.node.core.checkpoints.told if self.node is not None else [],
+            checkpoints=self.node.core.participations.told if self.node is not None else [],
         )
 
     def _transport_offers(self) -> list[TransportOffer]:

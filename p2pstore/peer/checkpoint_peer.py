@@ -8,6 +8,7 @@ import trio
 
 from p2pstore.checkpoint.content.manifest import SignedManifest
 from p2pstore.checkpoint.peer.surroundings import THREADS
+from p2pstore.gossip.checkpoint_records import HeadBody
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import Member, Participation, PeerId
 from p2pstore.peer.node import Node
@@ -24,6 +25,7 @@ class CheckpointPeer:
         self.peer_id: PeerId = core.peer_id
         self.threads = trio.CapacityLimiter(THREADS)
         self.records = core.checkpoints
+        self.parts = core.participations
         self.name_of = core.name_of
         self.process = node.process
         self.news = node.checkpoint_news
@@ -55,16 +57,16 @@ class CheckpointPeer:
 
     def announce(self, namespace: str, signed: SignedManifest) -> None:
         manifest = signed.manifest
-        self.records.publish(
+        body = HeadBody(
             namespace,
             manifest.name,
             signed.version,
-            self.now,
             manifest_bytes=len(signed.body),
             total_bytes=manifest.layout.total_bytes,
             files=len(manifest.files),
             pieces=manifest.layout.count,
         )
+        self.records.publish(body, self.now)
 
     def _state(self, member: Member) -> MemberState | None:
         return self._membership.resolve(member)
@@ -95,7 +97,7 @@ class CheckpointPeer:
         return state.peer_id, self.name_of(state.peer_id)
 
     def participants(self, version: bytes) -> Iterable[Member]:
-        return self.records.participants(version)
+        return self.parts.participants(version)
 
     def participations(self) -> Iterator[tuple[Member, Sequence[Participation]]]:
         for state in self._membership.live():

@@ -134,7 +134,7 @@ class MemoryGuard:
         whole = [
             root == entry.version.root for root, entry in zip(roots, effect.entries, strict=True)
         ]
-        self._core.floors.returned_checked(effect.entries, whole, self._node.now)
+        self._core.earlier_life.returned_checked(effect.entries, whole, self._node.now)
         self._node.process()
 
 

@@ -237,17 +237,17 @@ class Node:
 
     def _follow_checkpoints(self) -> None:
         """Wake waiters for checkpoint news, and save pinned publishers."""
-        checkpoints = self.core.checkpoints
+        checkpoints, publishers = self.core.checkpoints, self.core.publishers
         if checkpoints.version != self._checkpoints_version:
             self._checkpoints_version = checkpoints.version
             self._checkpoint_news.set()
             self._checkpoint_news = trio.Event()
-        for note in checkpoints.take_notes():
+        for note in publishers.take_notes():
             logger.warning("%s", note, extra={"event": "publisher"})
         for note in self.core.floors.take_notes(self.now):
             logger.warning("%s", note, extra={"event": "floors"})
-        if checkpoints.pins_version != self._pins_version:
-            self._pins_version = checkpoints.pins_version
+        if publishers.version != self._pins_version:
+            self._pins_version = publishers.version
             if self.saver is not None:
                 self.saver.publisher_pinned()
 

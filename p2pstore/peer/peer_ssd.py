@@ -82,7 +82,7 @@ class PeerSsd:
         core = self._core
         self.tier = tier
         self._node.ssd, core.cold.store = self, tier
-        core.floors.return_with(self._of_an_earlier_life(), tier.newest_clock, self._node.now)
+        core.earlier_life.return_with(self._of_an_earlier_life(), tier.newest_clock, self._node.now)
 
     def _of_an_earlier_life(self) -> Iterator[ColdObject]:
         for digest in chain.from_iterable(self.tier.digests(None)):
@@ -173,7 +173,7 @@ class PeerSsd:
         self._node.process()
         if effect.last:
             await self.tier.discards_durable()
-            core.floors.cold_settled()
+            core.earlier_life.cold_settled()
 
     # --- leaving -----------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ def begin_with_kept(node: Node, memory: KeptMemory) -> None:
     memory.kept = Kept()  # the segment has it all by now
     segment = node.core.segment
     if len(segment.returned):
-        node.core.floors.return_with_memory(node.now)
+        node.core.earlier_life.return_with_memory(node.now)
         logger.info(
             "memory: checking %s objects from earlier runs in %s",
             f"{len(segment.returned):,}",

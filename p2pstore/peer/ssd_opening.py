@@ -19,8 +19,7 @@ from p2pstore.peer.peer_ssd import LOOK_SECONDS, PeerSsd
 from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.ssd_tier.cold_log import TierHooks
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
-from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES
-from p2pstore.ssd_tier.opening import FILE_NAME
+from p2pstore.ssd_tier.log_layout import FILE_NAME, SEGMENT_BYTES
 from p2pstore.ssd_tier.tier import open_tier
 from p2pstore.ssd_tier.write_admission import AdmissionPolicy
 

@@ -298,7 +298,7 @@ def _ssd_hit_rate(core: PeerCore) -> float | None:
 def _checkpoints(core: PeerCore) -> list[dict[str, Any]]:
     """The versions of checkpoints that this peer has or fetches; at most 16."""
     found = []
-    for part in core.checkpoints.parts:
+    for part in core.participations.own:
         head = core.checkpoints.head(part.name)
         state = next((each for each in TakesPart if each == part.state), None)
         if head is not None and state is not None:
@@ -328,7 +328,7 @@ def _follows(core: PeerCore, unix_now: float) -> list[dict[str, Any]]:
             if each.behind_since is None
             else round(max(0.0, unix_now - each.behind_since), 3),
         }
-        for each in core.checkpoints.followed
+        for each in core.participations.followed
     ]
 
 

@@ -352,3 +352,6 @@ def _page(packed: bytes) -> bytes:
 def _page_is_good(page: bytes | memoryview, size: int) -> bool:
     """Whether the page is what `_page` makes of its first `size` bytes; the rest of it must be zeros."""
     return bytes(page) == _page(bytes(page[:size]))
+
+
+FILE_NAME: Final = "cold.log"

@@ -17,9 +17,8 @@ from p2pstore.objects import MIB, format_bytes
 from p2pstore.runtime.linux import file_system, lock_owner, mount_point, user_name
 from p2pstore.ssd_tier.aligned_memory import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import ALIGNMENT_BYTES
-from p2pstore.ssd_tier.log_layout import SUPERBLOCK_MAGIC
+from p2pstore.ssd_tier.log_layout import FILE_NAME, SUPERBLOCK_MAGIC
 
-FILE_NAME: Final = "cold.log"
 INSPECTED_BYTES: Final = MIB
 """At both ends: there is where file systems, partition tables, RAID and volume managers sign."""
 

@@ -12,7 +12,7 @@ from heapq import nlargest
 from typing import Any, Final
 
 from p2pstore.checkpoint.content.manifest import format_version
-from p2pstore.core.checkpoints import HAS_ALL
+from p2pstore.core.participations import HAS_ALL
 from p2pstore.gossip.checkpoint_records import Head, short_version
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.members.member_table import MemberState

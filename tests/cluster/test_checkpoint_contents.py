@@ -58,7 +58,7 @@ async def test_equal_files_cross_the_network_once_and_are_passed_on(
         assert same_files(source, tmp_path / "b" / "current")
         assert (got.total_bytes, got.whole) == (published.total_bytes, True)
         assert got.fetched_bytes == different
-        [mine] = b.node.core.checkpoints.parts
+        [mine] = b.node.core.participations.own
         assert (mine.state, mine.needs_permille) == (TakesPart.SEEDING, 1000)
         # It has every piece for others.
         assert runs[-1].machine.have.bit_count() == published.pieces

@@ -178,19 +178,19 @@ async def test_what_was_published_is_published_again_by_the_next_life_of_its_pee
         got = await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
         assert (got.version, got.fetched_bytes) == (newest.version, newest.total_bytes)
         assert same_files(tmp_path / "new", tmp_path / "b" / "current")
-        parts = a.node.core.checkpoints
-        await until(lambda: sum(part.state == TakesPart.FAILED for part in parts.parts) == 2)
-        why = sorted(part.why for part in parts.parts if part.state == TakesPart.FAILED)
+        parts = a.node.core.participations
+        await until(lambda: sum(part.state == TakesPart.FAILED for part in parts.own) == 2)
+        why = sorted(part.why for part in parts.own if part.state == TakesPart.FAILED)
         assert why == [
             f"{tmp_path / 'changed'}: config.json: changed since it was published",
             f"{tmp_path / 'moved'}: No such file or directory",
         ]
-        assert sum(part.state == TakesPart.PUBLISHING for part in parts.parts) == 1
+        assert sum(part.state == TakesPart.PUBLISHING for part in parts.own) == 1
         again = await a.checkpoints.publish("changed", tmp_path / "changed")
         assert again.version != changed.version
     async with open_peer(kept) as a:
-        parts = a.node.core.checkpoints
-        await until(lambda: sum(part.state == TakesPart.PUBLISHING for part in parts.parts) == 2)
+        parts = a.node.core.participations
+        await until(lambda: sum(part.state == TakesPart.PUBLISHING for part in parts.own) == 2)
 
 
 async def test_a_version_that_its_publisher_gave_up_is_not_waited_for(
@@ -208,7 +208,7 @@ async def test_a_version_that_its_publisher_gave_up_is_not_waited_for(
             match=r"p0, which published it, gave it up: model.safetensors: changed",
         ):
             await b.checkpoints.fetch("model", tmp_path / "b", wait=20)
-        parts = b.node.core.checkpoints.parts
+        parts = b.node.core.participations.own
         assert [part.state for part in parts] == [TakesPart.FAILED], "others read that it goes on"
         assert "gave it up" in parts[0].why
         with pytest.raises(errors.Unavailable, match=r"can be reached: p0, which .*: changed"):
@@ -258,7 +258,7 @@ async def test_some_files_are_brought_passed_on_and_completed_later(tmp_path: Pa
         assert there == {"other.safetensors", "config.json"}
 
         def is_told() -> bool:
-            parts = c.node.core.checkpoints.parts_of(
+            parts = c.node.core.participations.parts_of(
                 c.node.core.checkpoints.find("default", "model").digest
             )
             return sorted(part.needs_permille for each in parts.values() for part in each) == [
@@ -388,7 +388,7 @@ async def test_tensors_are_fetched_anew_while_their_memory_is_given_back(
         tensors = await b.checkpoints.fetch_tensors("model")
         assert refused.is_set()
         assert np.array_equal(tensors["w"], weights["w"])
-        failed = [p for p in b.node.core.checkpoints.parts if p.state == TakesPart.FAILED]
+        failed = [p for p in b.node.core.participations.own if p.state == TakesPart.FAILED]
         assert not failed, "to give memory back is no failure"
         tensors.close()
 
@@ -504,7 +504,7 @@ async def test_tensors_are_published_from_memory(tmp_path: Path) -> None:
             "model", tmp_path / "b", version=second.version, publisher=a.peer_id
         )
         assert 0 < changed.fetched_bytes < 100 * 500 * 4 + 2 * PIECE, "only what is another"
-        assert len(a.node.core.checkpoints.parts) == 1, "the older version's memory is free again"
+        assert len(a.node.core.participations.own) == 1, "the older version's memory is free again"
         with pytest.raises(errors.CapacityExceeded, match=r"\(--checkpoint-memory\); publish them"):
             await a.checkpoints.publish("other", {"x": np.zeros(2 * MIB, np.uint8)})
         with pytest.raises(ValueError, match="include and exclude are for files"):

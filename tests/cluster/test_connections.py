@@ -208,7 +208,7 @@ async def test_peers_keep_the_connections_with_their_neighbours(
 ) -> None:
     """Three peers that close what is idle for half a second: all are neighbours, so nothing is."""
     settings = partial(HostSettings, limits=ConnectionLimits(idle_seconds=0.5))
-    monkeypatch.setattr("p2pstore.peer.api.HostSettings", settings)
+    monkeypatch.setattr("p2pstore.peer.assembly.HostSettings", settings)
     async with cluster(tmp_path, 3) as peers:
         nodes = [peer.node for peer in peers]
         for node in nodes:

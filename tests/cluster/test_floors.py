@@ -159,7 +159,7 @@ async def test_floors_that_are_damaged_come_back_from_a_neighbour(tmp_path: Path
                 await one.remove(f"k{number}")
             floors = other.node.core.gossip.cluster_records
             await until(lambda: len(floors) == 10)
-            await until(lambda: len(one.node.core.floors.seen_to_save) > 0)
+            await until(lambda: len(one.node.core.earlier_life.seen_to_save) > 0)
         file = tmp_path / "a" / "floors.bin"
         whole = bytearray(file.read_bytes())
         whole[len(whole) // 2] ^= 4

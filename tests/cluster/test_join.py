@@ -271,7 +271,8 @@ def test_a_closed_terminal_ends_a_peer_in_the_foreground(machine: Machine) -> No
         return text in seen
 
     try:
-        eventually(lambda: shows(b"ready {"))
+        eventually(lambda: shows(b"mooncake-p2p stats --watch"))  # for people, and no `ready {`
+        assert b"ready {" not in seen
         os.kill(process_id, signal.SIGHUP)  # the terminal is still there: read files again
         eventually(lambda: shows(b"read again"))
         os.close(terminal)

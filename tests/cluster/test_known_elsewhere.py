@@ -477,7 +477,7 @@ async def test_without_a_table_the_peer_is_asked(
     def impossible(total_bytes: int, name: str) -> None:
         raise ConfigError("this kernel cannot")
 
-    monkeypatch.setattr("p2pstore.peer.api.create_table_memory", impossible)
+    monkeypatch.setattr("p2pstore.peer.assembly.create_table_memory", impossible)
     with trio.fail_after(SECONDS):
         async with open_peer(config_in(tmp_path)) as peer:
             assert not await peer.contains("nowhere")

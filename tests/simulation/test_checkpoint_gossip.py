@@ -19,8 +19,8 @@ from p2pstore.checkpoint.swarm.group import (
     Tick,
     Verdict,
 )
-from p2pstore.core.checkpoints import Checkpoints
-from p2pstore.gossip.checkpoint_records import Head, short_version
+from p2pstore.core.peer_core import PeerCore
+from p2pstore.gossip.checkpoint_records import Head, HeadBody, short_version
 from p2pstore.gossip.records import Participation, TakesPart
 from simulation.cluster import SimulatedCluster, SimulatedPeer
 from simulation.kernel import Faults, FaultyNetwork, Kernel
@@ -67,31 +67,25 @@ class World:
             follower.step()
 
     def publish(self, version: bytes) -> Head:
-        head = checkpoints(self.publisher).publish(
-            "sim",
-            "model",
-            version,
-            self.now,
-            manifest_bytes=1,
-            total_bytes=1,
-            files=1,
-            pieces=1,
+        head = core_of(self.publisher).checkpoints.publish(
+            HeadBody("sim", "model", version, 1, 1, 1, 1), self.now
         )
         self.publisher.settle()
         return head
 
     def update(self, head: Head, seconds: float = 60.0) -> Verdict:
         """As the publisher's peer does it."""
-        known = checkpoints(self.publisher)
+        core = core_of(self.publisher)
+        known, parts = core.checkpoints, core.participations
         update = GroupUpdate(short_version(head.version), self.now + seconds)
         while True:
             living = {
                 member: FollowerState(
                     part.version, STAGES.get(part.state, Stage.FETCHING), part.current
                 )
-                for member, part in known.followers(head.digest).items()
+                for member, part in parts.followers(head.digest).items()
             }
-            gone = known.gone_from(head.digest, update.members)
+            gone = parts.gone_from(head.digest, update.members)
             verdict = update.judge(short_version(head.version), living, gone, self.now)
             if verdict is Verdict.SWITCH:
                 known.switch("sim", "model", head.version, self.now)
@@ -140,13 +134,13 @@ class Following:
                     assert self.follower.handle(Switched(effect.version), now) == []
         said = self.follower.said
         state = TOLD.get(said.stage, TakesPart.FOLLOWING)
-        known.follow(head.digest, said.version, state, said.current, now)
+        self.peer.core.participations.follow(head.digest, said.version, state, said.current, now)
         self.peer.settle()
 
 
-def checkpoints(peer: SimulatedPeer) -> Checkpoints:
+def core_of(peer: SimulatedPeer) -> PeerCore:
     assert peer.core is not None
-    return peer.core.checkpoints
+    return peer.core
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -157,7 +151,9 @@ def test_a_group_updates_again_and_again(seed: int) -> None:
         head = world.publish(version)
         world.run(1.0)
         for peer in world.cluster.peers:
-            assert checkpoints(peer).find("sim", "model").version == version, "a second is enough"
+            assert core_of(peer).checkpoints.find("sim", "model").version == version, (
+                "a second is enough"
+            )
         assert {each.follower.current for each in world.followers} == before
         assert world.update(head) is Verdict.SWITCH
         assert world.until_all_use(version, 10.0) < 2.0
@@ -183,12 +179,12 @@ def test_how_far_many_are_costs_few_messages() -> None:
         for peer in world.cluster.peers:
             if step > peer.number:
                 part = Participation(b"n" * 16, V1[:8], int(TakesPart.FETCHING), 8 * step)
-                checkpoints(peer).take_part(part, world.now)
+                core_of(peer).participations.take_part(part, world.now)
                 peer.settle()
         world.run(0.25)
     assert idle < sent < 2 * idle
     for peer in world.cluster.peers:
-        parts = checkpoints(peer).participants(V1)
+        parts = core_of(peer).participations.participants(V1)
         assert len(parts) == 16
         assert min(part.done_permille for part in parts.values()) > 700
 
@@ -221,7 +217,7 @@ def test_a_follower_that_is_cut_off_or_dead_and_a_publisher_that_dies() -> None:
     world.network.heal()
     world.publisher.boot([world.cluster.peers[1].address])
     world.until_all_use(V2, 120.0)
-    own = checkpoints(world.publisher).own("sim", "model")
+    own = core_of(world.publisher).checkpoints.own("sim", "model")
     assert (own.version, own.body.previous) == (V2, V1)
     assert world.update(world.publish(V1)) is Verdict.SWITCH
     world.until_all_use(V1, 10.0)

@@ -9,6 +9,7 @@ import pytest
 from p2pstore.core.operation import PutEnd
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import P2PStoreError, Unavailable
+from p2pstore.gossip.checkpoint_records import HeadBody
 from p2pstore.objects import clock_from_unix_seconds, key_digest
 from p2pstore.put_facts import PutStatus
 from simulation.cluster import NAMESPACE, SimulatedCluster
@@ -203,14 +204,7 @@ def test_a_checkpoint_that_was_published_by_a_fast_clock_gets_a_new_stamp() -> N
 
     def publish(version: bytes) -> None:
         core_of(publisher).checkpoints.publish(
-            "space",
-            "name",
-            version,
-            cluster.kernel.now,
-            manifest_bytes=1,
-            total_bytes=1,
-            files=1,
-            pieces=1,
+            HeadBody("space", "name", version, 1, 1, 1, 1), cluster.kernel.now
         )
 
     publish(b"1" * 16)

@@ -194,7 +194,7 @@ class Harness:
         self.others = [self.join(number) for number in range(1, others + 1)]
 
     def _describe(self) -> PeerRecord:
-        checkpoints = self.core.checkpoints.told if hasattr(self, "core") else []
+        checkpoints = self.core.participations.told if hasattr(self, "core") else []
         return msgspec.structs.replace(describe(self.signer, 0), checkpoints=checkpoints)
 
     # --- others ------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from p2pstore.memory.extent_allocator import ExtentAllocator, choose_windows
+from p2pstore.runtime.stepping import run_through
 
 GRANULE = 16
 
@@ -76,7 +77,7 @@ class AllocatorAgainstIntervals(RuleBasedStateMachine):
         costs = {offset: float(offset % 7 + 1) for offset in self.taken if offset not in barred}
         size = granules * GRANULE
         runs = self.runs_without(barred)
-        found = self.allocator.windows(size, sorted(costs), costs.get)
+        found = run_through(self.allocator.find_windows(size, sorted(costs), costs.get))
         wide = [(begin, length) for begin, length, used in runs if length >= size and used]
         if not wide:
             assert not found
@@ -149,7 +150,7 @@ def test_sizes_that_are_no_granules_are_refused(size: int) -> None:
 def test_an_area_of_nothing_has_room_for_nothing() -> None:
     allocator = ExtentAllocator(0, GRANULE)
     assert allocator.allocate(GRANULE) is None
-    assert not allocator.windows(GRANULE, [], lambda _: 1.0)
+    assert not run_through(allocator.find_windows(GRANULE, [], lambda _: 1.0))
     assert (allocator.free_bytes, allocator.largest_free_bytes, allocator.free_extents()) == (
         0,
         0,
@@ -176,11 +177,13 @@ def window(
     allocator = ExtentAllocator(sum(sizes) * GRANULE, GRANULE)
     offsets = [allocator.allocate(size * GRANULE) for size in sizes]
     number = {offset: index for index, offset in enumerate(offsets)}
-    found = allocator.windows(
-        needed * GRANULE,
-        [offset for index in candidates if (offset := offsets[index]) is not None],
-        lambda offset: costs.get(number[offset]),
-        count,
+    found = run_through(
+        allocator.find_windows(
+            needed * GRANULE,
+            [offset for index in candidates if (offset := offsets[index]) is not None],
+            lambda offset: costs.get(number[offset]),
+            count,
+        )
     )
     return sorted(number[offset] for offset in choose_windows(found, count)) if found else None
 
@@ -225,7 +228,9 @@ def cheapest_windows(
     allocator: ExtentAllocator, born: OrderedDict[int, int], now: int, size: int
 ) -> list[int]:
     oldest = list(islice(born, 8))
-    found = allocator.windows(size, oldest, lambda at: allocator.size_of(at) / (now - born[at]))
+    found = run_through(
+        allocator.find_windows(size, oldest, lambda at: allocator.size_of(at) / (now - born[at]))
+    )
     return choose_windows(found)
 
 

@@ -140,6 +140,13 @@ def test_keys_come_from_those_who_answer_in_time(
     assert asked == [(Path("/s"), "n")]
 
 
+def test_names_of_peers_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = [Path("/run/a1.sock"), Path("/run/b.sock")]
+    monkeypatch.setattr("p2pstore.local.socket_paths.live_sockets", lambda: live)
+    assert list(candidates(["get", "-p"], "").values) == ["a1", "b"]
+    assert list(candidates(["get"], "--peer-name=a").values) == ["--peer-name=a1"]
+
+
 def test_a_peer_that_hangs_does_not_hold_up_the_shell(tmp_path: Path) -> None:
     path = str(tmp_path / "mute.sock")
     with socket.socket(socket.AF_UNIX) as listening:

@@ -23,7 +23,7 @@ from mooncake_p2p.exit_errors import (
     describe,
     exit_code,
 )
-from mooncake_p2p.main import COMMANDS, function_name, run
+from mooncake_p2p.main import COMMANDS, MEANT, LazyCommands, function_name, run
 from p2pstore import errors
 from p2pstore.config import PeerConfig
 
@@ -86,7 +86,7 @@ def test_summary_is_how_the_command_describes_itself(name: str) -> None:
 
 def test_join_has_an_option_for_every_setting() -> None:
     options = set(inspect.signature(function_of("join")).parameters)
-    options -= {"config", "detach", "invite"}
+    options -= {"config", "detach", "invite", "json"}
     assert options == set(PeerConfig.__struct_fields__)
 
 
@@ -116,6 +116,15 @@ def test_no_arguments_show_the_help_and_are_a_mistake(capsys: pytest.CaptureFixt
     ("arguments", "complaint"),
     [
         (["putt"], "did you mean 'put'?"),
+        (
+            ["set", "k", "v"],
+            "no such command 'set', did you mean 'put'? (see `mooncake-p2p --help`)",
+        ),
+        (["del", "k"], "did you mean 'rm'?"),
+        (["exists", "k"], "did you mean 'locate'?"),
+        (["info"], "did you mean 'stats'?"),
+        (["version"], "did you mean '--version'?"),
+        (["help", "set"], "did you mean 'put'?"),
         (["--wrong"], "no such option"),
         (["--socket", "x", "ls"], "no such option: --socket; options of a command stand behind"),
         (
@@ -180,6 +189,40 @@ def test_wrong_arguments_end_with_2_and_one_line(
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert complaint.lower() in captured.err.lower()
+
+
+def test_names_of_other_stores_lead_to_commands_that_exist() -> None:
+    assert set(MEANT.values()) <= {*COMMANDS, "--version"}
+    assert not MEANT.keys() & {name.split()[0] for name in COMMANDS}
+
+
+def test_a_peer_is_named_wherever_a_socket_is() -> None:
+    for name in COMMANDS:
+        options = {option for each in LazyCommands()[name].params for option in each.opts}
+        of_client = "--socket" in options and name not in ("join", "config")
+        assert options.isdisjoint({"-p", "--peer-name"}) != of_client, name
+
+
+def test_the_name_of_a_peer_stands_for_its_socket(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str | None] = []
+
+    def connect(socket: str | None, *arguments: object, **options: object) -> None:
+        asked.append(socket)
+        raise errors.StoreClosed("closed")
+
+    monkeypatch.setattr("mooncake_p2p.commands.cluster.connected", connect)
+    monkeypatch.setattr("p2pstore.local.socket_paths.live_sockets", lambda: [Path("/run/a.sock")])
+    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", "/run/b.sock")
+    for words in (["-p", "a"], ["--peer-name", "a"], []):
+        assert run(["stats", *words]) == ExitCode.NO_PEER
+    assert asked == ["/run/a.sock", "/run/a.sock", "/run/b.sock"]
+    capsys.readouterr()
+    assert run(["stats", "-p", "c"]) == ExitCode.NO_PEER
+    assert "no peer called 'c' runs on this machine: these do: a" in capsys.readouterr().err
+    assert run(["stats", "-p", "a", "--socket", "x"]) == ExitCode.USAGE
+    assert "-p and --socket both name a peer" in capsys.readouterr().err
 
 
 def test_every_error_has_its_status() -> None:
@@ -311,6 +354,7 @@ def test_a_get_into_a_full_device_names_it() -> None:
 
 
 FAILING = {
+    "join": ["--config", "/none/file"],
     "put": ["k", "/dev/null"],
     "get": ["k", "-o", "/dev/null"],
     "ls": [],

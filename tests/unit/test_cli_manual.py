@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mooncake_p2p.commands.join import GROUPS, SETTINGS
 from mooncake_p2p.exit_errors import ExitCode
 from mooncake_p2p.main import COMMANDS, PROGRAM, LazyCommands, run
 from mooncake_p2p.manual import PAGES
@@ -79,6 +80,37 @@ def test_help_fits_a_terminal_and_says_everything(
         # The last ones' --timeout and --namespace are about followers, and about whom a key is for.
         if f"--{option} " in text and name not in ("join", "config", "checkpoint update", "keygen"):
             assert f"MOONCAKE_P2P_{option.upper()}" in text
+
+
+@pytest.mark.parametrize("name", ["join", "config"])
+def test_help_shows_what_people_need_and_help_all_the_rest_in_groups(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command: Any = LazyCommands()[name]
+    options = {opt for each in command.params for opt in each.opts if opt.startswith("--")}
+    short = help_of(name, capsys)
+    shown = set(re.findall(r"^  (--[a-z-]+)", short, re.M)) & options
+    everyday = {"--name", "--memory", "--bootstrap", "--invite", "--cluster-key-file", "--http"}
+    assert everyday < shown
+    assert len(shown) <= 12
+    assert "--help-all" in shown
+    assert (
+        run([*name.split(), "show", "--help-all"] if name == "config" else [name, "--help-all"])
+        == 0
+    )
+    whole = capsys.readouterr().out
+    assert max(map(len, whole.splitlines())) <= 80
+    assert options <= set(re.findall(r"(?<![\w-])--[a-z-]+", whole.partition("\nOptions:")[2]))
+    for group in GROUPS:
+        assert f"\n{group}:\n" in whole
+        assert f"\n{group}:\n" not in short
+
+
+def test_groups_name_settings_once() -> None:
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) < set(SETTINGS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import socket
 import sys
 import types
@@ -15,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_p2p.join_settings import spelled_as_given
-from mooncake_p2p.main import run
+from mooncake_p2p.join_settings import ready_for_people, spelled_as_given
+from mooncake_p2p.main import LazyCommands, run
 from mooncake_p2p.options import parse_timeout
 from p2pstore.access.invite import Invite, format_invite
 from p2pstore.errors import ConfigError
@@ -71,7 +72,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """What `run_peer` was called with; nothing is started."""
     configs: list[Any] = []
 
-    def run_peer(config: Any, invite: Any, *, detached: bool) -> None:
+    def run_peer(config: Any, invite: Any, *, detached: bool, ready_text: Any = None) -> None:
         assert not detached
         configs.append(config)
 
@@ -137,6 +138,69 @@ def test_join_passes_every_option_on(started: list[Any]) -> None:
     assert config.keep_memory is True
     assert config.memory == 64 * MIB
     assert config.state_dir == os.path.abspath("state")
+
+
+@pytest.mark.parametrize("option", ["--http", "--metrics"])
+def test_the_status_page_is_on_loopback_unless_a_host_is_given(
+    option: str, started: list[Any]
+) -> None:
+    for address in ("9946", "0.0.0.0:9946"):
+        assert run(["join", option, address]) == 0
+    assert [each.metrics for each in started] == ["127.0.0.1:9946", "0.0.0.0:9946"]
+
+
+READY = {
+    "peer_id": "12D3",
+    "name": "a",
+    "control": "127.0.0.1:17946",
+    "data": ["127.0.0.1:4001", "127.0.0.1:4002"],
+    "socket": "/tmp/a.sock",
+    "metrics": "0.0.0.0:9946",
+    "joined": False,
+    "peers": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("live", "choice"),
+    [
+        (["/tmp/a.sock"], ""),
+        (["/tmp/a.sock", "/tmp/b.sock"], " -p a"),
+        ([], " --socket /tmp/a.sock"),
+    ],
+)
+def test_a_terminal_is_told_where_the_peer_is_and_what_to_try(
+    live: list[str], choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MOONCAKE_P2P_SOCKET", raising=False)
+    monkeypatch.setattr("p2pstore.local.socket_paths.live_sockets", lambda: [*map(Path, live)])
+    text = ready_for_people(READY)
+    assert text.startswith("peer a serves, with no other peer yet\n")
+    assert f"mooncake-p2p get greeting -o -{choice}\n" in text
+    for shown in ("/tmp/a.sock", "17946", "4001, 127.0.0.1:4002", "http://127.0.0.1:9946/"):
+        assert shown in text
+    assert "ready {" not in text
+    for line in text.partition("try in")[2].splitlines()[1:]:
+        words = shlex.split(line.rpartition("| ")[2])[1:]
+        LazyCommands()[words[0]].make_context(words[0], words[1:]).close()
+    assert "with 2 others" in ready_for_people({**READY, "peers": 3})
+    assert "join --http 9946" in ready_for_people({**READY, "metrics": None})
+
+
+def test_only_a_terminal_without_json_is_told_in_words(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told_in_words(*options: str, terminal: bool) -> bool:
+        told = []
+        peer: Any = sys.modules["p2pstore.peer"]
+        peer.run_peer = lambda config, invite, **given: told.append(given.get("ready_text"))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+        assert run(["join", *options]) == 0
+        return told == [ready_for_people]
+
+    assert told_in_words(terminal=True)
+    assert not told_in_words("--json", terminal=True)
+    assert not told_in_words(terminal=False)
 
 
 def test_flag_over_environment_over_file(

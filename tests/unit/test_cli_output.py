@@ -110,9 +110,8 @@ def shown_progress(
         shown.set()
 
     def slow() -> None:
-        monkeypatch.setattr(output, "PROGRESS_AFTER_SECONDS", 0.0)
         monkeypatch.setattr(output.ProgressBar, "show", show_and_tell)
-        with output.progress("working [x]", 1 << 20) as bar:
+        with output.progress("working [x]", 1 << 20, after_seconds=0.0) as bar:
             assert shown.wait(10)
             work(bar)
 

@@ -28,7 +28,6 @@ from p2pstore.wire import Message, encode_body
 from tests.unit.core_harness import NAMESPACE, Harness, Other, clock_at
 
 V1, V2, V3 = b"1" * 16, b"2" * 16, b"3" * 16
-FIGURES = {"manifest_bytes": 100, "total_bytes": 1 << 30, "files": 3, "pieces": 256}
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def hear(
 
 
 def publish(world: Harness, version: bytes = V1, name: str = "model") -> Any:
-    return world.core.checkpoints.publish(NAMESPACE, name, version, world.now, **FIGURES)
+    return world.core.checkpoints.publish(head(version, name), world.now)
 
 
 # --- heads and switches ------------------------------------------------------------------------
@@ -175,29 +174,28 @@ def test_of_several_publishers_none_is_guessed(world: Harness) -> None:
         checkpoints.find(NAMESPACE, "model")
     assert checkpoints.find(NAMESPACE, "model", two.peer_id).version == V2
     assert checkpoints.find(NAMESPACE, "model").version == V2, "it is trusted from now on"
-    assert checkpoints.ignored(NAMESPACE, "model") == [one.peer_id]
     trusted = [each.publisher for each in checkpoints.heads() if checkpoints.trusts(each)]
     assert trusted == [two.peer_id]
 
 
 def test_the_first_publisher_that_was_seen_stays_the_only_one(world: Harness) -> None:
     one, two, _ = world.others
-    checkpoints = world.core.checkpoints
+    checkpoints, publishers = world.core.checkpoints, world.core.publishers
     hear(world, one, head())
     assert checkpoints.find(NAMESPACE, "model").publisher == one.peer_id
-    version = checkpoints.pins_version
+    version = publishers.version
     hear(world, two, head(V2), clock=2)
-    (note,) = checkpoints.take_notes()
+    (note,) = publishers.take_notes()
     assert "is ignored" in note
     assert checkpoints.find(NAMESPACE, "model").version == V1
-    assert checkpoints.pins_version == version
+    assert publishers.version == version
     checkpoints.find(NAMESPACE, "model")
-    assert checkpoints.take_notes() == [], "said once"
+    assert publishers.take_notes() == [], "said once"
     hear(world, one, head(gone=True), clock=3)
     with pytest.raises(NoSuchKey, match="the one that this peer trusts for that name; to trust"):
         checkpoints.find(NAMESPACE, "model")
     assert checkpoints.find(NAMESPACE, "model", two.peer_id).version == V2
-    (note,) = checkpoints.take_notes()
+    (note,) = publishers.take_notes()
     assert "is trusted from now on" in note
 
 
@@ -210,14 +208,14 @@ def test_who_publishes_a_name_trusts_itself_for_it(world: Harness) -> None:
 
 def test_a_publisher_that_is_gone_for_good_may_be_forgotten_here(world: Harness) -> None:
     one, two, _ = world.others
-    checkpoints = world.core.checkpoints
+    checkpoints, publishers = world.core.checkpoints, world.core.publishers
     hear(world, one, head())
     checkpoints.find(NAMESPACE, "model")
     hear(world, two, head(V2), clock=2)
-    before = checkpoints.version, checkpoints.pins_version
+    before = checkpoints.version, publishers.version
     assert checkpoints.forget(NAMESPACE, "model", one.peer_id).version == V1
     assert checkpoints.version != before[0], "waiters for the name look again"
-    assert checkpoints.pins_version > before[1], "to be saved"
+    assert publishers.version > before[1], "to be saved"
     assert [each.publisher for each in checkpoints.heads(NAMESPACE)] == [two.peer_id]
     assert checkpoints.find(NAMESPACE, "model").version == V2
     with pytest.raises(NoSuchKey, match="publishes no checkpoint 'model'"):
@@ -230,22 +228,22 @@ def test_a_publisher_that_is_gone_for_good_may_be_forgotten_here(world: Harness)
     with pytest.raises(ValueError, match="this peer's own: remove it"):
         checkpoints.forget(NAMESPACE, "model", world.core.peer_id)
 
-    again = Harness().core.checkpoints
-    again.load_forgotten(checkpoints.forgotten)
-    assert again.forgotten == checkpoints.forgotten
+    again = Harness().core.publishers
+    again.load_forgotten(publishers.forgotten)
+    assert again.forgotten == publishers.forgotten
 
 
 def test_pins_are_bounded_and_survive(world: Harness) -> None:
-    checkpoints, again = world.core.checkpoints, Harness().core.checkpoints
+    publishers, again = world.core.publishers, Harness().core.publishers
     peer_id = world.others[0].peer_id
     for number in range(MAX_PINS + 1):
-        checkpoints.pin(NAMESPACE, f"name-{number}", peer_id)
-        checkpoints.pin(NAMESPACE, "name-0", peer_id)
-    again.load_pins(checkpoints.pins)
+        publishers.pin(NAMESPACE, f"name-{number}", peer_id)
+        publishers.pin(NAMESPACE, "name-0", peer_id)
+    again.load_pins(publishers.pins)
     assert len(again.pins) == MAX_PINS
     assert again.pinned(NAMESPACE, "name-0") == peer_id, "used all the time"
     assert again.pinned(NAMESPACE, "name-1") is None
-    assert again.pins_version == 0, "nothing to save"
+    assert again.version == 0, "nothing to save"
 
 
 # --- who takes part ----------------------------------------------------------------------------
@@ -257,7 +255,7 @@ def part(version: bytes = V1, state: int = TakesPart.FETCHING, **more: Any) -> P
 
 def test_participants_are_the_living_that_move_pieces(world: Harness) -> None:
     one, two, three = world.others
-    checkpoints = world.core.checkpoints
+    checkpoints, parts = world.core.checkpoints, world.core.participations
     seen = checkpoints.version
     world.offer(one, checkpoints=[part(), part(V2, TakesPart.SEEDING)])
     world.offer(two, checkpoints=[part(state=TakesPart.FAILED), part(b"", TakesPart.FOLLOWING)])
@@ -266,20 +264,20 @@ def test_participants_are_the_living_that_move_pieces(world: Harness) -> None:
     seen = checkpoints.version
     world.offer(three, checkpoints=[part(state=99)], load_permille=7)
     assert checkpoints.version == seen, "nothing new of checkpoints"
-    assert checkpoints.participants(V1) == {one.member: part()}
-    assert checkpoints.participants(V2) == {one.member: part(V2, TakesPart.SEEDING)}
-    assert set(checkpoints.parts_of(b"n" * 16)) == {one.member, two.member, three.member}
+    assert parts.participants(V1) == {one.member: part()}
+    assert parts.participants(V2) == {one.member: part(V2, TakesPart.SEEDING)}
+    assert set(parts.parts_of(b"n" * 16)) == {one.member, two.member, three.member}
     seen = checkpoints.version
     world.die(one)
-    assert checkpoints.participants(V1) == {}
+    assert parts.participants(V1) == {}
     assert checkpoints.version != seen, "a death is news"
 
 
 def test_a_member_has_a_limited_number_of_parts(world: Harness) -> None:
     parts = [part(bytes([number]) * 16) for number in range(MAX_PARTICIPATIONS + 1)]
     world.offer(world.others[0], checkpoints=parts)
-    assert world.core.checkpoints.participants(bytes([MAX_PARTICIPATIONS - 1]) * 16)
-    assert not world.core.checkpoints.participants(bytes([MAX_PARTICIPATIONS]) * 16)
+    assert world.core.participations.participants(bytes([MAX_PARTICIPATIONS - 1]) * 16)
+    assert not world.core.participations.participants(bytes([MAX_PARTICIPATIONS]) * 16)
 
 
 def told(world: Harness) -> list[Participation]:
@@ -291,106 +289,104 @@ def sequence(world: Harness) -> int:
 
 
 def test_own_parts_are_told_but_not_each_step_of_them(world: Harness) -> None:
-    checkpoints = world.core.checkpoints
+    parts = world.core.participations
     world.pass_time(5.0)
     before = sequence(world)
-    checkpoints.take_part(part(), world.now)
+    parts.take_part(part(), world.now)
     world.pass_time(0.01)
     assert told(world) == [part()], "the first at once"
     for done in range(1, 501):
-        checkpoints.take_part(part(done_permille=done), world.now)
+        parts.take_part(part(done_permille=done), world.now)
         world.pass_time(0.01)
     assert 1 <= sequence(world) - before <= 3
     world.pass_time(5.0)
     assert told(world) == [part(done_permille=500)]
     before = sequence(world)
-    checkpoints.take_part(part(done_permille=509), world.now)
+    parts.take_part(part(done_permille=509), world.now)
     world.pass_time(5.0)
     assert sequence(world) == before, "less than a percent is no news"
-    checkpoints.take_part(part(state=TakesPart.VERIFIED, done_permille=1000), world.now)
+    parts.take_part(part(state=TakesPart.VERIFIED, done_permille=1000), world.now)
     world.pass_time(0.01)
     assert told(world) == [part(state=TakesPart.VERIFIED, done_permille=1000)]
-    checkpoints.take_no_part(b"n" * 16, V1, world.now)
+    parts.take_no_part(b"n" * 16, V1, world.now)
     world.pass_time(1.1)
     assert told(world) == []
 
 
 def test_a_follower_says_what_it_is_to_use_beside_what_moves(world: Harness) -> None:
-    checkpoints, name, now = world.core.checkpoints, b"n" * 16, world.now
-    checkpoints.follow(name, b"", TakesPart.FOLLOWING, b"", now)
-    assert checkpoints.parts == [Participation(name, b"", TakesPart.FOLLOWING, 0, True)]
-    checkpoints.follow(name, V1, TakesPart.FOLLOWING, b"", now)
-    checkpoints.take_part(part(V1, done_permille=300), now)
-    assert checkpoints.parts == [part(V1, done_permille=300, follows=True)]
-    checkpoints.follow(name, V1, TakesPart.FAILED, b"", now, "disk full")
-    assert checkpoints.parts == [part(V1, TakesPart.FAILED, follows=True, why="disk full")]
-    checkpoints.take_part(part(V1, TakesPart.SEEDING, done_permille=1000), now)
-    checkpoints.follow(name, V1, TakesPart.FOLLOWING, b"", now)
-    assert checkpoints.parts == [part(V1, follows=True)], "it was fetched to another directory"
-    checkpoints.follow(name, V1, TakesPart.VERIFIED, b"", now)
+    parts, name, now = world.core.participations, b"n" * 16, world.now
+    parts.follow(name, b"", TakesPart.FOLLOWING, b"", now)
+    assert parts.own == [Participation(name, b"", TakesPart.FOLLOWING, 0, True)]
+    parts.follow(name, V1, TakesPart.FOLLOWING, b"", now)
+    parts.take_part(part(V1, done_permille=300), now)
+    assert parts.own == [part(V1, done_permille=300, follows=True)]
+    parts.follow(name, V1, TakesPart.FAILED, b"", now, "disk full")
+    assert parts.own == [part(V1, TakesPart.FAILED, follows=True, why="disk full")]
+    parts.take_part(part(V1, TakesPart.SEEDING, done_permille=1000), now)
+    parts.follow(name, V1, TakesPart.FOLLOWING, b"", now)
+    assert parts.own == [part(V1, follows=True)], "it was fetched to another directory"
+    parts.follow(name, V1, TakesPart.VERIFIED, b"", now)
     used = part(V1, TakesPart.SEEDING, done_permille=1000, follows=True)
-    assert checkpoints.parts == [used]
-    checkpoints.follow(name, V2, TakesPart.FOLLOWING, V1, now)
-    assert checkpoints.parts == [
+    assert parts.own == [used]
+    parts.follow(name, V2, TakesPart.FOLLOWING, V1, now)
+    assert parts.own == [
         part(V1, TakesPart.SEEDING, done_permille=1000),
         part(V2, TakesPart.FOLLOWING, follows=True, current=V1[:8]),
     ]
-    checkpoints.take_no_part(name, V1, now)
-    checkpoints.follow_no_more(name, now)
-    assert checkpoints.parts == []
+    parts.take_no_part(name, V1, now)
+    parts.follow_no_more(name, now)
+    assert parts.own == []
 
 
 def test_a_follower_knows_how_far_behind_it_is(world: Harness) -> None:
     one = world.others[0]
-    checkpoints, now = world.core.checkpoints, world.now
+    checkpoints, parts, now = world.core.checkpoints, world.core.participations, world.now
     hear(world, one, head())
     (newest,) = checkpoints.heads()
-    assert checkpoints.followed == []
-    checkpoints.follow(newest.digest, V1, TakesPart.FOLLOWING, b"", now)
-    (followed,) = checkpoints.followed
+    assert parts.followed == []
+    parts.follow(newest.digest, V1, TakesPart.FOLLOWING, b"", now)
+    (followed,) = parts.followed
     assert (followed.ready, followed.current) == (False, True), "nothing was switched to so far"
-    checkpoints.follow(newest.digest, V1, TakesPart.VERIFIED, b"", now)
-    assert checkpoints.followed[0].ready
+    parts.follow(newest.digest, V1, TakesPart.VERIFIED, b"", now)
+    assert parts.followed[0].ready
     switch = SwitchBody(NAMESPACE, "model", V1)
     hear(world, one, switch, clock=2, kind=ClusterRecordKind.CHECKPOINT_SWITCH)
-    (followed,) = checkpoints.followed
+    (followed,) = parts.followed
     assert not followed.current
     assert followed.behind_since == unix_seconds_from_clock(clock_at(2))
-    checkpoints.follow(newest.digest, V1, TakesPart.VERIFIED, V1, now)
-    (followed,) = checkpoints.followed
+    parts.follow(newest.digest, V1, TakesPart.VERIFIED, V1, now)
+    (followed,) = parts.followed
     assert (followed.current, followed.behind_since) == (True, None)
     hear(world, one, head(V2), clock=3)
-    (followed,) = checkpoints.followed
+    (followed,) = parts.followed
     assert (followed.ready, followed.current) == (False, True), "the others use the old one, too"
     hear(world, one, head(V2, gone=True), clock=4)
-    assert checkpoints.followed == []
+    assert parts.followed == []
 
 
 def test_followers_and_those_who_follow_no_more(world: Harness) -> None:
     one, two, three = world.others
-    checkpoints, name = world.core.checkpoints, b"n" * 16
+    parts, name = world.core.participations, b"n" * 16
     follows = part(V1, TakesPart.VERIFIED, follows=True)
     for each in (one, two, three):
         world.offer(each, checkpoints=[part(V2, TakesPart.SEEDING), follows])
-    assert checkpoints.participants(V1) == {}, "a verified part serves no pieces"
-    assert checkpoints.followers(name) == dict.fromkeys(
-        (one.member, two.member, three.member), follows
-    )
+    assert parts.participants(V1) == {}, "a verified part serves no pieces"
+    assert parts.followers(name) == dict.fromkeys((one.member, two.member, three.member), follows)
     world.die(one)
     world.offer(two, checkpoints=[])
     world.offer(three, leaving=True, checkpoints=[follows])
-    assert checkpoints.followers(name) == {}
+    assert parts.followers(name) == {}
     members = [one.member, two.member, three.member]
-    assert checkpoints.gone_from(name, members) == [two.member, three.member]
+    assert parts.gone_from(name, members) == [two.member, three.member]
 
 
 def test_progress_is_told_less_often_in_a_large_cluster() -> None:
     world = Harness(others=190)
-    checkpoints = world.core.checkpoints
-    checkpoints.take_part(part(), world.now)
+    parts = world.core.participations
+    parts.take_part(part(), world.now)
     moments = []
     for done in range(1, 400):
-        checkpoints.take_part(part(done_permille=done), world.now)
+        parts.take_part(part(done_permille=done), world.now)
         before = told(world)
         world.pass_time(0.1)
         if told(world) != before and done > 20:
@@ -399,7 +395,7 @@ def test_progress_is_told_less_often_in_a_large_cluster() -> None:
 
 
 def test_what_failed_says_why_in_few_words(world: Harness) -> None:
-    world.core.checkpoints.take_part(part(state=TakesPart.FAILED, why="ä" * 1000), world.now)
+    world.core.participations.take_part(part(state=TakesPart.FAILED, why="ä" * 1000), world.now)
     world.pass_time(0.01)
     (said,) = told(world)
     assert said.why == "ä" * 60
@@ -415,11 +411,11 @@ def test_older_peers_take_no_part(world: Harness) -> None:
 
 def test_a_name_of_another_publisher_is_not_free_until_that_is_forgotten(world: Harness) -> None:
     one, two, _ = world.others
-    checkpoints = world.core.checkpoints
+    checkpoints, publishers = world.core.checkpoints, world.core.publishers
     checkpoints.check_free(NAMESPACE, "model")
     hear(world, one, head())
     hear(world, two, head(V2), clock=2)
-    checkpoints.pin(NAMESPACE, "model", two.peer_id)
+    publishers.pin(NAMESPACE, "model", two.peer_id)
     with pytest.raises(CheckpointRefused, match=f"forget .*--forget {format_peer_id(two.peer_id)}"):
         checkpoints.check_free(NAMESPACE, "model")
     checkpoints.check_free(NAMESPACE, "other")

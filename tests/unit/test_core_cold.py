@@ -639,7 +639,7 @@ def test_objects_of_an_earlier_life_are_hidden_until_they_are_known_to_be_good()
     world.store.objects = before.store.objects
     entry = world.store.objects[digest_of("k")].entry
     cold = ColdObject(entry.digest, namespace_digest(NAMESPACE), entry.version)
-    world.core.floors.return_with([cold], entry.version.clock, world.now)
+    world.core.earlier_life.return_with([cold], entry.version.clock, world.now)
     assert world.core.cold.find(digest_of("k"), world.now) is None
     assert not world.core.copies.known(digest_of("k"), world.now)
 
@@ -651,7 +651,7 @@ def test_alone_they_are_back_at_once() -> None:
     world.store.objects = before.store.objects
     entry = world.store.objects[digest_of("k")].entry
     cold = ColdObject(entry.digest, namespace_digest(NAMESPACE), entry.version)
-    world.core.floors.return_with([cold], entry.version.clock, world.now)
+    world.core.earlier_life.return_with([cold], entry.version.clock, world.now)
     world.pass_time(1.0)
     effect = returned(world)
     assert effect.good == (cold,)

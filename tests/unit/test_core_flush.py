@@ -25,7 +25,7 @@ NAME = namespace_digest(NAMESPACE)
 def return_with(world: Harness, objects: list[ColdObject]) -> None:
     """The peer has these on its SSD."""
     newest = max((each.version.clock for each in objects), default=0)
-    world.core.floors.return_with(objects, newest, world.now)
+    world.core.earlier_life.return_with(objects, newest, world.now)
 
 
 def flush(world: Harness, timeout_seconds: float = 10.0) -> FlushOperation:
@@ -320,14 +320,14 @@ def test_a_crash_before_all_are_withdrawn_makes_none_look_checked() -> None:
     world = Harness(others=1, memory_bytes=2 << 20)
     for number in range(150):
         world.stored(f"k{number}", b"value")
-    before = world.core.floors.seen_to_save
+    before = world.core.earlier_life.seen_to_save
     world.miss_a_horizon(world.core.clock.latest)
     world.gossip.floors.seen[1] = world.core.clock.latest
     assert world.segment.object_count, "all were withdrawn in one step: the test has lost its power"
-    assert world.core.floors.seen_to_save == before
+    assert world.core.earlier_life.seen_to_save == before
     world.pass_time(0.1)
     assert world.segment.object_count == 0
-    assert world.core.floors.seen_to_save == world.gossip.floors.seen != before
+    assert world.core.earlier_life.seen_to_save == world.gossip.floors.seen != before
 
 
 def test_a_fetch_that_was_under_way_is_not_believed() -> None:
@@ -414,9 +414,9 @@ def test_what_is_saved_as_seen_waits_for_the_cold_objects() -> None:
     earlier = {5: clock_at(-100.0)}
     world.gossip.floors.load(earlier)
     return_with(world, [cold("k", clock_at(-10.0))])
-    assert world.core.floors.seen_to_save == earlier
+    assert world.core.earlier_life.seen_to_save == earlier
     returned(world)
     assert len(world.gossip.floors.seen) == 2
-    assert world.core.floors.seen_to_save == earlier, "until they are settled"
-    world.core.floors.cold_settled()
-    assert world.core.floors.seen_to_save == world.gossip.floors.seen
+    assert world.core.earlier_life.seen_to_save == earlier, "until they are settled"
+    world.core.earlier_life.cold_settled()
+    assert world.core.earlier_life.seen_to_save == world.gossip.floors.seen

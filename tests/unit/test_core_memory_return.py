@@ -33,7 +33,7 @@ def next_life(before: Harness, others: int = 0) -> Harness:
         new_memory=lambda _: before.memory,
         kept=Kept(1, objects),
     )
-    world.core.floors.return_with_memory(world.now)
+    world.core.earlier_life.return_with_memory(world.now)
     return world
 
 
@@ -50,7 +50,7 @@ def checked(world: Harness, damaged: Sequence[str] = ()) -> list[str]:
     for effect in world.effects(CheckReturned):
         keys += [entry.key for entry in effect.entries]
         whole = [entry.key not in damaged for entry in effect.entries]
-        world.core.floors.returned_checked(effect.entries, whole, world.now)
+        world.core.earlier_life.returned_checked(effect.entries, whole, world.now)
     return keys
 
 
@@ -85,7 +85,7 @@ def test_they_come_back_some_at_a_time() -> None:
         for effect in effects:
             assert len(effect.entries) <= OBJECTS_PER_BATCH
             seen += [entry.key for entry in effect.entries]
-            world.core.floors.returned_checked(
+            world.core.earlier_life.returned_checked(
                 effect.entries, [True] * len(effect.entries), world.now
             )
     assert seen == keys
@@ -109,7 +109,7 @@ def test_a_floor_that_comes_while_an_object_is_checked_counts() -> None:
     above = world.core.version_above(effect.entries[0].version, world.now)
     world.core.floors.write(digest_of("removed"), above, world.now)
     assert effect.entries[0].state is SlotState.FREE, "at once: its floor may be dropped again"
-    world.core.floors.returned_checked(effect.entries, [True] * 3, world.now)
+    world.core.earlier_life.returned_checked(effect.entries, [True] * 3, world.now)
     assert [world.value(key) for key in ("removed", "kept")] == [None, VALUE]
 
     world = next_life(first_life("flushed"))
@@ -118,7 +118,7 @@ def test_a_floor_that_comes_while_an_object_is_checked_counts() -> None:
     namespace = namespace_digest(NAMESPACE)
     above = world.core.version_above(effect.entries[0].version, world.now)
     world.core.floors.write(namespace, above, world.now, scope=SCOPE_NAMESPACE)
-    world.core.floors.returned_checked(effect.entries, [True], world.now)
+    world.core.earlier_life.returned_checked(effect.entries, [True], world.now)
     assert world.value("flushed") is None
     assert world.core.counters["kept_objects_discarded"] == 1
     check_segment(world.segment)
@@ -141,16 +141,16 @@ def test_what_gave_way_to_others_meanwhile_is_passed_over() -> None:
     (effect,) = world.effects(CheckReturned)
     gone: ObjectEntry = effect.entries[0]
     world.segment.returned.drop(gone)
-    world.core.floors.returned_checked(effect.entries, [True, True], world.now)
+    world.core.earlier_life.returned_checked(effect.entries, [True, True], world.now)
     assert [world.value(key) for key in "ab"] == [None, VALUE]
     check_segment(world.segment)
 
 
 def test_floors_are_not_taken_for_seen_while_anything_is_held_back() -> None:
     world = next_life(first_life("a"))
-    before = dict(world.core.floors.seen_to_save)
+    before = dict(world.core.earlier_life.seen_to_save)
     world.pass_time(0.0)
     world.core.gossip.floors.seen[7] = 99
-    assert world.core.floors.seen_to_save == before
+    assert world.core.earlier_life.seen_to_save == before
     checked(world)
-    assert world.core.floors.seen_to_save[7] == 99
+    assert world.core.earlier_life.seen_to_save[7] == 99

@@ -18,6 +18,7 @@ import pytest
 import p2pstore
 from mooncake_p2p.main import COMMANDS, LazyCommands
 from p2pstore.config import PeerConfig
+from p2pstore.settings import PEOPLES_NAMES
 from tests.pages import DOCS, ROOT, Block, blocks, documents, pages, prose, steps
 
 LINK: Final = re.compile(r"\[[^\]]*\]\((?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]*))?\)")
@@ -245,8 +246,9 @@ def test_every_script_exists() -> None:
 def test_every_setting_exists() -> None:
     found = everywhere("toml")
     assert found
+    known = {*PeerConfig.__struct_fields__, *PEOPLES_NAMES.values()}
     for block in found:
-        assert set(tomllib.loads(block.text)) <= set(PeerConfig.__struct_fields__), str(block)
+        assert set(tomllib.loads(block.text)) <= known, str(block)
 
 
 # --- Python --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import CapacityExceeded, ProtocolError
+from p2pstore.memory.key_index import decode_index_entry, encode_index_entry, index_home
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
@@ -23,16 +24,13 @@ from p2pstore.memory.segment_layout import (
     SlotRows,
     SlotState,
     TrailerBody,
-    decode_index_entry,
     decode_segment_header,
     decode_slot,
     decode_trailer,
-    encode_index_entry,
     encode_segment_header,
     encode_slot,
     encode_trailer,
     extent_bytes,
-    index_home,
     is_only_chunk,
     plan_geometry,
     slot_matches,

@@ -66,7 +66,7 @@ def test_a_file_in_use_is_refused(path: Path) -> None:
 
 def test_what_a_dead_peer_left_is_replaced_and_who_maps_it_keeps_it(path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from p2pstore.memory.mapped import memory_file\n"
+        "import os, sys; from pathlib import Path; from p2pstore.memory.mapped import kept_file as memory_file\n"
         "memory = memory_file.create_file_memory(Path(sys.argv[1]), 1 << 20)\n"
         "memory.view[5000] = 7; print(flush=True); sys.stdin.read()"
     )

@@ -46,6 +46,30 @@ def test_text_of_the_environment_becomes_what_the_setting_is() -> None:
     assert "listen" not in settings.origins
 
 
+def test_the_status_page_has_two_names_everywhere(tmp_path: Path) -> None:
+    file = tmp_path / "peer.toml"
+    for text, origin in (
+        ('metrics = "9946"', "metrics"),
+        ('http = "9946"', "http"),
+        ('http = "9946"\nmetrics = "1"', "http"),
+    ):
+        file.write_text(text)
+        settings = load_settings(str(file), {}, {})
+        assert settings.checked().metrics == "127.0.0.1:9946"
+        assert settings.origins == {"metrics": f"{file}:1: {origin}"}
+    for environment in (
+        {"MOONCAKE_P2P_METRICS": ":9946"},
+        {"MOONCAKE_P2P_METRICS": "1", "MOONCAKE_P2P_HTTP": ":9946"},
+    ):
+        settings = load_settings(None, environment, {})
+        assert settings.checked().metrics == "127.0.0.1:9946"
+        assert misspelled_variables(environment, ()) == {}
+    shown = {each.name: each for each in shown_settings(settings)}
+    assert (shown["http"].value, shown["http"].origin) == (":9946", "MOONCAKE_P2P_HTTP")
+    with pytest.raises(ConfigError, match=r"--http: '127\.0\.0\.1:70000' is not"):
+        load_settings(None, {}, {"metrics": "70000"}).checked()
+
+
 @pytest.mark.parametrize("name", sorted(PeerConfig.__struct_fields__))
 def test_nothing_may_be_empty(name: str, tmp_path: Path) -> None:
     path = tmp_path / "peer.toml"
@@ -55,7 +79,9 @@ def test_nothing_may_be_empty(name: str, tmp_path: Path) -> None:
         (str(path), {}, {}, rf"peer.toml:1: {name}"),
         (None, {f"MOONCAKE_P2P_{name.upper()}": ""}, {}, f"MOONCAKE_P2P_{name.upper()}"),
     ]
-    if name not in ("insecure", "max_objects", "metrics_keys"):
+    if name == "metrics":  # an option is named as people name the setting
+        sources.append((None, {}, {name: ""}, "--http"))
+    elif name not in ("insecure", "max_objects", "metrics_keys"):
         flag = [""] if several else ""
         sources.append((None, {}, {name: flag}, "--" + name.replace("_", "-")))
     for toml, environment, flags, origin in sources:
@@ -129,7 +155,8 @@ def test_every_setting_is_shown_with_its_origin(monkeypatch: pytest.MonkeyPatch)
                 f"p2pstore.{module}.usable_memory_bytes", lambda usable=usable: usable
             )
         shown = {each.name: each for each in shown_settings(Settings())}
-        assert list(shown) == sorted(PeerConfig.__struct_fields__)
+        fields = {*PeerConfig.__struct_fields__} - {"metrics"} | {"http"}
+        assert list(shown) == sorted(fields)
         assert shown["memory"].value == memory
         assert shown["memory"].origin.startswith(why)
     assert (shown["transport"].value, shown["transport"].origin) == ("auto", "default")

@@ -149,3 +149,15 @@ def test_a_directory_that_others_may_write_to_is_not_used(place: Path) -> None:
         with pytest.raises(NoLocalPeer):
             paths.find_socket()
     assert paths.default_socket_path("a").parent.parent == place / "tmp"
+
+
+def test_a_peer_is_found_by_its_name_or_those_that_run_are_named(place: Path) -> None:
+    with pytest.raises(NoLocalPeer, match=r"no peer called 'a' .*`mooncake-p2p join` starts one"):
+        paths.socket_of("a")
+    first, second = paths.default_socket_path("a"), paths.default_socket_path("b")
+    with listen(first), listen(second):
+        assert (paths.socket_of("a"), paths.socket_of("b")) == (first, second)
+        with pytest.raises(NoLocalPeer, match=r"no peer called 'c' .*these do: a, b;"):
+            paths.socket_of("c")
+    with pytest.raises(NoLocalPeer):
+        paths.socket_of("a")  # its file is there, but no peer

@@ -95,7 +95,7 @@ class Life:
         """Whether what was on the SSD is known to be good, or gone, and that is durable."""
         for _ in range(100):
             await self.go_on(0.5)
-            if self.core.floors._seen_before_cold is None:
+            if self.core.earlier_life._seen_before_cold is None:
                 return True
         return False
 

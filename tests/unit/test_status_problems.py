@@ -58,7 +58,11 @@ def test_nothing_is_wrong() -> None:
             "broken",
             "Nothing can be written through this peer",
         ),
-        ({"stamps_ahead_seconds": 3600.0}, "warning", "stamps of this peer are 3,600 s ahead of its own clock"),
+        (
+            {"stamps_ahead_seconds": 3600.0},
+            "warning",
+            "stamps of this peer are 3,600 s ahead of its own clock",
+        ),
         ({"wrong_clocks": ["b (+60 s)"]}, "warning", "The clock of b (+60 s) is wrong"),
         ({"lately": {"stalls": 250, "looks": 24_000}}, "warning", "stalled 250 times"),
         ({"local_health": 5}, "warning", "does not trust its own view"),

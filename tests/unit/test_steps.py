@@ -14,12 +14,12 @@ import pytest
 import trio
 
 from p2pstore.core import operations, peer_core
+from p2pstore.core.copies.memory_return import COLD_PER_STEP
 from p2pstore.core.core_effects import ColdObject, ColdSorted
 from p2pstore.core.gets import serving
 from p2pstore.core.operation import Operation
 from p2pstore.core.puts.publishing import PUBLISHED_PER_STEP
 from p2pstore.core.puts.put_operation import PutOperation
-from p2pstore.core.removals.floors import COLD_PER_STEP
 from p2pstore.core.removals.flush import WITHDRAWN_PER_STEP
 from p2pstore.errors import CapacityExceeded, ProtocolError
 from p2pstore.gossip.floors.cluster_records import PURGE_STEP
@@ -515,9 +515,9 @@ def test_objects_of_an_earlier_life_come_back_some_at_a_time() -> None:
         ColdObject(digest_of(f"k{number}"), bytes(16), Version(clock_at(0.0), 9))
         for number in range(500)
     ]
-    world.core.floors.return_with(objects, clock_at(0.0), world.now)
+    world.core.earlier_life.return_with(objects, clock_at(0.0), world.now)
     found: list[ColdSorted] = []
-    while world.core.floors.returning:
+    while world.core.earlier_life.returning:
         world.now += 0.1
         world.core.tick(world.now)
         for effect in world.effects(ColdSorted):

@@ -124,7 +124,7 @@ def test_what_the_local_peer_had() -> None:
     watch.was_here("me", 10, 0.002)
     assert watch.trace.local
     assert explanation(watch.trace) == [
-        "lookup    in the local peer's memory; nobody was asked",
+        "lookup    in the local peer's memory; no peer was asked",
         "source    me, dram, over mapping",
         "transfer  2.0 ms for 10 B (0.01 MB/s)",
         "verify    in the same pass as the copy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -14,7 +14,7 @@ import typer
 from mooncake_p2p.exit_errors import AlreadyTold, CommandFailed, Interrupts, describe
 from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
 from mooncake_p2p.options import Json
-from mooncake_p2p.output import print_json, print_table, remark, short_id
+from mooncake_p2p.output import print_json, progress, remark, short_id
 from p2pstore.objects import KIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -25,6 +25,12 @@ TOKEN_BYTES: Final = 2 * 8 * 128 * 2 * 80
 BLOCK_TOKENS: Final = 16
 BLOCK_BYTES: Final = BLOCK_TOKENS * TOKEN_BYTES
 LOG_LINES_SHOWN: Final = 15
+SPIN_AFTER_SECONDS: Final = 0.2
+NEXT: Final = """
+All peers of the demo are gone. Try next:
+  mooncake-p2p join                a peer of your own, for this machine
+  mooncake-p2p bench               its speed, against plain memory
+  mooncake-p2p keygen cluster.key  the key of a cluster of several machines"""
 MEMORY_SHARE: Final = 2
 """Blocks may fill a half of a peer: the third peer's replicas have room beside them."""
 
@@ -82,12 +88,11 @@ def demo(
             cluster.close()
     if json:
         print_json({"ok": True, **show.document()})
-    else:
-        show.table()
+    show.say(NEXT)
 
 
 class _Show:
-    """The output of the demo: a line when a step begins, its result, and a table at the end."""
+    """The output of the demo: each step's result when it ends, on a terminal a spinner while peers start."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -99,11 +104,14 @@ class _Show:
             print(text, flush=True)
 
     @contextmanager
-    def step(self, name: str) -> Iterator[_Running]:
+    def step(self, name: str, *, spins: bool = False) -> Iterator[_Running]:
+        """One step. `spins`: it takes a while, and drawing does not disturb what it measures."""
         self.current = name
         running = _Running()
         running.restart()
-        yield running
+        shown = spins and not self._quiet
+        with progress(name, after_seconds=SPIN_AFTER_SECONDS) if shown else nullcontext():
+            yield running
         running.pause()
         step = Step(name, running.seconds, running.bytes, running.note)
         self.steps.append(step)
@@ -121,22 +129,6 @@ class _Show:
                 for step in self.steps
             ],
         }
-
-    def table(self) -> None:
-        print()
-        print_table(
-            ("STEP", "SECONDS", "DATA", "GB/s"),
-            [
-                (
-                    step.name,
-                    f"{step.seconds:.2f}",
-                    format_bytes(step.bytes) if step.bytes else "",
-                    step.rate,
-                )
-                for step in self.steps
-            ],
-            right=("SECONDS", "DATA", "GB/s"),
-        )
 
 
 class _Running:
@@ -172,7 +164,7 @@ def _play(cluster: LocalCluster, show: _Show, block_count: int, memory: str) -> 
             clients.callback(client.close)
             return client
 
-        with show.step("start alpha, then beta and gamma through it") as step:
+        with show.step("start alpha, then beta and gamma through it", spins=True) as step:
             cluster.start(alpha)
             cluster.start(beta, gamma, bootstrap=alpha.ready["control"])
             on_alpha, on_beta, on_gamma = map(connect, (alpha, beta, gamma))
@@ -199,7 +191,7 @@ def _play(cluster: LocalCluster, show: _Show, block_count: int, memory: str) -> 
             _get_and_compare(step, on_beta, session)
             step.note = "served by the replicas; every byte compared"
 
-        with show.step("start gamma again") as step:
+        with show.step("start gamma again", spins=True) as step:
             peer_id = gamma.ready["peer_id"]
             cluster.start(gamma, bootstrap=alpha.ready["control"])
             if gamma.ready["peer_id"] != peer_id:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from enum import StrEnum
@@ -17,6 +18,7 @@ from mooncake_p2p.join_settings import (
     DETACHED_VARIABLE,
     INVITE_VARIABLE,
     gather,
+    ready_for_people,
     refuse_name_of_another,
     refuse_socket_of_another,
     spelled_as_given,
@@ -61,18 +63,18 @@ SETTINGS: Final[dict[str, Setting]] = {
     "data_advertise": Setting("HOST[:PORT]", "Data address for others to use", list),
     "memory": Setting("SIZE", "Memory to offer; 0: none", default="an eighth, at most 4GiB"),
     "memory_path": Setting(
-        "FILE", "File to have that memory in, removed at the end", default="none"
+        "FILE", "File to have the memory in, removed at the end", default="none"
     ),
     "keep_memory": Setting("", "Keep that file, and begin with it the next time", bool),
-    "more_memory": Setting("SIZE@WHERE", "More of it, from node:N or in a FILE", list),
+    "more_memory": Setting("SIZE@WHERE", "More memory, from node:N or in a FILE", list),
     "eviction_policy": Setting(
         "prefix|lru|s3-fifo", "Order of eviction when memory is full", default="prefix"
     ),
     "quota": Setting("NAMESPACE=SIZE", "Memory kept for a namespace", list, "none"),
     "cap": Setting("NAMESPACE=SIZE", "Most memory and SSD of a namespace with a quota", list),
     "ssd": Setting("DIR|DEVICE", "SSD for objects that memory has no room for", default="none"),
-    "ssd_capacity": Setting("SIZE", "How much of it to take", default="half of what is free"),
-    "ssd_writes_per_day": Setting("SIZE", "Most to write to it in a day", default="no limit"),
+    "ssd_capacity": Setting("SIZE", "How much of the SSD to take", default="half of what is free"),
+    "ssd_writes_per_day": Setting("SIZE", "Most to write to the SSD in a day", default="no limit"),
     "huge_pages": Setting(
         "auto|never|require",
         "Huge pages for memory; auto: reserved ones if enough, else transparent",
@@ -114,8 +116,9 @@ SETTINGS: Final[dict[str, Setting]] = {
     ),
     "drain_timeout": Setting("SECONDS", "How long a stopping peer may take to leave", default="10"),
     "metrics": Setting(
-        "HOST:PORT",
+        "[HOST:]PORT",
         "A status page for browsers, /metrics, /livez and /readyz, open to all who can reach it",
+        default="none; a port alone: on loopback",
     ),
     "metrics_keys": Setting("", "Show keys on the status page, not just namespaces", bool),
     "slow_operation": Setting(
@@ -130,9 +133,34 @@ SETTINGS: Final[dict[str, Setting]] = {
 to load, too long for `--help`."""
 
 
+GROUPS: Final[dict[str, tuple[str, ...]]] = {
+    "Cluster and network": (
+        *("cluster", "join_timeout", "network", "listen", "data_listen", "advertise"),
+        *("data_advertise", "transport", "rdma_device", "rdma_topology", "directory"),
+    ),
+    "Memory and SSD": (
+        *("memory_path", "keep_memory", "more_memory", "eviction_policy", "quota", "cap"),
+        *("ssd_capacity", "ssd_writes_per_day", "huge_pages", "numa_node", "max_objects"),
+        *("max_leased", "index_memory", "checkpoint_memory"),
+    ),
+    "Access": (
+        *("allow_file", "insecure", "data_tls"),
+        *("socket", "socket_mode", "socket_group", "socket_others"),
+    ),
+    "Operation": (
+        *("state_dir", "drain_timeout", "metrics_keys", "slow_operation"),
+        *("log_level", "log_format", "log_file"),
+    ),
+}
+"""The settings that only --help-all shows."""
+GROUP_OF: Final = {name: group for group, names in GROUPS.items() for name in names}
+
+
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:
     """The option as a parameter for typer: None where it was not given."""
     text = setting.help
+    names: tuple[str, ...] = ("--http", "--metrics") if name == "metrics" else ()
+    group = GROUP_OF.get(name)
     if setting.kind is list:
         text += "; may be repeated"
     text += f" [default: {setting.default}]." if setting.default else "."
@@ -141,11 +169,14 @@ def _parameter(name: str, setting: Setting) -> inspect.Parameter:
     enumeration: Any = StrEnum
     if setting.form.islower():
         kind = enumeration(name, {word.replace("-", "_"): word for word in words})
-        option = typer.Option(help=text, show_default=False)
+        option = typer.Option(help=text, show_default=False, rich_help_panel=group)
     elif setting.kind is bool:
-        option = typer.Option("--" + name.replace("_", "-"), help=text, show_default=False)
+        names = ("--" + name.replace("_", "-"),)
+        option = typer.Option(*names, help=text, show_default=False, rich_help_panel=group)
     else:
-        option = typer.Option(metavar=setting.form, help=text, show_default=False)
+        option = typer.Option(
+            *names, metavar=setting.form, help=text, show_default=False, rich_help_panel=group
+        )
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -175,6 +206,14 @@ def join(
             "--detach", help="Return when it serves and has tried to join; `leave` ends it."
         ),
     ] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print the `ready` line on a terminal as well.",
+            rich_help_panel="Operation",
+        ),
+    ] = False,
     **given: Any,
 ) -> None:
     """Run a peer in the foreground; Ctrl-C or SIGTERM leaves the cluster.
@@ -185,9 +224,9 @@ def join(
     Without that line a peer needs a copy of the key file, and --bootstrap with the address of another.
 
     With a cluster key it listens where the bootstrap
-    peers can call back: on the address that leads to them. When it can serve it prints `ready ` and a
-    line of JSON: peer_id, name, control, data, socket, metrics, joined, peers. SIGHUP opens the log
-    file anew and rereads key and allow files.
+    peers can call back: on the address that leads to them. When it can serve it says so: on a terminal
+    for people; into a pipe, or with --json, by `ready ` and a line of JSON: peer_id, name, control, data,
+    socket, metrics, joined, peers. SIGHUP opens the log file anew and rereads key and allow files.
 
     An invite says cluster, bootstrap peers and key, unless other options do. The peer keeps it in its
     state directory, so that a restart needs none. --detach logs to peer.log there.
@@ -199,13 +238,14 @@ def join(
     """
     given = {name: value for name, value in given.items() if value is not None}
     detached = os.environ.pop(DETACHED_VARIABLE, None) is not None
+    for_people = not json and sys.stdout.isatty()
     if detach and not detached:
-        start_detached(given)
+        start_detached(given, for_people)
     else:
-        _run(given, detached)
+        _run(given, detached, for_people)
 
 
-def _run(given: Mapping[str, Any], detached: bool) -> None:
+def _run(given: Mapping[str, Any], detached: bool, for_people: bool) -> None:
     """Run the peer in this process. Of several that start at once and take the same free name, one gets it."""
     survive_hangups()
     from p2pstore.state.places import chose_name, name_in_use
@@ -223,7 +263,10 @@ def _run(given: Mapping[str, Any], detached: bool) -> None:
         gc.enable()
         try:
             with spelled_as_given(settings):
-                run_peer(config, invite, detached=detached)
+                if for_people:
+                    run_peer(config, invite, detached=detached, ready_text=ready_for_people)
+                else:
+                    run_peer(config, invite, detached=detached)
             return
         except StateDirectoryInUse as error:
             if not chose_name(settings) or attempt == MAX_ATTEMPTS - 1:

@@ -211,7 +211,7 @@ class Bringing:
         since = trio.current_time()
         while True:
             await trio.sleep(HOPE_SECONDS / 10)
-            why = self._peer.records.why_not_offered(run.version, publisher)
+            why = self._peer.parts.why_not_offered(run.version, publisher)
             if not why or self._peer.is_gone(member_of(publisher)) or run.machine.has_source:
                 since = trio.current_time()
             elif trio.current_time() - since > HOPE_SECONDS:

@@ -373,7 +373,7 @@ class NameRequests:
     def _members(self, head: Head) -> list[local.MemberEntry]:
         return [
             self._member(member, part, head.body.total_bytes)
-            for member, parts in self._records.parts_of(head.digest).items()
+            for member, parts in self._peer.parts.parts_of(head.digest).items()
             for part in parts
         ][:MAX_ENTRIES]
 

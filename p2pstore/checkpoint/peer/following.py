@@ -178,7 +178,7 @@ class Following:
                     await self._listen(head)
                     nursery.cancel_scope.cancel()
             finally:
-                self._records.follow_no_more(head.digest, self._peer.now)
+                self._peer.parts.follow_no_more(head.digest, self._peer.now)
                 self._peer.process()
 
     async def _first_head(self) -> Head:
@@ -243,7 +243,7 @@ class Following:
         if self._told == (said, self.head.digest):
             return
         self._told = said, self.head.digest
-        self._records.follow(
+        self._peer.parts.follow(
             self.head.digest, said.version, TOLD[said.stage], said.current, self._peer.now, said.why
         )
         self._peer.process()
@@ -358,9 +358,11 @@ class Updating:
         """The verdict by what is known now."""
         digest = of.digest
         head = self._records.head(digest)
-        gone = self._records.gone_from(digest, self.group.members)
+        gone = self._peer.parts.gone_from(digest, self.group.members)
         version = b"" if head is None or head.gone else short_version(head.version)
-        living = {member: _state(part) for member, part in self._records.followers(digest).items()}
+        living = {
+            member: _state(part) for member, part in self._peer.parts.followers(digest).items()
+        }
         self.using = sum(state.current == self.group.version for state in living.values())
         verdict = self.group.judge(version, living, gone, self._peer.now)
         self.news.changed()

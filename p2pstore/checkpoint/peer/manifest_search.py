@@ -101,7 +101,7 @@ class Finder:
                     return found
                 await trio.sleep(ASK_AGAIN_SECONDS)
         asked = f"{len(ways)} {'was' if len(ways) == 1 else 'were'} asked"
-        why = self._peer.records.why_not_offered(version, publisher) or asked
+        why = self._peer.parts.why_not_offered(version, publisher) or asked
         raise Unavailable(
             f"no peer that has version {format_version(version)} can be reached: {why}"
         )

@@ -192,13 +192,13 @@ class SwarmParts:
                 why=why,
                 needs_permille=needs,
             )
-            self._peer.records.take_part(part, self._peer.now)
+            self._peer.parts.take_part(part, self._peer.now)
             self._peer.process()
 
         return tell
 
     async def _run(self, part: Part) -> None:
-        run, records = part.run, self._peer.records
+        run = part.run
         try:
             with part.scope:
                 await run.run()
@@ -206,11 +206,11 @@ class SwarmParts:
             self.swarms.remove(run)
             if self._parts.get(run.version) is part:
                 del self._parts[run.version]
-            records.take_no_part(part.digest, run.version, self._peer.now)
+            self._peer.parts.take_no_part(part.digest, run.version, self._peer.now)
             if run.progress.failure is not None:
                 self._say_failed(part, run.progress.failure)
             self._peer.process()
-            head = records.head(part.digest)
+            head = self._peer.records.head(part.digest)
             if run.progress.failure is not None and (head is None or head.version != run.version):
                 with trio.CancelScope(shield=True):
                     await trio.to_thread.run_sync(self._forget_publication, run.version)

@@ -121,7 +121,7 @@ class ColdCopies:
         forbidden = self._core.gossip.cluster_records.floors.forbids(
             digest, namespace, entry.version
         )
-        if forbidden or self._core.floors.holds_back(digest, namespace, entry.version):
+        if forbidden or self._core.earlier_life.holds_back(digest, namespace, entry.version):
             return None
         return None if self._is_about_to_go(entry.version) else entry
 

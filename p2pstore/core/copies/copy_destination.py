@@ -149,7 +149,7 @@ class CopyDestination:
         if existing is not None and existing.version.covers(slot.version):
             core.segment.abort(number, holder=self._holder)
             return existing
-        if core.floors.distrusts(self._operation, slot.version):
+        if core.earlier_life.distrusts(self._operation, slot.version):
             core.segment.abort(number, holder=self._holder)
             return None
         trailer = replace(trailer, proof=self._good_proof(slot, trailer))
@@ -345,7 +345,7 @@ class CopiesDestination:
         new: list[tuple[int, Written]] = []
         for place in sorted(self._reservations.keys() & set(brought)):
             slot, trailer = self._things[place]
-            if core.floors.distrusts(self._operation, slot.version):
+            if core.earlier_life.distrusts(self._operation, slot.version):
                 continue
             number = self._reservations[place].number
             row = Written(number, slot.digest, slot.version, trailer, slot.length)

@@ -11,27 +11,28 @@ import msgspec
 
 from p2pstore.core.copies.own_copies import CheckOperation
 from p2pstore.core.copies.replicate import ReplicateOperation
-from p2pstore.core.core_effects import KnownCopy, PullFailure, Reply
+from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation, PutEnd
+from p2pstore.core.puts.comparing import (
+    CHECK_TIMEOUT_SECONDS,
+    CompareCopies,
+    Likeness,
+    is_described,
+)
 from p2pstore.core.puts.lifetimes import MAX_TTL_MS
-from p2pstore.core.removals.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
+from p2pstore.core.removals.floor_budget import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.errors import P2PStoreError, ProtocolError, Unavailable
 from p2pstore.memory.entries import ObjectEntry, Written
-from p2pstore.memory.segment_layout import SlotState, TrailerBody, decode_slot, decode_trailer
+from p2pstore.memory.segment_layout import SlotState, TrailerBody
 from p2pstore.objects import Version, check_object_length, key_digest, root_checksum
 from p2pstore.put_facts import PutFacts, PutStatus
-from p2pstore.transfer.data_messages import DataKind, Objects, ObjectStatus
-from p2pstore.transfer.peer_messages import CheckCopy, CopyChecked
-from p2pstore.wire import Code
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
     from p2pstore.ssd_tier.index import ColdEntry
 
-CHECK_TIMEOUT_SECONDS: Final = 3.0
-"""A holder that has not compared its copy by then is believed."""
 MAX_REPLICAS: Final = 64
 
 
@@ -86,11 +87,9 @@ class PutOperation(Operation):
         self._namespace = core.namespace_digest(namespace)
         self._verified = verified
         """Whether this peer itself has compared the bytes with the sums."""
-        self._comparing: list[KnownCopy] = []
+        self._comparison: CompareCopies | None = None
         self._nobody_known = False
         """Whether no copy is known anywhere: true for the step in which that was looked up."""
-        self._rival: tuple[KnownCopy, Version] | None = None
-        """A copy of another value elsewhere, while its holder compares it with its checksums."""
         self._lookup: LookupOperation | None = None
         self._fetch: FetchOperation | None = None
         self._end: PutEnd | None = None
@@ -153,10 +152,10 @@ class PutOperation(Operation):
     def _waits_for_room(self, now: float) -> bool:
         """Whether an overwrite has to wait for room among the floors, or is over as it waited for long enough."""
         self.wake_at = math.inf
-        if self._has_room or self.core.floors.may_write(1, now):
+        if self._has_room or self.core.floor_budget.may_write(1, now):
             self._has_room = True
         elif now >= self._give_up_at:
-            self._give_up(self.core.floors.no_room(), now)
+            self._give_up(self.core.floor_budget.no_room(), now)
         else:
             self.wake_at = now + WAIT_STEP_SECONDS
             self.core.operations.set_alarm(self)
@@ -186,71 +185,33 @@ class PutOperation(Operation):
         """Ask up to three holders what they have; to overwrite, one that has the newest version."""
         known = self.core.copies.known(self.digest, now, self._namespace)
         asked = known[:1] if self.facts.overwrite else known
-        self._comparing = [copy for copy in asked if copy.reachable and not copy.local][:3]
+        copies = [copy for copy in asked if copy.reachable and not copy.local][:3]
         self._nobody_known = not known
-        self._compare(now)
-
-    def _compare(self, now: float) -> None:
-        if not self._comparing:
+        if not copies:
             self._create(now)
             return
-        self.core.comparisons.ask(self._comparing[0], now, self._compared)
+        self._comparison = CompareCopies(self, self._namespace, copies, self._compared)
+        self.core.operations.start(self._comparison, now)
 
-    def _compared(self, reply: Reply, now: float) -> None:
+    def _compared(self, found: Any, now: float) -> None:
+        """The end of the comparison: None when no copy stands in the way of the put."""
         if self.done:
             return
-        copy = self._comparing.pop(0)
-        slot = None
-        if (
-            isinstance(reply, Objects)
-            and len(reply.items) == 1
-            and reply.items[0].status == ObjectStatus.OK
-        ):
-            slot = decode_slot(reply.items[0].slot)
-        if (
-            slot is None
-            or slot.digest != self.digest
-            or not self.core.clock.observe(slot.version.clock, self.core.believed_unix(now))
-        ):
-            self.core.holders.silent(self.digest, copy, reply, now)
-            self._compare(now)
-        elif self._is_void(slot.version):
-            self._compare(now)
+        if isinstance(found, Exception):
+            self._give_up(found, now)
+        elif found is None:
+            self._create(now)
+        elif found.likeness is Likeness.OTHER:
+            self._give_room_back()
+            self.finish(self._found(PutStatus.KEPT_EXISTING, found.version, now), now)
+        elif found.likeness is Likeness.BYTES:
+            self._bring(found.copy, now)
         else:
-            assert isinstance(reply, Objects)
-            original = decode_trailer(reply.items[0].trailer)
-            same_bytes = slot.version.root == self.facts.root and slot.length == self.facts.length
-            if same_bytes and (original is None or (original.dtype and not self.facts.dtype)):
-                self._bring(copy, now)
-                return
-            if not same_bytes or (original is not None and not self._is_described(original)):
-                if self.facts.overwrite:
-                    self._create(now)
-                    return
-                self._rival = copy, slot.version
-                request = CheckCopy(self.digest)
-                self.ask(0, copy.peer_id, DataKind.CHECK_COPY, request, CHECK_TIMEOUT_SECONDS)
-                return
-            assert original is not None
-            expires = original.expires_unix_ms  # the same object ends at the same time everywhere
             soft = not self.facts.pin  # what is pinned here is kept here
+            expires = found.expires_unix_ms  # the same object ends at the same time everywhere
             self._commit(
-                slot.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
+                found.version, PutStatus.UNCHANGED, soft=soft, now=now, expires_unix_ms=expires
             )
-
-    def answered(self, tag: int, reply: Reply, now: float) -> None:
-        """Another value stands in this put's way, unless its holder finds that it is spoilt. (A holder of a version
-        that does not know the question refuses to answer.)"""
-        assert self._rival is not None
-        (copy, version), self._rival = self._rival, None
-        if isinstance(reply, CopyChecked) and not reply.good:
-            code = int(Code.NO_SUCH_KEY)
-            gone = PullFailure(copy.member, code, "", reply.incarnation, reply.sequence)
-            self.core.holders.failed(self.digest, gone, now)
-            self._compare(now)
-            return
-        self._give_room_back()
-        self.finish(self._found(PutStatus.KEPT_EXISTING, version, now), now)
 
     def _bring(self, source: KnownCopy | None, now: float) -> None:
         """Another copy has the put's bytes, and its dtype, shape or end are to be those of this one: bring it here from
@@ -280,25 +241,12 @@ class PutOperation(Operation):
         else:
             self._create(now)
 
-    def _is_void(self, version: Version) -> bool:
-        """Whether what a holder has was removed, or may have been: it does not stand in a put's way."""
-        floors = self.core.gossip.cluster_records.floors
-        return floors.forbids(self.digest, self._namespace, version) or self.core.floors.distrusts(
-            self, version
-        )
-
     def _is_same(self, existing: ObjectEntry | ColdEntry) -> bool:
         """Whether it is the put's value. A tensor has its dtype and shape, too; the SSD's index does not know those."""
         facts = self.facts
-        if isinstance(existing, ObjectEntry) and not self._is_described(existing):
+        if isinstance(existing, ObjectEntry) and not is_described(existing, facts):
             return False
         return existing.version.root == facts.root and existing.length == facts.length
-
-    def _is_described(self, known: ObjectEntry | TrailerBody) -> bool:
-        """Whether an object has the dtype and shape of the put's tensor, if it is one."""
-        facts = self.facts
-        described = (known.dtype, tuple(known.shape)) == (facts.dtype, tuple(facts.shape))
-        return described or not facts.dtype
 
     def _keep_cold(self, cold: ColdEntry, now: float) -> None:
         """The object is on the SSD alone. The same bytes bring it back to memory."""
@@ -445,5 +393,7 @@ class PutOperation(Operation):
         super().cancel(now)
         if self._lookup is not None:
             self._lookup.cancel(now)
+        if self._comparison is not None:
+            self._comparison.cancel(now)
         if self._fetch is not None:
             self._fetch.cancel(now)

@@ -66,8 +66,8 @@ class FlushOperation(Operation):
         except Unavailable as error:
             self.finish(error, now)
             return
-        if self.core.floors.full:
-            self.finish(self.core.floors.no_room(), now)
+        if self.core.floor_budget.full:
+            self.finish(self.core.floor_budget.no_room(), now)
             return
         self._begin_round(self.core.gossip.floors.newest_heard, now)
         if not self.done:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.gets.lookup import LookupOperation
 from p2pstore.core.operation import Operation
-from p2pstore.core.removals.floors import WAIT_SECONDS, WAIT_STEP_SECONDS
+from p2pstore.core.removals.floor_budget import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR, PeerId, SignedRecord
 from p2pstore.objects import Version, key_digest, namespace_digest
@@ -108,7 +108,7 @@ class RemoveOperation(Operation):
                 self._judge(*self._found[0], now)
                 self._found.popleft()
             wanted = min(MAX_KEYS_OF_FLOOR, len(self._to_remove))
-            allowed = self.core.floors.may_write(wanted, now) if wanted else 0
+            allowed = self.core.floor_budget.may_write(wanted, now) if wanted else 0
             if allowed:
                 self._remove(list(islice(self._to_remove, allowed)), now)
         except Unavailable as error:
@@ -119,7 +119,7 @@ class RemoveOperation(Operation):
         waits = wanted > 0 and not allowed
         if waits and now >= self._give_up_at:
             self._push_what_is_due(last=True)
-            self.finish(self.core.floors.no_room(), now)
+            self.finish(self.core.floor_budget.no_room(), now)
             return
         more = bool(self._to_remove or self._found)
         self._push_what_is_due(last=not more)

@@ -225,7 +225,12 @@ class FloorSet:
         floor = Floor(signed.body, signed.signature, record.clock, signer, max(1, len(digests)))
         index = self._namespaces if record.scope == SCOPE_NAMESPACE else self._keys
         index.raise_all(digests, record.version)
-        self._publish(record, digests)
+        if self._published is not None:
+            if record.scope == SCOPE_NAMESPACE:
+                self._published.forbid_up_to(record.clock)
+            else:
+                for digest in digests:
+                    self._published.forbid_key_up_to(digest, record.clock)
         number = record.clock >> SLICE_BITS
         part = self._slices.get(number)
         if part is None:
@@ -252,15 +257,6 @@ class FloorSet:
                 del counter[key]
         if floor.signer not in self._records_of:
             del self._names[floor.signer]
-
-    def _publish(self, record: ClusterRecord, digests: tuple[bytes, ...]) -> None:
-        if self._published is None:
-            return
-        if record.scope == SCOPE_NAMESPACE:
-            self._published.forbid_up_to(record.clock)
-        else:
-            for digest in digests:
-                self._published.forbid_key_up_to(digest, record.clock)
 
     def raise_horizon(self, stamps: Mapping[Member, int]) -> bool:
         """Floors up to these stamps are gone, here or elsewhere. Whether that was new."""

@@ -254,12 +254,17 @@ class LocationIndex(LocationRows):
             self._apply_in_rounds(slot, whole, fields, mixed)
         self._slots.drop_last(slot, 0)  # blocks only where they are needed
 
+    def add_new(self, slot: int, records: Sequence[bytes]) -> None:
+        """Put in records of digests that the slot does not hold, each of another one. A slot of few rows stays without
+        blocks of its own."""
+        if len(records) >= _FEW_NEW:
+            self.load(slot, b"".join(records))
+        else:
+            for record in records:
+                self._put(slot, 0, record)
+
     def load(self, slot: int, records: bytes | memoryview) -> None:
         """Put in many records of digests that the slot does not hold, each of another one."""
-        if len(records) < _FEW_NEW * LOCATION_BYTES:
-            for start in range(0, len(records), LOCATION_BYTES):
-                self._put(slot, 0, bytes(records[start : start + LOCATION_BYTES]))
-            return
         self._slots.use_blocks(slot)
         whole = np.frombuffer(records, WHOLE)
         rows = self._slots.take_many(slot, whole.size)

@@ -210,7 +210,7 @@ class OwnLog:
     def add_many(self, operations: Sequence[bytes]) -> None:
         """`add` of many packed records of digests that are not held."""
         packed = b"".join(operations)
-        self._records.load(self._slot, packed)
+        self._records.add_new(self._slot, operations)
         for copy in self._copies:
             for operation in operations:
                 copy.note(operation[:DIGEST_BYTES])

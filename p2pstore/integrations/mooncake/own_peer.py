@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from p2pstore.errors import ConfigError, DeadlineExceeded, P2PStoreError
 from p2pstore.runtime.linux import read_line
-from p2pstore.ssd_tier.opening import FILE_NAME
+from p2pstore.ssd_tier.log_layout import FILE_NAME
 
 READY_SECONDS: Final = 30.0
 STOP_SECONDS: Final = 15.0

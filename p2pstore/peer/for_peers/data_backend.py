@@ -14,8 +14,8 @@ from p2pstore.checkpoint.peer.running import RunningSwarms
 from p2pstore.core.gets.hot_objects import HOT_BYTES, SentOn
 from p2pstore.core.gets.serving import reply_of
 from p2pstore.core.operation import Operation
+from p2pstore.core.puts.comparing import SLOT_ONLY
 from p2pstore.core.puts.placing import Incoming, IncomingStores, digest_of, stored_reply
-from p2pstore.core.puts.publishing import SLOT_ONLY
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.records import member_of
 from p2pstore.memory.entries import SmallObjectsLent

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,16 +39,29 @@ logger = logging.getLogger("p2pstore.peer")
 LOG_NAME: Final = "peer.log"
 ENDING_SECONDS: Final = 15.0
 """Upper bound of an end after draining: goodbyes, and an SSD that hangs."""
+ReadyText = Callable[[Mapping[str, Any]], str]
+"""Makes the text that stdout gets when a peer serves, of `_ready_document`."""
 _PATHS: Final = (
     *("cluster_key_file", "allow_file", "state_dir", "socket", "log_file", "memory_path", "ssd"),
 )
 
 
-def run_peer(config: PeerConfig, invite: Invite | None = None, *, detached: bool = False) -> None:
+def ready_line(document: Mapping[str, Any]) -> str:
+    """The line for programs: `ready ` and JSON."""
+    return "ready " + json.dumps(document)
+
+
+def run_peer(
+    config: PeerConfig,
+    invite: Invite | None = None,
+    *,
+    detached: bool = False,
+    ready_text: ReadyText = ready_line,
+) -> None:
     """Run a peer until SIGINT, SIGTERM or `mooncake-p2p leave`; SIGHUP opens the log file anew and has the
     peer read its key and allow files again.
 
-    Prints `ready {...}` on stdout when it can serve. `invite` is kept in the state directory, for the next start,
+    Prints `ready_text` on stdout when it can serve. `invite` is kept in the state directory, for the next start,
     unless the peer is refused or cannot start. `detached` is for a process of its own session: it logs to the state
     directory unless told otherwise, and after `ready` holds on to nothing of who started it. Raises what
     `open_peer` raises. A second signal ends the process at once. A service manager that started this process
@@ -58,10 +71,10 @@ def run_peer(config: PeerConfig, invite: Invite | None = None, *, detached: bool
         raise ConfigError("p2pstore runs on Linux only: it needs memfd, SCM_RIGHTS and /proc")
     settled = _with_absolute_paths(config.checked())
     with kept(invite, settled.state_dir):
-        _run_settled(settled, detached)
+        _run_settled(settled, detached, ready_text)
 
 
-def _run_settled(settled: PeerConfig, detached: bool) -> None:
+def _run_settled(settled: PeerConfig, detached: bool, ready_text: ReadyText) -> None:
     if detached and settled.log_file is None and settled.state_dir is not None:
         Path(settled.state_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         settled = msgspec.structs.replace(
@@ -71,7 +84,7 @@ def _run_settled(settled: PeerConfig, detached: bool) -> None:
     configure_logs(settled)
     manager = ServiceManager.of_environment(os.environ)
     try:
-        trio.run(_run, settled, detached, manager)
+        trio.run(_run, settled, detached, ready_text, manager)
     except BaseException as error:
         cause = sole_cause(error) if isinstance(error, BaseExceptionGroup) else error
         if settled.log_file is not None and isinstance(cause, P2PStoreError):
@@ -98,7 +111,9 @@ def _with_absolute_paths(config: PeerConfig) -> PeerConfig:
     return msgspec.structs.replace(config, **absolute, more_memory=more)
 
 
-async def _run(config: PeerConfig, detached: bool, manager: ServiceManager) -> None:
+async def _run(
+    config: PeerConfig, detached: bool, ready_text: ReadyText, manager: ServiceManager
+) -> None:
     # Under nohup a terminal may go without its peer.
     bound_to_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and has_terminal()
     with (
@@ -113,7 +128,8 @@ async def _run(config: PeerConfig, detached: bool, manager: ServiceManager) -> N
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(_stop_on_signal, signals, stop)
-            await _serve(config, _Hangups(hangups, bound_to_terminal), detached, manager)
+            watched = _Hangups(hangups, bound_to_terminal)
+            await _serve(config, watched, detached, ready_text, manager)
             nursery.cancel_scope.cancel()
 
 
@@ -126,7 +142,11 @@ class _Hangups:
 
 
 async def _serve(
-    config: PeerConfig, hangups: _Hangups, detached: bool, manager: ServiceManager
+    config: PeerConfig,
+    hangups: _Hangups,
+    detached: bool,
+    ready_text: ReadyText,
+    manager: ServiceManager,
 ) -> None:
     async with open_peer(config) as peer, open_background_nursery() as nursery:
         with short_collections():
@@ -142,7 +162,7 @@ async def _serve(
                     config.join_timeout,
                     extra={"event": "join_timed_out"},
                 )
-            _say_ready(ready)
+            _say_ready(ready_text(ready))
             manager.ready(f"serving {peer.socket}")
             if detached:
                 _let_go()
@@ -218,9 +238,9 @@ def _ready_document(peer: Peer) -> dict[str, Any]:
     }
 
 
-def _say_ready(document: dict[str, Any]) -> None:
+def _say_ready(text: str) -> None:
     try:
-        print("ready " + json.dumps(document), flush=True)
+        print(text, flush=True)
     except OSError as error:
         # A closed pipe or a full disk is no reason to stop serving.
         # What waits in the buffer goes there too, or the end of the process would complain.

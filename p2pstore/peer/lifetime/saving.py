@@ -39,7 +39,7 @@ class StateSaver:
         self._save_soon = trio.Event()
         self._save_now = trio.Event()
         self._saving = trio.Lock()
-        self._pins = core.checkpoints.pins_version
+        self._pins = core.publishers.version
         self._renewals = 0
         self.problem = ""
         """Why the state directory could not be written when that was tried last; no path is in it."""
@@ -82,13 +82,13 @@ class StateSaver:
             renewals = self._core.timekeeping.renewals
             renewed = renewals != self._renewals
             # As of now: what is seen is among the floors that are written first.
-            seen, horizon = self._core.floors.seen_to_save, dict(kept.floors.horizon)
+            seen, horizon = self._core.earlier_life.seen_to_save, dict(kept.floors.horizon)
             all_floors = None
             if crowded or lost or renewed:
                 all_floors = await take_turns(kept.dump_in_steps())
-            checkpoints = self._core.checkpoints
-            version = checkpoints.pins_version
-            pins = (checkpoints.pins, checkpoints.forgotten)
+            publishers = self._core.publishers
+            version = publishers.version
+            pins = (publishers.pins, publishers.forgotten)
             written = await trio.to_thread.run_sync(
                 self._write,
                 addresses,

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from p2pstore.errors import ProtocolError
+from p2pstore.memory.key_index import decode_index_entry, index_entry_at_home, index_home
 from p2pstore.memory.segment_layout import (
     GRANULE_BYTES,
     INDEX_ENTRY_BYTES,
@@ -27,12 +28,9 @@ from p2pstore.memory.segment_layout import (
     Slot,
     SlotRows,
     TrailerBody,
-    decode_index_entry,
     decode_segment_header,
     decode_slot,
     decode_trailer,
-    index_entry_at_home,
-    index_home,
     needs_trailer,
     slot_matches,
     trailer_matches,

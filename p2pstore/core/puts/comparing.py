@@ -1,0 +1,224 @@
+"""Comparing a put with the copies that other peers hold of its key. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Final
+
+from p2pstore.core.core_effects import KnownCopy, PullFailure, Reply
+from p2pstore.core.operation import Operation
+from p2pstore.gossip.records import PeerId
+from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.segment_layout import Slot, TrailerBody, decode_slot, decode_trailer
+from p2pstore.objects import Version
+from p2pstore.put_facts import PutFacts
+from p2pstore.transfer.data_messages import DataKind, Get, GetItem, Objects, ObjectStatus
+from p2pstore.transfer.peer_messages import CheckCopy, CopyChecked
+from p2pstore.wire import Code
+
+if TYPE_CHECKING:
+    from p2pstore.core.peer_core import PeerCore
+    from p2pstore.core.puts.put_operation import PutOperation
+
+COMPARE_TIMEOUT_SECONDS: Final = 1.5
+"""Three holders may be asked in turn within the five seconds that clients wait for progress."""
+CHECK_TIMEOUT_SECONDS: Final = 3.0
+"""A holder that has not compared its copy by then is believed."""
+SLOT_ONLY: Final = 0xFFFF_FFFF
+"""A first chunk beyond every object: the answer is slot and trailer without payload."""
+MAX_COMPARED: Final = 256
+"""Objects of one question."""
+GO_ON_PER_STEP: Final = 32
+"""Puts that go on with an answer at a time: some milliseconds, as many publish an object then."""
+
+Then = Callable[[Reply, float], None]
+"""Called with the holder's answer about that object alone: `Objects` of one item, or what came instead of any."""
+
+
+class CompareOperation(Operation):
+    """Ask one holder for slots and trailers. What is asked for until the first tick goes in one question."""
+
+    def __init__(self, core: PeerCore, peer_id: PeerId) -> None:
+        super().__init__(core)
+        self._peer_id = peer_id
+        self._items: list[GetItem] = []
+        self._waiting: deque[Then] = deque()
+        self._replies: deque[Reply] = deque()
+        self._asked = False
+        self._answered = False
+
+    def start(self, now: float) -> None:
+        self.wake_at = now
+        self.core.operations.set_alarm(self)
+
+    @property
+    def takes_more(self) -> bool:
+        return not self._asked and not self.done and len(self._items) < MAX_COMPARED
+
+    def add(self, item: GetItem, then: Then) -> None:
+        """One more object, while it `takes_more`."""
+        self._items.append(item)
+        self._waiting.append(then)
+
+    def wake(self, now: float) -> None:
+        if self._answered:
+            self._go_on(GO_ON_PER_STEP, now)
+            return
+        self.wake_at, self._asked = math.inf, True
+        self.ask(0, self._peer_id, DataKind.GET, Get(self._items), COMPARE_TIMEOUT_SECONDS)
+
+    def answered(self, tag: int, reply: Reply, now: float) -> None:
+        self._answered = True
+        if isinstance(reply, Objects):
+            self._replies.extend(Objects([each]) for each in reply.items)
+        else:
+            self._replies.extend([reply] * len(self._items))
+        self._go_on(GO_ON_PER_STEP, now)
+
+    def cancel(self, now: float) -> None:
+        """What is not answered will not be."""
+        self._go_on(len(self._waiting), now)
+
+    def _go_on(self, count: int, now: float) -> None:
+        for _ in range(min(count, len(self._waiting))):
+            self._waiting.popleft()(self._replies.popleft() if self._replies else None, now)
+        if not self._waiting:
+            self.finish(None, now)
+        elif not self.done:
+            self.wake_at = now
+            self.core.operations.set_alarm(self)
+
+
+class Comparisons:
+    """Questions to holders about single objects, which go to each holder together."""
+
+    def __init__(self, core: PeerCore) -> None:
+        self._core = core
+        self._open: dict[PeerId, CompareOperation] = {}
+        """The last one for each holder."""
+
+    def ask(self, copy: KnownCopy, now: float, then: Then) -> None:
+        """Ask a holder for its slot and trailer of one object."""
+        operation = self._open.get(copy.peer_id)
+        if operation is None or not operation.takes_more:
+            operation = self._open[copy.peer_id] = CompareOperation(self._core, copy.peer_id)
+            self._core.operations.start(operation, now)
+        record = copy.record
+        operation.add(GetItem(record.digest, first_chunk=SLOT_ONLY, slot=record.slot), then)
+
+
+def is_described(known: ObjectEntry | TrailerBody, facts: PutFacts) -> bool:
+    """Whether an object has the dtype and shape of the put's tensor, if it is one."""
+    described = (known.dtype, tuple(known.shape)) == (facts.dtype, tuple(facts.shape))
+    return described or not facts.dtype
+
+
+class Likeness(Enum):
+    """How a copy elsewhere compares with the value that is put."""
+
+    SAME = auto()
+    BYTES = auto()
+    """The bytes are the same; dtype, shape or end are to be those of the copy."""
+    OTHER = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class StandingCopy:
+    """A copy elsewhere that decides a put. `expires_unix_ms` counts where it is the same."""
+
+    copy: KnownCopy
+    version: Version
+    likeness: Likeness
+    expires_unix_ms: int = 0
+
+
+class CompareCopies(Operation):
+    """Ask holders in turn what they have under a put's key. The result is a `StandingCopy`; None when no copy stands in
+    the way of the put."""
+
+    def __init__(
+        self,
+        put: PutOperation,
+        namespace: bytes,
+        copies: list[KnownCopy],
+        on_finish: Callable[[Any, float], None],
+    ) -> None:
+        super().__init__(put.core, on_finish)
+        self._put = put
+        self._facts = put.facts
+        self._digest = put.digest
+        self._namespace = namespace
+        self._left = copies
+        self._rival: StandingCopy | None = None
+        """A copy of another value, while its holder compares it with its checksums."""
+
+    def start(self, now: float) -> None:
+        if self._left:
+            self.core.comparisons.ask(self._left[0], now, self._compared)
+        else:
+            self.finish(None, now)
+
+    def _compared(self, reply: Reply, now: float) -> None:
+        if self.done:
+            return
+        copy = self._left.pop(0)
+        item = reply.items[0] if isinstance(reply, Objects) and len(reply.items) == 1 else None
+        slot = None
+        if item is not None and item.status == ObjectStatus.OK:
+            slot = decode_slot(item.slot)
+        if (
+            item is None
+            or slot is None
+            or slot.digest != self._digest
+            or not self.core.clock.observe(slot.version.clock, self.core.believed_unix(now))
+        ):
+            self.core.holders.silent(self._digest, copy, reply, now)
+            self.start(now)
+        elif self._is_void(slot.version):
+            self.start(now)
+        else:
+            found = self._judge(copy, slot, decode_trailer(item.trailer))
+            if found.likeness is not Likeness.OTHER:
+                self.finish(found, now)
+            elif self._facts.overwrite:
+                self.finish(None, now)
+            else:
+                self._rival = found
+                request = CheckCopy(self._digest)
+                self.ask(0, copy.peer_id, DataKind.CHECK_COPY, request, CHECK_TIMEOUT_SECONDS)
+
+    def _judge(self, copy: KnownCopy, slot: Slot, original: TrailerBody | None) -> StandingCopy:
+        facts = self._facts
+        if slot.version.root != facts.root or slot.length != facts.length:
+            likeness = Likeness.OTHER
+        elif original is None or (original.dtype and not facts.dtype):
+            likeness = Likeness.BYTES
+        elif not is_described(original, facts):
+            likeness = Likeness.OTHER
+        else:
+            return StandingCopy(copy, slot.version, Likeness.SAME, original.expires_unix_ms)
+        return StandingCopy(copy, slot.version, likeness)
+
+    def _is_void(self, version: Version) -> bool:
+        """Whether the version that a holder has was removed, or may have been: it does not stand in a put's way."""
+        floors = self.core.gossip.cluster_records.floors
+        return floors.forbids(
+            self._digest, self._namespace, version
+        ) or self.core.earlier_life.distrusts(self._put, version)
+
+    def answered(self, tag: int, reply: Reply, now: float) -> None:
+        """Another value stands in the put's way, unless its holder finds that it is spoilt. (A holder of a version
+        that does not know the question refuses to answer.)"""
+        rival, self._rival = self._rival, None
+        assert rival is not None
+        if isinstance(reply, CopyChecked) and not reply.good:
+            code = int(Code.NO_SUCH_KEY)
+            gone = PullFailure(rival.copy.member, code, "", reply.incarnation, reply.sequence)
+            self.core.holders.failed(self._digest, gone, now)
+            self.start(now)
+        else:
+            self.finish(rival, now)
