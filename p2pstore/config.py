@@ -122,17 +122,17 @@ class PeerConfig(
     from others; `auto` takes the best that works, the rest are strict. `rdma_device`: the RDMA devices to use; unset:
     any. `rdma_topology`: which of them are near which memory, as a JSON matrix or a file with one (`{"cpu:0":
     [["mlx5_0"], ["mlx5_1"]]}`: preferred and fallback), in place of the machine's own description. `data_tls`: `on`
-    serves reads over TLS only, and not by RDMA; each holder decides this for reads of it.
-    `directory`: this peer knows the locations of all objects (`full`), or of its part and asks others for the rest
-    (`partitioned`); `auto` decides by `index_memory` and the size of the cluster.
+    serves reads over TLS only, and not by RDMA; each holder decides this for reads of it. `directory`: this peer knows
+    the locations of all objects (`full`), or of its part and asks others for the rest (`partitioned`); `auto` decides
+    by `index_memory` and the size of the cluster.
 
     Memory. `memory` unset: an eighth of what this process may use, at most 4 GiB; 0: none, for a peer that only serves
     clients of its host. `huge_pages`: reserved ones when there are enough, else transparent ones (`auto`), neither
     (`never`), reserved ones only (`require`). `memory_path`: the file of this memory, created at the start and removed
     at the end: on tmpfs, hugetlbfs, or a file system of CXL or persistent memory. `keep_memory`: the file stays, and a
-    restart on the same boot with the same state directory begins with its objects; `leave` removes it. `numa_node`:
-    its node; unset: the kernel's choice. `more_memory`: further parts, `SIZE@node:N`, or `SIZE@FILE` as `memory_path`
-    (a path with a slash). `eviction_policy`: `prefix` evicts chains of blocks from their tails and keeps what is read
+    restart on the same boot with the same state directory begins with its objects; `leave` removes it. `numa_node`: its
+    node; unset: the kernel's choice. `more_memory`: further parts, `SIZE@node:N`, or `SIZE@FILE` as `memory_path` (a
+    path with a slash). `eviction_policy`: `prefix` evicts chains of blocks from their tails and keeps what is read
     again; `lru` evicts the least recently used; `s3-fifo` new objects that were not read twice. `quota`: memory
     reserved for a namespace (`NAMESPACE=SIZE`, or a table); others use it while it is free. `cap`: upper limit of such
     a namespace in this peer's memory and SSD together. `checkpoint_memory`: limit of checkpoints that clients fetch to
@@ -140,12 +140,11 @@ class PeerConfig(
 
     SSD and state. `ssd`: a directory on a local SSD, or a block device, for objects that memory has no room for; its
     objects come back after a restart. `ssd_capacity`: taken at the start; unset: half of what is free, or the whole
-    device. `ssd_writes_per_day`: write budget, for devices that wear out; unset: no limit. `state_dir` unset: a new
-    identity for this run only.
+    device. `ssd_writes_per_day`: write budget; unset: no limit. `state_dir` unset: an identity for this run only.
 
-    Access. `socket_others`: rights of other users at the socket, where its mode admits them. `metrics` (also `http`):
-    the HTTP address of the status page, `/metrics`, `/livez` and `/readyz`, without authentication; unset: none.
-    `metrics_keys`: the page shows the most-read keys, not only their namespaces.
+    Access. `socket_others`: rights of other users at the socket, where its mode admits them. `metrics` (`http` in
+    options and files): HTTP address of the status page, `/metrics`, `/livez` and `/readyz`, without authentication; a
+    port alone: on loopback; unset: none. `metrics_keys`: the page shows the most-read keys, not only namespaces.
     """
 
     name: str = ""
@@ -196,8 +195,7 @@ class PeerConfig(
     log_file: str | None = None
 
     def checked(self, spelled: Mapping[str, str] = NOT_SPELLED) -> PeerConfig:
-        """A copy with defaults filled in. Raises `ConfigError` naming the setting that is wrong: as
-        `spelled` has it (setting -> how its author wrote it), else by its name."""
+        """A copy with defaults. Raises `ConfigError` naming the wrong setting as `spelled` (setting -> text) has it."""
         check_types(msgspec.structs.asdict(self), spelled, strict=True)
         says = {field: spelled.get(field, field) for field in self.__struct_fields__}
         name = name_or_host(self.name, says["name"])

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import tests.unit.core_harness as harness
 from p2pstore.core.removals.flush import FlushOperation
 from p2pstore.gossip.gossip_messages import REQUESTS as GOSSIP
@@ -55,6 +53,8 @@ from p2pstore.transfer.peer_messages import (
 )
 from p2pstore.wire import decode_body, encode_body
 from simulation.signer import SimulatedSigner
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 VALUE = b"v"
 

@@ -27,7 +27,7 @@ PATIENCE: Final = 2.0
 MOST_LEAST_RATE: Final = 10 * MIB
 """A holder of at least this rate is never left for its rate, however fast others were: many readers may share the
 reader's own link. Below 64 MiB an object is there within 7 s then; the readers of larger ones compare each other
-(`transfer.slicing`)."""
+(`transfer.reading.span_reads`)."""
 ANSWER_SHARE: Final = 0.2
 """Share of the patience that each answer's beginning gives back: round trips of a slow path."""
 STALL: Final = 1.25

@@ -24,7 +24,7 @@ class Routes:
     def __init__(self, core: PeerCore, transport: str, host_id: bytes, rng: Random) -> None:
         self._core = core
         self._membership = core.gossip.membership
-        self._transport = transport
+        self.transport = transport
         self._rng = rng
         self.host_id = host_id
         self.transports: Sequence[Transport] = ()
@@ -38,14 +38,14 @@ class Routes:
         """The route to one copy, on its holder's SSD or in its memory."""
         way = self.way_to(copy)
         if copy.record.tier is Tier.SSD:  # one request over TCP does it; RDMA takes several
-            return replace(way, on_ssd=True, rdma=way.rdma and self._transport == RDMA)
+            return replace(way, on_ssd=True, rdma=way.rdma and self.transport == RDMA)
         return way
 
     def way_to(self, copy: KnownCopy) -> RemoteCopy:
         """The route to what the holder of a copy has in memory. A strict transport leaves the other routes out, for
         clients as well."""
         record = self.record_of(copy.peer_id)
-        strict = self._transport
+        strict = self.transport
         by_socket = (
             record is not None and record.host_id == self.host_id and strict in ("auto", "shm")
         )
