@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from tests.unit.test_docs import HEADLESS, VAGUE
+
 ROOT: Final = Path(__file__).parents[2]
 MOST_SHIPPED_LINES: Final = 105_900
 MOST_TEST_LINES: Final = 103_900
@@ -26,13 +28,6 @@ MOST_WIDE_FUNCTIONS: Final = 5
 MOST_NAMES_TWICE: Final = 4
 MOST_VAGUE_WORDS: Final = 30
 MOST_HEADLESS_SENTENCES: Final = 50
-VAGUE: Final = re.compile(
-    r"\b(somebody|nobody|whoever|anybody|everybody|so (?:many|much|long|few|often|seldom))\b", re.I
-)
-HEADLESS: Final = re.compile(
-    r"(?:^|[.;:(\"]\s*)(?:Who|who|What|what) (?:[a-z]+s|is|was|are|had|has|came|can|may|wants?)\b",
-    re.M,
-)
 
 
 @cache
