@@ -87,7 +87,7 @@ class Node:
         gossip.directory.share(threading.Lock())  # see `Peer.locate_nowait`
         gossip.locations.share(threading.Lock())
         self.rng = rng
-        self.routes = Routes(core, config.transport, host_id, rng)
+        self.routes = Routes(core, config, host_id, rng)
         self.saver = StateSaver(core, state) if state is not None else None
         self.watch = PeerWatch(core, config.slow_operation)
         self.statistics = Statistics(self, self.watch)

@@ -80,7 +80,7 @@ async def test_by_rdma_alone_the_copy_is_offered(tmp_path: Path) -> None:
         assert record is not None
         record.transports.append(type(record.transports[0])("rdma"))
         assert not reader.node.routes.remote_copy(copy).rdma
-        reader.node.routes.transport = "rdma"
+        reader.node.config.transport = "rdma"
         way = reader.node.routes.remote_copy(copy)
         assert way.rdma
         assert way.on_ssd

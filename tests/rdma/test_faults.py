@@ -115,7 +115,7 @@ async def test_a_slot_that_leads_out_of_the_segment(
     slot = decode_slot(rdma.segment.table.slot_bytes(entry))
     assert slot is not None
     beyond = msgspec.structs.replace(slot, offset=rdma.segment.geometry.total_bytes - 4096)
-    monkeypatch.setattr(rdma.segment, "slot_bytes", lambda _: encode_slot(beyond))
+    monkeypatch.setattr(rdma.segment.table, "slot_bytes", lambda _: encode_slot(beyond))
     copy = replace(rdma.copy(digest), slot=-1)
     longer = put(rdma.segment, "longer", pattern(3000))
     transport = rdma.transport(TrioDriver())

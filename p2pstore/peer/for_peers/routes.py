@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from random import Random
 
+from p2pstore.config import PeerConfig
 from p2pstore.core.core_effects import KnownCopy
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.gossip.records import PeerId, PeerRecord, Tier, writer_of
@@ -19,12 +20,12 @@ from p2pstore.transfer.transport import RemoteCopy, RemotePeer, Transport
 
 
 class Routes:
-    """Routes of one peer. `transport` is the setting; `transports` are those that this peer reads by."""
+    """Routes of one peer. `transports` are those that this peer reads by."""
 
-    def __init__(self, core: PeerCore, transport: str, host_id: bytes, rng: Random) -> None:
+    def __init__(self, core: PeerCore, config: PeerConfig, host_id: bytes, rng: Random) -> None:
         self._core = core
         self._membership = core.gossip.membership
-        self.transport = transport
+        self._config = config
         self._rng = rng
         self.host_id = host_id
         self.transports: Sequence[Transport] = ()
@@ -38,14 +39,14 @@ class Routes:
         """The route to one copy, on its holder's SSD or in its memory."""
         way = self.way_to(copy)
         if copy.record.tier is Tier.SSD:  # one request over TCP does it; RDMA takes several
-            return replace(way, on_ssd=True, rdma=way.rdma and self.transport == RDMA)
+            return replace(way, on_ssd=True, rdma=way.rdma and self._config.transport == RDMA)
         return way
 
     def way_to(self, copy: KnownCopy) -> RemoteCopy:
         """The route to what the holder of a copy has in memory. A strict transport leaves the other routes out, for
         clients as well."""
         record = self.record_of(copy.peer_id)
-        strict = self.transport
+        strict = self._config.transport
         by_socket = (
             record is not None and record.host_id == self.host_id and strict in ("auto", "shm")
         )
