@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 
 import pytest
 from hypothesis import given
@@ -73,3 +74,9 @@ def test_what_is_no_secret_stays(text: str) -> None:
 
 def test_too_short_a_secret_is_not_looked_for() -> None:
     assert Redactor([b"", b"short"]).clean("short") == "short"
+
+
+@pytest.mark.parametrize("value", ["3.5.0", 7, None, "a b"])
+def test_json_stays_json(value: object) -> None:
+    cleaned = Redactor().clean(json.dumps({"secretstorage": value, "other": 1}, indent=1))
+    assert json.loads(cleaned) == {"secretstorage": REMOVED, "other": 1}

@@ -42,7 +42,7 @@ class Redactor:
             text = self._known.sub(REMOVED, text)
         text = _INVITE.sub("p2pstore1:" + REMOVED, text)
         text = _KEY.sub(REMOVED, text)
-        text = _NAMED.sub(lambda match: match[1] + REMOVED, text)
+        text = _NAMED.sub(_without_value, text)
         return _DENSE.sub(_unless_harmless, text)
 
 
@@ -56,6 +56,12 @@ def _forms(secret: bytes) -> list[str]:
     with suppress(UnicodeDecodeError):
         forms.append(secret.decode())
     return forms
+
+
+def _without_value(match: re.Match[str]) -> str:
+    """The name alone. What was JSON stays JSON: a value of a quoted name is quoted."""
+    quote = match[2][0] if match[2][0] in "\"'" else '"' if '"' in match[1] else ""
+    return f"{match[1]}{quote}{REMOVED}{quote}"
 
 
 def _unless_harmless(match: re.Match[str]) -> str:
