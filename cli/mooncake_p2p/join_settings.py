@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
-import typer
+import click
 
 from mooncake_p2p.exit_errors import CommandFailed, ExitCode, Interrupts
 from mooncake_p2p.options import connected
@@ -264,7 +264,7 @@ def _wait_until_ready(
     shutil.copyfileobj(complaints, sys.stderr.buffer)
     sys.stderr.flush()
     if status > 0:
-        raise typer.Exit(status)
+        raise click.exceptions.Exit(status)
     raise CommandFailed(
         f"the peer was ended by {signal.Signals(-status).name}"
         if status

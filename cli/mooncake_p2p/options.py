@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
-import typer
+import click
 
+from mooncake_p2p.parameters import Argument, Option
 from p2pstore.objects import encode_namespace, parse_duration
 
 if TYPE_CHECKING:
@@ -23,16 +23,16 @@ DEFAULT_TIMEOUT: Final = "5"
 
 Key = Annotated[
     str,
-    typer.Argument(metavar="KEY", help="Name of the object.", show_default=False),
+    Argument(metavar="KEY", help="Name of the object."),
 ]
 Keys = Annotated[
     list[str],
-    typer.Argument(metavar="KEY", help="Names of the objects.", show_default=False),
+    Argument(metavar="KEY", help="Names of the objects."),
 ]
 
 Socket = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="PATH",
         envvar="MOONCAKE_P2P_SOCKET",
         help="The local peer's socket; needed only when several peers run here.",
@@ -41,20 +41,20 @@ Socket = Annotated[
 ]
 Namespace = Annotated[
     str,
-    typer.Option(metavar="NAME", envvar="MOONCAKE_P2P_NAMESPACE", help="Namespace of the keys."),
+    Option(metavar="NAME", envvar="MOONCAKE_P2P_NAMESPACE", help="Namespace of the keys."),
 ]
 Timeout = Annotated[
     str,
-    typer.Option(
+    Option(
         metavar="SECONDS",
         envvar="MOONCAKE_P2P_TIMEOUT",
         help="Give up after this time without progress.",
     ),
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask whether you are sure.")]
+Yes = Annotated[bool, Option("--yes", help="Do not ask whether you are sure.")]
 Include = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         metavar="PATTERN",
         help="Only files whose path matches, such as '*.safetensors'. Repeatable.",
         show_default=False,
@@ -62,9 +62,9 @@ Include = Annotated[
 ]
 Exclude = Annotated[
     list[str] | None,
-    typer.Option(metavar="PATTERN", help="No files whose path matches.", show_default=False),
+    Option(metavar="PATTERN", help="No files whose path matches.", show_default=False),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Json = Annotated[bool, Option("--json", help="Print the result as JSON on stdout.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +118,14 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
 
 def was_given(name: str) -> bool:
     """Whether the command that runs was given this option (`timeout` for --timeout), not its variable."""
-    command = import_module("typer.main").get_current_context(silent=True)
+    command = click.get_current_context(silent=True)
     source = command.get_parameter_source(name) if command is not None else None
     return source is not None and source.name == "COMMANDLINE"
 
 
 def origin_of(option: str, environment_variable: str) -> str:
     """The option, or the variable that stood for it in the command that runs."""
-    command = import_module("typer.main").get_current_context(silent=True)
+    command = click.get_current_context(silent=True)
     name = option.removeprefix("--").replace("-", "_")
     source = command.get_parameter_source(name) if command is not None else None
     return environment_variable if source is not None and source.name == "ENVIRONMENT" else option

@@ -1,9 +1,9 @@
-"""The contract of every link between peers. Add an implementation to `LINKS` to test it as well."""
+"""The contract of a link between peers, over the control host."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,7 +27,6 @@ from p2pstore.gossip.gossip_messages import (
 from p2pstore.gossip.links.control_link import Handler, Link, LinkError
 from p2pstore.gossip.links.host import HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.memory_link import MemoryNetwork, open_memory_link
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.wire import Code, Empty, Message
@@ -138,42 +137,6 @@ class Proxy:
 
 
 @asynccontextmanager
-async def memory_links(answerer: Handler) -> AsyncIterator[Pair]:
-    """Two links over streams in memory."""
-    lost: list[PeerId] = []
-    ours, theirs = (Identity(bytes([number]) * 32).peer_id for number in (1, 2))
-    assert isinstance(answerer, Answerer)
-    network = MemoryNetwork()
-    opened = partial(
-        open_memory_link, ring=KeyRing([b"k" * 32]), cluster="contract", handler=answerer
-    )
-    async with (
-        opened(network, "one", peer_id=ours, on_lost=lost.append) as link,
-        opened(network, "two", peer_id=theirs, on_lost=lambda _: None) as other,
-    ):
-
-        async def stop_peer() -> None:
-            other.close()
-
-        def cut(direction: str) -> None:
-            network.cut(*((ours, theirs) if direction == "there" else (theirs, ours)))
-
-        yield Pair(
-            link,
-            ours,
-            theirs,
-            ["two"],
-            answerer,
-            lost,
-            stop_peer,
-            cut,
-            network.heal,
-            other,
-            ["one"],
-        )
-
-
-@asynccontextmanager
 async def control_hosts(answerer: Handler) -> AsyncIterator[Pair]:
     """Two control hosts in this process, over loopback."""
     lost: list[PeerId] = []
@@ -224,16 +187,10 @@ async def control_hosts(answerer: Handler) -> AsyncIterator[Pair]:
         )
 
 
-LINKS: dict[str, Callable[[Answerer], AbstractAsyncContextManager[Pair]]] = {
-    "control_host": control_hosts,
-    "memory": memory_links,
-}
-
-
-@pytest.fixture(params=list(LINKS))
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
     with trio.fail_after(60):
-        async with LINKS[request.param](Answerer()) as pair:
+        async with control_hosts(Answerer()) as pair:
             yield pair
 
 

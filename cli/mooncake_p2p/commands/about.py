@@ -5,7 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-import typer
+import click
+
+from mooncake_p2p.parameters import Argument
 
 
 class Shell(StrEnum):
@@ -17,19 +19,17 @@ class Shell(StrEnum):
 def help(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="COMMAND", help="Command to explain.", show_default=False),
+        Argument(metavar="COMMAND", help="Command to explain."),
     ] = None,
 ) -> None:
     """Show the help of a command, as `COMMAND --help` does."""
     from mooncake_p2p.main import run
 
-    raise typer.Exit(run([*(command or []), "--help"]))
+    raise click.exceptions.Exit(run([*(command or []), "--help"]))
 
 
 def completion(
-    shell: Annotated[
-        Shell, typer.Argument(metavar="bash|zsh|fish", help="Your shell.", show_default=False)
-    ],
+    shell: Annotated[Shell, Argument(metavar="bash|zsh|fish", help="Your shell.")],
 ) -> None:
     """Print a script that completes commands, options and keys with Tab.
 

@@ -8,8 +8,6 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Final
 
-import typer
-
 from mooncake_p2p.exit_errors import AlreadyTold, CommandFailed, ExitCode, Interrupts, describe
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
@@ -33,6 +31,7 @@ from mooncake_p2p.output import (
     remark,
     shortfall,
 )
+from mooncake_p2p.parameters import Argument, Option
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.objects import encode_key, encode_namespace
 
@@ -53,14 +52,14 @@ def pin(
     keys: Keys,
     pin: Annotated[
         Firmness | None,
-        typer.Option(
+        Option(
             help="soft: evicted last; hard: never evicted  [default: soft, and hard stays hard].",
             show_default=False,
         ),
     ] = None,
     ttl: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="SECONDS|10m",
             help="How long a soft pin lasts  [default: 30m].",
             show_default=False,
@@ -152,9 +151,7 @@ def replicate(
     key: Key,
     copies: Annotated[
         int,
-        typer.Option(
-            "--replicas", "-n", min=1, metavar="N", help="Copies in all.", show_default=False
-        ),
+        Option("--replicas", "-n", min=1, metavar="N", help="Copies in all.", show_default=False),
     ],
     *,
     peer: AtPeer,
@@ -186,17 +183,14 @@ PAGE_KEYS: Final = 1000
 def rm(
     keys: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="KEY",
             help="Names of the objects.",
-            show_default=False,
         ),
     ] = None,
     prefix: Annotated[
         str | None,
-        typer.Option(
-            metavar="TEXT", help="Instead: all keys that begin with this.", show_default=False
-        ),
+        Option(metavar="TEXT", help="Instead: all keys that begin with this.", show_default=False),
     ] = None,
     yes: Yes = False,
     *,
@@ -330,7 +324,7 @@ def incomplete(silent_peers: Iterable[str]) -> str:
 def flush(
     namespace: Annotated[
         str,
-        typer.Argument(metavar="NAMESPACE", help="Namespace to remove.", show_default=False),
+        Argument(metavar="NAMESPACE", help="Namespace to remove."),
     ],
     yes: Yes = False,
     socket: Socket = None,

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from mooncake_p2p.commands.checkpoint import Keep, Name, Publisher, Target
 from mooncake_p2p.exit_errors import describe
 from mooncake_p2p.options import (
@@ -33,6 +31,7 @@ from mooncake_p2p.output import (
     progress,
     remark,
 )
+from mooncake_p2p.parameters import Option
 from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
 from p2pstore.objects import counted, format_bytes
 
@@ -54,7 +53,7 @@ DEFAULT_UPDATE_TIMEOUT: Final = "10m"
 
 SwitchCommand = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--exec",
         metavar="CMD",
         help="Run this by the shell each time that another version is in use.",
@@ -152,13 +151,11 @@ def checkpoint_update(
     name: Name,
     quorum: Annotated[
         int | None,
-        typer.Option(
-            min=0, metavar="N", help="Wait for N followers instead of all.", show_default=False
-        ),
+        Option(min=0, metavar="N", help="Wait for N followers instead of all.", show_default=False),
     ] = None,
     timeout: Annotated[
         str,
-        typer.Option(metavar="SECONDS|10m", help="Switch no follower when they need longer."),
+        Option(metavar="SECONDS|10m", help="Switch no follower when they need longer."),
     ] = DEFAULT_UPDATE_TIMEOUT,
     socket: Socket = None,
     namespace: Namespace = "default",
@@ -245,9 +242,7 @@ def _laggard(each: CheckpointFollower) -> str:
 @with_records
 def checkpoint_status(
     name: Name,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Show it every second, until Ctrl-C.")
-    ] = False,
+    watch: Annotated[bool, Option("--watch", help="Show it every second, until Ctrl-C.")] = False,
     *,
     peer: AtPeer,
 ) -> None:
@@ -374,7 +369,7 @@ def _document(info: CheckpointInfo) -> dict[str, Any]:
 
 @with_records
 def checkpoint_list(
-    everywhere: Annotated[bool, typer.Option("--all", help="Of all namespaces.")] = False,
+    everywhere: Annotated[bool, Option("--all", help="Of all namespaces.")] = False,
     *,
     peer: AtPeer,
 ) -> None:
@@ -412,7 +407,7 @@ def checkpoint_rm(
     name: Name,
     forget: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="PEER",
             help="Forget that peer's checkpoint of the name, on this peer alone.",
             show_default=False,

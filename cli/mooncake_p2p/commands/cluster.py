@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
     Json,
@@ -28,6 +26,7 @@ from mooncake_p2p.output import (
     remark,
     short_id,
 )
+from mooncake_p2p.parameters import Option
 from p2pstore.errors import DeadlineExceeded, StoreClosed
 from p2pstore.objects import format_bytes, parse_duration
 
@@ -45,13 +44,13 @@ LOOK_SECONDS: Final = 0.05
 
 def stats(
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show rates, again and again, until Ctrl-C.")
+        bool, Option("--watch", help="Show rates, again and again, until Ctrl-C.")
     ] = False,
     interval: Annotated[
-        str, typer.Option(metavar="SECONDS", help="Time between two readings of --watch.")
+        str, Option(metavar="SECONDS", help="Time between two readings of --watch.")
     ] = DEFAULT_INTERVAL,
     slow: Annotated[
-        bool, typer.Option("--slow", help="Recent slow operations, and where their time went.")
+        bool, Option("--slow", help="Recent slow operations, and where their time went.")
     ] = False,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
@@ -98,10 +97,10 @@ def stats(
 
 def peers(
     everyone: Annotated[
-        bool, typer.Option("--all", help="Also those that died or left within the last 24 hours.")
+        bool, Option("--all", help="Also those that died or left within the last 24 hours.")
     ] = False,
     reads: Annotated[
-        bool, typer.Option("--reads", help="Reads from them: objects, bytes and latencies.")
+        bool, Option("--reads", help="Reads from them: objects, bytes and latencies.")
     ] = False,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
@@ -203,7 +202,7 @@ def _print_reads(members: Sequence[PeerInfo]) -> None:
 
 def leave(
     drain: Annotated[
-        str, typer.Option(metavar="SECONDS|60s", help="How long it may take to leave.")
+        str, Option(metavar="SECONDS|60s", help="How long it may take to leave.")
     ] = "60s",
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,

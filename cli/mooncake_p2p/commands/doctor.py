@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-import typer
-
 from mooncake_p2p.exit_errors import CommandFailed, ExitCode
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
@@ -26,6 +24,7 @@ from mooncake_p2p.options import (
     with_records,
 )
 from mooncake_p2p.output import print_json, printable, progress, remark
+from mooncake_p2p.parameters import Option
 from p2pstore.objects import format_bytes
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class WayOptions:
 
     peer: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="HOST:PORT",
             help="Examine the way to the peer with this control address instead.",
             show_default=False,
@@ -54,7 +53,7 @@ class WayOptions:
     ] = None
     cluster_key_file: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             envvar="MOONCAKE_P2P_CLUSTER_KEY_FILE",
             help="The cluster's key, for --peer.",
@@ -63,13 +62,11 @@ class WayOptions:
     ] = None
     cluster: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="NAME", envvar="MOONCAKE_P2P_CLUSTER", help="The cluster's name, for --peer."
         ),
     ] = "default"
-    seconds: Annotated[
-        str, typer.Option(metavar="SECONDS", help="How long --peer measures GB/s.")
-    ] = "2"
+    seconds: Annotated[str, Option(metavar="SECONDS", help="How long --peer measures GB/s.")] = "2"
 
     def checked_seconds(self) -> float:
         """`seconds`. Raises `ValueError` for options that contradict each other."""
@@ -87,7 +84,7 @@ class WayOptions:
 def doctor(
     directory: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="DIR",
             help="Try a disk: write 64 MiB there, read it back, remove it.",
             show_default=False,
@@ -95,7 +92,7 @@ def doctor(
     ] = None,
     rdma_topology: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FILE|JSON",
             envvar="MOONCAKE_P2P_RDMA_TOPOLOGY",
             help="RDMA devices near each memory, as given to join; shown as a peer will use it.",
@@ -217,7 +214,7 @@ def _print_wrapped(label: str, text: str, columns: int, before: str) -> None:
 def support_bundle(
     output: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "-o",
             "--output",
             metavar="FILE",
@@ -227,7 +224,7 @@ def support_bundle(
     ] = None,
     log: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Another log to take in; may be repeated. Logs to files are found.",
             show_default=False,

@@ -11,8 +11,6 @@ from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated, Any, Final, NamedTuple
 
-import typer
-
 from mooncake_p2p.join_settings import (
     CONFIG_VARIABLE,
     DETACHED_VARIABLE,
@@ -26,6 +24,7 @@ from mooncake_p2p.join_settings import (
 )
 from mooncake_p2p.options import Json
 from mooncake_p2p.output import print_json, print_table, remark
+from mooncake_p2p.parameters import Argument, Option
 from p2pstore.objects import format_bytes
 from p2pstore.runtime.linux import survive_hangups
 
@@ -157,7 +156,7 @@ GROUP_OF: Final = {name: group for group, names in GROUPS.items() for name in na
 
 
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:
-    """The option as a parameter for typer: None where it was not given."""
+    """The option as a parameter: None where it was not given."""
     text = setting.help
     names: tuple[str, ...] = ("--http", "--metrics") if name == "metrics" else ()
     group = GROUP_OF.get(name)
@@ -169,14 +168,12 @@ def _parameter(name: str, setting: Setting) -> inspect.Parameter:
     enumeration: Any = StrEnum
     if setting.form.islower():
         kind = enumeration(name, {word.replace("-", "_"): word for word in words})
-        option = typer.Option(help=text, show_default=False, rich_help_panel=group)
+        option = Option(help=text, show_default=False, group=group)
     elif setting.kind is bool:
         names = ("--" + name.replace("_", "-"),)
-        option = typer.Option(*names, help=text, show_default=False, rich_help_panel=group)
+        option = Option(*names, help=text, show_default=False, group=group)
     else:
-        option = typer.Option(
-            *names, metavar=setting.form, help=text, show_default=False, rich_help_panel=group
-        )
+        option = Option(*names, metavar=setting.form, help=text, show_default=False, group=group)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -202,16 +199,14 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
 def join(
     detach: Annotated[
         bool,
-        typer.Option(
-            "--detach", help="Return when it serves and has tried to join; `leave` ends it."
-        ),
+        Option("--detach", help="Return when it serves and has tried to join; `leave` ends it."),
     ] = False,
     json: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--json",
             help="Print the `ready` line on a terminal as well.",
-            rich_help_panel="Operation",
+            group="Operation",
         ),
     ] = False,
     **given: Any,
@@ -286,7 +281,7 @@ class Action(StrEnum):
 def config(
     action: Annotated[
         Action,
-        typer.Argument(metavar="show", help="The only action.", show_default=False),
+        Argument(metavar="show", help="The only action."),
     ],
     json: Json = False,
     **given: Any,

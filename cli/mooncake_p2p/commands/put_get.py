@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
-
 from mooncake_p2p import files_and_pipes as transfers
 from mooncake_p2p.exit_errors import STANDARD_OUTPUT, CommandFailed
 from mooncake_p2p.files_and_pipes import NewFile
 from mooncake_p2p.options import AtPeer, Key, parse_timeout, with_records
 from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark, shortfall
+from mooncake_p2p.parameters import Argument, Option
 from p2pstore.errors import BufferTooSmall, ConfigError, KeyExists, NoSuchKey
 from p2pstore.objects import PART_BYTES, encode_key, parse_duration
 
@@ -50,20 +49,18 @@ class OnConflict(StrEnum):
 class PutOptions:
     """How `put` stores an object."""
 
-    replicas: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many peers shall hold it.")
-    ] = 1
-    pin: Annotated[Pin, typer.Option(help="soft: evicted last; hard: never evicted.")] = Pin.none
+    replicas: Annotated[int, Option(min=1, metavar="N", help="How many peers shall hold it.")] = 1
+    pin: Annotated[Pin, Option(help="soft: evicted last; hard: never evicted.")] = Pin.none
     ttl: Annotated[
         str | None,
-        typer.Option(metavar="SECONDS|10m", help="Forget it after this time.", show_default=False),
+        Option(metavar="SECONDS|10m", help="Forget it after this time.", show_default=False),
     ] = None
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a value that has other bytes.")
+        bool, Option("--overwrite", help="Replace a value that has other bytes.")
     ] = False
     on_conflict: Annotated[
         OnConflict | None,
-        typer.Option(
+        Option(
             "--on-conflict",
             help="When the key has other bytes: keep them (the default), overwrite them, or fail. "
             "The exit status is 1 unless they are overwritten.",
@@ -71,7 +68,7 @@ class PutOptions:
         ),
     ] = None
     durable: Annotated[
-        bool, typer.Option("--durable", help="Have it on the peer's SSD before this ends.")
+        bool, Option("--durable", help="Have it on the peer's SSD before this ends.")
     ] = False
 
     def arguments(self) -> dict[str, Any]:
@@ -92,10 +89,9 @@ def put(
     key: Key,
     file: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="FILE|-",
             help="The value; standard input when it is - or left out.",
-            show_default=False,
         ),
     ] = None,
     *,
@@ -150,7 +146,7 @@ def get(
     key: Key,
     output: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--output",
             "-o",
             metavar="FILE|-",
@@ -160,11 +156,11 @@ def get(
     ] = None,
     wait: Annotated[
         str,
-        typer.Option(metavar="SECONDS|10m", help="Time to wait for a key that is not there yet."),
+        Option(metavar="SECONDS|10m", help="Time to wait for a key that is not there yet."),
     ] = "0",
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Show on stderr its source, and the time of each stage."),
+        Option("--explain", help="Show on stderr its source, and the time of each stage."),
     ] = False,
     *,
     peer: AtPeer,

@@ -83,7 +83,7 @@ class TwinAddress(LinkError):
 
 
 class Link(Protocol):
-    """What a peer uses to reach others: the control host, or streams in memory (`memory_link`)."""
+    """What a peer uses to reach others: the control host."""
 
     async def ask(
         self,
