@@ -15,12 +15,11 @@ from p2pstore.errors import ConfigError
 from p2pstore.gossip.links.identity import SEED_BYTES, Identity
 from p2pstore.gossip.records import format_peer_id
 from p2pstore.state.folder import (
+    FORMAT,
     Folder,
+    check_format,
     open_regular_file,
 )
-
-FORMAT: Final = 1
-
 
 IDENTITY_HEADER: Final = "p2pstore identity "
 _MAX_KEY_FILE_BYTES: Final = 64 * 1024
@@ -100,13 +99,3 @@ def parse_identity(path: Path, text: str) -> bytes:
         f'{path} is not an identity ("{IDENTITY_HEADER}{FORMAT}" and 64 hexadecimal digits): restore '
         "it from a backup, or move it away and this peer starts as a new one"
     )
-
-
-def check_format(path: Path, version: int) -> None:
-    if version > FORMAT:
-        raise ConfigError(
-            f"{path} has format {version}, this program knows up to {FORMAT}: upgrade it, or use "
-            "another --state-dir"
-        )
-    if version < 1:
-        raise ConfigError(f"{path} has format {version}, which never existed: move it away")

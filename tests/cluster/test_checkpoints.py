@@ -15,7 +15,8 @@ import trio
 import p2pstore
 from p2pstore import errors
 from p2pstore.checkpoint.content.hashing import PieceHashes
-from p2pstore.checkpoint.peer import bringing, manifest_search
+from p2pstore.checkpoint.peer import bringing
+from p2pstore.checkpoint.peer import fetching as manifest_search
 from p2pstore.checkpoint.peer.stores import MemoryTarget
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.gossip.records import TakesPart

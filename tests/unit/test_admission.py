@@ -11,16 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore import wire
-from p2pstore.access.allowlist import AllowList, parse_peer_id, parse_peer_ids
 from p2pstore.access.keyring import (
     KEYLESS,
     MAX_KEYS,
+    AllowList,
     KeyRing,
     Role,
     add_key,
     key_id_of,
     new_cluster_key,
     parse_cluster_keys,
+    parse_peer_id,
+    parse_peer_ids,
     promote_key,
     reader_key_of,
     reader_keys,

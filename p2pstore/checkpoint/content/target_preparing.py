@@ -9,18 +9,19 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from p2pstore.checkpoint.content.directory_versions import PieceRecord, versions_in
-from p2pstore.checkpoint.content.hashing import STEP_BYTES, BulkReader, PieceHashes, neighbours
-from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, unchanged_pieces
-from p2pstore.checkpoint.content.pieces import map_of, pieces_in
-from p2pstore.checkpoint.content.version_files import (
+from p2pstore.checkpoint.content.directory_versions import (
     FILES_A_STEP,
+    PieceRecord,
     VersionFiles,
     allocate_file,
     opened,
     read_extents,
     reader,
+    versions_in,
 )
+from p2pstore.checkpoint.content.hashing import STEP_BYTES, BulkReader, PieceHashes, neighbours
+from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, unchanged_pieces
+from p2pstore.checkpoint.content.pieces import map_of, pieces_in
 from p2pstore.errors import CapacityExceeded, CheckpointRefused, ConfigError, ProtocolError
 from p2pstore.state.folder import read_regular_file
 from p2pstore.wire import decode_body

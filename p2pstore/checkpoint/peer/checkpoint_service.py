@@ -5,8 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from p2pstore.checkpoint.content.manifest import Signer, Verifier
-from p2pstore.checkpoint.peer.fetching import Fetching
-from p2pstore.checkpoint.peer.manifest_search import Finder
+from p2pstore.checkpoint.peer.fetching import Fetching, Finder
 from p2pstore.checkpoint.peer.publishing import Publications, Publishing
 from p2pstore.checkpoint.peer.running import SwarmParts
 from p2pstore.checkpoint.peer.stores import Memories

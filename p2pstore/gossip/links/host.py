@@ -26,8 +26,7 @@ from typing import Final, TypeVar
 
 import trio
 
-from p2pstore.access.allowlist import AllowList
-from p2pstore.access.keyring import KeyRing
+from p2pstore.access.keyring import AllowList, KeyRing
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
 from p2pstore.gossip.links.arrivals import Arrivals, Refusals, call_back

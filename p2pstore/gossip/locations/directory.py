@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT
 from p2pstore.gossip.locations.location_lookups import LocationLookups
-from p2pstore.gossip.locations.log import REMOVED, OperationRing, check_run
+from p2pstore.gossip.locations.log import REMOVED, OperationRing, SignedRun, check_run
 from p2pstore.gossip.locations.log import Position as Position
 from p2pstore.gossip.locations.published_locations import PublishedLocations
-from p2pstore.gossip.locations.signed_runs import SignedRun
 from p2pstore.gossip.locations.snapshots import CheckedSnapshot, Staged, Staging
 from p2pstore.gossip.locations.views import (
+    STEP_RECORDS,
     Applied,
     DirectoryConfig,
     Outcome,
@@ -25,7 +25,6 @@ from p2pstore.gossip.locations.views import (
     changing,
     who_makes_room,
 )
-from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     LogHead,

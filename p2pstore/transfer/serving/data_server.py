@@ -18,9 +18,8 @@ from typing import Any, Final
 
 import trio
 
-from p2pstore.access.allowlist import AllowList
 from p2pstore.access.crowding import Strangers, host_group
-from p2pstore.access.keyring import KeyRing
+from p2pstore.access.keyring import AllowList, KeyRing
 from p2pstore.addresses import join_address, split_address
 from p2pstore.errors import (
     AuthenticationFailed,
