@@ -93,7 +93,6 @@ def _memory_piece(text: str, spelled: str) -> MemoryPiece:
 
 
 def _sizes(setting: list[str] | dict[str, str | int], spelled: str) -> dict[str, int]:
-    """Bytes by namespace."""
     if isinstance(setting, dict):
         return {name: parse_bytes(size, spelled) for name, size in setting.items()}
     found: dict[str, int] = {}

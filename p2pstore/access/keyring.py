@@ -136,7 +136,6 @@ class KeyRing:
 
     @property
     def _grants(self) -> bool:
-        """Whether keys of other roles are derived from this ring's."""
         return self.role is Role.MEMBER and not self.keyless and not self.of_user
 
     @property

@@ -117,7 +117,6 @@ class GossipState:
         self._ranked: tuple[int, list[Member]] = (-1, [])
 
     def _connect_parts(self, signer: Signer, rng: Random) -> None:
-        """Make what talks to other peers."""
         config = self.config
         self.contacts = Contacts(rng)
         self.addresses = AddressBook(self.contacts, self.membership, self.membership.newcomers)

@@ -470,7 +470,6 @@ def local_socket_path(config: PeerConfig) -> Path:
 
 
 def _decoded(state: StateDirectory) -> list[tuple[ClusterRecord, SignedRecord]]:
-    """The records that the state directory keeps."""
     kept, unreadable = [], 0
     for signed in state.floors.load():
         try:

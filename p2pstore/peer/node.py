@@ -389,7 +389,6 @@ async def _to_the_end(steps: Steps[None]) -> None:
 
 
 def _said(change: MemberChange) -> str:
-    """A member's change in words."""
     if change.new is Status.ALIVE:
         return "joined" if change.old is None else "is back"
     return {Status.SUSPECT: "is suspected", Status.DEAD: "is dead"}.get(change.new, "left")

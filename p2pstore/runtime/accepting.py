@@ -98,7 +98,6 @@ class Accepting:
             )
 
     def _keep_spare(self) -> bool:
-        """Have the descriptor that is kept for shortages, if there is one."""
         if self._spare == -1:
             with contextlib.suppress(OSError):
                 self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -68,7 +68,6 @@ class SsdTier:
         return self._log.health.why
 
     def __len__(self) -> int:
-        """How many objects there are."""
         return self._log.index.objects
 
     @property

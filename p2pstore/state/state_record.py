@@ -193,6 +193,5 @@ def _is_stamp(value: object, limit: int) -> bool:
 
 
 def _sum_of(state: dict[str, Any]) -> str:
-    """Of the fields of a state file, however they are spelled."""
     fields = {name: value for name, value in state.items() if name != "sum"}
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(fields, order="deterministic"))

@@ -296,7 +296,6 @@ def _clients(counted: Document) -> Iterator[Metric]:
 
 
 def _kept(peer: Document) -> Iterator[Metric]:
-    """Objects of kept memory at this peer's start."""
     counted = peer["counters"]
     yield gauge("kept_objects_unchecked", "Not looked at yet.", peer["objects_returning"])
     for unit, text in (("objects", "Objects"), ("bytes", "Bytes")):

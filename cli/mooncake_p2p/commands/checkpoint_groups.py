@@ -214,7 +214,6 @@ def checkpoint_update(
 def _say_whom_it_waits_for(
     name: str, now: CheckpointUpdate, quorum: int | None, seconds: float
 ) -> None:
-    """One line where no progress bar is shown."""
     lacking = quorum is not None and now.followers < quorum
     behind = ", ".join(printable(_laggard(each)) for each in now.laggards[:NAMED])
     if not now.followers and quorum is None:

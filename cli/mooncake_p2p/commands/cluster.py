@@ -188,7 +188,6 @@ def _read_by(member: PeerInfo) -> str:
 
 
 def _print_reads(members: Sequence[PeerInfo]) -> None:
-    """A line for each member and transport that something was read by."""
     from mooncake_p2p.statistics_view import seconds as length
 
     def took(microseconds: int) -> str:

@@ -227,7 +227,6 @@ class _Reading:
         self._trace: FetchTrace | None = None
 
     def fetch(self, client: BlockingClient) -> memoryview:
-        """The value, whole and verified."""
         length = FIRST_GUESS_BYTES
         with progress(f"looking for {printable(self._key)}") as bar:
 
@@ -257,7 +256,6 @@ class _Reading:
         )
 
     def tell(self) -> None:
-        """Explain on stderr, if that was asked for."""
         if self._trace is not None:
             from mooncake_p2p.commands.put_get import explanation
 

@@ -149,7 +149,6 @@ class Checkpoints(CheckpointGroups):
         )
 
     async def _other_publishers(self, name: str) -> list[str]:
-        """A note for each."""
         try:
             infos = await self.status(name)
         except NoSuchKey:  # removed at this moment

@@ -361,7 +361,6 @@ def _too_late(name: str, result: CheckpointUpdate, quorum: int | None) -> str:
 
 
 def _named(laggards: tuple[CheckpointFollower, ...]) -> str:
-    """Names and states of followers, to be appended to an error."""
     if not laggards:
         return ""
     texts = []

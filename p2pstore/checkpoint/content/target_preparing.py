@@ -88,7 +88,6 @@ class Preparation:
             record.remove(gone)
 
     def _add_there(self) -> None:
-        """Add the pieces of files in their place, and of those beside them."""
         files = self._files
         if not files.there:
             return
@@ -181,7 +180,6 @@ class Preparation:
                 yield
 
     def _copy_pieces(self, root: Path, manifest: Manifest) -> Iterator[None]:
-        """Copy pieces that an older version has as well."""
         for piece, other in unchanged_pieces(manifest, self._manifest).items():
             if not self._files.needed & ~self._record.have & 1 << piece:
                 continue

@@ -101,7 +101,6 @@ class PieceTransfers:
         return FAILURE_OF.get(reply.status, Failure.LOST)
 
     async def _keep(self, piece: int, view: memoryview) -> Failure | None:
-        """Verify the piece and write it."""
         self._writing += 1
         try:
             good = await self._step(partial(self._store.write, piece, view), piece)

@@ -247,7 +247,6 @@ class SwarmRun:
             self.look_around()
 
     async def _introduce(self) -> None:
-        """Tell neighbours of each other."""
         while True:
             await self._met.wait()
             await trio.sleep(GATHER_SECONDS)

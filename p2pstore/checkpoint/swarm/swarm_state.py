@@ -169,7 +169,6 @@ class News:
         self.tell_at = now + self._seconds()
 
     def _seconds(self) -> float:
-        """Time to the next batch."""
         state = self._state
         piece_seconds = state.downloads.quickest_seconds(state.usual_size)
         if piece_seconds == math.inf:

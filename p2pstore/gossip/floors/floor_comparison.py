@@ -192,7 +192,6 @@ class FloorComparison:
         return floors_seen & APART_BIT == self.quorum.apart
 
     def _compare(self, members: Sequence[ShownFloors], now: float) -> None:
-        """Note which members announced the same floors as this peer has."""
         clock_now = self._wall_clock(now)
         news: list[ShownFloors] = []
         for shown in members:

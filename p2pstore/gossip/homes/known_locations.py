@@ -335,7 +335,6 @@ class LocationCache:
         self.count = 0
 
     def _drop_others_word(self, digest: bytes) -> bool:
-        """Make room for a holder's own word. Whether there is any."""
         source = next((each for each in self._keys[digest] if not each[1]), None)
         if source is not None:
             del self._keys[digest][source]

@@ -160,7 +160,6 @@ class Attempts(Generic[T]):
         self._under_way: dict[tuple[PeerId, Hashable], _Attempt[T]] = {}
 
     def __len__(self) -> int:
-        """How many are under way."""
         return len(self._under_way)
 
     async def join(

@@ -270,7 +270,6 @@ class ControlHost:
         return await self._open_asking(connection)
 
     def _drop(self, connection: Connection, why: str) -> None:
-        """End a connection for what is held for its other side."""
         who = format_peer_id(connection.peer_id)
         self._refusals.dropped(connection.address, f"{who}: {why}")
         connection.abort()
@@ -322,18 +321,15 @@ class ControlHost:
     # --- connections --------------------------------------------------------------------------
 
     def _admitted(self, connection: Connection) -> None:
-        """A stream of the connection was admitted just now."""
         self.arrivals.admitted(connection)
         self.keeper.review()  # strangers did not count
         self._recheck(connection)  # a reload may have come between proof and welcome
 
     async def _start(self, connection: Connection) -> None:
-        """Begin the tasks of a connection that this side opened."""
         self.keeper.counts.opened += 1
         await self._nursery.start(self._run_connection, connection)
 
     async def _serve(self, connection: Connection) -> None:
-        """All of a connection that the other side opened."""
         self.keeper.counts.accepted += 1
         if connection.peer_id == self.settings.identity.peer_id:  # `discover` of our own address
             connection.account.close()
@@ -391,7 +387,6 @@ class ControlHost:
         connection.nursery.start_soon(self._serve_stream, connection, stream)
 
     async def _serve_stream(self, connection: Connection, stream: MuxedStream) -> None:
-        """Admit the opener of this stream, then answer its requests."""
         try:
             with trio.fail_after(ADMISSION_SECONDS):
                 await negotiate_control(stream)

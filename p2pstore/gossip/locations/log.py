@@ -173,7 +173,6 @@ class OperationRing:
         return runs
 
     def _drop_runs(self, count: int) -> None:
-        """Let go of the oldest runs."""
         if count:
             del self._packed[: (self._ends[count - 1] + 1 - self.first) * LOCATION_BYTES]
             del self._ends[:count]

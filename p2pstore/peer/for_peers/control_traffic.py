@@ -60,7 +60,6 @@ class LaterReplies:
         self._replies: dict[int, Message] = {}
 
     def __len__(self) -> int:
-        """How many are waited for."""
         return len(self._waiting)
 
     async def wait(self, later: Later) -> Message:
