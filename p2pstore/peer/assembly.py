@@ -49,8 +49,7 @@ from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
 from p2pstore.objects import HybridClock, clock_from_unix_seconds, parse_bytes
 from p2pstore.peer.checkpoint_peer import CheckpointPeer
-from p2pstore.peer.for_clients.erasing import Erasing
-from p2pstore.peer.for_clients.local_backend import PeerLocalBackend
+from p2pstore.peer.for_clients.local_backend import Erasing, PeerLocalBackend
 from p2pstore.peer.for_peers.data_backend import PeerDataBackend, PeerStoreBackend
 from p2pstore.peer.lifetime.credentials import Credentials, log_expelled, refuse_open_door
 from p2pstore.peer.lifetime.peer_addresses import (

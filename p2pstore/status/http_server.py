@@ -21,7 +21,7 @@ import trio
 from p2pstore.access.crowding import Strangers
 from p2pstore.addresses import is_wildcard, join_address, split_address
 from p2pstore.errors import ConfigError
-from p2pstore.runtime.accepting import Accepting
+from p2pstore.runtime.trio_streams import Accepting
 
 logger = logging.getLogger("p2pstore.peer")
 

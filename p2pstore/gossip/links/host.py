@@ -29,7 +29,6 @@ import trio
 from p2pstore.access.keyring import AllowList, KeyRing
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
-from p2pstore.gossip.links.arrivals import Arrivals, Refusals, call_back
 from p2pstore.gossip.links.connection_keeper import Attempts, ConnectionKeeper
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
 from p2pstore.gossip.links.control_connection import Connection, Connections
@@ -40,11 +39,14 @@ from p2pstore.gossip.links.control_link import (
     admit_stream,
     open_asking_stream,
 )
-from p2pstore.gossip.links.dialling import Dialler
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.multiplexer import MuxedStream
 from p2pstore.gossip.links.secured_connections import (
+    Arrivals,
+    Dialler,
+    Refusals,
     Securing,
+    call_back,
     contain_logging,
     negotiate_control,
     reason_of,

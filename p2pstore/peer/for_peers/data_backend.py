@@ -23,7 +23,7 @@ from p2pstore.memory.references import Loan
 from p2pstore.memory.segment import ObjectEntry
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
 from p2pstore.objects import KIB
-from p2pstore.peer.for_clients.erasing import Erasing
+from p2pstore.peer.for_clients.local_backend import Erasing
 from p2pstore.peer.node import Node
 from p2pstore.runtime.streams import BytesLike
 from p2pstore.runtime.trio_tasks import take_turns

@@ -17,8 +17,15 @@ from xxhash import xxh3_64
 
 from p2pstore.errors import AuthenticationFailed, ProtocolError
 from p2pstore.objects import KIB
-from p2pstore.runtime.flow import MOST_LEAST_RATE, NO_HASTE, Flow, Haste
-from p2pstore.runtime.streams import MAX_GATHER, ByteStream, advance
+from p2pstore.runtime.streams import (
+    MAX_GATHER,
+    MOST_LEAST_RATE,
+    NO_HASTE,
+    ByteStream,
+    Flow,
+    Haste,
+    advance,
+)
 from p2pstore.transfer.data_messages import (
     MAX_DATA_VERSION,
     MIN_DATA_VERSION,
@@ -63,7 +70,7 @@ class DataRequests:
     """An authenticated connection to another peer. Make one with `open`.
 
     Every operation raises `OSError` when the connection breaks, `DeadlineExceeded` when what is received lags behind
-    its least rate by `stream.progress_seconds`, or as its haste says (`p2pstore.runtime.flow`), and `ProtocolError`
+    its least rate by `stream.progress_seconds`, or as its haste says (`p2pstore.runtime.streams`), and `ProtocolError`
     when the other side talks nonsense; the connection is closed then. All of an operation happens in `operation()`.
     """
 

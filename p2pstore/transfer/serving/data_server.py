@@ -28,10 +28,9 @@ from p2pstore.errors import (
     P2PStoreError,
     ProtocolError,
 )
-from p2pstore.runtime.accepting import Accepting
 from p2pstore.runtime.byte_budget import Account, ByteBudget, Owner
 from p2pstore.runtime.streams import AcceptedStream, tune_tcp
-from p2pstore.runtime.trio_streams import TrioStream
+from p2pstore.runtime.trio_streams import Accepting, TrioStream
 from p2pstore.transfer.data_frames import next_frame, receive_some
 from p2pstore.transfer.data_messages import (
     MAX_DATA_VERSION,
