@@ -133,7 +133,7 @@ CLUSTER_CELLS: Final = 64
 
 class LogChunk(Message, frozen=True):
     """Operations of one member's log, contiguous from `first_sequence`: packed location records. The member signed
-    them (`signed_runs`); without its signature they count for nothing."""
+    them (`log`); without its signature they count for nothing."""
 
     member: int
     incarnation: int
@@ -141,7 +141,7 @@ class LogChunk(Message, frozen=True):
     operations: bytes
     signature: bytes = b""
     count: int = 0
-    """Operations in packed form (`signed_runs`). 0: they are plain."""
+    """Operations in packed form (`log`). 0: they are plain."""
 
 
 MAX_RECORDS: Final = 1024

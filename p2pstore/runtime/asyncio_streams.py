@@ -19,13 +19,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 from p2pstore.errors import DeadlineExceeded
+from p2pstore.runtime.flow import Flow
 from p2pstore.runtime.streams import (
     ANCILLARY_BYTES,
     DEFAULT_PROGRESS_SECONDS,
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
-    Flow,
     HelperTask,
     StartHelper,
     advance,

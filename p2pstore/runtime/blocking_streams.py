@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from p2pstore.errors import DeadlineExceeded
+from p2pstore.runtime.flow import Flow
 from p2pstore.runtime.polling import Polling
 from p2pstore.runtime.streams import (
     ANCILLARY_BYTES,
@@ -29,7 +30,6 @@ from p2pstore.runtime.streams import (
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
-    Flow,
     HelperTask,
     StartHelper,
     T,

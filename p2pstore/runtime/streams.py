@@ -3,35 +3,25 @@
 Protocol code (data connections, the local socket, the clients) is written once as coroutines over two
 small interfaces, `ByteStream` and `Driver`. `blocking_streams`, `trio_streams` and `asyncio_streams` implement them.
 
-A deadline counts time without progress, not total time. Progress is a rate: streams measure
+A deadline counts time without progress, not total time. Progress is a rate (`p2pstore.runtime.flow`): streams measure
 it of what they send, and receivers measure it there.
-
-Progress as a rate: whether the bytes of one exchange move fast enough, and what other holders would bring.
-
-A flow may lag behind its least rate by some seconds (`patience_seconds`), at any moment. Bytes make up for the time
-that was waited for them, at the least rate; so a byte now and then makes up for nothing, and what came fast at first
-is no credit for later.
-
-1. Other holders have what is read: the least rate is half of what the best of them is expected to bring, within
-   limits, and the patience is short. A reader loses little when it goes on there.
-2. There is no other way: the least rate is `LOWEST_RATE`, so that a slow link can deliver. 4 GiB end within 73 hours.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
-import math
 import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from p2pstore.errors import DeadlineExceeded, ProtocolError
-from p2pstore.objects import KIB, MIB, format_bytes
+from p2pstore.objects import KIB
+from p2pstore.runtime.flow import Flow
 
 T = TypeVar("T")
 BytesLike = bytes | bytearray | memoryview
@@ -48,7 +38,7 @@ _TIMEVAL: Final = struct.Struct("@ll")
 
 class ByteStream(Protocol):
     """A connected stream socket. All calls raise `DeadlineExceeded` when nothing moves for
-    `progress_seconds`, sends also when too little does (`p2pstore.runtime.streams`), and `OSError` when the
+    `progress_seconds`, sends also when too little does (`p2pstore.runtime.flow`), and `OSError` when the
     connection breaks."""
 
     progress_seconds: float
@@ -332,121 +322,3 @@ def shut_down(sock: socket.socket) -> None:
     """End a connection, also one that is only being made: its waiters are woken."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-
-
-LOWEST_RATE: Final = 16 * KIB
-"""Bytes a second; several readers that share a link of 100 KB/s stay above it."""
-ASSUMED_RATE: Final = 10 * MIB
-"""Bytes a second that a holder is expected to bring which was not measured."""
-PATIENCE: Final = 2.0
-"""A holder is left when another one is expected to be this many times faster."""
-MOST_LEAST_RATE: Final = 10 * MIB
-"""A holder of at least this rate is never left for its rate, however fast others were: many readers may share the
-reader's own link. Below 64 MiB an object is there within 7 s then; the readers of larger ones compare each other
-(`transfer.reading.span_reads`)."""
-ANSWER_SHARE: Final = 0.2
-"""Share of the patience that each answer's beginning gives back: round trips of a slow path."""
-STALL: Final = 1.25
-"""A stream ends a wait that is longer than the patience. A wait this many times as long was a stall of this process."""
-
-MEASURED_BYTES: Final = 256 * KIB
-"""From here on an exchange tells a rate; less tells round trips."""
-MEASURED_SECONDS: Final = 0.5
-"""An exchange of at least this time tells a rate whatever it brought."""
-REMEMBERED_SECONDS: Final = 60.0
-SHARE_OF_NEWEST: Final = 0.5
-MAX_HOLDERS: Final = 1024
-
-
-class Haste(NamedTuple):
-    """How soon one holder is to deliver."""
-
-    answer_seconds: float = math.inf
-    """For each wait for bytes, no longer than the connection's own limit. Finite where others have the object."""
-    least_rate: float = LOWEST_RATE
-    """Bytes a second."""
-
-
-NO_HASTE: Final = Haste()
-
-
-class Outrun(DeadlineExceeded):
-    """Bytes came, but another holder is expected to bring them sooner."""
-
-
-class Flow:
-    """The bytes of one exchange, as one side receives or sends them."""
-
-    __slots__ = ("_lag_seconds", "least_rate", "moved_bytes", "patience_seconds", "waited_seconds")
-
-    def __init__(self, patience_seconds: float = math.inf) -> None:
-        self.begin(patience_seconds)
-
-    def begin(self, patience_seconds: float, least_rate: float = LOWEST_RATE) -> None:
-        """Another exchange begins."""
-        self.patience_seconds = patience_seconds
-        self.least_rate = least_rate
-        self._lag_seconds = self.waited_seconds = 0.0
-        self.moved_bytes = 0
-
-    def answered(self) -> None:
-        """An answer begins, with the bytes that were counted last."""
-        if self.least_rate == LOWEST_RATE:
-            self._lag_seconds = 0.0
-        else:
-            self._lag_seconds = max(0.0, self._lag_seconds - ANSWER_SHARE * self.patience_seconds)
-
-    def moved(self, count: int, seconds: float) -> bool:
-        """`count` bytes moved, after a wait of `seconds`. Whether the flow is still fast enough."""
-        if seconds > STALL * self.patience_seconds:
-            seconds = 0.0
-        self.moved_bytes += count
-        self.waited_seconds += seconds
-        lag = self._lag_seconds + seconds - count / self.least_rate
-        self._lag_seconds = lag if lag > 0.0 else 0.0
-        return lag <= self.patience_seconds
-
-    def too_slow(self) -> DeadlineExceeded:
-        """The error of a flow that is not fast enough: `Outrun` when it would do where there is no other way."""
-        moved = format_bytes(self.moved_bytes)
-        text = f"only {moved} moved within {self.waited_seconds:.3g} s of waiting"
-        is_least = self.least_rate == LOWEST_RATE
-        if is_least or self.moved_bytes < LOWEST_RATE * self.waited_seconds:
-            return DeadlineExceeded(f"the connection made next to no progress: {text}")
-        return Outrun(f"{text}: another holder is expected to be faster")
-
-
-class HolderRates:
-    """Recent rates of holders, in bytes a second, by peer id."""
-
-    def __init__(self) -> None:
-        self._rates: dict[bytes, tuple[float, float]] = {}
-        """The rate, and when it was measured last."""
-
-    def measured(self, peer_id: bytes, flow: Flow, now: float) -> None:
-        """An exchange with this holder is over."""
-        seconds = flow.waited_seconds
-        if flow.moved_bytes < MEASURED_BYTES and seconds < MEASURED_SECONDS:
-            return
-        rate = flow.moved_bytes / max(seconds, 1e-6)
-        before, at = self._rates.pop(peer_id, (rate, now))
-        if now - at < REMEMBERED_SECONDS:
-            rate = SHARE_OF_NEWEST * rate + (1 - SHARE_OF_NEWEST) * before
-        self._rates[peer_id] = rate, now
-        while len(self._rates) > MAX_HOLDERS:
-            del self._rates[next(iter(self._rates))]
-
-    def expected(self, peer_id: bytes, now: float) -> float:
-        """The expected rate of this holder."""
-        rate, at = self._rates.get(peer_id, (ASSUMED_RATE, now))
-        return rate if now - at < REMEMBERED_SECONDS else ASSUMED_RATE
-
-    def least(self, others: Sequence[bytes], now: float, readers: int = 1) -> float:
-        """The least rate of a holder where these others have the same, for one of `readers` of one object."""
-        best = max((self.expected(each, now) for each in others), default=0.0)
-        return max(LOWEST_RATE, min(best / PATIENCE, MOST_LEAST_RATE) / readers)
-
-
-def is_outrun(left_seconds: float, seconds_instead: float) -> bool:
-    """Whether to leave a reader that needs `left_seconds` for the rest, when another one needs `seconds_instead`."""
-    return left_seconds > PATIENCE * seconds_instead

@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 import trio
 
 from p2pstore.errors import DeadlineExceeded
+from p2pstore.runtime.flow import Flow
 from p2pstore.runtime.linux import is_ready, is_shortage, shortage
 from p2pstore.runtime.streams import (
     ANCILLARY_BYTES,
@@ -28,7 +29,6 @@ from p2pstore.runtime.streams import (
     SEND_PIECE_BYTES,
     BytesLike,
     Event,
-    Flow,
     HelperTask,
     StartHelper,
     advance,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.objects import GIB, KIB, MIB
-from p2pstore.runtime.streams import (
+from p2pstore.runtime.flow import (
     ASSUMED_RATE,
     LOWEST_RATE,
     MAX_HOLDERS,

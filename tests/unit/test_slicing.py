@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from p2pstore.runtime.streams import PATIENCE
+from p2pstore.runtime.flow import PATIENCE
 from p2pstore.transfer.reading.arriving import ASSUMED_CHUNK_SECONDS, CHANGE_SECONDS, Slices
 
 

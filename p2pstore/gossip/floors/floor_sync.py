@@ -12,7 +12,7 @@
 *Compaction*: floors are dropped only up to where this peer agrees with every living member, and every living member
 says by 2. that it agrees with all of them, or has agreed by 1. when this peer asked it or it asked this peer. A member
 that confirms nothing for ten minutes while floors are crowded is not waited for any longer, as if it were away; nor is
-one that answers and never agrees (`agreements`). What crowds out compaction slows the writers down (`core.floors`); it
+one that answers and never agrees. What crowds out compaction slows the writers down (`core.floors`); it
 never drops a floor early.
 
 With every answer comes the other's *horizon*: floors up to there it has dropped. An answer is not signed, and whatever

@@ -13,7 +13,7 @@ from xxhash import xxh3_64
 
 from p2pstore.memory.segment_layout import SLOT_BYTES, Slot, round_up, trailer_offset
 from p2pstore.objects import CHUNK_BYTES, KIB, chunk_bounds
-from p2pstore.runtime.streams import Flow
+from p2pstore.runtime.flow import Flow
 from p2pstore.transfer.rdma.rdma_reads import Line, Piece, Read, ReadFailed
 from p2pstore.transfer.rdma.rdma_rules import Meaning, first_of_two
 from p2pstore.transfer.rdma.rdma_staging import Block, BlockPool, Registered

@@ -31,13 +31,8 @@ from p2pstore.memory.segment_layout import (
     trailer_offset,
 )
 from p2pstore.objects import CHUNK_BYTES, MAX_OBJECT_BYTES
-from p2pstore.runtime.streams import (
-    ASSUMED_RATE,
-    DEFAULT_PROGRESS_SECONDS,
-    LOWEST_RATE,
-    PATIENCE,
-    Flow,
-)
+from p2pstore.runtime.flow import ASSUMED_RATE, LOWEST_RATE, PATIENCE, Flow
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
 from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.transfer.rdma.rdma_lines import Lines
 from p2pstore.transfer.rdma.rdma_payload import (

@@ -25,7 +25,7 @@ from p2pstore.objects import (
     chunk_count,
     chunk_sum,
 )
-from p2pstore.runtime.streams import ASSUMED_RATE, PATIENCE, is_outrun
+from p2pstore.runtime.flow import ASSUMED_RATE, PATIENCE, is_outrun
 from p2pstore.transfer.failover import PullFailed, Unannounced
 from p2pstore.transfer.transfer_trace import ReadWatch
 from p2pstore.wire import Code

@@ -18,7 +18,8 @@ from p2pstore.memory.segment_layout import (
     TrailerBody,
 )
 from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES
-from p2pstore.runtime.streams import NO_HASTE, ByteStream, Haste
+from p2pstore.runtime.flow import NO_HASTE, Haste
+from p2pstore.runtime.streams import ByteStream
 from p2pstore.transfer.data_messages import (
     REPLIES,
     STORE_VERSION,

@@ -17,15 +17,8 @@ from xxhash import xxh3_64
 
 from p2pstore.errors import AuthenticationFailed, ProtocolError
 from p2pstore.objects import KIB
-from p2pstore.runtime.streams import (
-    MAX_GATHER,
-    MOST_LEAST_RATE,
-    NO_HASTE,
-    ByteStream,
-    Flow,
-    Haste,
-    advance,
-)
+from p2pstore.runtime.flow import MOST_LEAST_RATE, NO_HASTE, Flow, Haste
+from p2pstore.runtime.streams import MAX_GATHER, ByteStream, advance
 from p2pstore.transfer.data_messages import (
     MAX_DATA_VERSION,
     MIN_DATA_VERSION,

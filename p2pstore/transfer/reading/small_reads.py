@@ -16,7 +16,8 @@ from xxhash import xxh3_64_digest
 from p2pstore.errors import ProtocolError
 from p2pstore.memory.segment_layout import SLOT_BYTES, SlotRows, is_only_chunk, slot_version
 from p2pstore.objects import KIB, Version, chunk_sum
-from p2pstore.runtime.streams import MAX_GATHER, NO_HASTE, Haste
+from p2pstore.runtime.flow import NO_HASTE, Haste
+from p2pstore.runtime.streams import MAX_GATHER
 from p2pstore.transfer.data_messages import (
     MAX_SMALL_BULK_BYTES,
     MAX_SMALL_ITEMS,

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from p2pstore.errors import P2PStoreError, ProtocolError
 from p2pstore.memory.segment_layout import Slot, TrailerBody, is_only_chunk, slot_version
 from p2pstore.objects import CHUNK_BYTES, KIB, MAX_OBJECT_BYTES, chunk_count, chunk_sum
-from p2pstore.runtime.streams import Outrun
+from p2pstore.runtime.flow import Outrun
 from p2pstore.transfer.data_messages import (
     DataKind,
     Get,
