@@ -38,7 +38,6 @@ from mooncake_p2p.output import (
 )
 from p2pstore.errors import ConfigError, DeadlineExceeded, NoLocalPeer, StoreClosed
 from p2pstore.objects import counted, format_bytes
-from p2pstore.state.folder import read_regular_file, replace_file
 
 if TYPE_CHECKING:
     from p2pstore.results import (
@@ -483,12 +482,16 @@ class OnSwitch:
         self._save(version)
 
     def _recorded(self) -> str:
+        from p2pstore.state.folder import read_regular_file
+
         try:
             return read_regular_file(self._record).decode("ascii").strip()
         except (OSError, UnicodeDecodeError, ConfigError):
             return ""
 
     def _save(self, version: str) -> None:
+        from p2pstore.state.folder import replace_file
+
         try:
             replace_file(self._record, f"{version}\n".encode("ascii"))
         except OSError as error:
