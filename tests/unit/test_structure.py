@@ -58,7 +58,6 @@ JOIN = "cli/mooncake_p2p/commands/join.py"
 PURE = (
     "p2pstore/core/*.py",
     "p2pstore/memory/*.py",
-    "p2pstore/trace/*.py",
     "simulation/*.py",
     *(
         f"p2pstore/gossip/*{name}.py"
