@@ -19,10 +19,11 @@ from p2pstore.gossip.gossip_effects import Push
 from p2pstore.gossip.homes.directory_mode import ClusterLoad, DirectoryMode, KeptDirectory, Phase
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, WholePartition
-from p2pstore.gossip.homes.hot_locations import (
+from p2pstore.gossip.homes.known_locations import (
     HotKeyNews,
+    KnownLocations,
+    Word,
 )
-from p2pstore.gossip.homes.known_locations import KnownLocations, Word
 from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable, partition_of
 from p2pstore.gossip.locations.catch_up import FollowedLogs
 from p2pstore.gossip.locations.directory import Directory
