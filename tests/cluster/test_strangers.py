@@ -41,7 +41,7 @@ from p2pstore.gossip.gossip_messages import (
     Proof,
     Status,
 )
-from p2pstore.gossip.links import control_connection as connection_module
+from p2pstore.gossip.links import connection_keeper as connection_module
 from p2pstore.gossip.links import control_link as link_module
 from p2pstore.gossip.links import host as host_module
 from p2pstore.gossip.links import secured_connections

@@ -23,7 +23,7 @@ import trio
 from p2pstore.access.crowding import Strangers, host_group
 from p2pstore.addresses import join_address
 from p2pstore.errors import ConfigError
-from p2pstore.gossip.links.control_connection import Connection
+from p2pstore.gossip.links.connection_keeper import Connection
 from p2pstore.gossip.links.control_frames import printable
 from p2pstore.gossip.links.control_link import (
     ADMISSION_SECONDS,
