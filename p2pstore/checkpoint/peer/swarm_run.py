@@ -17,10 +17,9 @@ import trio
 from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest
 from p2pstore.checkpoint.content.pieces import PieceLayout, PieceMap, map_of
 from p2pstore.checkpoint.peer.piece_flow import GATHER_SECONDS, Introductions
-from p2pstore.checkpoint.peer.piece_transfers import PieceTransfers
 from p2pstore.checkpoint.peer.stores import PieceStore
 from p2pstore.checkpoint.peer.surroundings import Surroundings
-from p2pstore.checkpoint.peer.swarm_links import SwarmLinks
+from p2pstore.checkpoint.peer.swarm_links import PieceTransfers, SwarmLinks
 from p2pstore.checkpoint.swarm.swarm import Swarm
 from p2pstore.checkpoint.swarm.swarm_messages import (
     Abandon,
