@@ -1,15 +1,28 @@
-"""Facts that the parts of one swarm member share: its neighbours, its pieces, and news for the neighbours. Pure."""
+"""Facts that the parts of one swarm member share: its neighbours, its pieces, and news for the neighbours. Pure.
+
+Which piece to take next from a neighbour, and the pieces that are on their way. Pure.
+
+The next piece is the rarest among the neighbours that is missing and not on its way; of equally rare ones a random one,
+so that neighbours take different pieces. (Rarest first keeps the numbers of copies alike: Legout, Urvoy-Keller and
+Michiardi 2006.)
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final, Protocol
 
-from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, pack_map
-from p2pstore.checkpoint.swarm.selection import HostShare, Selection
+from p2pstore.checkpoint.content.pieces import (
+    NO_PIECES,
+    Availability,
+    PieceMap,
+    any_piece,
+    full_map,
+    pack_map,
+)
 from p2pstore.checkpoint.swarm.swarm_messages import (
     MAX_NEW_PIECES,
     Effect,
@@ -181,3 +194,196 @@ class News:
         if len(pieces) > MAX_NEW_PIECES:
             return PieceMapMessage(pack_map(self._state.selection.have, self._state.count))
         return NewPieces(list(pieces))
+
+
+class Selection:
+    """Pieces that are here, on their way, missing."""
+
+    def __init__(
+        self, count: int, have: PieceMap, rng: Random, needed: PieceMap | None = None
+    ) -> None:
+        """`have`: verified pieces of `count` that are here. `needed`: pieces to have in the end; None: all."""
+        self.count = count
+        self.have = have
+        self.needed = full_map(count) if needed is None else needed
+        self.missing = self.needed & ~have
+        self.wanted = self.missing
+        """Missing, and not on its way."""
+        self.availability = Availability(count)
+        """Of the neighbours' pieces."""
+        self._rng = rng
+
+    @property
+    def complete(self) -> bool:
+        """Whether all needed pieces are here."""
+        return not self.missing
+
+    def choose(self, offered: PieceMap) -> int | None:
+        """The piece of `offered` to take; None when none is wanted."""
+        candidates = self.wanted & offered
+        if not candidates:
+            return None
+        return any_piece(self.availability.with_fewest(candidates), self.count, self._rng)
+
+    def need(self, pieces: PieceMap) -> bool:
+        """Add needed pieces. Whether any is new."""
+        new = pieces & full_map(self.count) & ~self.needed
+        self.needed |= new
+        self.missing |= new & ~self.have
+        self.wanted |= new & ~self.have
+        return bool(new)
+
+    def found(self, pieces: PieceMap) -> PieceMap:
+        """Add pieces that are here, needed or not. Returns the new ones."""
+        new = pieces & full_map(self.count) & ~self.have
+        self.have |= new
+        self.needed |= new
+        self.missing &= ~new
+        self.wanted &= ~new
+        return new
+
+    def on_its_way(self, piece: int) -> None:
+        """A neighbour was asked for the piece."""
+        self.wanted &= ~(1 << piece)
+
+    def not_coming(self, piece: int) -> None:
+        """The piece is on its way no more."""
+        self.wanted |= (1 << piece) & self.missing
+
+    def arrived(self, piece: int) -> bool:
+        """The verified piece is here. Whether it was missing."""
+        bit = 1 << piece
+        if not self.missing & bit:
+            return False
+        self.have |= bit
+        self.missing ^= bit
+        self.wanted &= ~bit
+        return True
+
+
+class HostShare:
+    """The pieces that this peer fetches over the network when several peers of its host want the same checkpoint.
+
+    Peer i of n, by name, takes the pieces k with k mod n = i, and gets the others from its siblings through memory:
+    each piece crosses the network once for the host.
+    """
+
+    def __init__(self, count: int, own: int) -> None:
+        self._count = count
+        self._own = own
+        self._siblings: set[int] = set()
+        self.mask = full_map(count)
+        """This peer's pieces."""
+
+    def siblings(self, members: set[int]) -> None:
+        """Set the other peers of this host that are at work."""
+        if members == self._siblings:
+            return
+        self._siblings = set(members)
+        order = sorted({self._own, *members})
+        self.mask = stripe(self._count, order.index(self._own), len(order))
+
+
+def stripe(count: int, first: int, step: int) -> PieceMap:
+    """Each `step`th of `count` pieces, from `first` on."""
+    if first >= count:
+        return NO_PIECES
+    repeats = -(-count // step)
+    every = ((1 << step * repeats) - 1) // ((1 << step) - 1)
+    return every << first & full_map(count)
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A piece on its way from one member."""
+
+    member: int
+    same_host: bool
+    since: float
+    deadline: float
+    held_up_at: float
+    """When its sender turns out to be slow; -infinity when that is known."""
+
+
+class Flights:
+    """Pieces on their way, and places for more. A piece comes from one member, near the end from two at most. Pieces
+    held up by slow senders take no places of others, up to the number of places."""
+
+    def __init__(self) -> None:
+        self.over_network = 0
+        self.within_host = 0
+        self.held_up = 0
+        """Of those over the network."""
+        self._flights: dict[int, list[Flight]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._flights)
+
+    def __iter__(self) -> Iterator[tuple[int, Flight]]:
+        """All flights, with their pieces."""
+        for piece, flights in self._flights.items():
+            for flight in flights:
+                yield piece, flight
+
+    def of(self, piece: int) -> Sequence[Flight]:
+        """The flights of one piece, oldest first."""
+        return self._flights.get(piece, ())
+
+    def alone(self) -> list[tuple[int, Flight]]:
+        """Pieces that come from one member only."""
+        return [
+            (piece, flights[0]) for piece, flights in self._flights.items() if len(flights) == 1
+        ]
+
+    def pieces_from(self, member: int) -> list[int]:
+        """Pieces that come from this member."""
+        return [piece for piece, flight in self if flight.member == member]
+
+    def has_room(self, places: int) -> bool:
+        """Whether another piece may come over the network with this number of places."""
+        return self.over_network - min(self.held_up, places) < places
+
+    def begin(self, piece: int, flight: Flight) -> None:
+        """A member was asked for a piece."""
+        self._flights.setdefault(piece, []).append(flight)
+        if flight.same_host:
+            self.within_host += 1
+        else:
+            self.over_network += 1
+            self.held_up += flight.held_up_at == -math.inf
+
+    def end(self, member: int, piece: int) -> Flight | None:
+        """End a flight; None when there was none."""
+        flights = self._flights.get(piece, [])
+        found = next((flight for flight in flights if flight.member == member), None)
+        if found is None:
+            return None
+        flights.remove(found)
+        if not flights:
+            del self._flights[piece]
+        if found.same_host:
+            self.within_host -= 1
+        else:
+            self.over_network -= 1
+            self.held_up -= found.held_up_at == -math.inf
+        return found
+
+    def overdue(self, now: float) -> list[tuple[int, Flight]]:
+        """Flights past their deadlines."""
+        return [(piece, flight) for piece, flight in self if flight.deadline <= now]
+
+    def mark_held_up(self, now: float) -> None:
+        """Mark the flights that are held up by now."""
+        for _, flight in self:
+            if -math.inf < flight.held_up_at <= now:
+                flight.held_up_at = -math.inf
+                self.held_up += not flight.same_host
+
+    def next_change(self) -> float:
+        """When the next flight is overdue or held up; infinity for never."""
+        soonest = math.inf
+        for _, flight in self:
+            soonest = min(soonest, flight.deadline)
+            if flight.held_up_at > -math.inf:
+                soonest = min(soonest, flight.held_up_at)
+        return soonest
