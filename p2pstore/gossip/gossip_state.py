@@ -21,8 +21,8 @@ from p2pstore.gossip.homes.home_updates import CheckedUpdate, HomeUpdate, PushIn
 from p2pstore.gossip.homes.partition_homes import rank
 from p2pstore.gossip.homes.partitioned_directory import PartitionedDirectory
 from p2pstore.gossip.locations.directory import Directory
+from p2pstore.gossip.locations.location_slots import PublishedLocations
 from p2pstore.gossip.locations.log import MAX_STAMP, OwnLog, SigningPace, newest_clock
-from p2pstore.gossip.locations.published_locations import PublishedLocations
 from p2pstore.gossip.locations.snapshots import Packed
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.active_view import ActiveView

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT
 from p2pstore.gossip.locations.location_lookups import LocationLookups
+from p2pstore.gossip.locations.location_slots import PublishedLocations
 from p2pstore.gossip.locations.log import REMOVED, OperationRing, SignedRun, check_run
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.published_locations import PublishedLocations
 from p2pstore.gossip.locations.snapshots import CheckedSnapshot, Staged, Staging
 from p2pstore.gossip.locations.views import (
     STEP_RECORDS,

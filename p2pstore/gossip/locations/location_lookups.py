@@ -18,9 +18,9 @@ import numpy as np
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT, digests_of
+from p2pstore.gossip.locations.location_slots import ApartKeys, PublishedLocations
 from p2pstore.gossip.locations.log import REMOVED, check_run
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.published_locations import ApartKeys, PublishedLocations
 from p2pstore.gossip.locations.views import (
     DirectoryConfig,
     Location,

@@ -21,9 +21,9 @@ from itertools import islice
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT, LocationIndex
+from p2pstore.gossip.locations.location_slots import PublishedLocations
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, OperationRing, SignedRun
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.published_locations import PublishedLocations
 from p2pstore.gossip.records import (
     LocationRecord,
     LogHead,
