@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from p2pstore.errors import DeadlineExceeded
 from p2pstore.runtime.flow import Flow
-from p2pstore.runtime.linux import Polling
+from p2pstore.runtime.polling import Polling
 from p2pstore.runtime.streams import (
     ANCILLARY_BYTES,
     DEFAULT_PROGRESS_SECONDS,

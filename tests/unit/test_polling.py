@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from p2pstore.runtime import linux as polling
-from p2pstore.runtime.linux import (
+from p2pstore.runtime import polling
+from p2pstore.runtime.polling import (
     ALONE_SECONDS,
     CHEAP_SECONDS,
     MOST_BUSY_SECONDS,
@@ -62,8 +62,8 @@ class Line:
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> Line:
     line = Line()
-    monkeypatch.setattr("p2pstore.runtime.linux.time.monotonic", lambda: line.now)
-    monkeypatch.setattr("p2pstore.runtime.linux.threading.get_ident", lambda: line.thread)
+    monkeypatch.setattr("p2pstore.runtime.polling.time.monotonic", lambda: line.now)
+    monkeypatch.setattr("p2pstore.runtime.polling.threading.get_ident", lambda: line.thread)
     monkeypatch.setattr(polling._Receiving, "thread", line.thread)
     monkeypatch.setattr(polling._Receiving, "since", 0.0)
     return line

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from p2pstore.objects import KIB
-from p2pstore.runtime.linux import Polling
+from p2pstore.runtime.polling import Polling
 from p2pstore.runtime.streams import send_all, taking_no_core, waiting_in_kernel
 from p2pstore.transfer.data_messages import Get, GetSmall
 from p2pstore.transfer.serving.read_answers import GET, GET_SMALL, ReadAnswers
