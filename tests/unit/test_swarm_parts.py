@@ -20,6 +20,7 @@ from p2pstore.checkpoint.content.pieces import (
     sum_of,
     unpack_map,
 )
+from p2pstore.checkpoint.swarm.selection import HostShare, Selection, stripe
 from p2pstore.checkpoint.swarm.swarm import (
     FEWEST,
     FIRST_DIALS,
@@ -40,7 +41,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     decode_message,
     map_in,
 )
-from p2pstore.checkpoint.swarm.swarm_state import HostShare, Selection, stripe
 from p2pstore.checkpoint.swarm.upload_slots import (
     FIRST_BACK_OFF_SECONDS,
     FIRST_HELD_UP_SECONDS,

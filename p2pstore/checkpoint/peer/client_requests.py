@@ -1,7 +1,4 @@
-"""Answers to clients about checkpoints. A connection has one job. Shell.
-
-All checkpoint services of one peer, wired together.
-"""
+"""Answers to clients about checkpoints. A connection has one job. Shell."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ SWARM_LINK turns a data connection, authenticated and encrypted like all others,
 each other at once, the link of the lower short name counts: it refuses the other's.
 
 Moving pieces between a swarm's store and other members: received in place, then verified and written in one step.
-Shell.
 """
 
 from __future__ import annotations

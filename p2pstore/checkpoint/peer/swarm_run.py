@@ -20,6 +20,7 @@ from p2pstore.checkpoint.peer.piece_flow import GATHER_SECONDS, Introductions
 from p2pstore.checkpoint.peer.stores import PieceStore
 from p2pstore.checkpoint.peer.surroundings import Surroundings
 from p2pstore.checkpoint.peer.swarm_links import PieceTransfers, SwarmLinks
+from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from p2pstore.checkpoint.swarm.swarm import Swarm
 from p2pstore.checkpoint.swarm.swarm_messages import (
     Abandon,
@@ -44,7 +45,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from p2pstore.errors import StoreClosed, Unavailable
 from p2pstore.gossip.records import Member
 from p2pstore.transfer.data_messages import PieceReply, PieceStatus

@@ -6,6 +6,14 @@ import math
 from typing import Final
 
 from p2pstore.checkpoint.content.pieces import NO_PIECES
+from p2pstore.checkpoint.swarm.selection import (
+    Flight,
+    Flights,
+    Links,
+    Neighbour,
+    News,
+    SwarmState,
+)
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     Abandon,
@@ -18,14 +26,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     PieceFailed,
     Refusal,
     Refuse,
-)
-from p2pstore.checkpoint.swarm.swarm_state import (
-    Flight,
-    Flights,
-    Links,
-    Neighbour,
-    News,
-    SwarmState,
 )
 from p2pstore.checkpoint.swarm.upload_slots import (
     MOST_SLOTS,

@@ -35,6 +35,7 @@ from typing import Any, Final
 
 from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map, pack_map
 from p2pstore.checkpoint.swarm.receiving import Receiving
+from p2pstore.checkpoint.swarm.selection import Neighbour, News, SwarmConfig, SwarmState
 from p2pstore.checkpoint.swarm.sending import Sending
 from p2pstore.checkpoint.swarm.swarm_messages import (
     Asked,
@@ -61,7 +62,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Unlinked,
     map_in,
 )
-from p2pstore.checkpoint.swarm.swarm_state import Neighbour, News, SwarmConfig, SwarmState
 from p2pstore.errors import ProtocolError
 
 

@@ -6,7 +6,6 @@ counts which belongs to the latest place of its log. The word of others hides no
 which shows where to look and decides nothing.
 
 Hot keys: their locations are passed on, so that their homes are not asked by all members.
-Pure.
 
 Each peer counts what it is asked for, and what it looks for itself. Counts are halved every few seconds; a key with
 enough of them is hot. Locations that are passed on go into the receiver's cache (`known_locations`), like the answer of

@@ -1,6 +1,6 @@
 """Keeps a host's connections with neighbours, and closes those without a use. Shell around `connection_limits`.
 
-One authenticated connection and what it is used for. Shell.
+One authenticated connection and what it is used for.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ of a slot stand in arrays, some 17 bytes each.
 
 Row 0 is never given out: it stands for "none".
 
-The table of locations that clients of this peer look up by themselves. Pure.
+The table of locations that clients of this peer look up by themselves.
 
 The table has the records of all views. Beside them it says whose count, between which clocks versions are
 believed, and of which keys something else is known as well: of those, and while something is being changed,
