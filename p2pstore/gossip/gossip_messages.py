@@ -180,7 +180,7 @@ class Exchange(Message, frozen=True):
     A peer that has named one is asked with `positions` in place of `digest`. `cluster_cells` are hashes of the
     cells of some buckets that differ: `u8 bucket | 64 u64` each.
 
-    `hot` tells peers in partitioned mode, now and then, where keys are that many look for (`hot_locations`).
+    `hot` tells peers in partitioned mode, now and then, where keys are that many look for (`known_locations`).
 
     `unix_ms` is the sender's wall clock; 0 comes from an older sender.
     """

@@ -1,6 +1,6 @@
 """One swarm on real connections: the shell around `p2pstore.checkpoint.swarm.swarm`.
 
-Links bring its messages (`swarm_links`); pieces come by requests on pooled data connections (`piece_transfers`). All
+Links bring its messages (`swarm_links`); pieces come by requests on pooled data connections. All
 tasks are in one nursery, and end with it.
 """
 
