@@ -143,10 +143,6 @@ class KeyRing:
         return self.keys == (KEYLESS,)
 
     @property
-    def first_id(self) -> bytes:
-        return key_id_of(self.keys[0])
-
-    @property
     def ids(self) -> list[bytes]:
         return list(self._by_id)
 
