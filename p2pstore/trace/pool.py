@@ -19,8 +19,8 @@ from typing import Final, Literal
 from p2pstore.core.copies.write_back import WRITTEN_SHARE
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
-from simulation.traces.block_cache import BlockCache, ColdBlocks, block_of
-from simulation.traces.trace_requests import LLAMA3_70B, HitCounts, Model, Request, leading_hits
+from p2pstore.trace.block_cache import BlockCache, ColdBlocks, block_of
+from p2pstore.trace.trace_requests import LLAMA3_70B, HitCounts, Model, Request, leading_hits
 
 DEFAULT_LOAD_BOUND: Final = 1.05
 """With a looser bound those that had the first block first get as many new conversations as it lets them, and the

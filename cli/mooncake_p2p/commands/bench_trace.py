@@ -1,9 +1,8 @@
-"""The command of `scripts/bench_trace`: what a pool saves on a published trace of requests."""
+"""`bench trace`: what a pool saves on a published trace of requests."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mooncake_p2p import main
 from mooncake_p2p.commands.bench import Result, machine
 from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.options import Json, with_records
@@ -21,24 +19,12 @@ from mooncake_p2p.output import print_json, print_table, progress, remark
 from p2pstore.objects import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from trace_replay import OutagePlan, RealOutcome, Scale
+    from mooncake_p2p.trace_replay import OutagePlan, RealOutcome, Scale
+    from p2pstore.trace.comparison import Replayed
+    from p2pstore.trace.pool import PoolSettings
+    from p2pstore.trace.trace_requests import Model, Request
 
-    from simulation.traces.comparison import Replayed
-    from simulation.traces.pool import PoolSettings
-    from simulation.traces.trace_requests import Model, Request
-
-COMMAND: Final = "bench trace"
 _BLOCKS: Final = re.compile(r"([0-9]{1,12}) ?blocks?")
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Replay as the arguments of `scripts/bench_trace` say, as one more command. Returns the exit status."""
-    sys.modules[f"mooncake_p2p.commands.{__name__}"] = sys.modules[__name__]
-    main.COMMANDS[COMMAND] = (__name__, "Replay a trace of requests.")
-    try:
-        return main.run([*COMMAND.split(), *arguments])
-    finally:
-        del main.COMMANDS[COMMAND]
 
 
 class Policy(StrEnum):
@@ -80,8 +66,8 @@ class PoolOptions:
 
     def settings(self, model: Model) -> PoolSettings:
         """Checked, in blocks. Raises `ValueError` naming an option."""
-        from simulation.traces.block_cache import LEAST_BLOCKS
-        from simulation.traces.pool import PoolSettings
+        from p2pstore.trace.block_cache import LEAST_BLOCKS
+        from p2pstore.trace.pool import PoolSettings
 
         memory_blocks = _blocks(self.memory, "--memory", model)
         ssd_blocks = _blocks(self.ssd, "--ssd", model)
@@ -160,10 +146,9 @@ def bench_trace(
     one that is nowhere. COMPUTE SAVED is the share of prefill operations that need not be done, by
     Eq. 1 of the paper for LLaMA3-70B. The rest is bytes of KVCache read, by where they were.
     """
-    from trace_replay import OutagePlan
-
-    from simulation.traces.comparison import cases, compare
-    from simulation.traces.trace_requests import Model
+    from mooncake_p2p.trace_replay import OutagePlan
+    from p2pstore.trace.comparison import cases, compare
+    from p2pstore.trace.trace_requests import Model
 
     model = Model(
         kv_bytes_per_token=_at_least_one(parse_bytes(replay.token_bytes, "--token-bytes"))
@@ -214,14 +199,14 @@ def _at_least_one(size: int) -> int:
 
 
 def _read(file: str) -> list[Request]:
-    from simulation.traces.trace_requests import MAX_LINE_BYTES, read_requests
+    from p2pstore.trace.trace_requests import MAX_LINE_BYTES, read_requests
 
     with Path(file).open("rb") as lines:
         return list(read_requests(iter(partial(lines.readline, MAX_LINE_BYTES + 1), b"")))
 
 
 def _scale(block_bytes: str, settings: PoolSettings) -> Scale:
-    from trace_replay import (
+    from mooncake_p2p.trace_replay import (
         BLOCK_BYTES,
         LEAST_BLOCK_BYTES,
         LEAST_COLD_BLOCK_BYTES,
@@ -245,8 +230,7 @@ def _replay_for_real(
     as_json: bool,
     plot: str | None,
 ) -> None:
-    import trace_replay
-
+    from mooncake_p2p import trace_replay
     from mooncake_p2p.exit_errors import Interrupts
     from mooncake_p2p.local_cluster import LocalCluster
 
@@ -291,7 +275,7 @@ def _simulated(
     each request. Small blocks are not copied because they are hot."""
     import msgspec
 
-    from simulation.traces.pool import Pool
+    from p2pstore.trace.pool import Pool
 
     pool = Pool(replace(settings, keep_after=0), model)
     ratios: list[float] = []
@@ -361,7 +345,7 @@ def _results(replayed: Sequence[Replayed], model: Model) -> Iterator[Result]:
 
 
 def _show(replayed: Sequence[Replayed], model: Model) -> None:
-    from simulation.traces.pool import Source
+    from p2pstore.trace.pool import Source
 
     sources = [each for each in Source if any(one.outcome.tokens_from[each] for one in replayed)]
     columns = ("HIT RATE", "TOKENS REUSED", "COMPUTE SAVED", *(each.upper() for each in sources))
@@ -380,7 +364,7 @@ def _show(replayed: Sequence[Replayed], model: Model) -> None:
 
 
 def _draw(requests: Sequence[Request], settings: PoolSettings, model: Model, path: str) -> None:
-    from simulation.traces.comparison import by_memory
+    from p2pstore.trace.comparison import by_memory
 
     pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")

@@ -12,7 +12,7 @@ from p2pstore.memory.policies.interface import EvictionPolicy
 from p2pstore.memory.segment_layout import GRANULE_BYTES, Pin, SlotState
 from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.ssd_tier.log_segments import KEPT_SHARE, Candidate, choose_kept
-from simulation.traces.trace_requests import HitCounts, Request, leading_hits
+from p2pstore.trace.trace_requests import HitCounts, Request, leading_hits
 
 _VERSION = Version(1, 1)
 

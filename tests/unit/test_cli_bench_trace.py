@@ -1,4 +1,4 @@
-"""`scripts/bench_trace`: a trace in a file, replayed on simulated peers."""
+"""`bench trace`: a trace in a file, replayed on simulated peers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from mooncake_p2p.commands import bench_trace
 from mooncake_p2p.exit_errors import ExitCode
-from simulation.traces.comparison import cases
-from simulation.traces.pool import PoolSettings
-from tests.unit.trace_requests import bench_trace, conversations
+from mooncake_p2p.main import run
+from p2pstore.trace.comparison import cases
+from p2pstore.trace.pool import PoolSettings
+from tests.unit.trace_requests import conversations
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ SMALL = ("--simulate", "--peers", "4", "--memory", "500blocks")
 
 
 def replayed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert bench_trace.run([*arguments, "--json"]) == 0
+    assert run(["bench", "trace", *arguments, "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     return {each["name"]: each for each in results}
 
@@ -70,7 +72,7 @@ def test_policy_and_routing_make_a_difference(
 
 
 def test_people_get_a_table(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_trace.run([trace, *SMALL]) == 0
+    assert run(["bench", "trace", trace, *SMALL]) == 0
     shown = capsys.readouterr()
     header, *rows = shown.out.splitlines()
     assert header.split("  ")[0] == "WHAT"
@@ -83,16 +85,16 @@ def test_people_get_a_table(trace: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_picture_shows_the_hit_rate_by_memory(trace: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "hits.png"
-    assert bench_trace.run([trace, *SMALL, "--plot", str(picture)]) == 0
+    assert run(["bench", "trace", trace, *SMALL, "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_is_no_trace_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "no.jsonl"
     file.write_text('{"timestamp": 1}\n')
-    assert bench_trace.run([str(file), "--simulate"]) == ExitCode.USAGE
+    assert run(["bench", "trace", str(file), "--simulate"]) == ExitCode.USAGE
     assert "line 1 of the trace" in capsys.readouterr().err
-    assert bench_trace.run([str(tmp_path / "none"), "--simulate"]) == ExitCode.FAILED
+    assert run(["bench", "trace", str(tmp_path / "none"), "--simulate"]) == ExitCode.FAILED
     assert "none" in capsys.readouterr().err
 
 
@@ -117,7 +119,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_replayed(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(bench_trace, "_read", lambda file: pytest.fail("the trace was read"))
     options = ["--simulate"] if simulate else []
-    assert bench_trace.run([trace, *options, "--plot", "p.png"]) == ExitCode.FAILED
+    assert run(["bench", "trace", trace, *options, "--plot", "p.png"]) == ExitCode.FAILED
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
@@ -138,5 +140,5 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_replayed(
 def test_wrong_arguments_end_with_2(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench_trace.run(arguments) == ExitCode.USAGE
+    assert run(["bench", "trace", *arguments]) == ExitCode.USAGE
     assert said.lower() in capsys.readouterr().err.lower()

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from simulation.traces.pool import Pool, PoolOutcome, PoolSettings
-from simulation.traces.trace_requests import Model, Request
+from p2pstore.trace.pool import Pool, PoolOutcome, PoolSettings
+from p2pstore.trace.trace_requests import Model, Request
 
 PRIVATE: Final = "each peer alone"
 ONE_CACHE: Final = "one cache of all memory"
