@@ -166,6 +166,7 @@ SEGMENT_STATE_OFFSET: Final = _HEADER_STATE_OFFSET
 _SLOT: Final = struct.Struct("<BBHHH16sQQQQQ")
 assert _SLOT.size == SLOT_BYTES
 _CHECKED_PART: Final = struct.Struct("<BBHHH16sQQQQ")
+SLOT_STATE_OFFSET: Final = 1
 _DIGEST_OFFSET: Final = 8
 _SLOT_SUM: Final = struct.Struct("<Q")
 
