@@ -249,7 +249,11 @@ class ExtentAllocator:
         limit = inf
         grown_extents = 0
         for candidate in candidates:
-            grown = yield from self._grow_window(candidate, needed_bytes, cost, limit)
+            if self._used.get(candidate, 0) - candidate >= needed_bytes:
+                total = cost(candidate)
+                grown = None if total is None or total >= limit else (total, [candidate])
+            else:
+                grown = yield from self._grow_window(candidate, needed_bytes, cost, limit)
             if grown is not None:
                 found.append(grown)
                 limit = min(limit, grown[0] * much_more)

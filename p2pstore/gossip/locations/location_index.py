@@ -187,26 +187,25 @@ class LocationRows:
         """The slot's row of each record's digest (0 where there is none), and the links to the rows."""
         first, second = fields["first"], fields["second"]
         found, links = np.zeros(fields.size, np.intp), np.zeros(fields.size, np.intp)
-        queries = np.arange(fields.size)
-        at = self._table.heads_of(mixed)
-        while True:
-            rows = self._table.following(at)
-            live = np.flatnonzero(rows)
-            if not live.size:
-                return found, links
-            if live.size < rows.size:
-                rows, at, queries = rows[live], at[live], queries[live]
-            same = np.flatnonzero(self._table.first[rows] == first[queries])
+        table, queries = self._table, np.arange(fields.size)
+        at = table.heads_of(mixed)
+        rows = table.following(at)
+        while live := np.count_nonzero(rows):
+            if 2 * live < rows.size:  # finished chains stay in row 0, whose link is 0
+                going_on = rows.nonzero()[0]
+                rows, at, queries = rows[going_on], at[going_on], queries[going_on]
+                first, second = first[going_on], second[going_on]
+            same = (table.first[rows] == first).nonzero()[0]
             if same.size:
                 there = rows[same]
-                right = (self._table.second[there] == second[queries[same]]) & (
-                    self._table.owners(there) == slot
-                )
-                same = same[right]
-                found[queries[same]] = rows[same]
-                links[queries[same]] = at[same]
-                rows[same] = 0  # found: go no further (the link of row 0 leads nowhere)
-            at = rows
+                right = (table.second[there] == second[same]) & (table.owners(there) == slot)
+                right &= there != 0
+                if not right.all():
+                    same, there = same[right], there[right]
+                found[queries[same]], links[queries[same]] = there, at[same]
+                rows[same] = 0
+            at, rows = rows, table.following(rows)
+        return found, links
 
     def _move(self, row: int, to: int) -> None:
         record = self._table.record(row)
