@@ -13,4 +13,3 @@ def with_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     monkeypatch.setattr(side_by_side, "MOST_THREADS", threads)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4 * threads))
     monkeypatch.setattr(side_by_side, "_processor_limit", lambda: 4.0 * threads)
-    monkeypatch.setattr(side_by_side, "idle_processors", lambda: threads)

@@ -53,13 +53,6 @@ def processor_limit(
     return min(limits, default=None)
 
 
-def idle_processors(proc: Path = Path("/proc")) -> int | None:
-    """How many processors of this machine run nothing now. None where that cannot be read."""
-    fields = _read(proc / "loadavg").split()  # the fourth: threads that run or could, and all threads
-    running = fields[3].partition("/")[0] if len(fields) > 3 else ""
-    return max(0, (os.cpu_count() or 1) - int(running)) if running.isdigit() else None
-
-
 def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:
     """(version, folder) of each group at or above this process that may limit what `controller` watches over."""
     for line in _read(proc / "self/cgroup").splitlines():

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Final, Generic, TypeVar
 
 from p2pstore.objects import MIB
-from p2pstore.runtime.linux import idle_processors, processor_limit
+from p2pstore.runtime.linux import processor_limit
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -28,18 +28,16 @@ PIECES_A_THREAD: Final = 2
 FROM_BYTES: Final = 16 * MIB
 MOST_THREADS: Final = 4
 CORES_A_THREAD: Final = 4
-"""The other cores are for other programs. Two threads use two cores where there are no more."""
+"""The other cores are for other programs. Two threads use two cores where there are no more: a peer does nothing
+meanwhile, and a thread that finds no free core is not waited for."""
 
 
 def threads_for(length_bytes: int) -> int:
-    """The number of threads that share a work of this size. No more than find an idle core: one that has to wait for a
-    core with a piece in hand keeps the caller waiting, on a busy machine for longer than all of the work takes."""
+    """The number of threads that share a work of this size."""
     if length_bytes < FROM_BYTES:
         return 1
     cores = min(len(os.sched_getaffinity(0)), _processor_limit())
-    most = int(max(min(2, cores), min(MOST_THREADS, cores // CORES_A_THREAD), 1))
-    idle = idle_processors() if most > 1 else None
-    return most if idle is None else min(most, 1 + idle)
+    return int(max(min(2, cores), min(MOST_THREADS, cores // CORES_A_THREAD), 1))
 
 
 @cache

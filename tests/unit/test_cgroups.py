@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.runtime.linux import idle_processors, memory_limits, processor_limit
+from p2pstore.runtime.linux import memory_limits, processor_limit
 
 FILES = {
     "cgroup/pod/box/memory.max": "4096\n",
@@ -81,16 +81,3 @@ def test_the_smallest_limit_of_processors_counts(
 def test_a_machine_that_says_nothing_has_no_limits(tmp_path: Path) -> None:
     assert memory_limits(tmp_path / "proc", tmp_path / "cgroup") == []
     assert processor_limit(tmp_path / "proc", tmp_path / "cgroup") is None
-
-
-@pytest.mark.parametrize(
-    ("loadavg", "idle"),
-    [("0.1 0.2 0.3 1/99 7", 3), ("9 9 9 12/99 7", 0), ("0.1 0.2", None), (None, None)],
-)
-def test_processors_that_run_nothing(
-    loadavg: str | None, idle: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
-    if loadavg is not None:
-        (tmp_path / "loadavg").write_text(loadavg)
-    assert idle_processors(tmp_path) == idle

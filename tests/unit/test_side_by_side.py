@@ -38,15 +38,10 @@ def test_a_few_threads_where_there_are_many_cores(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
     monkeypatch.setattr(side_by_side, "_processor_limit", lambda: limit)
-    monkeypatch.setattr(side_by_side, "idle_processors", lambda: None)
     assert threads_for(FROM_BYTES - 1) == 1
     assert threads_for(FROM_BYTES) == threads
     assert step_bytes(threads) % PIECE_BYTES == 0
     assert step_bytes(threads) <= 64 * MIB
-    monkeypatch.setattr(side_by_side, "idle_processors", lambda: 1)
-    assert threads_for(FROM_BYTES) == min(threads, 2)
-    monkeypatch.setattr(side_by_side, "idle_processors", lambda: 0)
-    assert threads_for(FROM_BYTES) == 1
 
 
 @pytest.mark.parametrize("threads", [1, 3])
