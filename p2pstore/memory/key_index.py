@@ -67,11 +67,6 @@ class KeyIndex:
             slots[position] = slot
             pack_index_entry_into(section, position * INDEX_ENTRY_BYTES, digest, slot, INDEX_USED)
 
-    def get(self, digest: bytes) -> int | None:
-        """The slot published for `digest`."""
-        position = self._find(digest)
-        return None if position is None else self._slots[position]
-
     def remove(self, *gone: bytes) -> None:
         """Take digests out and move later entries of their runs back: no tombstones remain."""
         digests, slots, mask = self._digests, self._slots, self._entries - 1
@@ -108,14 +103,6 @@ class KeyIndex:
     def detach(self) -> None:
         """Let go of the memory."""
         self._section = memoryview(b"")
-
-    def _find(self, digest: bytes) -> int | None:
-        position = index_home(digest, self._entries)
-        while (there := self._digests[position]) is not None:
-            if there == digest:
-                return position
-            position = (position + 1) & (self._entries - 1)
-        return None
 
     def _write(self, position: int, digest: bytes, slot: int) -> None:
         self._digests[position] = digest

@@ -116,10 +116,6 @@ class ObjectTable:
         taken.reverse()
         return taken
 
-    def give_back(self, slots: Sequence[int]) -> None:
-        """The last ones of `take_slots` were not used."""
-        self._free_slots += reversed(slots)
-
     @property
     def has_free_slot(self) -> bool:
         """Whether `take_slot` would give one."""

@@ -432,7 +432,7 @@ EXPIRY_BYTES: Final = 8
 
 def pin_of(trailer: TrailerBody) -> Pin:
     """The object's pin. One that only newer versions know counts as hard."""
-    return _PINS[max(Pin.NONE, min(trailer.pin, Pin.HARD))]
+    return _PINS[min(trailer.pin, len(_PINS) - 1)] if trailer.pin > 0 else Pin.NONE
 
 
 def encode_trailer(trailer: TrailerBody) -> bytes:

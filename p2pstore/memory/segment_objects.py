@@ -57,7 +57,7 @@ class SegmentObjects:
         self._data_offset = geometry.data_offset
         self.is_closed = False
         self._withdrawn: list[ObjectEntry] = []
-        references.on_unused = self._unused
+        references.on_unused = self.free
 
     def check_open(self) -> None:
         """Raise `StoreClosed` once the segment was closed."""
@@ -241,11 +241,9 @@ class SegmentObjects:
     def withdraw(self, *entries: ObjectEntry, evicted: bool = False) -> None:
         """Hide live or returned objects from readers; each is freed when nothing refers to it."""
         live = [entry for entry in entries if entry.state is not SlotState.RETURNED]
-        for entry in entries if len(live) < len(entries) else ():
-            if entry.state is SlotState.RETURNED:
-                del self.returned[entry.digest]
-        for entry in live:
-            del self.live[entry.digest]
+        for entry in entries:
+            objects = self.returned if entry.state is SlotState.RETURNED else self.live
+            del objects[entry.digest]
         self.table.withdraw(live)
         self.listing.remove(*live)
         self._doom(*entries, evicted=evicted)
@@ -267,22 +265,17 @@ class SegmentObjects:
             if entry.references:
                 self.table.write_slot(entry)
             elif entry.state is SlotState.DOOMED:  # else its last reference ended in this moment
-                entry.state = SlotState.FREE
                 unused.append(entry)
         self.free(*unused)
 
-    def _unused(self, entry: ObjectEntry) -> None:
-        """The last reference to a withdrawn object has ended."""
-        entry.state = SlotState.FREE
-        self.free(entry)
-
     def free(self, *held: ObjectEntry | Reservation) -> None:
         """Give slots and extents of withdrawn objects or ended reservations back."""
-        base, slots = self._data_offset, [each.slot for each in held]
-        for slot in slots:
-            del self.held[slot]
-        self.table.free_slots(slots)
-        self.areas.free(*[each.offset - base for each in held])
+        for each in held:
+            if isinstance(each, ObjectEntry):
+                each.state = SlotState.FREE
+            del self.held[each.slot]
+        self.table.free_slots([each.slot for each in held])
+        self.areas.free(*[each.offset - self._data_offset for each in held])
 
 
 def _check_live(entry: ObjectEntry) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -174,6 +174,7 @@ class ColdCopies:
     def left_memory(self, entries: Iterable[ObjectEntry], now: float) -> None:
         """Memory gave objects up: they were evicted, expired or replaced. Say where they are now, if anywhere."""
         gone: dict[bytes, ObjectEntry] = {}
+        withdrawn = 0
         for entry in entries:
             cold = self.find_only_here(entry.digest, now) if entry.on_ssd else None
             if cold is not None and cold.version == entry.version:
@@ -181,14 +182,12 @@ class ColdCopies:
                 self._core.counters["objects_left_to_ssd"] += 1
                 continue
             if entry.digest in gone:  # an older version of the same key
-                self._withdrawn(gone, now)
+                self._gone(list(gone.values()), now)
                 gone.clear()
             gone[entry.digest] = entry
-        self._withdrawn(gone, now)
-
-    def _withdrawn(self, gone: Mapping[bytes, ObjectEntry], now: float) -> None:
-        if gone:
-            self._core.counters["objects_withdrawn"] += len(gone)
+            withdrawn += 1
+        if withdrawn:
+            self._core.counters["objects_withdrawn"] += withdrawn
             self._gone(list(gone.values()), now)
 
     def _gone(self, entries: Sequence[ObjectEntry | ColdEntry], now: float) -> None:
