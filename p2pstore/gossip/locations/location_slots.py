@@ -15,37 +15,31 @@ clients ask. So they never have to know how gossip comes to its answers.
 """
 
 from __future__ import annotations
-
 from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
-
-import numpy as np
-
 from p2pstore.gossip.records import Member
-from p2pstore.location_table import (
-    BLOCK_ROWS,
-    MAX_COUNTED_SLOTS,
-    NOBODY,
-    ROWS_PER_BUCKET,
-    SHARED,
-    SPLIT_BATCH,
-    LocationTable,
-    Rows,
-    Word,
-    Words,
-    apart_counter,
-    floor_clock,
-)
+from p2pstore.location_table import BLOCK_ROWS
+from p2pstore.location_table import LocationTable
+from p2pstore.location_table import MAX_COUNTED_SLOTS
+from p2pstore.location_table import NOBODY
+from p2pstore.location_table import ROWS_PER_BUCKET
+from p2pstore.location_table import Rows
+from p2pstore.location_table import SHARED
+from p2pstore.location_table import SPLIT_BATCH
+from p2pstore.location_table import Word
+from p2pstore.location_table import Words
+from p2pstore.location_table import apart_counter
+from p2pstore.location_table import floor_clock
 from p2pstore.objects import DIGEST_BYTES
+from typing import Final
+import numpy as np
 
 SMALL_ROWS: Final = 16
 """The largest extent in a shared block."""
 _SHARED_BATCH: Final = 32
 """Shared blocks are set aside this many at a time: the owners of their rows are one page of memory."""
-
 
 @dataclass(slots=True)
 class _Remains:
@@ -55,7 +49,6 @@ class _Remains:
     base: int
     capacity: int
     blocks: array[int] | None
-
 
 class RowSlots:
     """See the module's docstring. `move(row, to)` carries a row's content and links to another place."""
@@ -259,11 +252,9 @@ class RowSlots:
         self._block_owner[block] = owner
         return block
 
-
 def _extent_for(count: int) -> int:
     """The smallest extent with this number of rows; 0 for none."""
     return 1 << (count - 1).bit_length() if count else 0
-
 
 def _rows_at(base: int, blocks: array[int] | None, start: int, stop: int) -> Rows:
     if blocks is None:
@@ -272,7 +263,6 @@ def _rows_at(base: int, blocks: array[int] | None, start: int, stop: int) -> Row
     numbers = np.frombuffer(blocks, np.uint32)[first : -(-stop // BLOCK_ROWS)].astype(np.intp)
     rows = (numbers[:, None] * BLOCK_ROWS + np.arange(BLOCK_ROWS)).ravel()
     return rows[start - first * BLOCK_ROWS : stop - first * BLOCK_ROWS]
-
 
 class RowChains:
     """See the module's docstring. What a row's digest is, the table says."""
@@ -325,10 +315,22 @@ class RowChains:
             if at is None:
                 at = self._links_to(rows)
             # Where the row before goes as well, that one goes first.
-            after = np.isin(at, rows)
+            going = set(rows.tolist())
+            after = np.array([each in going for each in at.tolist()])
             now = ~after
             links[at[now]] = links[rows[now]]
             rows, at = rows[after], None
+
+    def replace_many(self, rows: Rows, to: Rows) -> None:
+        """Put each row `to`, which is in no chain, where the row with the same digest is in its chain."""
+        links, at = self._table.links, self._links_to(rows)
+        links[to] = links[rows]
+        links[at] = to
+        # Where two of these follow each other, the link between them is that of the row before in its new place.
+        places = dict(zip(rows.tolist(), to.tolist(), strict=True))
+        for before, place in zip(at.tolist(), places.values(), strict=True):
+            if before in places:
+                links[places[before]] = place
 
     def _links_to(self, rows: Rows) -> Rows:
         links = self._table.links
@@ -387,10 +389,8 @@ class RowChains:
             every = np.concatenate(moved)
             self._put(every, self._mix_rows(every))
 
-
 _FULL: Final = 255
 """A counter that came so far stays there."""
-
 
 class ApartKeys:
     """Keys of which more is known than the table says: a counting Bloom filter with one hash (Fan et al. 2000).
@@ -419,7 +419,6 @@ class ApartKeys:
     def close(self) -> None:
         """No client asks any more."""
         self._counters = None
-
 
 class PublishedLocations:
     """See the module's docstring. `table` is in memory that clients may map."""
