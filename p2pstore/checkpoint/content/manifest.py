@@ -12,29 +12,28 @@ the parser, and its errors are refused before a file is made.
 """
 
 from __future__ import annotations
-from blake3 import blake3
+
+import hmac
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property
-from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
-from p2pstore.checkpoint.content.content_paths import check_paths
-from p2pstore.checkpoint.content.pieces import Extent
-from p2pstore.checkpoint.content.pieces import NO_PIECES
-from p2pstore.checkpoint.content.pieces import PieceLayout
-from p2pstore.checkpoint.content.pieces import PieceMap
-from p2pstore.checkpoint.content.pieces import full_map
-from p2pstore.checkpoint.content.pieces import pieces_in
-from p2pstore.errors import CheckpointRefused
-from p2pstore.errors import ProtocolError
-from p2pstore.objects import format_peer_id
-from p2pstore.wire import Message
-from p2pstore.wire import decode_body
-from p2pstore.wire import encode_body
-from typing import Annotated
-from typing import Final
-from typing import Protocol
-import hmac
+from typing import Annotated, Final, Protocol
+
 import msgspec
+from blake3 import blake3
+
+from p2pstore.checkpoint.content.content_paths import check_checkpoint_name, check_paths
+from p2pstore.checkpoint.content.pieces import (
+    NO_PIECES,
+    Extent,
+    PieceLayout,
+    PieceMap,
+    full_map,
+    pieces_in,
+)
+from p2pstore.errors import CheckpointRefused, ProtocolError
+from p2pstore.objects import format_peer_id
+from p2pstore.wire import Message, decode_body, encode_body
 
 MANIFEST_FORMAT: Final = 1
 MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
@@ -46,6 +45,7 @@ VERSION_BYTES: Final = 16
 _CONTEXT: Final = b"p2pstore checkpoint manifest 1\0"
 _PERMISSIONS: Final = 0o777
 
+
 class Signer(Protocol):
     """Signs with this peer's identity."""
 
@@ -54,10 +54,12 @@ class Signer(Protocol):
 
     def sign(self, message: bytes) -> bytes: ...
 
+
 class Verifier(Protocol):
     """Checks signatures of other peers."""
 
     def verify(self, peer_id: bytes, message: bytes, signature: bytes) -> bool: ...
+
 
 class FileHashes(IntEnum):
     """How a large file's hash is computed; that of a file below one piece is always the BLAKE3 of its bytes."""
@@ -65,6 +67,7 @@ class FileHashes(IntEnum):
     OF_BYTES = 0
     OF_PIECES = 1
     """The BLAKE3 of the concatenated hashes of its pieces."""
+
 
 class FileEntry(Message, frozen=True, gc=False):
     """One file, or one named tensor (then with dtype and shape). `mode` has permission bits only: there are no links,
@@ -76,6 +79,7 @@ class FileEntry(Message, frozen=True, gc=False):
     hash: bytes
     dtype: str = ""
     shape: Annotated[list[int], msgspec.Meta(max_length=MAX_DIMENSIONS)] = []  # noqa: RUF012  # msgspec copies it
+
 
 class Manifest(Message, frozen=True, dict=True, gc=True):
     """The content of a version. `files` are in the order of their paths; `piece_hashes` are the concatenated hashes of
@@ -138,6 +142,7 @@ class Manifest(Message, frozen=True, dict=True, gc=True):
         """Whether these are the bytes of the piece. Takes 0.13 s for 1 GB, without the GIL."""
         return hash_of(data) == self.piece_hash(piece)
 
+
 class SignedManifest(Message, frozen=True, dict=True, gc=True):
     """A manifest as it travels and is stored: its exact bytes, the signer, and the signature."""
 
@@ -156,17 +161,21 @@ class SignedManifest(Message, frozen=True, dict=True, gc=True):
         """The version that the bytes are."""
         return version_of(self.body)
 
+
 def hash_of(data: bytes | bytearray | memoryview) -> bytes:
     """The BLAKE3 of a piece or a small file."""
     return blake3(data).digest()
+
 
 def version_of(body: bytes) -> bytes:
     """The version of a manifest's bytes."""
     return hash_of(body)[:VERSION_BYTES]
 
+
 def format_version(version: bytes) -> str:
     """32 hexadecimal digits: the name of a version, and of its directory."""
     return version.hex()
+
 
 def make_manifest(
     name: str,
@@ -180,6 +189,7 @@ def make_manifest(
     _check(manifest)
     return manifest
 
+
 def sign_manifest(manifest: Manifest, signer: Signer) -> SignedManifest:
     """Encode and sign; for worker threads. Raises `CheckpointRefused` when it is too long."""
     body = encode_body(manifest)
@@ -190,6 +200,7 @@ def sign_manifest(manifest: Manifest, signer: Signer) -> SignedManifest:
     signed = SignedManifest(body, signer.peer_id, signer.sign(_CONTEXT + hash_of(body)))
     signed.__dict__["manifest"] = manifest  # it was checked when it was made
     return signed
+
 
 def open_manifest(
     signed: SignedManifest, *, version: bytes, publisher: bytes, verifier: Verifier
@@ -211,6 +222,7 @@ def open_manifest(
         raise CheckpointRefused("a manifest that its publisher did not sign")
     return signed.manifest
 
+
 def read_manifest(body: bytes) -> Manifest:
     """Decode and check a manifest. Takes 0.5 s for 100,000 files, in steps of microseconds between which other threads
     run: for worker threads. Raises `CheckpointRefused`."""
@@ -228,6 +240,7 @@ def read_manifest(body: bytes) -> Manifest:
     _check(manifest)
     return manifest
 
+
 def unchanged_pieces(old: Manifest, new: Manifest) -> dict[int, int]:
     """Pieces of `new` that `old` has as well, by hash, at any place: number in `new` -> number in `old`."""
     known = {old.piece_hash(piece): piece for piece in range(old.layout.count)}
@@ -237,8 +250,10 @@ def unchanged_pieces(old: Manifest, new: Manifest) -> dict[int, int]:
         if new.piece_hash(piece) in known
     }
 
+
 class _FormatOnly(Message, frozen=True):
     format: int
+
 
 class _FilesApart(Message, frozen=True):
     """A `Manifest` with its files not yet decoded: decoding them in one call would keep the GIL, and so the event loop,
@@ -251,6 +266,7 @@ class _FilesApart(Message, frozen=True):
     piece_hashes: bytes
     file_hashes: int = FileHashes.OF_BYTES
 
+
 def _decode(body: bytes) -> Manifest:
     """Raises `ProtocolError`."""
     apart = decode_body(_FilesApart, body)
@@ -258,6 +274,7 @@ def _decode(body: bytes) -> Manifest:
     return Manifest(
         apart.format, apart.name, apart.piece_bytes, files, apart.piece_hashes, apart.file_hashes
     )
+
 
 def _check(manifest: Manifest) -> None:
     """Check names, sizes and numbers. Raises `CheckpointRefused`."""

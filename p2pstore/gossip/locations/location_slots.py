@@ -15,31 +15,37 @@ clients ask. So they never have to know how gossip comes to its answers.
 """
 
 from __future__ import annotations
+
 from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from p2pstore.gossip.records import Member
-from p2pstore.location_table import BLOCK_ROWS
-from p2pstore.location_table import LocationTable
-from p2pstore.location_table import MAX_COUNTED_SLOTS
-from p2pstore.location_table import NOBODY
-from p2pstore.location_table import ROWS_PER_BUCKET
-from p2pstore.location_table import Rows
-from p2pstore.location_table import SHARED
-from p2pstore.location_table import SPLIT_BATCH
-from p2pstore.location_table import Word
-from p2pstore.location_table import Words
-from p2pstore.location_table import apart_counter
-from p2pstore.location_table import floor_clock
-from p2pstore.objects import DIGEST_BYTES
 from typing import Final
+
 import numpy as np
+
+from p2pstore.gossip.records import Member
+from p2pstore.location_table import (
+    BLOCK_ROWS,
+    MAX_COUNTED_SLOTS,
+    NOBODY,
+    ROWS_PER_BUCKET,
+    SHARED,
+    SPLIT_BATCH,
+    LocationTable,
+    Rows,
+    Word,
+    Words,
+    apart_counter,
+    floor_clock,
+)
+from p2pstore.objects import DIGEST_BYTES
 
 SMALL_ROWS: Final = 16
 """The largest extent in a shared block."""
 _SHARED_BATCH: Final = 32
 """Shared blocks are set aside this many at a time: the owners of their rows are one page of memory."""
+
 
 @dataclass(slots=True)
 class _Remains:
@@ -49,6 +55,7 @@ class _Remains:
     base: int
     capacity: int
     blocks: array[int] | None
+
 
 class RowSlots:
     """See the module's docstring. `move(row, to)` carries a row's content and links to another place."""
@@ -252,9 +259,11 @@ class RowSlots:
         self._block_owner[block] = owner
         return block
 
+
 def _extent_for(count: int) -> int:
     """The smallest extent with this number of rows; 0 for none."""
     return 1 << (count - 1).bit_length() if count else 0
+
 
 def _rows_at(base: int, blocks: array[int] | None, start: int, stop: int) -> Rows:
     if blocks is None:
@@ -263,6 +272,7 @@ def _rows_at(base: int, blocks: array[int] | None, start: int, stop: int) -> Row
     numbers = np.frombuffer(blocks, np.uint32)[first : -(-stop // BLOCK_ROWS)].astype(np.intp)
     rows = (numbers[:, None] * BLOCK_ROWS + np.arange(BLOCK_ROWS)).ravel()
     return rows[start - first * BLOCK_ROWS : stop - first * BLOCK_ROWS]
+
 
 class RowChains:
     """See the module's docstring. What a row's digest is, the table says."""
@@ -389,8 +399,10 @@ class RowChains:
             every = np.concatenate(moved)
             self._put(every, self._mix_rows(every))
 
+
 _FULL: Final = 255
 """A counter that came so far stays there."""
+
 
 class ApartKeys:
     """Keys of which more is known than the table says: a counting Bloom filter with one hash (Fan et al. 2000).
@@ -419,6 +431,7 @@ class ApartKeys:
     def close(self) -> None:
         """No client asks any more."""
         self._counters = None
+
 
 class PublishedLocations:
     """See the module's docstring. `table` is in memory that clients may map."""
