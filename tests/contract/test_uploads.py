@@ -175,7 +175,7 @@ async def test_when_all_places_are_taken_small_reads_bring_small_objects_only() 
     async with holder(1) as harness:
         chunk = put(harness.segment, "chunk", LARGE[:MIB])
         asked = GetSmall(key_digest("small") + chunk, MIB)
-        stream = await authenticated(harness.address, max_version=3)
+        stream = await authenticated(harness.address)
 
         async def ask() -> bytes:
             await stream.send(encode_frame(DataKind.GET_SMALL, 1, asked))

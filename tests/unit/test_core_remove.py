@@ -23,6 +23,7 @@ from p2pstore.wire import Empty
 from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import (
     NAMESPACE,
+    OTHER_INCARNATION,
     Harness,
     clock_at,
     digest_of,
@@ -108,6 +109,33 @@ def test_what_is_doubted_now_is_forbidden_as_well() -> None:
     again = remove(world, "k")
     answer_lookups(world)
     assert again.result == [False], "it is forbidden already"
+
+
+def test_what_only_a_peer_holds_that_is_not_known_yet_is_forbidden() -> None:
+    """A peer that has just begun has not heard of every member: the copies of those would be seen a moment later."""
+    world = Harness(others=2)
+    thing = remote_object("k", b"value", clock=clock_at(-5.0))
+    operation = remove(world, "k")
+    for ask in world.asks(DataKind.LOOKUP):
+        world.answer(ask, Locations([[Holding(77, OTHER_INCARNATION, 1, world.location(thing))]]))
+    finish_pushes(world)
+    assert operation.result == [True]
+    floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
+    assert floor.covers(thing.version)
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_without_any_answer_of_a_home_a_key_may_be_somewhere(answers: int) -> None:
+    world = Harness(others=2)
+    operation = remove(world, "k")
+    asks = world.asks(DataKind.LOOKUP)
+    assert len(asks) == 2
+    for number, ask in enumerate(asks):
+        world.answer(ask, Locations([[]]) if number < answers else None)
+    finish_pushes(world)
+    assert operation.result == [False]
+    floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
+    assert floor.covers(Version(clock_at(0.0), 0)) == (not answers)
 
 
 def test_holders_and_homes_are_told_at_once_and_others_are_not() -> None:

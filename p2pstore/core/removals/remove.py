@@ -14,7 +14,7 @@ from p2pstore.core.operation import Operation
 from p2pstore.core.removals.floor_budget import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR, PeerId, SignedRecord
-from p2pstore.objects import Version, key_digest, namespace_digest
+from p2pstore.objects import ZERO_VERSION, Version, key_digest, namespace_digest
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -30,9 +30,10 @@ RECORDS_PER_PUSH: Final = 40
 class RemoveOperation(Operation):
     """Remove keys everywhere: write floors, tell holders and home peers at once, gossip tells the rest.
 
-    The result is a list of whether any copy was known, or `Unavailable` when this peer's clock is wrong. Many keys are
-    removed some at a time, one step a tick. Where floors are crowded, steps are put off; `CapacityExceeded` when the
-    last is not made in four seconds, and then the first of the keys may be removed already.
+    A key of which no copy is known gets no floor, unless a home knows one at a member of which this peer has not heard
+    yet, or no home answers. The result is a list of whether any copy was known, or `Unavailable` when this peer's clock
+    is wrong. Many keys are removed some at a time, one step a tick. Where floors are crowded, steps are put off;
+    `CapacityExceeded` when the last is not made in four seconds, and then the first keys may be removed already.
     """
 
     def __init__(self, core: PeerCore, namespace: str, keys: Sequence[str]) -> None:
@@ -129,16 +130,19 @@ class RemoveOperation(Operation):
         self._settle(now)
 
     def _judge(self, digest: bytes, copies: list[KnownCopy], now: float) -> None:
+        lookup = self._lookup
+        assert lookup is not None
         self.core.timekeeping.check_key(digest, self._namespace, now)
         versions = [copy.record.version for copy in copies]
         if not versions:  # a version in doubt now may be believed later
-            versions = self.core.copies.versions_heard_of(digest, self._namespace, now)
+            others = lookup.at_strangers.get(digest, ())
+            versions = self.core.copies.versions_heard_of(digest, self._namespace, now, others)
         held_back = self.core.copies.held_back(digest)
         if held_back is not None:
             versions.append(held_back)
         self._existed.append(bool(versions))
-        if versions:
-            self._to_remove.append((digest, max(versions), copies))
+        if versions or (lookup.homes_asked and digest not in lookup.told_of):
+            self._to_remove.append((digest, max(versions, default=ZERO_VERSION), copies))
 
     def _remove(self, keys: list[tuple[bytes, Version, list[KnownCopy]]], now: float) -> None:
         version = self.core.version_above(max(newest for _, newest, _ in keys), now)
