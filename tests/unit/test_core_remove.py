@@ -124,18 +124,29 @@ def test_what_only_a_peer_holds_that_is_not_known_yet_is_forbidden() -> None:
     assert floor.covers(thing.version)
 
 
-@pytest.mark.parametrize("answers", [0, 1])
-def test_without_any_answer_of_a_home_a_key_may_be_somewhere(answers: int) -> None:
+@pytest.mark.parametrize("answer", ["sure", "unsure", "silent"])
+def test_unless_a_home_vouches_that_it_is_nowhere_a_key_may_be_somewhere(answer: str) -> None:
     world = Harness(others=2)
     operation = remove(world, "k")
     asks = world.asks(DataKind.LOOKUP)
     assert len(asks) == 2
-    for number, ask in enumerate(asks):
-        world.answer(ask, Locations([[]]) if number < answers else None)
+    for ask in asks:
+        unsure = [0] if answer == "unsure" else []
+        world.answer(ask, None if answer == "silent" else Locations([[]], unsure))
     finish_pushes(world)
     assert operation.result == [False]
     floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
-    assert floor.covers(Version(clock_at(0.0), 0)) == (not answers)
+    assert floor.covers(Version(clock_at(0.0), 0)) == (answer != "sure")
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_peer_that_waits_for_others_cannot_tell_that_a_key_is_nowhere(alone: bool) -> None:
+    world = Harness()
+    if not alone:
+        world.gossip.contacts.add(["10.0.0.1:1"])
+    assert remove(world, "k").result == [False]
+    floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
+    assert floor.covers(Version(clock_at(0.0), 0)) == (not alone)
 
 
 def test_holders_and_homes_are_told_at_once_and_others_are_not() -> None:

@@ -90,8 +90,10 @@ class LookupOperation(Operation):
         """Keys that this round has not found, by home."""
         self._homes_left: dict[bytes, list[PeerId]] = {}
         """Keys of this round without a definite answer yet, and the homes left to ask; in partitioned mode."""
-        self.told_of: set[bytes] = set()
-        """Keys for which a home answered, though it may not know all records."""
+        self._told_of: set[bytes] = set()
+        """Keys for which a home answered, though it may not know all records; in partitioned mode."""
+        self.vouched: set[bytes] = set()
+        """Keys of which a home knows all there is."""
         self.at_strangers: dict[bytes, list[Version]] = {}
         """By key: versions that homes know at members of which this peer has not heard yet, as when it has begun."""
         self._unsure_until = 0.0
@@ -138,7 +140,7 @@ class LookupOperation(Operation):
     def nobody_told_of(self, digest: bytes) -> bool:
         """Whether no home of a key answered, so that it may well be somewhere."""
         left = digest in self._missed and digest in self._homes_left
-        return left and digest not in self.told_of
+        return left and digest not in self._told_of
 
     @property
     def homes_asked(self) -> int:
@@ -151,7 +153,7 @@ class LookupOperation(Operation):
         unsure: Sequence[int] = range(len(digests))
         if isinstance(reply, Locations):
             self.core.copies.learn_locations(home, digests, reply, now)
-            self.told_of.update(digests)
+            self._told_of.update(self._homes_left.keys() & digests)
             unsure = [place for place in reply.unsure if 0 <= place < len(digests)]
             for place, holdings in enumerate(reply.items[: len(digests)]):
                 if self._names_strangers(holdings):
@@ -159,6 +161,7 @@ class LookupOperation(Operation):
                     records = [holding_record(each.record) for each in holdings]
                     versions = [each.version for each in records if each is not None]
                     self.at_strangers.setdefault(digests[place], []).extend(versions)
+            self.vouched.update(set(digests).difference(digests[place] for place in unsure))
             doubtful = {digests[place] for place in unsure} if self._ask_always else frozenset()
             for digest in digests:
                 if digest in self._missed and digest not in doubtful and self._usable(digest, now):

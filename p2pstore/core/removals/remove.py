@@ -30,10 +30,12 @@ RECORDS_PER_PUSH: Final = 40
 class RemoveOperation(Operation):
     """Remove keys everywhere: write floors, tell holders and home peers at once, gossip tells the rest.
 
-    A key of which no copy is known gets no floor, unless a home knows one at a member of which this peer has not heard
-    yet, or no home answers. The result is a list of whether any copy was known, or `Unavailable` when this peer's clock
-    is wrong. Many keys are removed some at a time, one step a tick. Where floors are crowded, steps are put off;
-    `CapacityExceeded` when the last is not made in four seconds, and then the first keys may be removed already.
+    A key of which no copy is known gets no floor where it is certain that there is none (`_is_nowhere`). A peer that
+    has just begun would forget the removal of what only peers hold that it does not know yet.
+
+    The result is a list of whether any copy was known, or `Unavailable` when this peer's clock is wrong. Many keys are
+    removed some at a time, one step a tick. Where floors are crowded, steps are put off; `CapacityExceeded` when the
+    last is not made in four seconds, and then the first of the keys may be removed already.
     """
 
     def __init__(self, core: PeerCore, namespace: str, keys: Sequence[str]) -> None:
@@ -141,8 +143,19 @@ class RemoveOperation(Operation):
         if held_back is not None:
             versions.append(held_back)
         self._existed.append(bool(versions))
-        if versions or (lookup.homes_asked and digest not in lookup.told_of):
+        if versions or not self._is_nowhere(digest, now):
             self._to_remove.append((digest, max(versions, default=ZERO_VERSION), copies))
+
+    def _is_nowhere(self, digest: bytes, now: float) -> bool:
+        """Whether there can be no copy of a key of which none is known, by a home's word or this peer's own. A peer
+        that has just begun, or has lost all others, cannot tell."""
+        core, lookup = self.core, self._lookup
+        assert lookup is not None
+        if digest in lookup.vouched:
+            return True
+        if not core.live_peers():
+            return core.gossip.contacts.is_empty
+        return core.gossip.partitions.vouches(digest, now)
 
     def _remove(self, keys: list[tuple[bytes, Version, list[KnownCopy]]], now: float) -> None:
         version = self.core.version_above(max(newest for _, newest, _ in keys), now)
