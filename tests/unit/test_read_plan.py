@@ -29,6 +29,7 @@ from p2pstore.local.local_messages import OWN_COPY, Holder, ItemError, PlanItem
 from p2pstore.objects import SIZE_UNIT_BYTES
 from p2pstore.transfer.data_messages import Keeps
 from p2pstore.transfer.failover import HolderReport, SilentHolders
+from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.transport import SLICED_BYTES, PullReport
 from p2pstore.wire import Code
 
@@ -213,6 +214,10 @@ def test_a_way_to_a_holder_is_an_address_or_a_socket() -> None:
     far = remote_copy(holder(1, clock=7, tier=SSD))
     assert is_far(far)
     assert (far.on_ssd, far.length_bytes) == (True, SIZE_UNIT_BYTES)
+    named = holder(1, member=0x3_0007, clock=7, size_units=3)
+    assert remote_copy(named).announced == Announced(7, version_of(PlanItem([named])))
+    assert way_to(named).announced == Announced(7)
+    assert remote_copy(named).length_bytes == 3 * SIZE_UNIT_BYTES
     assert not is_far(remote_copy(holder(1, data=[])))
     assert not is_far(remote_copy(holder(1, same_host=True)))
     way = way_to(holder(1, clock=7, tier=SSD))
@@ -271,14 +276,19 @@ def test_groups_are_of_one_holder_each(plans: list[PlanItem]) -> None:
     by_number = dict(enumerate(plans))
     groups = groups_by_holder(by_number)
     numbers = [number for group in groups for number in group.numbers]
-    assert len(numbers) == len(set(numbers))
+    assert sorted(numbers) == [
+        number
+        for number, item in by_number.items()
+        if item.holders
+        and not item.through_peer
+        and (
+            item.holders[0].tier != SSD
+            if item.holders[0].same_host
+            else item.holders[0].size_units * SIZE_UNIT_BYTES < SLICED_BYTES
+        )
+    ]
     for group in groups:
         for number in group.numbers:
             first, *others = by_number[number].holders
             assert first.member == group.holder.member
             assert bool(others) == bool(group.others)
-            assert not by_number[number].through_peer
-            if first.same_host:
-                assert first.tier != SSD
-            else:
-                assert first.size_units * SIZE_UNIT_BYTES < SLICED_BYTES
