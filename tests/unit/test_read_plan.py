@@ -7,6 +7,7 @@ from typing import Final
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from p2pstore.client.read_plan import (
     FIRST_PLACES,
@@ -214,7 +215,7 @@ def test_a_way_to_a_holder_is_an_address_or_a_socket() -> None:
     far = remote_copy(holder(1, clock=7, tier=SSD))
     assert is_far(far)
     assert (far.on_ssd, far.length_bytes) == (True, SIZE_UNIT_BYTES)
-    named = holder(1, member=0x3_0007, clock=7, size_units=3)
+    named = replace(holder(1, clock=7, size_units=3), member=0x3_0007)
     assert remote_copy(named).announced == Announced(7, version_of(PlanItem([named])))
     assert way_to(named).announced == Announced(7)
     assert remote_copy(named).length_bytes == 3 * SIZE_UNIT_BYTES
