@@ -41,6 +41,11 @@ class CurrentHomes:
         """Whether any other member follows whole logs: only then are operations worth gossiping."""
         return self.table is not NO_HOMES and self.full_members > 0
 
+    @property
+    def any_keeps_partitions(self) -> bool:
+        """Whether any other member is in partitioned mode."""
+        return self.table is not NO_HOMES and self.partitioned_members > 0
+
     def of(self, digest: bytes) -> tuple[Member, ...]:
         """The key's home members, best first."""
         return self.table.homes[partition_of(digest)]

@@ -171,8 +171,11 @@ class PartitionedDirectory:
         limit: int,
         now: float,
     ) -> list[Location]:
-        """Other versions of the same keys at others: their holders may have no other way to hear of it."""
-        if not limit or not self.current.keeps_partitions(owner):
+        """Other versions of the same keys at others, where one of the two holders is in partitioned mode: it may not
+        hear of the other one otherwise."""
+        keeps = self.current.keeps_partitions
+        owner_keeps = keeps(owner)
+        if not limit or not (owner_keeps or self.current.any_keeps_partitions):
             return []
         digests = [
             operation[:DIGEST_BYTES]
@@ -181,7 +184,8 @@ class PartitionedDirectory:
         ]
         found: list[Location] = []
         for digest in dict.fromkeys([*digests, *self.known.views.contested(sets)]):
-            found += self._other_versions(owner, digest, now)
+            others = self._other_versions(owner, digest, now)
+            found += [each for each in others if owner_keeps or keeps(each.member)]
             if len(found) >= limit:
                 break
         return found[:limit]
