@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from functools import wraps
 from types import TracebackType
@@ -189,6 +189,10 @@ class BlockingClient(_Facade):
     flush = _blocking(ClientSession.flush)
     leave = _blocking(ClientSession.leave)
     register = _plain(ClientSession.register)
+
+    def contains_many_nowait(self, keys: Sequence[str]) -> list[bool | None]:
+        """`contains_many` as far as shared memory tells: never waits for the peer. None: `contains_many` would ask."""
+        return self._session._live.presence.contains_many_nowait(keys)
 
     @contextmanager
     def lease(self, key: str, *, wait: float = 0.0, here: bool = False) -> Iterator[memoryview]:

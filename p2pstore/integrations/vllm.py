@@ -59,7 +59,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._running: set[Future[None]] = set()
         self._finished: deque[JobResult] = deque()
         self._lost: dict[bytes, float] = {}
-        self._client.hashes_agree("vllm", _hash_seed())
+        self._client.compare_hashes("vllm", _hash_seed())
 
     # --- what the scheduler asks -------------------------------------------------------------------
 

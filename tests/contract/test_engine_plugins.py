@@ -15,6 +15,7 @@ import importlib.util
 import os
 import select
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -93,12 +94,18 @@ def test_engines_that_hash_otherwise_are_told(
     peer: PeerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = (LastingClient("hashes@v1", peer.socket) for _ in range(2))
-    assert one.hashes_agree("vllm", b"seed 1")
-    assert other.hashes_agree("vllm", b"seed 1")
-    assert other.hashes_agree("sglang", b"seed 2")
+    ends = threading.Semaphore(0)
+    for client, engine, seed in [
+        (one, "vllm", b"seed 1"),
+        (other, "vllm", b"seed 1"),
+        (other, "sglang", b"seed 2"),
+    ]:
+        client.compare_hashes(engine, seed)
+        client.later(lambda _: ends.release())
+        assert ends.acquire(timeout=DEADLINE_SECONDS)
     assert not caplog.records
-    assert not other.hashes_agree("vllm", b"seed 2")
-    assert "PYTHONHASHSEED" in caplog.text
+    other.compare_hashes("vllm", b"seed 2")
+    until(lambda: "PYTHONHASHSEED" in caplog.text)
     one.close()
     other.close()
 
