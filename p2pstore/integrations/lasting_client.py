@@ -32,6 +32,8 @@ CLOSE_SECONDS: Final = 1.0
 """Wait for the worker's end in `close`."""
 ANSWER_SECONDS: Final = 0.1
 """Deadline of an open lookup. The key counts as missing afterwards."""
+POLL_SECONDS: Final = 0.001
+"""Interval at which an engine's own thread looks for the answer."""
 KEPT_SECONDS: Final = 1.0
 """Time for which an answer is good after it was read first: one request looks up its keys again and again."""
 MAX_LOOKUPS: Final = 65_536
@@ -60,6 +62,11 @@ def _is_utf8(packed: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def leading(answers: Sequence[bool | None]) -> int:
+    """How many of these are true, from the first one on."""
+    return next((number for number, each in enumerate(answers) if not each), len(answers))
 
 
 def or_else(missing: Callable[..., Any]) -> Callable[[F], F]:
@@ -245,6 +252,19 @@ class LastingClient:
         if self._lookups.wanted:
             self._notify()
         return answers
+
+    def look_up_soon(self, keys: Sequence[str]) -> list[bool]:
+        """`look_up`, again and again where it leaves questions open, for `ANSWER_SECONDS` at most: for an engine's own
+        threads, whose caller cannot ask again."""
+        answers = self.look_up(keys)
+        until = time.monotonic() + ANSWER_SECONDS
+        while None in answers and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+            left = [number for number, each in enumerate(answers) if each is None]
+            again = self.look_up([keys[number] for number in left])
+            for number, answer in zip(left, again, strict=True):
+                answers[number] = answer
+        return [bool(each) for each in answers]
 
     def later(self, chore: Callable[[BlockingClient], None]) -> None:
         """Have the worker make this call, once a peer answers. Of more than `MAX_CHORES` the oldest are dropped."""
