@@ -6,6 +6,7 @@ import difflib
 import functools
 import hashlib
 import inspect
+import json
 import logging
 import math
 import os
@@ -41,7 +42,7 @@ QUIET_SECONDS: Final = 10.0
 KEPT_BYTES: Final = 900
 """Of a text that is too long for a key, its beginning that the key keeps: for people, and listings by prefix."""
 _KEY_PERSON: Final = b"p2pstore.engine"
-PROBE_KEY: Final = "p2pstore hash probe/"
+PROBE_KEY: Final = "p2pstore engine/"
 
 
 def legal_key(text: str) -> str:
@@ -223,6 +224,11 @@ class LastingClient:
             self._trip()
         return result
 
+    @property
+    def answers(self) -> bool:
+        """Whether the peer answers, as far as is known."""
+        return self._breaker.closed
+
     def look_up(self, keys: Sequence[str]) -> list[bool | None]:
         """Whether these objects are there. Never waits and never asks: for a scheduler's thread. None: the worker asks
         the peer; look up again, which within `ANSWER_SECONDS` gives the answer or False."""
@@ -278,12 +284,13 @@ class LastingClient:
         if threading.current_thread() is not self._worker:
             self._worker.join(CLOSE_SECONDS)
 
-    def compare_hashes(self, engine: str, hashed: Any) -> None:
-        """Have the worker find out whether the other engines of this kind and weight version make the same hashes of
-        the same tokens. `hashed` is what this one makes of something fixed, by the function and the seed in use. The
-        first engine leaves its own as an object; an engine that finds another one logs that no block will ever
-        match, and why."""
-        self.later(functools.partial(_compare_hashes, engine, repr(hashed).encode()))
+    def compare_hashes(self, engine: str, hashed: Any, **layout: Any) -> None:
+        """Have the worker find out whether engines of this kind and weight version can find each other's blocks.
+        `hashed` is what this one makes of something fixed, by the function and the seed in use; `layout` whatever
+        else must be the same. The first engine leaves its own as an object; an engine that finds another one logs
+        what differs."""
+        facts = {"hashes": repr(hashed), **layout}
+        self.later(functools.partial(_compare, engine, facts))
 
     def _trip(self) -> None:
         self._breaker.trip(time.monotonic())
@@ -344,14 +351,21 @@ def _asking(keys: list[str]) -> Callable[[BlockingClient], list[bool]]:
     return lambda client: client.contains_many(keys)
 
 
-def _compare_hashes(engine: str, value: bytes, client: BlockingClient) -> None:
-    key = PROBE_KEY + engine
-    client.put(key, value, pin="soft")
-    if client.get(key) != value:
+def _compare(engine: str, facts: dict[str, Any], client: BlockingClient) -> None:
+    key, ours = PROBE_KEY + engine, json.dumps(facts, sort_keys=True)
+    client.put(key, ours.encode(), pin="soft")
+    here, there = json.loads(ours), json.loads(client.get(key))
+    differences = [
+        f"{name} ({here.get(name)!r} here, {there.get(name)!r} there)"
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]
+    if differences:
+        seed = f"PYTHONHASHSEED is {os.environ.get('PYTHONHASHSEED')!r} here: "
         LOG.error(
-            "this %s engine hashes blocks otherwise than those that share its cache (PYTHONHASHSEED is %r here): no "
-            "block of one will ever be found by another. Start all of them with the same PYTHONHASHSEED, and the same "
-            "hash algorithm",
+            "this %s engine differs from those that share its cache in %s: no block of one will ever be found by "
+            "another. %sengines share blocks with the same hash algorithm, seed, model and layout only",
             engine,
-            os.environ.get("PYTHONHASHSEED"),
+            ", ".join(differences),
+            seed if here["hashes"] != there.get("hashes") else "",
         )

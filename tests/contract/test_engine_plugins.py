@@ -409,6 +409,38 @@ class RequestOffloadingContext:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
+class FileMapper:
+    """vLLM's own rule for which engines' blocks are alike, as far as it matters here."""
+
+    def __init__(self, spec: Any) -> None:
+        self.rank = 0
+        self.fields = {
+            "model_name": spec.config.model.name,
+            "dtype": spec.config.model.dtype,
+            "tp_size": spec.config.parallel.tp_size,
+        }
+
+    @classmethod
+    def from_offloading_spec(cls, *, offloading_spec: Any, **_: Any) -> FileMapper:
+        return cls(offloading_spec)
+
+    def get_run_config(self) -> dict[str, Any]:
+        return self.fields
+
+
+@dataclass
+class Metadata:
+    documentation: str
+
+
+class OffloadingConnectorStats:
+    def __init__(self) -> None:
+        self.gauges: dict[str, int] = {}
+
+    def set_gauge(self, name: str, value: int) -> None:
+        self.gauges[name] = value
+
+
 class SecondaryTierManager:
     def __init__(self, spec: Any, view: memoryview, tier_type: str, detector: Any = None) -> None:
         self.tier_type = tier_type
@@ -416,8 +448,15 @@ class SecondaryTierManager:
 
 VLLM: dict[str, dict[str, Any]] = {
     "vllm.v1.kv_offload.base": {
+        "Locality": enum.Enum("Locality", {"LOCAL": "LOCAL", "REMOTE": "REMOTE"}),
         "LookupResult": LookupResult,
+        "OffloadingGaugeMetadata": Metadata,
         "RequestOffloadingContext": RequestOffloadingContext,
+    },
+    "vllm.v1.kv_offload.file_mapper": {"FileMapper": FileMapper},
+    "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": SimpleNamespace(P2P="p2p")},
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": {
+        "OffloadingConnectorStats": OffloadingConnectorStats
     },
     "vllm.v1.kv_offload.tiering.base": {
         "JobResult": JobResult,
@@ -428,13 +467,14 @@ VLLM: dict[str, dict[str, Any]] = {
 }
 
 
-def vllm_spec(tp_size: int = 1) -> Any:
-    parallel = SimpleNamespace(tp_size=tp_size, pp_size=1, pcp_size=1, dcp_size=1, rank=0)
+def vllm_spec(tp_size: int = 1, name: str = "org/model") -> Any:
+    parallel = {"tp_size": tp_size, "pp_size": 1, "pcp_size": 1, "dcp_size": 1, "rank": 0}
     config = SimpleNamespace(
-        model=SimpleNamespace(name="org/model", dtype="bfloat16"),
+        model=SimpleNamespace(name=name, dtype="bfloat16"),
         cache=SimpleNamespace(tokens_per_hash=16),
         groups=[SimpleNamespace(tokens_per_block=16, layer_names=["l0", "l1"])],
-        parallel=parallel,
+        parallel=SimpleNamespace(**parallel, is_parallelism_agnostic=False),
+        replicated_layout=False,
         canonical_layout=False,
         kv_cache_layout=None,
     )
