@@ -1,24 +1,30 @@
 """A client for engines that run for weeks: the peer may be restarted, and a cache that is away is only a miss."""
 
 from __future__ import annotations
-
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+from p2pstore import blocking
+from p2pstore.blocking import BlockingClient
+from p2pstore.errors import ConfigError
+from p2pstore.errors import DeadlineExceeded
+from p2pstore.errors import StoreClosed
+from p2pstore.objects import MAX_KEY_BYTES
+from typing import Any
+from typing import Final
+from typing import TypeVar
+from typing import cast
 import difflib
 import functools
 import hashlib
 import inspect
+import json
 import logging
 import math
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, TypeVar, cast
-
-from p2pstore import blocking
-from p2pstore.blocking import BlockingClient
-from p2pstore.errors import ConfigError, DeadlineExceeded, StoreClosed
-from p2pstore.objects import MAX_KEY_BYTES
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,8 +49,7 @@ QUIET_SECONDS: Final = 10.0
 KEPT_BYTES: Final = 900
 """Of a text that is too long for a key, its beginning that the key keeps: for people, and listings by prefix."""
 _KEY_PERSON: Final = b"p2pstore.engine"
-PROBE_KEY: Final = "p2pstore hash probe/"
-
+PROBE_KEY: Final = "p2pstore engine/"
 
 def legal_key(text: str) -> str:
     """The key that stands for a text of any length and content: the text itself where it can be a key, else its
@@ -55,7 +60,6 @@ def legal_key(text: str) -> str:
     digest = hashlib.blake2b(packed, digest_size=32, person=_KEY_PERSON).hexdigest()
     return f"{packed[:KEPT_BYTES].decode('utf-8', 'ignore')}#{digest}"
 
-
 def _is_utf8(packed: bytes) -> bool:
     try:
         packed.decode()
@@ -63,11 +67,9 @@ def _is_utf8(packed: bytes) -> bool:
         return False
     return True
 
-
 def leading(answers: Sequence[bool | None]) -> int:
     """How many of these are true, from the first one on."""
     return next((number for number, each in enumerate(answers) if not each), len(answers))
-
 
 def or_else(missing: Callable[..., Any]) -> Callable[[F], F]:
     """Have a method of a plug-in never raise into its engine: whatever fails, it returns what it returns where nothing
@@ -98,12 +100,10 @@ def or_else(missing: Callable[..., Any]) -> Callable[[F], F]:
 
     return decorate
 
-
 def _say_failed(plugin: Any, method: Callable[..., Any], error: Exception) -> None:
     """Log what a plug-in's method failed by; where, in the debug log."""
     LOG.debug("%s failed", method.__name__, exc_info=error)
     plugin._client.say(f"{method.__name__} failed, which counts as a miss: {error!r}")
-
 
 class Breaker:
     """Whether the local peer is worth a call. Closed: yes. Open: no call is made but the worker's probe, which closes
@@ -127,7 +127,6 @@ class Breaker:
     def probe_in(self, now: float) -> float | None:
         """Seconds until a probe is due; None while closed."""
         return None if self.closed else max(0.0, self._probe_at - now)
-
 
 class Lookups:
     """Questions about keys that shared memory leaves open. A scheduler asks again until the answer or the deadline.
@@ -174,7 +173,6 @@ class Lookups:
         while len(self._answers) > MAX_LOOKUPS:
             self._answers.pop(next(iter(self._answers)), None)
         self._late = False
-
 
 class LastingClient:
     """Calls to this machine's peer that never raise, whatever fails. Any thread may make them.
@@ -229,6 +227,11 @@ class LastingClient:
         ):
             self._trip()
         return result
+
+    @property
+    def answers(self) -> bool:
+        """Whether the peer answers, as far as is known."""
+        return self._breaker.closed
 
     def look_up(self, keys: Sequence[str]) -> list[bool | None]:
         """Whether these objects are there. Never waits and never asks: for a scheduler's thread. None: the worker asks
@@ -298,12 +301,13 @@ class LastingClient:
         if threading.current_thread() is not self._worker:
             self._worker.join(CLOSE_SECONDS)
 
-    def compare_hashes(self, engine: str, hashed: Any) -> None:
-        """Have the worker find out whether the other engines of this kind and weight version make the same hashes of
-        the same tokens. `hashed` is what this one makes of something fixed, by the function and the seed in use. The
-        first engine leaves its own as an object; an engine that finds another one logs that no block will ever
-        match, and why."""
-        self.later(functools.partial(_compare_hashes, engine, repr(hashed).encode()))
+    def compare_hashes(self, engine: str, hashed: Any, **layout: Any) -> None:
+        """Have the worker find out whether engines of this kind and weight version can find each other's blocks.
+        `hashed` is what this one makes of something fixed, by the function and the seed in use; `layout` whatever
+        else must be the same. The first engine leaves its own as an object; an engine that finds another one logs
+        what differs."""
+        facts = {"hashes": repr(hashed), **layout}
+        self.later(functools.partial(_compare, engine, facts))
 
     def _trip(self) -> None:
         self._breaker.trip(time.monotonic())
@@ -359,19 +363,24 @@ class LastingClient:
             self._absence_said = False
         self._probed_once.set()
 
-
 def _asking(keys: list[str]) -> Callable[[BlockingClient], list[bool]]:
     return lambda client: client.contains_many(keys)
 
-
-def _compare_hashes(engine: str, value: bytes, client: BlockingClient) -> None:
-    key = PROBE_KEY + engine
-    client.put(key, value, pin="soft")
-    if client.get(key) != value:
+def _compare(engine: str, facts: dict[str, Any], client: BlockingClient) -> None:
+    key, ours = PROBE_KEY + engine, json.dumps(facts, sort_keys=True)
+    client.put(key, ours.encode(), pin="soft")
+    here, there = json.loads(ours), json.loads(client.get(key))
+    differences = [
+        f"{name} ({here.get(name)!r} here, {there.get(name)!r} there)"
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]
+    if differences:
+        seed = f"PYTHONHASHSEED is {os.environ.get('PYTHONHASHSEED')!r} here: "
         LOG.error(
-            "this %s engine hashes blocks otherwise than those that share its cache (PYTHONHASHSEED is %r here): no "
-            "block of one will ever be found by another. Start all of them with the same PYTHONHASHSEED, and the same "
-            "hash algorithm",
+            "this %s engine differs from those that share its cache in %s: no block of one will ever be found by "
+            "another. %sengines share blocks with the same hash algorithm, seed, model and layout only",
             engine,
-            os.environ.get("PYTHONHASHSEED"),
+            ", ".join(differences),
+            seed if here["hashes"] != there.get("hashes") else "",
         )
