@@ -38,7 +38,6 @@ from p2pstore.integrations.mooncake.object_calls import (
     ObjectCalls,
     is_key,
 )
-from p2pstore.values import Source
 
 
 class AddressCalls(ObjectCalls):
@@ -151,14 +150,8 @@ class AddressCalls(ObjectCalls):
         """`put_from` for many, in few requests; a code for each. Size 0 is -600 here."""
         if not alike(keys, buffer_ptrs, sizes):
             return [INVALID] * len(keys)
-        codes = [INVALID] * len(keys)
-        values: dict[int, Source] = {}
-        for number, (pointer, size) in enumerate(zip(buffer_ptrs, sizes, strict=True)):
-            try:
-                if size:
-                    values[number] = value_in([self._buffers.place(pointer, size)])
-            except ITEM_FAILURES as error:
-                codes[number] = self._item_code(error)
+        codes, places = self._places(buffer_ptrs, sizes)
+        values = {number: value_in([place]) for number, place in places.items() if len(place)}
         good = [keys[number] for number in values]
         stored = self._store_many(good, list(values.values()), config, overwrite=overwrite)
         return _filled(codes, values, stored)
@@ -172,11 +165,9 @@ class AddressCalls(ObjectCalls):
         key."""
         if not alike(keys, buffer_ptrs, sizes):
             return [INVALID] * len(keys)
-        try:
-            views = self._buffers.places(buffer_ptrs, sizes, writes=True)
-        except (ValueError, TypeError):
-            return self._get_into_places(keys, list(zip(buffer_ptrs, sizes, strict=True)))
-        return self._get_many_into(keys, views)
+        codes, places = self._places(buffer_ptrs, sizes, writes=True)
+        got = self._get_many_into([keys[number] for number in places], list(places.values()))
+        return _filled(codes, places, got)
 
     def _batch_put_from_multi_buffers(
         self,
@@ -292,17 +283,21 @@ class AddressCalls(ObjectCalls):
             return self._code(error)
         return 0
 
-    def _get_into_places(self, keys: Sequence[str], places: Sequence[tuple[int, int]]) -> list[int]:
-        """Read values into places (address and size), some of which may be wrong; a length or a code for each."""
-        codes = [INVALID] * len(keys)
-        views: dict[int, Place] = {}
-        for number, place in enumerate(places):
+    def _places(
+        self, pointers: Sequence[int], sizes: Sequence[int], *, writes: bool = False
+    ) -> tuple[list[int], dict[int, Place]]:
+        """The places of a batch, by their numbers, without those that cannot be; and a code for each of these."""
+        codes = [INVALID] * len(pointers)
+        try:
+            return codes, dict(enumerate(self._buffers.places(pointers, sizes, writes=writes)))
+        except ITEM_FAILURES:
+            found: dict[int, Place] = {}
+        for number, each in enumerate(zip(pointers, sizes, strict=True)):
             try:
-                views[number] = self._buffers.place(*place, writes=True)
+                found[number] = self._buffers.place(*each, writes=writes)
             except ITEM_FAILURES as error:
                 codes[number] = self._item_code(error)
-        got = self._get_many_into([keys[number] for number in views], list(views.values()))
-        return _filled(codes, views, got)
+        return codes, found
 
     def _get_many_into(self, keys: Sequence[str], places: Sequence[Place]) -> list[int]:
         on_gpu = {
