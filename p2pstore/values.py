@@ -449,7 +449,3 @@ Source = memoryview | PutSource
 def value_of(value: Any) -> Source:
     """`source_view`, for what may lie elsewhere."""
     return value if isinstance(value, PutSource) else source_view(value)
-
-
-class GpuCopyFailed(P2PStoreError):
-    """A GPU did not copy. Its driver may be telling of what was asked of it before."""

@@ -157,7 +157,8 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
 
     @or_else(lambda *_, **__: [])
     async def list(self) -> Keys:
-        return await self._in_thread(self._list)
+        nothing: Keys = []
+        return await self._in_thread(lambda: self._client.call(_all_keys, nothing))
 
     @or_else(lambda *_, **__: False)
     def remove_sync(self, key: Any) -> bool:
@@ -268,18 +269,15 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         view[:] = data
         return room
 
-    def _list(self) -> Keys:
-        def pages(client: BlockingClient) -> Keys:
-            keys: Keys = []
-            more = True
-            while more:
-                page = client.list_keys(after=keys[-1] if keys else "", limit=PAGE_KEYS)
-                keys += [each.key for each in page.keys]
-                more = page.more and bool(page.keys)
-            return [key for key in keys if not key.startswith(PROBE_KEY)]
 
-        nothing: Keys = []
-        return self._client.call(pages, nothing)
+def _all_keys(client: BlockingClient) -> Keys:
+    keys: Keys = []
+    more = True
+    while more:
+        page = client.list_keys(after=keys[-1] if keys else "", limit=PAGE_KEYS)
+        keys += [each.key for each in page.keys]
+        more = page.more and bool(page.keys)
+    return [key for key in keys if not key.startswith(PROBE_KEY)]
 
 
 # --- in its server --------------------------------------------------------------------------------

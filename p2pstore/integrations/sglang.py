@@ -101,7 +101,7 @@ class _Pool:
 
 
 class _Figures:
-    """What was moved since SGLang last asked, for its metrics: pages and GB/s of each call."""
+    """Pages and GB/s of each call since SGLang last asked, for its metrics."""
 
     def __init__(self) -> None:
         self._prefetched: deque[tuple[int, float]] = deque(maxlen=MAX_NOTED)
@@ -375,7 +375,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     @or_else(lambda *_, **__: None)
     def get_stats(self) -> Any:
-        """What was moved since the last call, as SGLang's metrics want it; None where they are off."""
+        """The figures since the last call, as SGLang's metrics want them; None where they are off."""
         return self._figures.taken() if self._config.enable_storage_metrics else None
 
     @or_else(lambda *_, **__: None)

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from p2pstore.errors import GpuCopyFailed
 from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake import memory as memory_module
 from p2pstore.integrations.mooncake.own_peer import OwnPeer
 from p2pstore.objects import MIB
-from p2pstore.values import GpuCopyFailed
 from tests.contract.fake_cuda import (
     ILLEGAL_ADDRESS,
     OUT_OF_MEMORY,

@@ -41,8 +41,8 @@ from p2pstore.integrations.mooncake.object_calls import (
 
 
 class AddressCalls(ObjectCalls):
-    """Calls that move each byte once, between the caller's memory and a peer's. Memory of a GPU is copied by the GPU:
-    what is put straight to the peer's memory, what is read by way of pinned memory."""
+    """Calls that move each byte once, between the caller's memory and a peer's. A GPU copies its own memory: straight
+    to the peer's when it is put, by way of pinned memory when it is read."""
 
     def __init__(self) -> None:
         super().__init__()

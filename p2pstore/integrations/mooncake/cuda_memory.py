@@ -18,8 +18,9 @@ from typing import Any, Final, cast
 
 import numpy as np
 
+from p2pstore.errors import GpuCopyFailed
 from p2pstore.objects import chunk_sums
-from p2pstore.values import Gathered, GpuCopyFailed, Source, copy_bytes
+from p2pstore.values import Gathered, Source, copy_bytes
 
 LIBRARY: Final = "libcuda.so.1"
 _CONTEXT, _MEMORY_TYPE, _ORDINAL = 1, 2, 9
@@ -202,7 +203,7 @@ class GatheredAnywhere(Gathered):
 
 
 def value_in(parts: Sequence[Place]) -> Source:
-    """What lies in these places, one after the other, as one value."""
+    """The bytes in these places, one after the other, as one value."""
     if any(isinstance(part, DeviceMemory) for part in parts):
         return GatheredAnywhere(parts)
     [*views] = cast(Sequence[memoryview], parts)

@@ -18,13 +18,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from p2pstore.errors import GpuCopyFailed
 from p2pstore.integrations.mooncake.cuda_memory import (
     DeviceMemory,
     Place,
     loaded_driver,
 )
 from p2pstore.integrations.mooncake.mooncake_types import alike
-from p2pstore.values import GpuCopyFailed, RegisteredBuffer
+from p2pstore.values import RegisteredBuffer
 
 MAX_ADDRESS: Final = 2**47
 """Above is no memory of a process."""
