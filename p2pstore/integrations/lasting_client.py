@@ -37,7 +37,7 @@ KEPT_SECONDS: Final = 1.0
 """Time for which an answer is good after it was read first: one request looks up its keys again and again."""
 MAX_LOOKUPS: Final = 65_536
 MAX_BATCH: Final = 4096
-MAX_CHORES: Final = 16
+MAX_CHORES: Final = 64
 QUIET_SECONDS: Final = 10.0
 KEPT_BYTES: Final = 900
 """Of a text that is too long for a key, its beginning that the key keeps: for people, and listings by prefix."""

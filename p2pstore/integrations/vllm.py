@@ -15,7 +15,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -34,6 +34,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
 from p2pstore.results import ItemResult
 
@@ -101,6 +102,12 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         if there is None or (not there and self._wait_until and self._waits(req_context)):
             return LookupResult.RETRY
         return LookupResult.HIT if there else LookupResult.MISS
+
+    @or_else(lambda *_, **__: None)
+    def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
+        """Blocks were found in the engine's own memory: the pool keeps them, too, for engines that begin later."""
+        if self._client.answers:
+            self._client.later(_touching(self._prefix, list(keys)))
 
     def _waits(self, req_context: Any) -> bool:
         """Whether a missing block of this request may still be on its way from the engine that computed it."""
@@ -248,6 +255,10 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
     def _name(self, key: bytes) -> str:
         return legal_key(self._prefix + key.hex())
+
+
+def _touching(prefix: str, keys: list[bytes]) -> Callable[[BlockingClient], None]:
+    return lambda client: client.touch([legal_key(prefix + key.hex()) for key in keys])
 
 
 def _layout(spec: Any, row_bytes: int, model: str | None) -> dict[str, Any]:

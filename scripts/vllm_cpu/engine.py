@@ -104,6 +104,13 @@ class Handler(BaseHTTPRequestHandler):
                 "seconds": seconds,
             }
         )
+        self._store_the_rest()
+
+    def _store_the_rest(self) -> None:
+        """Go on until all blocks are stored, as vLLM's server does after its answer."""
+        engine = self.llm.llm_engine
+        while engine.engine_core.engine_core.scheduler.has_requests():
+            engine.step()
 
     def _answer(self, document: Any) -> None:
         body = json.dumps(document).encode()
@@ -112,6 +119,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+        self.wfile.flush()
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing: the log is looked through for what should not be there."""

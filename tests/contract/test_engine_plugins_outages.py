@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def askers(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+def askers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The names of the threads that made requests of a peer."""
     names: set[str] = set()
     register = LocalConnection._register
