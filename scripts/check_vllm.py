@@ -8,16 +8,16 @@ import random
 import re
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -115,6 +115,27 @@ class World:
         assert line.startswith("ready"), (self.folder / f"peer-{name}.log").read_text()
         return process
 
+    def start(
+        self,
+        name: str,
+        program: Sequence[str],
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[subprocess.Popen[str], Path]:
+        """A program of the engines' Python, and its log."""
+        paths = f"{HERE / 'vllm_cpu'}:{ROOT}:{ROOT / 'cli'}"
+        variables = {**os.environ, "PYTHONPATH": paths, **environment}
+        variables.pop("PYTHONHASHSEED", None)
+        log = self.folder / f"{name}.log"
+        process = subprocess.Popen(
+            [self._python, *program],
+            stdout=subprocess.PIPE,
+            stderr=log.open("wb"),
+            env=variables,
+            text=True,
+        )
+        self._stack.callback(process.kill)
+        return process, log
+
     def socket(self, name: str) -> str:
         return str(self.folder / f"{name}.sock")
 
@@ -134,23 +155,22 @@ class World:
 class Engine:
     """An engine in a process of its own, which has a model folder of its own: its path is not in the keys."""
 
-    def __init__(self, world: World, name: str, config: dict[str, Any], *options: str) -> None:
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        config: dict[str, Any],
+        *options: str,
+        before: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.name, self.port = name, free_port()
         folder = world.folder / f"engine-{name}" / "tiny"
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
-        self.log = world.folder / f"engine-{name}.log"
-        environment = {**os.environ, "PYTHONPATH": f"{HERE / 'vllm_cpu'}:{ROOT}:{ROOT / 'cli'}"}
-        environment.pop("PYTHONHASHSEED", None)
-        program = [str(HERE / "vllm_cpu/engine.py"), str(folder), str(self.port)]
-        self.process = subprocess.Popen(
-            [world._python, *program, json.dumps(config), *options],
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("wb"),
-            env=environment,
-            text=True,
-        )
-        world._stack.callback(self.process.kill)
+        program = [*before, str(HERE / "vllm_cpu/engine.py"), str(folder), str(self.port)]
+        program += [json.dumps(config), *options]
+        self.process, self.log = world.start(f"engine-{name}", program, environment)
 
     def wait_ready(self) -> None:
         assert self.process.stdout is not None
@@ -164,13 +184,13 @@ class Engine:
         say(f"  engine {self.name}: {cached(answer)} cached, {answer['seconds']:.3f} s")
         return answer
 
-    def until_cached(self, tokens: list[int]) -> dict[str, Any]:
+    def until_cached(self, tokens: list[int], *, least: int = CACHED_TOKENS) -> dict[str, Any]:
         """The answer once the blocks are announced here, which takes a moment."""
         answers: list[dict[str, Any]] = []
 
         def hits() -> bool:
             answers.append(self.ask(tokens))
-            return cached(answers[-1]) == CACHED_TOKENS
+            return cached(answers[-1]) >= least
 
         until(hits, f"engine {self.name} finds what another one computed")
         return answers[-1]
@@ -217,7 +237,7 @@ def check_stopped(b: Engine, alone: Engine, peers: dict[str, Any]) -> None:
     for seed in range(100, 107):
         times["stopped"].append(b.ask(prompt(seed), max_tokens=1)["seconds"])
         times["none"].append(alone.ask(prompt(seed), max_tokens=1)["seconds"])
-    stopped, none = (statistics.median(each) for each in times.values())
+    stopped, none = (min(each) for each in times.values())  # what other programs take is left out
     say(f"time to the first token: {stopped:.3f} s with a stopped peer, {none:.3f} s without one")
     assert stopped < MOST_SLOWDOWN * none, times
     peers["b"].send_signal(signal.SIGCONT)
@@ -274,7 +294,65 @@ def check_hashes(world: World) -> None:
     say("another hash algorithm is said")
 
 
-def run(python: str) -> None:
+def check_mooncake(world: World) -> None:
+    """vLLM's own connector for Mooncake's store, which is ours here."""
+    config = world.folder / "mooncake.json"
+    sizes = {"global_segment_size": "64mb", "local_buffer_size": "16mb"}
+    address = {"master_server_address": f"127.0.0.1:{free_port()}", "metadata_server": "P2P"}
+    config.write_text(json.dumps({**address, **sizes, "protocol": "tcp", "device_name": ""}))
+    connector = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+    connector["kv_load_failure_policy"] = "recompute"
+    share_through(
+        "Mooncake's API",
+        *(
+            Engine(
+                world,
+                f"mooncake-{name}",
+                connector,
+                before=["-m", "p2pstore.integrations.as_mooncake"],
+                environment={
+                    "MOONCAKE_CONFIG_PATH": str(config),
+                    "MOONCAKE_P2P_SOCKET": world.socket(name),
+                },
+            )
+            for name in "ab"
+        ),
+    )
+
+
+def check_lmcache(world: World) -> None:
+    """LMCache's server beside each engine, with our L2 adapter."""
+    engines = []
+    for name in "ab":
+        port = free_port()
+        adapter = {"type": "plugin", "module_path": "p2pstore.integrations.lmcache"}
+        adapter["class_name"] = "P2PL2Adapter"
+        ours = {"weight_version": "lmcache@v1", "socket": world.socket(name)}
+        program = ["-m", "lmcache.v1.multiprocess.server", "--port", str(port), "--l1-size-gb", "1"]
+        program += ["--supported-transfer-mode", "engine_driven", "--no-l1-use-lazy"]
+        program += ["--eviction-policy", "LRU", "--chunk-size", "64", "--l2-adapter"]
+        program += [json.dumps({**adapter, "adapter_params": ours})]
+        world.start(f"lmcache-server-{name}", program)
+        connector = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
+        connector["kv_load_failure_policy"] = "recompute"
+        extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
+        config = {**connector, "kv_connector_extra_config": extra}
+        engines.append(Engine(world, f"lmcache-{name}", config))
+    share_through("LMCache's server", *engines)
+
+
+def share_through(what: str, one: Engine, other: Engine) -> None:
+    for each in (one, other):
+        each.wait_ready()
+    cold = one.ask(prompt(50))
+    assert cached(cold) == 0
+    check_same(cold, other.until_cached(prompt(50), least=CACHED_TOKENS - 64))
+    for each in (one, other):
+        each.end()
+    say(what)
+
+
+def run(python: str, *options: str) -> None:
     with ExitStack() as stack:
         world = World(python, Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
         peers = {name: world.peer(name) for name in "ab"}
@@ -297,6 +375,10 @@ def run(python: str) -> None:
         for each in (b, c):
             each.end()
         check_hashes(world)
+        if "--mooncake" in options:
+            check_mooncake(world)
+        if "--lmcache" in options:
+            check_lmcache(world)
         for peer in peers.values():
             peer.send_signal(signal.SIGINT)
             assert peer.wait(30) == 0

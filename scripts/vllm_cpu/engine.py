@@ -63,7 +63,7 @@ def made(folder: str, config: dict[str, Any], algorithm: str) -> LLM:
         max_num_batched_tokens=4096,
         enforce_eager=True,
         block_size=32,
-        distributed_executor_backend="uni",
+        distributed_executor_backend="mp" if "LMCache" in config["kv_connector"] else "uni",
         prefix_caching_hash_algo=algorithm,
         kv_transfer_config=KVTransferConfig(**config),
     )
@@ -73,6 +73,7 @@ class Handler(BaseHTTPRequestHandler):
     """`llm` is the engine."""
 
     llm: LLM
+    resets_connector: bool
 
     def do_GET(self) -> None:
         times = sorted(TIMES) or [0.0]
@@ -89,7 +90,8 @@ class Handler(BaseHTTPRequestHandler):
             ignore_eos=True,
             extra_args={"kv_transfer_params": asked.get("kv_transfer_params")},
         )
-        self.llm.reset_prefix_cache(reset_connector=True)
+        # Mooncake's connector would empty the store.
+        self.llm.reset_prefix_cache(reset_connector=self.resets_connector)
         begin = time.perf_counter()
         (output,) = self.llm.generate(
             [{"prompt_token_ids": asked["prompt"]}], sampling, use_tqdm=False
@@ -127,7 +129,9 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     folder, port, config, *rest = sys.argv[1:]
-    Handler.llm = made(folder, json.loads(config), *(rest or ["sha256"]))
+    connector = json.loads(config)
+    Handler.resets_connector = connector["kv_connector"] == "OffloadingConnector"
+    Handler.llm = made(folder, connector, *(rest or ["sha256"]))
     server = HTTPServer(("127.0.0.1", int(port)), Handler)
     print("ready", flush=True)
     try:
