@@ -28,7 +28,7 @@ import pytest
 
 from p2pstore import blocking
 from p2pstore.errors import ConfigError
-from p2pstore.integrations.lasting_client import LastingClient, legal_key
+from p2pstore.integrations.lasting_client import PROBE_KEY, LastingClient, legal_key
 from p2pstore.objects import encode_key
 from tests.contract.worlds import PeerProcess, peer_process, until
 from tests.optional import require_torch
@@ -706,7 +706,7 @@ def test_lmcache_chunks_come_back(
         prefix = await connector.batched_get_non_blocking("id", keys)
         assert [bytes(each.data) for each in prefix] == values[:1]
         assert sum(backend.counts) == 4, "what came behind the gap was given back"
-        listed = [key for key in await connector.list() if "hash probe" not in key]
+        listed = [key for key in await connector.list() if not key.startswith(PROBE_KEY)]
         assert listed == [keys[0].text, keys[2].text]
         assert await connector.ping() == 0
         long = [ChunkKey(text) for text in KEYS_OF_ENGINES if text != "k"]
