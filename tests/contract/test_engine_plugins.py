@@ -440,6 +440,9 @@ class OffloadingConnectorStats:
     def set_gauge(self, name: str, value: int) -> None:
         self.gauges[name] = value
 
+    def reduce(self) -> dict[str, int]:
+        return self.gauges
+
 
 class SecondaryTierManager:
     def __init__(self, spec: Any, view: memoryview, tier_type: str, detector: Any = None) -> None:
