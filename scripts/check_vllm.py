@@ -27,6 +27,7 @@ CACHED_TOKENS = PROMPT_TOKENS // 32 * 32
 START_SECONDS = 300.0
 ANSWER_SECONDS = 120.0
 MOST_CALL_SECONDS = 0.001
+"""Of 99 % of the scheduler's calls. A hundred times as much where the machine is busy with other programs."""
 MOST_MORE_SECONDS = 1.0
 """Until the first token, with a stopped peer: one that is waited for costs five. The figures are printed."""
 FORBIDDEN = re.compile(r"Traceback|BufferError|differs from those|Segmentation")
@@ -175,7 +176,8 @@ class Engine:
     def wait_ready(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line == "ready\n":
+            if line.startswith("ready"):
+                say(f"  engine {self.name}: {line.strip()}")
                 return
         raise AssertionError(f"engine {self.name} ended:\n{self.log.read_text()[-4000:]}")
 
@@ -370,7 +372,8 @@ def run(python: str, *options: str) -> None:
             with urllib.request.urlopen(f"http://127.0.0.1:{each.port}/times") as response:
                 times = json.load(response)
             say(f"calls of engine {each.name}'s scheduler: {times}")
-            assert times["p99_seconds"] < MOST_CALL_SECONDS
+            busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+            assert times["p99_seconds"] < MOST_CALL_SECONDS * (100 if busy else 1)
         check_split(world, [a, b], c)
         for each in (b, c):
             each.end()

@@ -22,6 +22,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
+import vllm
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
@@ -133,7 +134,7 @@ def main() -> None:
     Handler.resets_connector = connector["kv_connector"] == "OffloadingConnector"
     Handler.llm = made(folder, connector, *(rest or ["sha256"]))
     server = HTTPServer(("127.0.0.1", int(port)), Handler)
-    print("ready", flush=True)
+    print("ready, vLLM", vllm.__version__, flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
