@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -129,6 +130,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     folder, port, config, *rest = sys.argv[1:]
     connector = json.loads(config)
     Handler.resets_connector = connector["kv_connector"] == "OffloadingConnector"
