@@ -35,11 +35,11 @@ ANSWER_SECONDS: Final = 0.1
 """Deadline of an open lookup. The key counts as missing afterwards."""
 POLL_SECONDS: Final = 0.001
 """Interval at which an engine's own thread looks for the answer."""
-KEPT_SECONDS: Final = 1.0
+KEPT_SECONDS: Final = 0.25
 """Time for which an answer is good after it was read first: one request looks up its keys again and again."""
 MAX_LOOKUPS: Final = 65_536
 MAX_BATCH: Final = 4096
-MAX_CHORES: Final = 16
+MAX_CHORES: Final = 64
 QUIET_SECONDS: Final = 10.0
 KEPT_BYTES: Final = 900
 """Of a text that is too long for a key, its beginning that the key keeps: for people, and listings by prefix."""
@@ -221,14 +221,10 @@ class LastingClient:
             result = what(client)
         except Exception as error:  # the engine goes on, whatever it is
             self.say(str(error) or repr(error))
-            if isinstance(error, DeadlineExceeded | StoreClosed):
-                self._trip()
+            self._trip_by(error)
             return otherwise
-        if isinstance(result, list) and any(
-            isinstance(getattr(each, "error", None), DeadlineExceeded | StoreClosed)
-            for each in result
-        ):
-            self._trip()
+        if isinstance(result, list):
+            self._trip_by(*(getattr(each, "error", None) for each in result))
         return result
 
     @property
@@ -246,7 +242,7 @@ class LastingClient:
             known = client.contains_many_nowait(keys)
         except Exception as error:
             self.say(str(error) or repr(error))
-            self._trip()
+            self._trip_by(error)
             return [False] * len(keys)
         if None not in known:
             return known
@@ -312,9 +308,11 @@ class LastingClient:
         facts = {"hashes": repr(hashed), **layout}
         self.later(functools.partial(_compare, engine, facts))
 
-    def _trip(self) -> None:
-        self._breaker.trip(time.monotonic())
-        self._notify()
+    def _trip_by(self, *errors: Any) -> None:
+        """Trip the breaker when one of these errors is that of a peer that is gone or hangs."""
+        if any(isinstance(error, DeadlineExceeded | StoreClosed) for error in errors):
+            self._breaker.trip(time.monotonic())
+            self._notify()
 
     def _notify(self) -> None:
         with self._wake:

@@ -186,7 +186,9 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         config, self._config = self._config, None
         hashed = None if config is None else _hashed(config)
         if hashed is not None:
-            self._client.compare_hashes("lmcache", hashed)
+            self._client.compare_hashes(
+                "lmcache", hashed, chunk_size=getattr(config, "chunk_size", None)
+            )
 
     # --- in threads ------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -34,12 +34,15 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from p2pstore.blocking import BlockingClient
 from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
 from p2pstore.results import ItemResult
 
 LOST_SECONDS = 5.0
 MAX_LOST = 100_000
 NAME_BYTES = 12
+WAIT_PARAMETER = "p2pstore_wait_seconds"
+"""In a request's `kv_transfer_params`: the time to wait for blocks that another engine has just computed."""
 PEER_ANSWERS = "vllm:kv_offload_p2pstore_peer_answers"
 
 
@@ -83,6 +86,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._running: set[Future[None]] = set()
         self._finished: deque[JobResult] = deque()
         self._lost: dict[bytes, float] = {}
+        self._wait_until: dict[str, float] = {}
         self._compared = False
         self._told_answers: bool | None = None
 
@@ -95,10 +99,22 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         if self._lost and self._lost.get(key, 0.0) > time.monotonic():
             return LookupResult.MISS
         (there,) = self._client.look_up([self._name(key)])
-        if there is None:
+        if there is None or (not there and self._wait_until and self._waits(req_context)):
             return LookupResult.RETRY
         return LookupResult.HIT if there else LookupResult.MISS
 
+    @or_else(lambda *_, **__: None)
+    def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
+        """Blocks were found in the engine's own memory: the pool keeps them, too, for engines that begin later."""
+        if self._client.answers:
+            self._client.later(_touching(self._prefix, list(keys)))
+
+    def _waits(self, req_context: Any) -> bool:
+        """Whether a missing block of this request may still be on its way from the engine that computed it."""
+        until = self._wait_until.get(req_context.req_id, 0.0)
+        return self._client.answers and time.monotonic() < until
+
+    @or_else(lambda *_, **__: RequestOffloadingContext())
     def on_new_request(self, req_context: Any) -> Any:
         """At the first one vLLM has chosen its hash function and seed: `NONE_HASH` is the function's hash of the seed.
         Both are compared with those of the other engines."""
@@ -106,7 +122,13 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
             self._compared = True
             seed = bytes(kv_cache_utils.NONE_HASH).hex()
             self._client.compare_hashes("vllm", seed, **self._layout)
+        wait_seconds = ((req_context and req_context.kv_transfer_params) or {}).get(WAIT_PARAMETER)
+        if wait_seconds:
+            self._wait_until[req_context.req_id] = time.monotonic() + float(wait_seconds)
         return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._wait_until.pop(req_context.req_id, None)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(self._store, job_metadata)
@@ -233,6 +255,10 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
 
     def _name(self, key: bytes) -> str:
         return legal_key(self._prefix + key.hex())
+
+
+def _touching(prefix: str, keys: list[bytes]) -> Callable[[BlockingClient], None]:
+    return lambda client: client.touch([legal_key(prefix + key.hex()) for key in keys])
 
 
 def _layout(spec: Any, row_bytes: int, model: str | None) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def askers(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+def askers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The names of the threads that made requests of a peer."""
     names: set[str] = set()
     register = LocalConnection._register
@@ -74,10 +73,10 @@ def test_a_scheduler_is_answered_while_the_peer_hangs(
         until(lambda: not tier._client.answers)
         assert tier.lookup(KEYS[0], None) is miss
         assert not store(vllm, tier, KEYS[1:2])
-        assert tier.get_stats().gauges == {vllm.PEER_ANSWERS: 0}
+        assert tier.get_stats().reduce() == {vllm.PEER_ANSWERS: 0}
         peer.process.send_signal(signal.SIGCONT)
         until(lambda: tier.lookup(KEYS[0], None) is hit)
-        assert tier.get_stats().gauges == {vllm.PEER_ANSWERS: 1}
+        assert tier.get_stats().reduce() == {vllm.PEER_ANSWERS: 1}
         assert tier.get_stats() is None
         tier.shutdown()
     assert threading.current_thread().name not in askers

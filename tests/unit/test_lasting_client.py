@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from p2pstore.client.read_ledger import ReadLedger
 from p2pstore.integrations.lasting_client import (
     ANSWER_SECONDS,
     KEPT_SECONDS,
@@ -95,3 +96,16 @@ def test_no_question_stays_open_for_longer_than_its_deadline(
             assert now < first_asked.setdefault(key, now) + ANSWER_SECONDS
         else:
             first_asked.pop(key, None)
+
+
+def test_touched_objects_are_reported_as_read_zero_times() -> None:
+    stirs: list[None] = []
+    ledger = ReadLedger(lambda: stirs.append(None))
+    ledger.read(b"read", 100)
+    ledger.touched([b"read", b"touched"])
+    assert stirs
+    report = ledger.take()
+    assert [(each.digest, each.count) for each in report.accesses] == [
+        (b"read", 1),
+        (b"touched", 0),
+    ]
