@@ -1,29 +1,27 @@
 """Putting many values: in windows of some MiB, of which the peer publishes one while the next is written."""
 
 from __future__ import annotations
+
 from collections import deque
 from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
+
 from p2pstore.client import answers
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.puts import windows
-from p2pstore.errors import GpuCopyFailed
-from p2pstore.errors import P2PStoreError
-from p2pstore.errors import StoreClosed
+from p2pstore.errors import GpuCopyFailed, P2PStoreError, StoreClosed
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_requests import RequestAhead
 from p2pstore.put_facts import PutFacts
-from p2pstore.results import ItemResult
-from p2pstore.results import PutResult
+from p2pstore.results import ItemResult, PutResult
 from p2pstore.values import Source
 from p2pstore.wire import Code
-from typing import Final
-from typing import NamedTuple
-from typing import Protocol
 
 LEAST_AHEAD: Final = 2
 MOST_AHEAD: Final = 4
 """Windows of small values, which are much work for the peer and little memory: it is not to wait for the next one."""
 NO_ROOM = (Code.CAPACITY_EXCEEDED, Code.OBJECT_TOO_LARGE)
+
 
 class PutRow(NamedTuple):
     """One value of a batch: its place there, and the digest of the block before it."""
@@ -32,6 +30,7 @@ class PutRow(NamedTuple):
     key: str
     source: Source
     follows: bytes
+
 
 class RowWriter(Protocol):
     """The methods of the writer of single values that a batch needs."""
@@ -59,12 +58,14 @@ class RowWriter(Protocol):
         """Store one value, on another peer if need be."""
         ...
 
+
 class _Sent(NamedTuple):
     """A window that the peer is publishing, and the rows for which it reserves room."""
 
     rows: list[PutRow]
     next_rows: Sequence[PutRow]
     request: RequestAhead[local.Committed]
+
 
 class PutBatch:
     """One batch. `results` has the keys, and gets the results."""
