@@ -393,4 +393,5 @@ def run(python: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and all that was started ends
     run(*sys.argv[1:])
