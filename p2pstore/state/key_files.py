@@ -46,6 +46,19 @@ def load_cluster_key_file(path: str | os.PathLike[str]) -> KeyRing:
     return parse_cluster_keys(text, str(where))
 
 
+def load_token_file(path: str | os.PathLike[str]) -> str:
+    """The token in a file of its own. Raises `ConfigError` when the file cannot be read, may be read by others, or
+    holds no line of 16 to 1,024 printable characters."""
+    where = Path(path)
+    try:
+        token = read_private(where, "holds a token").strip()
+    except FileNotFoundError:
+        raise ConfigError(f"the token file {where} does not exist") from None
+    if not 16 <= len(token) <= 1024 or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"{where}: one line of 16 to 1,024 printable ASCII characters is wanted")
+    return token
+
+
 def readers_key_file(path: str | os.PathLike[str], namespaces: Sequence[str] = ()) -> str:
     """The text of the key file for readers, or for writers of `namespaces`, that goes with a cluster key file. Raises
     as `load_cluster_key_file` and `reader_keys`."""

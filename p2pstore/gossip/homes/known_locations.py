@@ -9,7 +9,7 @@ which shows where to look and decides nothing.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -19,7 +19,7 @@ from p2pstore.gossip.homes.directory_mode import DirectoryMode, Phase
 from p2pstore.gossip.homes.home_views import HomeViews
 from p2pstore.gossip.homes.partition_homes import PartitionConfig
 from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.location_lookups import Denials
+from p2pstore.gossip.locations.location_lookups import Denials, Holding
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.views import Location, Position
 from p2pstore.gossip.records import Member, decode_location
@@ -173,6 +173,14 @@ class KnownLocations:
                     found.add(digest)
                     break
         return found
+
+    def holdings(
+        self, digests: Sequence[bytes], believed: Callable[[Member], range]
+    ) -> dict[Member, Holding] | None:
+        """By member, which of the keys it holds. None where logs do not tell all."""
+        if self._mode.phase is not Phase.FULL:
+            return None
+        return self._directory.holdings(digests, believed)
 
     def mentioned(self, digests: Set[bytes]) -> set[bytes]:
         """The keys that any member said anything of."""
