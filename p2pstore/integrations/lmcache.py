@@ -76,7 +76,7 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         self._loop = loop
         self._memory = local_cpu_backend
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="p2pstore-lmcache")
-        self._client.hashes_agree("lmcache", _hashed())
+        self._client.compare_hashes("lmcache", _hashed())
 
     @or_else(lambda *_, **__: False)
     async def exists(self, key: Any) -> bool:
@@ -275,7 +275,7 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         self._stored: dict[int, Any] = {}
         self._found: dict[int, Any] = {}
         self._loaded: dict[int, Any] = {}
-        self._client.hashes_agree("lmcache server", _hashed())
+        self._client.compare_hashes("lmcache server", _hashed())
 
     def get_store_event_fd(self) -> int:
         return int(self._stored_event.fileno())

@@ -15,6 +15,7 @@ import importlib.util
 import os
 import select
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ import pytest
 
 from p2pstore import blocking
 from p2pstore.errors import ConfigError
-from p2pstore.integrations.lasting_client import LastingClient, legal_key
+from p2pstore.integrations.lasting_client import PROBE_KEY, LastingClient, legal_key
 from p2pstore.objects import encode_key
 from tests.contract.worlds import PeerProcess, peer_process, until
 from tests.optional import require_torch
@@ -93,12 +94,18 @@ def test_engines_that_hash_otherwise_are_told(
     peer: PeerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = (LastingClient("hashes@v1", peer.socket) for _ in range(2))
-    assert one.hashes_agree("vllm", b"seed 1")
-    assert other.hashes_agree("vllm", b"seed 1")
-    assert other.hashes_agree("sglang", b"seed 2")
+    ends = threading.Semaphore(0)
+    for client, engine, seed in [
+        (one, "vllm", b"seed 1"),
+        (other, "vllm", b"seed 1"),
+        (other, "sglang", b"seed 2"),
+    ]:
+        client.compare_hashes(engine, seed)
+        client.later(lambda _: ends.release())
+        assert ends.acquire(timeout=DEADLINE_SECONDS)
     assert not caplog.records
-    assert not other.hashes_agree("vllm", b"seed 2")
-    assert "PYTHONHASHSEED" in caplog.text
+    other.compare_hashes("vllm", b"seed 2")
+    until(lambda: "PYTHONHASHSEED" in caplog.text)
     one.close()
     other.close()
 
@@ -402,6 +409,38 @@ class RequestOffloadingContext:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
+class FileMapper:
+    """vLLM's own rule for which engines' blocks are alike, as far as it matters here."""
+
+    def __init__(self, spec: Any) -> None:
+        self.rank = 0
+        self.fields = {
+            "model_name": spec.config.model.name,
+            "dtype": spec.config.model.dtype,
+            "tp_size": spec.config.parallel.tp_size,
+        }
+
+    @classmethod
+    def from_offloading_spec(cls, *, offloading_spec: Any, **_: Any) -> FileMapper:
+        return cls(offloading_spec)
+
+    def get_run_config(self) -> dict[str, Any]:
+        return self.fields
+
+
+@dataclass
+class Metadata:
+    documentation: str
+
+
+class OffloadingConnectorStats:
+    def __init__(self) -> None:
+        self.gauges: dict[str, int] = {}
+
+    def set_gauge(self, name: str, value: int) -> None:
+        self.gauges[name] = value
+
+
 class SecondaryTierManager:
     def __init__(self, spec: Any, view: memoryview, tier_type: str, detector: Any = None) -> None:
         self.tier_type = tier_type
@@ -409,8 +448,15 @@ class SecondaryTierManager:
 
 VLLM: dict[str, dict[str, Any]] = {
     "vllm.v1.kv_offload.base": {
+        "Locality": enum.Enum("Locality", {"LOCAL": "LOCAL", "REMOTE": "REMOTE"}),
         "LookupResult": LookupResult,
+        "OffloadingGaugeMetadata": Metadata,
         "RequestOffloadingContext": RequestOffloadingContext,
+    },
+    "vllm.v1.kv_offload.file_mapper": {"FileMapper": FileMapper},
+    "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": SimpleNamespace(P2P="p2p")},
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": {
+        "OffloadingConnectorStats": OffloadingConnectorStats
     },
     "vllm.v1.kv_offload.tiering.base": {
         "JobResult": JobResult,
@@ -421,13 +467,14 @@ VLLM: dict[str, dict[str, Any]] = {
 }
 
 
-def vllm_spec(tp_size: int = 1) -> Any:
-    parallel = SimpleNamespace(tp_size=tp_size, pp_size=1, pcp_size=1, dcp_size=1, rank=0)
+def vllm_spec(tp_size: int = 1, name: str = "org/model") -> Any:
+    parallel = {"tp_size": tp_size, "pp_size": 1, "pcp_size": 1, "dcp_size": 1, "rank": 0}
     config = SimpleNamespace(
-        model=SimpleNamespace(name="org/model", dtype="bfloat16"),
+        model=SimpleNamespace(name=name, dtype="bfloat16"),
         cache=SimpleNamespace(tokens_per_hash=16),
         groups=[SimpleNamespace(tokens_per_block=16, layer_names=["l0", "l1"])],
-        parallel=parallel,
+        parallel=SimpleNamespace(**parallel, is_parallelism_agnostic=False),
+        replicated_layout=False,
         canonical_layout=False,
         kv_cache_layout=None,
     )
@@ -659,7 +706,7 @@ def test_lmcache_chunks_come_back(
         prefix = await connector.batched_get_non_blocking("id", keys)
         assert [bytes(each.data) for each in prefix] == values[:1]
         assert sum(backend.counts) == 4, "what came behind the gap was given back"
-        listed = [key for key in await connector.list() if "hash probe" not in key]
+        listed = [key for key in await connector.list() if not key.startswith(PROBE_KEY)]
         assert listed == [keys[0].text, keys[2].text]
         assert await connector.ping() == 0
         long = [ChunkKey(text) for text in KEYS_OF_ENGINES if text != "k"]
