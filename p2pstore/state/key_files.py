@@ -1,31 +1,29 @@
 """Files with secrets: identities and cluster keys. Shell."""
 
 from __future__ import annotations
-from collections.abc import Sequence
-from p2pstore.access.keyring import KeyRing
-from p2pstore.access.keyring import parse_cluster_keys
-from p2pstore.access.keyring import reader_keys
-from p2pstore.errors import ConfigError
-from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.identity import SEED_BYTES
-from p2pstore.gossip.records import format_peer_id
-from p2pstore.state.folder import FORMAT
-from p2pstore.state.folder import Folder
-from p2pstore.state.folder import check_format
-from p2pstore.state.folder import open_regular_file
-from pathlib import Path
-from typing import Final
+
 import contextlib
 import os
 import secrets
 import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from p2pstore.access.keyring import KeyRing, parse_cluster_keys, reader_keys
+from p2pstore.errors import ConfigError
+from p2pstore.gossip.links.identity import SEED_BYTES, Identity
+from p2pstore.gossip.records import format_peer_id
+from p2pstore.state.folder import FORMAT, Folder, check_format, open_regular_file
 
 IDENTITY_HEADER: Final = "p2pstore identity "
 _MAX_KEY_FILE_BYTES: Final = 64 * 1024
 
+
 def ephemeral() -> Identity:
     """A new identity that is kept nowhere: for a peer without a state directory."""
     return Identity(secrets.token_bytes(SEED_BYTES))
+
 
 def load_cluster_key_file(path: str | os.PathLike[str]) -> KeyRing:
     """The cluster's keys: one in hexadecimal a line, the first one proves, `#` comments.
@@ -41,6 +39,7 @@ def load_cluster_key_file(path: str | os.PathLike[str]) -> KeyRing:
         ) from None
     return parse_cluster_keys(text, str(where))
 
+
 def load_token_file(path: str | os.PathLike[str]) -> str:
     """The token in a file of its own. Raises `ConfigError` when the file cannot be read, may be read by others, or
     holds no line of 16 to 1,024 printable characters."""
@@ -53,16 +52,19 @@ def load_token_file(path: str | os.PathLike[str]) -> str:
         raise ConfigError(f"{where}: one line of 16 to 1,024 printable ASCII characters is wanted")
     return token
 
+
 def readers_key_file(path: str | os.PathLike[str], namespaces: Sequence[str] = ()) -> str:
     """The text of the key file for readers, or for writers of `namespaces`, that goes with a cluster key file. Raises
     as `load_cluster_key_file` and `reader_keys`."""
     ring = load_cluster_key_file(path)
     return reader_keys(ring, lambda seed: format_peer_id(Identity(seed).peer_id), namespaces)
 
+
 def parse_private_keys(folder: Folder, name: str, what: str) -> KeyRing:
     """The keys of a file in `folder`, which is `what`. Raises as `load_cluster_key_file`, and `OSError`."""
     path = folder.path / name
     return parse_cluster_keys(read_private(path, what, folder), str(path))
+
 
 def read_private(path: Path, what: str, folder: Folder | None = None) -> str:
     """The text of a file with a secret in it, which lies in that folder or where a user said. Raises
@@ -90,6 +92,7 @@ def read_private(path: Path, what: str, folder: Folder | None = None) -> str:
         return data.decode("ascii")
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not a text file") from None
+
 
 def parse_identity(path: Path, text: str) -> bytes:
     header, _, rest = text.partition("\n")

@@ -5,42 +5,43 @@ names stands in for it: so the plug-ins' own work is always tested, and with the
 """
 
 from __future__ import annotations
-from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field
-from p2pstore import blocking
-from p2pstore.errors import ConfigError
-from p2pstore.integrations.lasting_client import LastingClient
-from p2pstore.integrations.lasting_client import legal_key
-from p2pstore.objects import encode_key
-from pathlib import Path
-from tests.contract.worlds import PeerProcess
-from tests.contract.worlds import peer_process
-from tests.contract.worlds import until
-from tests.optional import require_torch
-from types import SimpleNamespace
-from typing import Any
+
 import abc
 import asyncio
 import ctypes
 import enum
 import importlib
 import importlib.util
-import numpy as np
 import os
-import pytest
 import select
 import sys
 import threading
 import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2pstore import blocking
+from p2pstore.errors import ConfigError
+from p2pstore.integrations.lasting_client import LastingClient, legal_key
+from p2pstore.objects import encode_key
+from tests.contract.worlds import PeerProcess, peer_process, until
+from tests.optional import require_torch
 
 WEIGHTS = "model@v1"
 DEADLINE_SECONDS = 60.0
+
 
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerProcess]:
     with peer_process(tmp_path_factory.mktemp("plugins"), "plugins") as running:
         yield running
+
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:
     """Modules with these names in them, and their packages, for the length of the test; unless they are installed."""
@@ -57,6 +58,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
 
+
 def plugin(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     """The plug-in's module, imported for this test alone."""
     full = f"p2pstore.integrations.{name}"
@@ -65,12 +67,15 @@ def plugin(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     monkeypatch.delitem(sys.modules, full)
     return module
 
+
 # --- what they have in common ---------------------------------------------------------------------
+
 
 def test_the_weight_version_has_to_be_named() -> None:
     for none in ("", " ", None, 5):
         with pytest.raises(ConfigError, match="weight_version"):
             LastingClient(none)
+
 
 def test_settings_that_mean_nothing_are_named(
     peer: PeerProcess, caplog: pytest.LogCaptureFixture
@@ -83,6 +88,7 @@ def test_settings_that_mean_nothing_are_named(
     assert ["'threads'" in each.getMessage() for each in caplog.records] == [False, True]
     assert all("changes nothing" in each.getMessage() for each in caplog.records)
     client.close()
+
 
 def test_engines_that_hash_otherwise_are_told(
     peer: PeerProcess, caplog: pytest.LogCaptureFixture
@@ -103,6 +109,7 @@ def test_engines_that_hash_otherwise_are_told(
     one.close()
     other.close()
 
+
 def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(
     tmp_path: Path,
 ) -> None:
@@ -119,8 +126,10 @@ def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(
         client.close()
         assert client.call(lambda each: each.get("k"), b"nothing") == b"nothing"
 
+
 LONG = "k" * 1100
 KEYS_OF_ENGINES = ["k", LONG, LONG + "1", "\N{SNOWMAN}" * 400, "\udc80", ""]
+
 
 def test_texts_of_any_length_have_legal_keys_of_their_own() -> None:
     keys = [legal_key(text) for text in KEYS_OF_ENGINES]
@@ -130,6 +139,7 @@ def test_texts_of_any_length_have_legal_keys_of_their_own() -> None:
     assert all(encode_key(key) for key in keys)
     assert keys[1].startswith("k" * 900)
     assert legal_key("k" * 1024) == "k" * 1024
+
 
 def test_whatever_a_call_raises_is_a_miss_and_a_line_in_the_log(
     peer: PeerProcess, caplog: pytest.LogCaptureFixture
@@ -141,7 +151,9 @@ def test_whatever_a_call_raises_is_a_miss_and_a_line_in_the_log(
     assert len(caplog.records) == 3
     client.close()
 
+
 # --- SGLang ---------------------------------------------------------------------------------------
+
 
 class HiCacheStorage(abc.ABC):  # noqa: B024 - the part of SGLang's that matters here
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -150,11 +162,13 @@ class HiCacheStorage(abc.ABC):  # noqa: B024 - the part of SGLang's that matters
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         self.registered_pools = {host_pool_name: host_pool}
 
+
 @dataclass
 class PoolTransferResult:
     kv_hit_pages: int
     extra_pool_hit_pages: dict[str, int]
     restorable_prefix_pages: list[int] | None = None
+
 
 @dataclass
 class StorageMetrics:
@@ -162,6 +176,7 @@ class StorageMetrics:
     backup_pgs: list[int] = field(default_factory=list)
     prefetch_bandwidth: list[float] = field(default_factory=list)
     backup_bandwidth: list[float] = field(default_factory=list)
+
 
 SGLANG: dict[str, dict[str, Any]] = {
     "sglang.srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},
@@ -171,6 +186,7 @@ SGLANG: dict[str, dict[str, Any]] = {
     },
 }
 PAGE_SIZE = 4
+
 
 class HostPool:
     """Pages of two pieces, K and V, as `page_first` has them."""
@@ -185,6 +201,7 @@ class HostPool:
         pieces = [self.memory[half, page] for page in pages for half in (0, 1)]
         return [int(piece.ctypes.data) for piece in pieces], [piece.nbytes for piece in pieces]
 
+
 def sglang_config(**changed: Any) -> Any:
     fields = {
         **{"tp_rank": 0, "tp_size": 2, "pp_rank": 0, "pp_size": 1, "model_name": "org/model"},
@@ -194,6 +211,7 @@ def sglang_config(**changed: Any) -> Any:
         "extra_config": {"weight_version": WEIGHTS},
     }
     return SimpleNamespace(**{**fields, **changed})
+
 
 def test_sglang_pages_come_back_in_another_engine(
     peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
@@ -251,10 +269,12 @@ def test_sglang_pages_come_back_in_another_engine(
     assert reader.batch_exists(keys) == 0
     assert reader.batch_get_v1(keys, indices) == [False] * 4
 
+
 def side_transfer(name: str, pool_keys: list[str], first: int, policy: str = "all_pages") -> Any:
     torch = require_torch()
     indices = torch.arange(first * PAGE_SIZE, (first + len(pool_keys)) * PAGE_SIZE)
     return SimpleNamespace(name=name, keys=pool_keys, host_indices=indices, hit_policy=policy)
+
 
 def test_sglang_side_pools_of_hybrid_models(
     peer: PeerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -318,6 +338,7 @@ def test_sglang_side_pools_of_hybrid_models(
     assert writer.batch_set_v2(put) == {"mamba": [False] * 2, "indexer": [False] * 3}
     assert asked(writer, "mamba") == (0, {}, [])
 
+
 class HeadsPool(HostPool):
     """Pages that are cut by heads, as `page_head` has them: four heads of K, then four of V."""
 
@@ -339,6 +360,7 @@ class HeadsPool(HostPool):
             for half in (0, 1)
         ]
         return [int(piece.ctypes.data) for piece in pieces], [piece.nbytes for piece in pieces]
+
 
 def test_sglang_engines_of_other_sizes_share_what_is_cut_by_heads(
     peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
@@ -377,6 +399,7 @@ def test_sglang_engines_of_other_sizes_share_what_is_cut_by_heads(
     for store in (alone, *ranks, other):
         store.close()
 
+
 def test_sglang_is_told_what_was_moved_and_which_settings_mean_nothing(
     peer: PeerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -402,6 +425,7 @@ def test_sglang_is_told_what_was_moved_and_which_settings_mean_nothing(
     assert "did you mean 'weight_version'" in caplog.text
     silent.close()
 
+
 def test_sglang_starts_without_a_peer_and_uses_the_one_that_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -419,6 +443,7 @@ def test_sglang_starts_without_a_peer_and_uses_the_one_that_comes(
         until(lambda: store.batch_set_v1(["late"], indices) == [True])
         assert store.batch_exists(["late"]) == 1
         store.close()
+
 
 def test_sglang_makes_the_backend_itself(
     peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
@@ -454,6 +479,7 @@ def test_sglang_makes_the_backend_itself(
     assert (side.memory[:, :2] == wanted).all()
     store.close()
 
+
 def test_sglang_ranks_that_do_not_write_say_that_all_is_well(
     peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,10 +494,13 @@ def test_sglang_ranks_that_do_not_write_say_that_all_is_well(
     assert store.batch_exists(["mla"]) == 0
     store.close()
 
+
 # --- vLLM -----------------------------------------------------------------------------------------
+
 
 class LookupResult(enum.Enum):
     MISS, HIT, RETRY = range(3)
+
 
 @dataclass
 class TransferJob:
@@ -481,6 +510,7 @@ class TransferJob:
     is_promotion: bool
     req_context: Any = None
 
+
 @dataclass
 class JobResult:
     job_id: int
@@ -488,6 +518,7 @@ class JobResult:
     successful_keys: Any = None
     transfer_time: float | None = None
     transfer_bytes: int | None = None
+
 
 @dataclass
 class OffloadingEvent:
@@ -498,9 +529,11 @@ class OffloadingEvent:
     ownership: str | None = None
     removal_expected: bool = False
 
+
 @dataclass
 class RequestOffloadingContext:
     fields: dict[str, Any] = field(default_factory=dict)
+
 
 class FileMapper:
     """vLLM's own rule for which engines' blocks are alike, as far as it matters here."""
@@ -520,9 +553,11 @@ class FileMapper:
     def get_run_config(self) -> dict[str, Any]:
         return self.fields
 
+
 @dataclass
 class Metadata:
     documentation: str
+
 
 class OffloadingConnectorStats:
     def __init__(self) -> None:
@@ -534,10 +569,12 @@ class OffloadingConnectorStats:
     def reduce(self) -> dict[str, int]:
         return self.gauges
 
+
 class SecondaryTierManager:
     def __init__(self, spec: Any, view: memoryview, tier_type: str, detector: Any = None) -> None:
         self.tier_type = tier_type
         self.locality = None
+
 
 VLLM: dict[str, dict[str, Any]] = {
     "vllm.v1.kv_offload.base": {
@@ -561,6 +598,7 @@ VLLM: dict[str, dict[str, Any]] = {
     "vllm.v1.core.kv_cache_utils": {"NONE_HASH": b"seed"},
 }
 
+
 def vllm_spec(tp_size: int = 1, name: str = "org/model") -> Any:
     parallel = {"tp_size": tp_size, "pp_size": 1, "pcp_size": 1, "dcp_size": 1, "rank": 0}
     config = SimpleNamespace(
@@ -575,6 +613,7 @@ def vllm_spec(tp_size: int = 1, name: str = "org/model") -> Any:
     events = SimpleNamespace(enable_kv_cache_events=True, self_describing_kv_events=True)
     return SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=events)
 
+
 def finished(tier: Any) -> Any:
     found: list[Any] = []
 
@@ -585,6 +624,7 @@ def finished(tier: Any) -> Any:
     until(came)
     (result,) = found
     return result
+
 
 def test_vllm_blocks_come_back_in_another_engine(
     peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
@@ -635,6 +675,7 @@ def test_vllm_blocks_come_back_in_another_engine(
     assert not finished(writer).success
     assert writer.lookup(keys[0], None) == miss
 
+
 def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
     peer: PeerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -682,6 +723,7 @@ def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
     for tier in tiers:
         tier.shutdown()
 
+
 def test_vllm_makes_the_tier_itself(peer: PeerProcess) -> None:
     """By its own factory: only where it is installed (`scripts/engine_environment`)."""
     made = pytest.importorskip("vllm.v1.kv_offload.tiering.factory").SecondaryTierFactory
@@ -702,7 +744,9 @@ def test_vllm_makes_the_tier_itself(peer: PeerProcess) -> None:
     assert (memory[2:] == memory[:2]).all()
     tier.shutdown()
 
+
 # --- LMCache --------------------------------------------------------------------------------------
+
 
 class RemoteConnector:
     """Chunks of `CHUNK_BYTES`; its own reshaping cuts partial ones."""
@@ -719,6 +763,7 @@ class RemoteConnector:
         memory_obj.data = memory_obj.data[:bytes_read]
         return memory_obj
 
+
 class RemoteMetadata:
     def __init__(self, length: int, shapes: Any, dtypes: Any, fmt: Any) -> None:
         self.length, self.shapes, self.dtypes, self.fmt = length, length, dtypes, fmt
@@ -730,6 +775,7 @@ class RemoteMetadata:
     def deserialize(data: Any) -> RemoteMetadata:
         return RemoteMetadata(int.from_bytes(data, "little"), 0, 0, 0)
 
+
 class Bitmap:
     def __init__(self, size: int) -> None:
         self.bits = [0] * size
@@ -737,13 +783,16 @@ class Bitmap:
     def set(self, number: int) -> None:
         self.bits[number] = 1
 
+
 class L2AdapterInterface:
     def _notify_keys_stored(self, keys: Any, sizes: Any) -> None:
         self.noted = list(zip(keys, sizes, strict=True))
 
+
 class L2StoreResult(int):
     def __new__(cls, success: bool, bytes_transferred: int) -> L2StoreResult:
         return super().__new__(cls, bytes_transferred if success else -1)
+
 
 class EventNotifier:
     def __init__(self) -> None:
@@ -757,6 +806,7 @@ class EventNotifier:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
 
 class ChunkedTokenDatabase:
     """The parts of LMCache's that hash; making one gives vLLM another seed."""
@@ -773,6 +823,7 @@ class ChunkedTokenDatabase:
     def _hash_tokens(self, tokens: list[int]) -> int:
         return int(self.hash_func((self.NONE_HASH, tuple(tokens), ())))  # type: ignore[attr-defined]
 
+
 LMCACHE: dict[str, dict[str, Any]] = {
     "lmcache.v1.token_database": {"ChunkedTokenDatabase": ChunkedTokenDatabase},
     "lmcache.lmcache_native": {"Bitmap": Bitmap},
@@ -783,6 +834,7 @@ LMCACHE: dict[str, dict[str, Any]] = {
     "lmcache.v1.storage_backend.connector.base_connector": {"RemoteConnector": RemoteConnector},
 }
 CHUNK_BYTES = 1000
+
 
 class MemoryObj:
     def __init__(self, data: bytes | int, counts: list[int]) -> None:
@@ -801,6 +853,7 @@ class MemoryObj:
 
     get_dtypes = get_memory_format = get_shapes
 
+
 class CpuBackend:
     """Gives out memory, and counts what is not given back."""
 
@@ -815,12 +868,14 @@ class CpuBackend:
             raise MemoryError("no more")
         return MemoryObj(CHUNK_BYTES if shapes == "shapes" else shapes, self.counts)
 
+
 @dataclass(frozen=True)
 class ChunkKey:
     text: str
 
     def to_string(self) -> str:
         return self.text
+
 
 @pytest.mark.parametrize("save_chunk_meta", [False, True])
 def test_lmcache_chunks_come_back(
@@ -883,6 +938,7 @@ def test_lmcache_chunks_come_back(
 
     asyncio.run(use())
 
+
 def test_lmcache_engines_that_hash_otherwise_are_told_at_the_first_request(
     peer: PeerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -910,6 +966,7 @@ def test_lmcache_engines_that_hash_otherwise_are_told_at_the_first_request(
     asyncio.run(ask("builtin", 6))
     asyncio.run(ask("sha256_cbor", 5))
     assert caplog.text.count("this lmcache engine differs from those") == 2
+
 
 def test_lmcache_tasks_of_the_server_end_with_an_event(
     peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
