@@ -32,6 +32,7 @@ from p2pstore.state.state_directory import StateDirectory
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations, Lookup, Replicate
 from simulation.segment_checks import check_segment
+from tests.present import present
 
 MIB = 1024 * 1024
 
@@ -588,8 +589,7 @@ async def test_a_cancelled_peer_says_goodbye(tmp_path: Path) -> None:
                 gone = goes.node.core.peer_id
                 scope.cancel()
                 await trio.sleep_forever()
-        state = stays.node.core.gossip.membership.get(gone)
-        assert state is not None
+        state = present(stays.node.core.gossip.membership.get(gone))
         assert state.status.name == "LEFT"
 
 
@@ -599,8 +599,7 @@ async def test_floors_that_are_gone_do_not_fill_the_disk(
     monkeypatch.setattr(saving, "FLOORS_SLACK", 3)
     state = str(tmp_path / "state")
     async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
-        saver = peer.node.saver
-        assert saver is not None
+        saver = present(peer.node.saver)
         directory = saver.state
         floors = peer.node.core.gossip.cluster_records.floors
         for number in range(12):
@@ -723,8 +722,7 @@ async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies
 ) -> None:
     async with cluster(tmp_path, 2) as (first, second):
         await first.put("k", b"value")
-        entry = first.node.core.objects.find(key_digest("k", "default"), first.node.now)
-        assert entry is not None
+        entry = present(first.node.core.objects.find(key_digest("k", "default"), first.node.now))
         second.node.core.closing = True
         leaving = first.node.routes.remote_peer(second.node.core.peer_id)
         found = await first.node.pool.request(leaving, DataKind.LOOKUP, Lookup(entry.digest))

@@ -130,6 +130,7 @@ from p2pstore.wire import (
     encode_frame,
 )
 from tests.contract.simulated import SimulatedHarness
+from tests.present import present
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -493,8 +494,7 @@ async def test_a_flipped_byte_in_the_owners_memory_is_refused(
     harness: Harness, side: Side, position: int
 ) -> None:
     digest = put(harness.segment, "key", pattern(3 * MIB))
-    entry = harness.segment.find(digest, time.time())
-    assert entry is not None
+    entry = present(harness.segment.find(digest, time.time()))
     memory = _buffers[SEGMENT_BYTES]
     memory[entry.offset + position] ^= 1
     transport = harness.transport(side.driver)
@@ -516,8 +516,7 @@ async def test_a_damaged_slot_or_trailer_is_refused(
     harness: Harness, side: Side, what: str
 ) -> None:
     digest = put(harness.segment, "key", pattern(5000))
-    entry = harness.segment.find(digest, time.time())
-    assert entry is not None
+    entry = present(harness.segment.find(digest, time.time()))
     slot = harness.segment.geometry.slots_offset + 64 * entry.slot
     position = slot + 20 if what == "slot" else entry.offset + 5000 + 30
     _buffers[SEGMENT_BYTES][position] ^= 1
@@ -551,8 +550,7 @@ async def test_memory_reused_under_the_reader_is_refused_or_exact(harness: Harne
     """The owner breaks its promise and overwrites what it is sending."""
     value = pattern(16 * MIB)
     digest = put(harness.segment, "key", value)
-    entry = harness.segment.find(digest, time.time())
-    assert entry is not None
+    entry = present(harness.segment.find(digest, time.time()))
     transport = harness.transport(TrioDriver())
     memory = _buffers[SEGMENT_BYTES]
     outcomes = set()
@@ -713,8 +711,7 @@ async def test_many_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
     ]
     items[5] = (key_digest("absent"), Unprepared())
     items[7] = (digests[7], BufferDestination(bytearray(10)))
-    entry = tcp.segment.find(digests[11], time.time())
-    assert entry is not None
+    entry = present(tcp.segment.find(digests[11], time.time()))
     _buffers[SEGMENT_BYTES][entry.offset] ^= 1
     results = await side.run(lambda: pool.pull_many(tcp.copy(), items))
     failed = {
@@ -742,8 +739,7 @@ async def test_larger_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
     items = [(d, BufferDestination(b)) for d, b in zip(digests, buffers, strict=True)]
     damaged = range(3, 8)
     for number in damaged:
-        entry = tcp.segment.find(digests[number], time.time())
-        assert entry is not None
+        entry = present(tcp.segment.find(digests[number], time.time()))
         _buffers[SEGMENT_BYTES][entry.offset + entry.length - 1] ^= 1
     pool = tcp.pool(side.driver)
     results = await side.run(lambda: pool.pull_many(tcp.copy(), items))

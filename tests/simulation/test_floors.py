@@ -14,6 +14,7 @@ from simulation.absences import AbsenceScenario, run_absences
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
 from simulation.kernel import Faults, FaultyNetwork, Kernel
 from simulation.removals import RemovalScenario, run_removals
+from tests.present import present
 
 LIMIT = 24
 COMPACTED_SECONDS = 420.0
@@ -123,8 +124,7 @@ class World:
         )
 
     def horizon(self, number: int) -> int:
-        core = self.peer(number).core
-        assert core is not None
+        core = present(self.peer(number).core)
         return core.gossip.cluster_records.floors.compacted_before
 
     def distrusted(self) -> int:
@@ -132,8 +132,7 @@ class World:
         return sum(p.core.counters["horizons_missed"] for p in self.cluster.running if p.core)
 
     def has_floor(self, number: int, key: str) -> bool:
-        core = self.peer(number).core
-        assert core is not None
+        core = present(self.peer(number).core)
         return core.gossip.cluster_records.floors.floor_for(key_digest(key, NAMESPACE)).clock > 0
 
 
@@ -410,8 +409,7 @@ def test_clocks_an_hour_wrong_harm_only_their_own_peers() -> None:
     for number in range(3):
         assert world.read(number, "kept") == b"value"
         assert isinstance(world.read(number, "k"), Exception)
-        core = world.peer(number).core
-        assert core is not None
+        core = present(world.peer(number).core)
         assert len(core.gossip.cluster_records) <= 80
 
 

@@ -43,6 +43,7 @@ from p2pstore.gossip.records import (
     sign_peer_record,
 )
 from p2pstore.wire import Code, Empty, Failure, Message
+from tests.present import present
 from tests.unit.digest_rows import digest_from
 from tests.unit.gossip_network import (
     UNIX,
@@ -70,8 +71,7 @@ def joined(count: int, seed: int = 1, **config: object) -> tuple[Network, list[N
 
 
 def status(node: Node, other: Node) -> Status:
-    state = node.gossip.membership.get(other.peer_id)
-    assert state is not None
+    state = present(node.gossip.membership.get(other.peer_id))
     return state.status
 
 
@@ -394,8 +394,7 @@ def test_a_snapshot_with_a_wrong_hash_is_refused_and_fetched_again() -> None:
         )
         for effect in reader.tick(net.now):
             fetch = effect if isinstance(effect, FetchSnapshot) else fetch
-    known = record.snapshot(fetch.member)
-    assert known is not None
+    known = present(record.snapshot(fetch.member))
     head, packed = known
     with pytest.raises(ProtocolError):
         reader.snapshot_fetched(fetch.token, head, packed[:-42], net.now)

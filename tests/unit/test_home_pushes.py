@@ -28,6 +28,7 @@ from p2pstore.gossip.records import (
     decode_location,
     location_hash,
 )
+from tests.present import present
 from tests.unit.gossip_network import digest_of, location, peer_id_of
 
 CONFIG = PartitionConfig(audit_seconds=10.0, max_records=100_000)
@@ -54,15 +55,13 @@ class Owner:
         self.pushes.keepers(len(members) - 1 if keeps else 0, 0.0)
 
     def hold(self, number: int, clock: int = 1) -> None:
-        operation = self.log.add(location(number, clock))
-        assert operation is not None
+        operation = present(self.log.add(location(number, clock)))
         self.pushes.note([operation])
 
     def release(self, number: int) -> None:
         held = self.log.held(digest_of(number))
         if held is not None:
-            operation = self.log.remove(digest_of(number), decode_location(held).version)
-            assert operation is not None
+            operation = present(self.log.remove(digest_of(number), decode_location(held).version))
             self.pushes.note([operation])
 
     def take(self, now: float) -> list[Push]:
@@ -627,8 +626,7 @@ def test_a_question_is_answered_once_or_given_up() -> None:
     assert questions.fetching() == {7}
     questions.give_up_lost(LOST_ANSWER_SECONDS + 1.0)
     assert questions.take(ping.token) is None
-    asked = questions.take(fetch.token)
-    assert asked is not None
+    asked = present(questions.take(fetch.token))
     assert asked.member == 7
     assert questions.take(fetch.token) is None
     assert (len(questions), questions.count) == (0, 2)
