@@ -119,7 +119,7 @@ def test_waiting_for_a_key(pair: tuple[Peer, Peer]) -> None:
 
 
 def open_files(process: subprocess.Popen[bytes]) -> list[str]:
-    """What the descriptors of a process lead to."""
+    """The targets of a process's descriptors."""
     found = []
     for each in Path(f"/proc/{process.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

@@ -130,11 +130,11 @@ def test_a_key_is_replaced_while_the_cluster_works(machine: Machine) -> None:
     assert len(parse_cluster_keys(key.read_text(), "key").keys) == 1
     assert all(peer.alive() == 3 for peer in peers)
 
-    # What is not a key file changes nothing.
+    # A file that holds no key changes nothing.
     (machine.folder / "a.key").write_text("nonsense\n")
     hang_up(peers[0], "everything stays as it was")
     peers[0].client.put("after", b"value", replicas=3)
-    # Who has only the old key is out.
+    # A peer that has only the old key is out.
     write_private(machine.folder / "late.key", old)
     late = Process(
         machine,

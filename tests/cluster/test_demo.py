@@ -21,7 +21,7 @@ DEMO_SECONDS = 90.0
 
 
 class Traces:
-    """What a demo leaves: processes marked by a variable in their environment, and files."""
+    """The left-overs of a demo: processes marked by a variable in their environment, and files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -81,7 +81,7 @@ def lose(holder: Peer) -> None:
 
 
 async def read_all(reader: Peer) -> list[bytes | None]:
-    """What the reader gets of each key, in each of the ways to read; None where it gets nothing."""
+    """The reader's value of each key, in each of the ways to read; None where it gets nothing."""
     found: list[bytes | None] = []
     for key in KEYS:
         try:

@@ -122,7 +122,7 @@ def test_a_key_that_another_user_planted_is_refused(machine: Machine) -> None:
 def test_others_may_read_at_the_socket_and_change_nothing(
     machine: Machine, home_of_nobody: Path
 ) -> None:
-    """What they map is read-only as well: a writable mapping of the peer's memory would change everything."""
+    """Their mapping is read-only as well: a writable mapping of the peer's memory would change everything."""
     place = Path(tempfile.mkdtemp(prefix="p2p-socket-"))
     place.chmod(0o755)
     socket = place / "peer.sock"

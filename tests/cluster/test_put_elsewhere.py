@@ -399,7 +399,7 @@ async def test_only_a_ticket_to_write_stores(tmp_path: Path, scope: Scope) -> No
 
 
 async def test_tickets_to_write_go_to_the_places_only(tmp_path: Path) -> None:
-    """What a plan to read carries stores nothing; what a place carries reads nothing."""
+    """A ticket in a plan to read stores nothing; one in a place reads nothing."""
     async with peers(tmp_path, NONE, {}) as (a, b):
         await a.put("k", b"value")
         digest = key_digest("k")

@@ -254,7 +254,7 @@ def test_watch_into_a_pipe_gives_a_line_of_json_per_interval(machine: Machine) -
 
 
 def read_until(terminal: int, wanted: bytes, seconds: float = 20.0) -> bytes:
-    """What the terminal shows up to something; fails when that does not come."""
+    """The terminal's output up to a text; fails when that does not come."""
     shown, deadline = b"", time.monotonic() + seconds
     while wanted not in shown:
         readable, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))

@@ -123,7 +123,7 @@ def test_the_page_of_a_peer(cluster: ProcessCluster, tmp_path: Path) -> None:
             assert fact in text_of(browser, "#peer")
         looks_well(browser)
 
-        # What others wrote is text, and nothing else.
+        # Text of others is text, and nothing else.
         assert browser.evaluate("document.querySelectorAll('script').length") == 1
         assert browser.evaluate("document.querySelectorAll('img, b[onclick]').length") == 0
         assert browser.evaluate("document.title").endswith("p0 \u2013 All is well")

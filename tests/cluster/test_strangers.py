@@ -777,7 +777,7 @@ def yamux(kind: int, flags: int, stream: int, length: int, payload: bytes = b"")
 
 
 def abuse() -> dict[str, Callable[[int], bytes]]:
-    """What an attacker may write after Noise, frame by frame."""
+    """Frames that an attacker may write after Noise, in turn."""
     rng = Random(3)
     return {
         "pings": lambda n: yamux(PINGED, SYN, 0, n),

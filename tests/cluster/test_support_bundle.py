@@ -19,7 +19,7 @@ TICKET = bytes(range(7, 250, 5))
 
 
 def gathered(peer: Peer, path: Path, *options: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the command said, and the files in the bundle."""
+    """The command's output, and the files in the bundle."""
     result = subprocess.run(
         [*COMMAND, "support-bundle", "-o", str(path), "--json", *options],
         env={**peer.machine.environment, "MOONCAKE_P2P_SOCKET": peer.ready["socket"]},

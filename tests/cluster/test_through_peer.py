@@ -118,7 +118,7 @@ async def test_what_cannot_be_brought(tmp_path: Path) -> None:
 
 
 class AsIfRdma(TcpTransport):
-    """What the peer prefers; counts what it was asked for."""
+    """The peer's preferred way; counts requests."""
 
     name = RDMA
 

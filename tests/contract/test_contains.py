@@ -166,7 +166,7 @@ def open_connection(peer: SmallPeer) -> LocalConnection:
 def test_a_reply_that_came_with_another_is_not_waited_for(
     peer: SmallPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who received before this one looked had its reply as well: to receive again would wait for nothing."""
+    """Another receiver took this reply as well before this one looked: to receive again would wait for nothing."""
     connection = open_connection(peer)
     whole = LocalConnection._send
 

@@ -105,7 +105,7 @@ def spoil(cluster: Cluster, key: str) -> None:
 
 
 def live(store: Store) -> Any:
-    """What a store's client has open."""
+    """The files and mappings that a store's client has open."""
     session = store.real._session if store.world == "blocking" else store.real
     return session._live
 

@@ -1,4 +1,4 @@
-"""What a store promises, in every world: a peer in this process, and clients for trio, threads and
+"""The promises of a store, in every world: a peer in this process, and clients for trio, threads and
 asyncio, against one real cluster of two peers."""
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def test_the_ttl_of_a_second_put_is_that_of_all_copies(
 
 
 async def fill_falsely(driver: Any, target: memoryview, source: Any, *_: Any) -> bytes:
-    """What a client does that puts other bytes than it says."""
+    """Put other bytes than announced, as a broken client does."""
     target[:] = bytes(len(source))
     return chunk_sums(source)
 

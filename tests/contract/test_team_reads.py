@@ -445,7 +445,7 @@ async def test_who_looks_on_sees_who_brought_what(side: Side) -> None:
 
 
 class Stop(Exception):
-    """What a callback raises."""
+    """An error raised by a callback."""
 
 
 @pytest.mark.parametrize("at", [1, 7, 20])

@@ -178,7 +178,7 @@ async def test_a_proof_for_another_certificate_is_refused(harness: TcpHarness) -
 
 
 def hello_of(version: ssl.TLSVersion) -> bytes:
-    """What a TLS client says first."""
+    """The first message of a TLS client."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.maximum_version = version

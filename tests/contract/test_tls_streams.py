@@ -143,7 +143,7 @@ async def test_small_views_get_what_a_record_holds_bit_by_bit(side: Side) -> Non
 
 
 async def test_nothing_is_read_after_a_farewell() -> None:
-    """What a stranger goes on to send would fill the memory."""
+    """Otherwise a stranger that goes on sending would fill the memory."""
     ended = trio.Event()
 
     async def script(stream: AcceptedTlsStream) -> None:
@@ -226,7 +226,7 @@ async def test_silence_is_a_deadline(side: Side) -> None:
 
 
 async def test_nobody_reads(side: Side) -> None:
-    """What could not be sent cannot be sent later: the stream is closed."""
+    """Bytes that could not be sent cannot be sent later: the stream is closed."""
 
     async def talk() -> None:
         for whole in (False, True):

@@ -107,7 +107,7 @@ class SlowStore:
 
 @asynccontextmanager
 async def batch(store: SlowStore, side: Side, limit: int = 8) -> AsyncIterator[TransferBatch]:
-    """What `ClientSession.transfers` does."""
+    """The same as `ClientSession.transfers`."""
     async with side.driver.helpers() as start:
         made = TransferBatch(store, side.driver, start, limit, in_threads=side.name == "blocking")
         try:

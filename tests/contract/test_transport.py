@@ -1,4 +1,4 @@
-"""What every transport has to do, against real sockets and real memory, and in virtual time.
+"""The duties of every transport, against real sockets and real memory, and in virtual time.
 
 To add a transport: write a `Harness`, and add it to `HARNESSES`. Everything that takes the `harness`
 fixture then runs over it, under trio, under asyncio and with blocking sockets. Below that come the tests of TCP alone.

@@ -54,7 +54,7 @@ async def echo(stream: Any, count: int) -> None:
 
 
 async def told(stream: Any, data: bytes) -> bytes:
-    """What an echo makes of `data`, sent while it is read."""
+    """The answer of an echo to `data`, sent while it is read."""
     received = b""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stream.write, data)

@@ -328,7 +328,7 @@ def packed_lists(rng: Random, sent: list[bytes]) -> None:
 
 
 def texts(rng: Random, sent: list[bytes]) -> None:
-    """What people write."""
+    """Text that people write."""
     key = (b"k" * 32).hex() + " # a key\n"
     peer = format_peer_id(IDENTITY.peer_id) + "\n"
     address = rng.choice(("127.0.0.1:1", "[::1]:2", "host:3"))

@@ -46,7 +46,7 @@ END_SECONDS: Final = 15.0
 
 @dataclass
 class Outcome:
-    """What became of an attack. `reads` are values compared to the last byte, by role."""
+    """The result of an attack. `reads` are values compared to the last byte, by role."""
 
     reads: dict[str, int] = field(default_factory=dict)
     wrong: int = 0

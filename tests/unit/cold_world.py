@@ -24,7 +24,7 @@ from tests.unit.core_harness import Harness, clock_at, digest_of
 
 @dataclass(frozen=True)
 class Stored:
-    """What the dictionary keeps of an object."""
+    """The dictionary's entry of an object."""
 
     entry: ColdEntry
     trailer: TrailerBody

@@ -123,7 +123,7 @@ def location(number: int, clock: int = 1, writer: int = 1) -> LocationRecord:
 
 
 def operations_after(log: OwnLog, sequence: int, limit_bytes: int = 1 << 40) -> bytes:
-    """What a log's owner wrote after `sequence`, packed; nothing when the log is cut behind there."""
+    """The operations in a log after `sequence`, packed; none when the log is cut behind there."""
     while log.signed < log.sequence:
         log.sign(FakeSigner(peer_id_of(0)))
     runs = log.since(sequence, 1 << 40)

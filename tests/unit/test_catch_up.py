@@ -27,7 +27,7 @@ def setting() -> tuple[OwnLog, Directory, MemberState, CatchUp]:
 
 
 def relay(log: OwnLog, directory: Directory, owner: MemberState) -> None:
-    """What the owner wrote since the view's place arrives."""
+    """The operations since the view's place arrive."""
     known = directory.position(owner.member)[1]
     directory.apply(owner.member, 1, run_at(known + 1, operations_after(log, known)))
 

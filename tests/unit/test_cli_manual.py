@@ -18,7 +18,7 @@ OPERATORS = {"|", ">", "&&", ";"}
 
 
 def arguments_in(line: str) -> list[str]:
-    """What an example gives to the program, without the shell's part of it."""
+    """The arguments that an example gives to the program, without the shell's part of it."""
     inside = re.search(r"\$\((.*)\)", line)
     words = shlex.split(inside[1] if inside else line)
     words = words[words.index(PROGRAM) + 1 :]

@@ -725,7 +725,7 @@ def test_without_its_ssd_a_peer_withdraws_what_was_there_and_goes_on() -> None:
 
 
 def test_what_a_fast_clock_left_on_the_ssd_alone_is_given_up_and_counted() -> None:
-    """What memory has as well gets a new stamp there."""
+    """An object that memory has as well gets a new stamp there."""
     world = ColdWorld(others=1)
     world.core.unix_offset_seconds += 3600.0
     world.unix_offset += 3600.0

@@ -36,7 +36,7 @@ def look(world: Harness, *keys: str, **options: object) -> LookupOperation:
 
 
 def told(world: Harness, other: Other, thing: RemoteObject) -> Holding:
-    """What a home peer says of a copy at `other`."""
+    """A home peer's answer about a copy at `other`."""
     return Holding(other.member, OTHER_INCARNATION, 1, world.location(thing))
 
 

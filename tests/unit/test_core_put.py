@@ -302,7 +302,7 @@ def test_a_holder_is_asked_for_its_slot_only() -> None:
 
 
 def items_of(ask: AskPeer) -> list[Any]:
-    """What a question to a holder is about."""
+    """The items that a question to a holder is about."""
     assert isinstance(ask.request, Get | SetExpiry)
     return list(ask.request.items)
 

@@ -37,7 +37,7 @@ NOTHING = memoryview(b"")
 
 @dataclass
 class Seen:
-    """What a client saw of an object, and the view that it took, if it did."""
+    """A client's sight of an object, and the view that it took, if any."""
 
     client: str
     sighting: Sighting
@@ -62,7 +62,7 @@ class OwnerAndClients(RuleBasedStateMachine):
         self.views: list[Seen] = []
         self.books: dict[str, LeaseBook] = {}
         self.pages: dict[str, tuple[bytearray, bytearray]] = {}
-        """What each client stored, and how much of it shows."""
+        """Each client's stores, and how many of them are visible."""
         for client in CLIENTS:
             self.connect(client)
         looks = self.segment.references.hazards.settle

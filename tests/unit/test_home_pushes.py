@@ -574,7 +574,7 @@ def test_a_home_never_vouches_for_less_than_the_owner_confirmed(
     everything arrives it is what the owner holds."""
     owner, home = Owner([OWNER, HOME]), views()
     hashes: dict[int, list[int]] = {}
-    """What each partition's set hash was after each of its operations."""
+    """Each partition's set hash after each of its operations."""
     clock, now = 0, 1.0
     late: list[Push] = []
 

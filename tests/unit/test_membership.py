@@ -503,7 +503,7 @@ def test_an_accusation_so_high_that_it_leaves_no_room_to_refute_is_passed_over()
 def test_whoever_started_with_a_wrong_clock_can_be_accused_and_can_refute(
     wrong_by_days: int,
 ) -> None:
-    """What they signed themselves counts as well: incarnations never fall, and a clock may be set right, or wrong,
+    """Their own records count as well: incarnations never fall, and a clock may be set right, or wrong,
     later on."""
     day_ms = 86_400_000
     now_ms = 1_800_000_000_000

@@ -39,7 +39,7 @@ DIGESTS = {key: key_digest(key) for key in KEYS}
 
 
 def pattern(key: str, clock: int, length: int) -> bytes:
-    """What the owner stores under a key and version, and a reader can work out by itself."""
+    """The value that the owner stores under a key and version; a reader can compute it."""
     block = DIGESTS[key] + clock.to_bytes(8, "little")
     return (block * (length // len(block) + 1))[:length]
 
@@ -427,7 +427,7 @@ def test_a_thread_never_reads_a_wrong_byte() -> None:
 
 
 def read_in_child(descriptor: int, length: int, attempts: int) -> None:
-    """What the other process does: waits for the first object, then reads."""
+    """The other process: it waits for the first object, then reads."""
     view = map_read_only(descriptor, length)
     reader = Unverified(view)
     deadline = time.monotonic() + 20

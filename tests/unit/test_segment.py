@@ -113,7 +113,7 @@ def put(
 
 @dataclass
 class Expected:
-    """What the model knows of a live object."""
+    """The model's knowledge of a live object."""
 
     value: bytes
     entry: ObjectEntry

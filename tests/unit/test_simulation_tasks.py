@@ -11,7 +11,7 @@ from simulation.tasks import Answer, Task, sleep
 
 
 def recorder(kernel: Kernel) -> tuple[list[tuple[float, str]], Callable[[str], None]]:
-    """What happened, each with its time, and how to add to it."""
+    """Events with their times, and a function that adds one."""
     seen: list[tuple[float, str]] = []
     return seen, lambda word: seen.append((kernel.now, word))
 
