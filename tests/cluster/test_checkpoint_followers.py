@@ -14,8 +14,9 @@ import pytest
 
 from p2pstore.checkpoint.client.group_calls import has_version
 from p2pstore.errors import FollowersLag
-from tests.cluster.test_cli import COMMAND, Machine, Peer, done, eventually, new_machine
+from tests.cluster.machines import COMMAND, Machine, Peer, done, new_machine
 from tests.contract.swarm_world import make_files
+from tests.waiting import eventually
 
 SECONDS = 90.0
 

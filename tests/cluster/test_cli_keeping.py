@@ -14,17 +14,8 @@ from pathlib import Path
 import pytest
 
 from p2pstore.objects import MIB
-from tests.cluster.test_cli import COMMAND, Peer, done, eventually, failed, new_machine
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Peer, Peer]]:
-    """Two peers that know each other, for tests that leave them as they are."""
-    with new_machine() as machine:
-        first = machine.join("first")
-        second = machine.join("second", "--bootstrap", first.ready["control"])
-        eventually(lambda: first.alive() == second.alive() == 2)
-        yield first, second
+from tests.cluster.machines import COMMAND, Peer, done, failed, new_machine
+from tests.waiting import eventually
 
 
 def keys_on(peer: Peer, prefix: str, *options: str) -> list[str]:

@@ -32,11 +32,10 @@ from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
-from tests.cluster.test_cli import Machine, eventually, machine
-from tests.cluster.test_cli import Peer as Process
-from tests.cluster.test_open_peer import config, until
-
-__all__ = ["machine"]  # a fixture
+from tests.cluster.machines import Machine
+from tests.cluster.machines import Peer as Process
+from tests.cluster.peers import config
+from tests.waiting import eventually, until
 
 SECONDS = 10.0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from p2pstore.objects import MIB
-from tests.cluster.test_cli import eventually
+from tests.waiting import eventually
 
 DEMO = [sys.executable, "-m", "mooncake_p2p", "demo"]
 DEMO_SECONDS = 90.0

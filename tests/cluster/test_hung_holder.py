@@ -14,16 +14,11 @@ from p2pstore import blocking
 from p2pstore.errors import DeadlineExceeded, Unavailable
 from p2pstore.objects import MIB
 from p2pstore.results import ItemResult
-from tests.cluster.test_cli import Machine, Peer, eventually, new_machine
+from tests.cluster.machines import Machine, Peer
+from tests.waiting import eventually
 
 SPARE_SECONDS = 2.0
 """For a busy machine; a second wait for the same holder would take longer."""
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    with new_machine() as machine:
-        yield machine
 
 
 def cluster(machine: Machine, *names: str, transport: str = "auto") -> list[Peer]:

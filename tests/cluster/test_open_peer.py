@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,7 @@ import pytest
 import trio
 
 import p2pstore
-from p2pstore import PeerConfig, errors
+from p2pstore import errors
 from p2pstore.access.keyring import new_cluster_key
 from p2pstore.core.gets import key_pages as listing
 from p2pstore.core.gets import serving
@@ -32,51 +30,11 @@ from p2pstore.state.state_directory import StateDirectory
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations, Lookup, Replicate
 from simulation.segment_checks import check_segment
+from tests.cluster.peers import cluster, config
 from tests.present import present
+from tests.waiting import until
 
 MIB = 1024 * 1024
-
-
-async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    with trio.fail_after(seconds):
-        while not condition():
-            await trio.sleep(0.01)
-
-
-def config(folder: Path, name: str, *bootstrap: Peer | str, **settings: object) -> PeerConfig:
-    addresses = [each if isinstance(each, str) else each.control for each in bootstrap]
-    defaults: dict[str, object] = {
-        "name": name,
-        "memory": "32MiB",
-        "listen": "127.0.0.1:0",
-        "socket": str(folder / f"{name}.sock"),
-        "bootstrap": addresses,
-        "insecure": True,  # tests that attack as a member need no key then
-    }
-    return PeerConfig(**{**defaults, **settings})  # type: ignore[arg-type]  # settings of every type
-
-
-@asynccontextmanager
-async def cluster(folder: Path, count: int = 3, **settings: object) -> AsyncIterator[list[Peer]]:
-    """`count` peers that know each other."""
-    async with trio.open_nursery() as nursery:
-        peers: list[Peer] = []
-        done = trio.Event()
-
-        async def run(number: int) -> None:
-            bootstrap = peers[:1] if number else []
-            async with open_peer(config(folder, f"p{number}", *bootstrap, **settings)) as peer:
-                peers.append(peer)
-                await done.wait()
-
-        for number in range(count):
-            nursery.start_soon(run, number)
-            await until(lambda number=number: len(peers) > number)  # type: ignore[misc]  # bound now
-        await until(lambda: all(len(p.node.core.live_peers()) == count - 1 for p in peers))
-        try:
-            yield peers
-        finally:
-            done.set()
 
 
 async def test_what_one_puts_the_others_get(tmp_path: Path) -> None:

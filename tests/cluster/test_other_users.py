@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_cli import COMMAND, COMMAND_SECONDS, Machine, done, failed, machine
-
-__all__ = ["machine"]
+from tests.cluster.machines import COMMAND, COMMAND_SECONDS, Machine, done, failed
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

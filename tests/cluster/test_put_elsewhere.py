@@ -38,8 +38,9 @@ from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from simulation.segment_checks import check_segment
-from tests.cluster.test_cli import eventually, new_machine
-from tests.cluster.test_open_peer import config, until
+from tests.cluster.machines import new_machine
+from tests.cluster.peers import config
+from tests.waiting import eventually, until
 
 NONE: Mapping[str, object] = {"memory": 0}
 HUGE = (1 << 64) - 1

@@ -91,14 +91,13 @@ from p2pstore.wire import (
     encode_frame,
 )
 from tests.cluster.flooding import flood, flooded
+from tests.cluster.machines import Machine
+from tests.cluster.machines import Peer as Process
+from tests.cluster.peers import cluster, config
 from tests.cluster.test_attacks import PATIENCE_SECONDS, still_well
-from tests.cluster.test_cli import Machine, eventually, machine
-from tests.cluster.test_cli import Peer as Process
 from tests.cluster.test_control_host import Attacker
-from tests.cluster.test_open_peer import cluster, config, until
 from tests.present import present
-
-__all__ = ["machine"]  # a fixture
+from tests.waiting import eventually, until
 
 SECONDS = 10.0
 MIB = 1024 * 1024

@@ -10,7 +10,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.test_cli import COMMAND, Peer, done, eventually, new_machine
+from tests.cluster.machines import COMMAND, Peer, done, new_machine
+from tests.waiting import eventually
 
 SECONDS = 120.0
 """A bundle about a peer that hangs waits for it a few times."""

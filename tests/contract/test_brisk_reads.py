@@ -26,8 +26,8 @@ from tests.contract.test_transport import (
     pattern,
     put,
     segment_of,
-    until,
 )
+from tests.waiting import until
 
 LENGTHS = [1, 4095, 4096, 65_536, 65_537, MIB - 1, MIB]
 

@@ -40,8 +40,8 @@ from tests.contract.test_transport import (
     pattern,
     put,
     segment_of,
-    until,
 )
+from tests.waiting import until
 
 HEADS_BYTES = 16 * 1024
 """Headers, slots and trailers of a few answers."""

@@ -32,14 +32,7 @@ from p2pstore.transfer.transport import (
 )
 from p2pstore.wire import Code
 from tests.contract.test_storing import Stores, store_request, writer
-from tests.contract.test_transport import (
-    DRIVERS,
-    Side,
-    TcpHarness,
-    pattern,
-    put,
-    segment_of,
-)
+from tests.contract.test_transport import DRIVERS, Side, TcpHarness, pattern, put, segment_of
 
 HASTE_SECONDS = 0.3
 """For each wait, where others have the object."""

@@ -47,9 +47,9 @@ from tests.contract.test_transport import (
     read_frame,
     scripted_owner,
     segment_of,
-    until,
 )
 from tests.readers.values import KEYS_PER_PEER, is_right, key_name, value_of
+from tests.waiting import until
 
 
 @pytest.fixture(params=DRIVERS)

@@ -56,8 +56,8 @@ from tests.contract.test_transport import (
     pattern,
     read_frame,
     segment_of,
-    until,
 )
+from tests.waiting import until
 
 STORED = Stored(0, 1, 1, 5, 6, 7, 42, b"record")
 

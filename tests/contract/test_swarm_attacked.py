@@ -32,10 +32,11 @@ from p2pstore.transfer.data_messages import (
 )
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.wire import HEADER, ONE_WAY, encode_frame
-from tests.contract.swarm_world import PIECE, MemberHere, open_world, until
+from tests.contract.swarm_world import PIECE, MemberHere, open_world
 from tests.contract.test_slow_holders import NEVER, Trickle
 from tests.contract.test_swarm_run import complete, published, to
 from tests.present import present
+from tests.waiting import until
 
 HUGE = (1 << 63) - 1
 SLOW_SECONDS = 8.0

@@ -44,8 +44,8 @@ from tests.contract.test_transport import (
     pattern,
     put,
     segment_of,
-    until,
 )
+from tests.waiting import until
 
 DIGEST = key_digest("key")
 VALUE = pattern(24 * MIB + 5)

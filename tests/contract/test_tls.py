@@ -39,8 +39,8 @@ from tests.contract.test_transport import (
     put,
     read_frame,
     segment_of,
-    until,
 )
+from tests.waiting import until
 
 TRIO = Side("trio", TrioDriver())
 

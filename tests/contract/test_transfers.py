@@ -23,7 +23,8 @@ from p2pstore.runtime.blocking_streams import run_blocking
 from p2pstore.runtime.streams import Event
 from p2pstore.transfer.transfer_trace import Progress
 from tests.contract.test_transport import DRIVERS, Side
-from tests.contract.worlds import WORLDS, Cluster, Store, open_cluster, until
+from tests.contract.worlds import WORLDS, Cluster, Store, open_cluster
+from tests.waiting import eventually
 
 DEADLINE_SECONDS = 20.0
 
@@ -416,7 +417,7 @@ def test_values_come_and_go(cluster: Cluster, store: Store) -> None:
         store.put(key, value)
     for key, value in there.items():
         cluster.distant.put(key, value)
-        until(lambda key=key: store.contains(key))  # type: ignore[misc]  # mypy: defaults of a lambda
+        eventually(lambda key=key: store.contains(key))  # type: ignore[misc]  # mypy: defaults of a lambda
     wanted = here | there
     buffers = {key: bytearray(len(value)) for key, value in wanted.items()}
     new = f"{store.world}/new"

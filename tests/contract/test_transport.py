@@ -131,6 +131,7 @@ from p2pstore.wire import (
 )
 from tests.contract.simulated import SimulatedHarness
 from tests.present import present
+from tests.waiting import until
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -193,13 +194,6 @@ def put(segment: Segment, key: str, value: bytes, clock: int = 1) -> bytes:
         now=time.time(),
     )
     return digest
-
-
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Wait for a condition that other tasks or processes bring about."""
-    with trio.fail_after(seconds):
-        while not condition():  # processes set no events
-            await trio.sleep(0.002)
 
 
 # --- harnesses -------------------------------------------------------------------------------

@@ -35,8 +35,8 @@ from tests.contract.test_transport import (
     read_exactly,
     read_frame,
     segment_of,
-    until,
 )
+from tests.waiting import until
 
 LARGE, SMALL = pattern(16 * MIB), pattern(64 * KIB)
 DIGEST = key_digest("large")

@@ -53,11 +53,11 @@ from tests.contract.test_transport import (
     pattern,
     put,
     segment_of,
-    until,
 )
 from tests.present import present
 from tests.rdma.harness import STAGING_BYTES, RdmaHarness, SomeCompletions, cables
 from tests.rdma.owner import Owner
+from tests.waiting import until
 
 
 def first_line(transport: RdmaTransport) -> rdma_reads.Line | None:

@@ -18,15 +18,7 @@ from typing import Final
 import numpy as np
 
 from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
-from tests.readers.actors import (
-    CHANGES,
-    COLUMNS,
-    FAILED,
-    LIMIT,
-    OWNERS,
-    READS,
-    WRONG,
-)
+from tests.readers.actors import CHANGES, COLUMNS, FAILED, LIMIT, OWNERS, READS, WRONG
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 CAST: Final = {

@@ -10,12 +10,7 @@ from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
 from p2pstore.gossip.members.member_table import MembershipConfig, MemberState
 from p2pstore.gossip.members.membership import Membership
-from tests.unit.gossip_network import (
-    location,
-    operations_after,
-    peer_id_of,
-    run_at,
-)
+from tests.unit.gossip_network import location, operations_after, peer_id_of, run_at
 
 
 def setting() -> tuple[OwnLog, Directory, MemberState, CatchUp]:

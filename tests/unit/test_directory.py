@@ -20,12 +20,7 @@ from p2pstore.gossip.locations.views import Applied, DirectoryConfig, Outcome
 from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead
 from p2pstore.objects import Version
-from tests.unit.gossip_network import (
-    digest_of,
-    location,
-    operations_after,
-    run_at,
-)
+from tests.unit.gossip_network import digest_of, location, operations_after, run_at
 
 A, B = 111, 222
 

@@ -11,12 +11,7 @@ import pytest
 from p2pstore.core.puts.placing import MAX_HOLDERS, MAX_TARGETS, Room, choose_rooms, place
 from p2pstore.errors import CapacityExceeded
 from p2pstore.objects import MIB
-from tests.unit.core_harness import (
-    Harness,
-    Other,
-    digest_of,
-    remote_object,
-)
+from tests.unit.core_harness import Harness, Other, digest_of, remote_object
 
 HOST = b"h" * 16
 
