@@ -416,14 +416,14 @@ def test_clocks_an_hour_wrong_harm_only_their_own_peers() -> None:
 # --- long random lives -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(400, 404))
+@pytest.mark.parametrize("seed", range(400, 403))
 def test_absences_splits_and_shutdowns(seed: int) -> None:
     outcome = run_absences(seed)
     assert not outcome.problems, f"seed {seed}: {outcome.problems[:5]}"
     assert outcome.delivered > 30, f"seed {seed}: hardly anything was read"
 
 
-@pytest.mark.parametrize("seed", range(460, 463))
+@pytest.mark.parametrize("seed", range(460, 462))
 def test_memory_that_outlives_its_peers(seed: int) -> None:
     scenario = AbsenceScenario(keeps_memory=True, absences=8, shutdowns=2, seconds=600.0)
     outcome = run_absences(seed, scenario)
