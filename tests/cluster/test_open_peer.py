@@ -207,14 +207,6 @@ async def test_the_wrong_cluster_key_is_refused_and_said_on_both_sides(
     assert any(line.startswith("dropped") for line in said), said
 
 
-async def test_another_cluster_is_refused(tmp_path: Path) -> None:
-    async with open_peer(config(tmp_path, "a", cluster="one")) as a:
-        with pytest.raises(errors.AuthenticationFailed):
-            async with open_peer(config(tmp_path, "b", a, cluster="two")) as b:
-                with trio.fail_after(15):
-                    await b.node.leave_requested.wait()
-
-
 def book(state: str) -> str:
     return Path(state, "addresses.json").read_text()
 
