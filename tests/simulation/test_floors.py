@@ -204,7 +204,7 @@ def test_a_cluster_that_is_in_touch_discards_nothing() -> None:
     world = World(4, skews=(0.0, 8.0, 3.0, 5.0))
     for number in range(4):
         world.put(number, f"kept {number}", b"%d" % number)
-    world.churn(0, 700.0)
+    world.churn(0, 450.0)
     world.settle()
     assert world.horizon(0), "nothing was compacted: the test has lost its power"
     assert world.distrusted() == 0
@@ -216,7 +216,7 @@ def test_nor_one_with_a_member_that_died_long_ago() -> None:
     world = World(4)
     world.put(0, "kept", b"value")
     world.peer(3).crash()
-    world.churn(1, 700.0)
+    world.churn(1, 450.0)
     world.settle()
     assert world.horizon(0)
     assert world.distrusted() == 0
@@ -226,7 +226,7 @@ def test_nor_one_with_a_member_that_died_long_ago() -> None:
 def test_a_short_absence_costs_nothing() -> None:
     world = World(3)
     world.put(2, "kept", b"value")
-    world.churn(0, 500.0)
+    world.churn(0, COMPACTED_SECONDS)
     assert world.horizon(0)
     world.peer(2).crash()
     world.run(20.0)

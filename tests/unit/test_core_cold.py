@@ -317,8 +317,7 @@ def test_a_floor_ends_it() -> None:
 def test_the_floor_of_a_namespace_ends_all_in_steps_and_hides_them_at_once() -> None:
     world = ColdWorld(others=1)
     names = [f"k{number}" for number in range(80)]
-    for name in names:
-        world.cool(name, name.encode() * 1000)
+    world.cool_all({name: name.encode() * 1000 for name in names})
     world.learn_floor(world.others[0], namespace_digest(NAMESPACE), world.soon, SCOPE_NAMESPACE)
     assert not any(world.core.cold.find(digest_of(name), world.now) for name in names)
     assert world.store.objects, "all at once would hold the loop"
@@ -661,8 +660,7 @@ def test_without_a_tier_nothing_changes(many: int) -> None:
 def test_prefetching_goes_some_at_a_time() -> None:
     world = ColdWorld(memory_bytes=1024 * 1024)
     names = [f"cold{number:02}" for number in range(40)]
-    for name in names:
-        world.cool(name, VALUE + name.encode())
+    world.cool_all({name: VALUE + name.encode() for name in names})
     world.core.prefetching.add([digest_of(name) for name in names], world.now)
     brought: list[str] = []
     while len(world.core.prefetching):
@@ -706,14 +704,14 @@ def test_prefetching_many_that_are_nowhere() -> None:
 
 def test_without_its_ssd_a_peer_withdraws_what_was_there_and_goes_on() -> None:
     world = ColdWorld()
-    for number in range(100):
+    for number in range(50):
         world.cool(f"cold{number}", VALUE + bytes([number]))
     world.core.operations.fetch(digest_of("cold5"), world.now)
     world.load()
     world.core.cold.lose_store()
     assert world.core.cold.find(digest_of("cold1"), world.now) is None
     world.pass_time(0.5)
-    records = [world.announced(f"cold{number}") for number in range(100)]
+    records = [world.announced(f"cold{number}") for number in range(50)]
     assert [number for number, record in enumerate(records) if record is not None] == [5]
     entry = present(world.find("cold5"))
     assert not entry.on_ssd

@@ -99,7 +99,7 @@ def test_peers_join_in_any_order() -> None:
 
 def test_an_operation_is_known_to_all_within_half_a_second() -> None:
     net, nodes = joined(20)
-    for trial in range(10):
+    for trial in range(5):
         node = nodes[trial]
         node.hold(location(trial), net.now)
         net.rest(node)
@@ -696,7 +696,7 @@ def test_loss_alone_kills_nobody_for_long(loss: float) -> None:
     net, nodes = joined(8)
     net.loss = loss
     wrong = 0
-    for second in range(60):
+    for second in range(40):
         nodes[second % 8].hold(location(second), net.now)
         net.rest(nodes[second % 8])
         net.run(1)
