@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,17 +24,11 @@ from p2pstore.local.server import MAX_IN_FLIGHT, TURN_SECONDS
 from p2pstore.objects import DIGEST_BYTES
 from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.wire import PREFACE_LOCAL, Message, encode_frame
-from tests.contract.small_peer import SmallPeer, small_peer
+from tests.contract.small_peer import SmallPeer
 
 CONTAINS_KEYS = MOST_ITEMS[LocalKind.CONTAINS]
 KEYS = [f"k{number}" for number in range(3 * CONTAINS_KEYS + 100)]
 HELD = range(0, len(KEYS), 1000)
-
-
-@pytest.fixture
-def peer(tmp_path: Path) -> Iterator[SmallPeer]:
-    with small_peer(tmp_path / "peer.sock") as running:
-        yield running
 
 
 @pytest.fixture

@@ -37,20 +37,8 @@ from p2pstore.objects import MIB, key_digest
 from p2pstore.runtime.blocking_streams import BlockingDriver, BlockingStream, run_blocking
 from p2pstore.runtime.streams import ByteStream
 from tests.contract.small_peer import PEER_ID, small_peer
-from tests.contract.worlds import ASYNC_WORLDS, WORLDS, Cluster, Store, open_cluster
+from tests.contract.worlds import ASYNC_WORLDS, WORLDS, Cluster, Store
 from tests.waiting import eventually
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with open_cluster() as running:
-        yield running
-
-
-@pytest.fixture(params=WORLDS)
-def store(request: pytest.FixtureRequest, cluster: Cluster) -> Store:
-    return cluster.stores[request.param]
-
 
 _numbers = itertools.count()
 

@@ -38,22 +38,10 @@ from p2pstore.local.local_connection import LocalConnection
 from p2pstore.objects import KIB, MIB, chunk_sums
 from p2pstore.wire import Limits
 from simulation.segment_checks import check_segment
-from tests.contract.worlds import ASYNC_WORLDS, WORLDS, Cluster, Store, open_cluster, peer_process
+from tests.contract.worlds import ASYNC_WORLDS, WORLDS, Cluster, Store, peer_process
 from tests.odd_tensors import odd_arrays, odd_tensors
 from tests.optional import require_torch
 from tests.waiting import eventually
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with open_cluster() as running:
-        yield running
-
-
-@pytest.fixture(params=WORLDS)
-def store(request: pytest.FixtureRequest, cluster: Cluster) -> Store:
-    return cluster.stores[request.param]
-
 
 _numbers = itertools.count()
 

@@ -35,10 +35,9 @@ from p2pstore.transfer.transport import (
     pull_with_failover,
 )
 from p2pstore.wire import Code
+from tests.contract.sides import DRIVERS, Side
 from tests.contract.test_transport import (
-    DRIVERS,
     CancellingDriver,
-    Side,
     TcpHarness,
     _buffers,
     pattern,
@@ -52,11 +51,6 @@ VALUE = pattern(24 * MIB + 5)
 SLICE = 2 * MIB
 ROOM = [(32 + 8 * number) * MIB for number in range(4)]
 HEADS_BYTES = 64 * 1024
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @pytest.fixture(autouse=True)

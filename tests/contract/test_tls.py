@@ -24,12 +24,11 @@ from p2pstore.transfer.serving.data_server import ServerLimits
 from p2pstore.transfer.tls.tls_streams import MAX_HANDSHAKE_BYTES, dial_tls
 from p2pstore.transfer.transport import BufferDestination, PullFailed, pull_with_failover
 from p2pstore.wire import Code, encode_frame
+from tests.contract.sides import Side
 from tests.contract.test_tls_streams import raw_server
 from tests.contract.test_transport import (
-    DRIVERS,
     OWNER,
     READER,
-    Side,
     TcpHarness,
     assert_closed,
     caught_log,
@@ -43,11 +42,6 @@ from tests.contract.test_transport import (
 from tests.waiting import until
 
 TRIO = Side("trio", TrioDriver())
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @pytest.fixture

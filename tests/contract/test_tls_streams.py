@@ -36,16 +36,12 @@ from p2pstore.transfer.tls.tls_streams import (
     dialling_context,
     serving_context,
 )
-from tests.contract.test_transport import DRIVERS, OWNER, Side, grant, read_exactly
+from tests.contract.sides import DRIVERS, Side
+from tests.contract.test_transport import OWNER, grant, read_exactly
 
 Script = Callable[[AcceptedTlsStream], Awaitable[None]]
 RawScript = Callable[[TrioStream], Awaitable[None]]
 SIZES = [0, 1, 16 * KIB - 1, 16 * KIB, 16 * KIB + 1, 300_000, 3 * MIB + 1]
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @contextlib.asynccontextmanager

@@ -22,16 +22,11 @@ from p2pstore.results import ItemResult, OnConflict, PutResult, TransferRequest,
 from p2pstore.runtime.blocking_streams import run_blocking
 from p2pstore.runtime.streams import Event
 from p2pstore.transfer.transfer_trace import Progress
-from tests.contract.test_transport import DRIVERS, Side
-from tests.contract.worlds import WORLDS, Cluster, Store, open_cluster
+from tests.contract.sides import DRIVERS, Side
+from tests.contract.worlds import Cluster, Store
 from tests.waiting import eventually
 
 DEADLINE_SECONDS = 20.0
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @pytest.fixture(autouse=True)
@@ -365,17 +360,6 @@ async def test_many_waiters_and_late_submissions(side: Side) -> None:
 
 
 # --- a real cluster --------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with open_cluster() as running:
-        yield running
-
-
-@pytest.fixture(params=WORLDS)
-def store(request: pytest.FixtureRequest, cluster: Cluster) -> Store:
-    return cluster.stores[request.param]
 
 
 class PlainFace:

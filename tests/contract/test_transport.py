@@ -6,7 +6,6 @@ fixture then runs over it, under trio, under asyncio and with blocking sockets. 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import logging
@@ -21,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -55,8 +54,6 @@ from p2pstore.memory.segment_layout import (
     plan_geometry,
 )
 from p2pstore.objects import CHUNK_BYTES, KIB, MIB, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.runtime.asyncio_streams import AsyncioDriver
-from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.runtime.streams import BytesLike, ByteStream, Driver
 from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import transport as transport_module
@@ -129,6 +126,7 @@ from p2pstore.wire import (
     decode_body,
     encode_frame,
 )
+from tests.contract.sides import Side
 from tests.contract.simulated import SimulatedHarness
 from tests.present import present
 from tests.waiting import until
@@ -364,33 +362,6 @@ async def harness(request: pytest.FixtureRequest) -> AsyncIterator[Harness]:
 async def tcp() -> AsyncIterator[TcpHarness]:
     async with TcpHarness.open(segment_of(SEGMENT_BYTES)) as opened:
         yield opened
-
-
-@dataclass
-class Side:
-    """One way to drive a reader."""
-
-    name: str
-    driver: Driver
-
-    async def run(self, action: Callable[[], Awaitable[T]]) -> T:
-        if self.name == "trio":
-            return await action()
-        run: Callable[..., Any] = run_blocking if self.name == "blocking" else asyncio.run
-        result: T = await trio.to_thread.run_sync(lambda: run(action()))
-        return result
-
-
-DRIVERS: dict[str, Callable[[], Driver]] = {
-    "trio": TrioDriver,
-    "blocking": BlockingDriver,
-    "asyncio": AsyncioDriver,
-}
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 class Unprepared:

@@ -25,9 +25,8 @@ from p2pstore.transfer.transport import (
     pull_with_failover,
 )
 from p2pstore.wire import DATA_REPLY_LIMITS, HEADER_BYTES, Code, decode_header, encode_frame
+from tests.contract.sides import DRIVERS, Side
 from tests.contract.test_transport import (
-    DRIVERS,
-    Side,
     TcpHarness,
     authenticated,
     pattern,
