@@ -113,14 +113,6 @@ def test_many_that_want_one_object_share_one_fetch() -> None:
     assert fetch(world) is not operations[0], "a finished fetch is not joined"
 
 
-def test_fetches_of_different_keys_are_separate() -> None:
-    world = Harness(others=1)
-    world.hold(world.others[0], "a", b"1")
-    world.hold(world.others[0], "b", b"2")
-    assert fetch(world, "a") is not fetch(world, "b")
-    assert {pull.digest for pull in world.effects(PullObject)} == {digest_of("a"), digest_of("b")}
-
-
 def test_a_shared_fetch_goes_on_while_anybody_wants_it() -> None:
     world = Harness(others=1)
     thing = world.hold(world.others[0], "k", b"value")

@@ -97,11 +97,6 @@ def test_a_time_to_live_counts_from_the_put_in_wall_clock_time() -> None:
     world.check_idle()
 
 
-def test_without_a_time_to_live_an_object_stays() -> None:
-    world = Harness()
-    assert world.stored("k", b"value").expires_unix_ms == 0
-
-
 @pytest.mark.parametrize("change", [{"root": 1}, {"sums": b"12345678"}, {"length": 4}])
 def test_sums_that_do_not_give_the_root_are_refused(change: dict[str, Any]) -> None:
     world = Harness()

@@ -12,7 +12,6 @@ from p2pstore.gossip.machine import Duplicate
 from p2pstore.gossip.records import decode_location, writer_of
 from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.memory.segment_layout import Pin
-from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind, Ping, Pong
 from p2pstore.transfer.peer_messages import (
     MAX_LOOKUP_DIGESTS,
@@ -455,9 +454,3 @@ def test_nobody_is_asked_about_a_lone_peer_s_keys() -> None:
     operation = world.core.operations.fetch(digest_of("k"), world.now)
     assert isinstance(operation.result, NoSuchKey)
     assert not world.effects(AskPeer)
-
-
-def test_a_put_takes_the_writer_into_its_version() -> None:
-    world = Harness()
-    assert world.stored("k", b"1").version.writer == world.writer
-    assert Version(1, 1) < Version(1, 2)
