@@ -118,7 +118,7 @@ def test_no_follower_switches_before_all_are_ready_although_some_are_stopped_or_
             c.process.send_signal(signal.SIGSTOP)
             second = publisher.client.checkpoints.publish("model", folder / "v2").version
             with pytest.raises(FollowersLag, match=r"1 of 2 followers have .* behind: c \("):
-                publisher.client.checkpoints.update("model", timeout=10)
+                publisher.client.checkpoints.update("model", timeout=5)
             assert (one.current, two.current) == (first, first)
             c.process.send_signal(signal.SIGCONT)
             until_verified(publisher, {"b", "c"}, second)

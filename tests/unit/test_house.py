@@ -17,7 +17,7 @@ from tests.unit.test_docs import HEADLESS, VAGUE
 
 ROOT: Final = Path(__file__).parents[2]
 MOST_SHIPPED_LINES: Final = 105_900
-MOST_TEST_LINES: Final = 102_500
+MOST_TEST_LINES: Final = 102_300
 MOST_MODULES: Final = 460
 MOST_LINES_OF_A_MODULE: Final = 500
 MOST_METHODS: Final = 25
