@@ -79,7 +79,7 @@ def test_everything_with_a_prefix_and_everything_in_a_namespace(pair: tuple[Peer
     for number in range(3):
         first.client.put(f"many/{number}", b"v")
     second.client.put("many/there", b"v")
-    second.client.put("kept", b"v")
+    second.client.put("untouched", b"v")
     eventually(lambda: len(first.client.list_keys("many/").keys) == 4)
     assert "--yes" in failed(first.run("rm", "--prefix", "many/"), 2)
     removed = done(first.run("rm", "--prefix", "many/", "--yes", "--json"))
@@ -90,7 +90,7 @@ def test_everything_with_a_prefix_and_everything_in_a_namespace(pair: tuple[Peer
     assert "--yes" in failed(first.run("flush", "job 17"), 2)
     done(first.run("flush", "job 17", "--yes"))
     eventually(lambda: keys_on(second, "", "--namespace", "job 17") == [])
-    assert second.client.get("kept") == b"v"
+    assert second.client.get("untouched") == b"v"
 
 
 def test_waiting_for_a_key(pair: tuple[Peer, Peer]) -> None:
