@@ -546,7 +546,7 @@ for number in range(10**9):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [6, pytest.param(24, marks=only_in_long_runs)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(24, marks=only_in_long_runs)])
 def test_peers_and_clients_killed_at_any_moment(rounds: int) -> None:
     """While joining, in puts, leases and replication: the survivors serve, and keep nothing of the dead."""
     rng = Random(3)

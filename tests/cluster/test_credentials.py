@@ -69,7 +69,7 @@ class Work:
             self._thread.join(30)
             assert not self._thread.is_alive()
 
-    def more(self, rounds: int = 4) -> None:
+    def more(self, rounds: int = 2) -> None:
         """Wait until some more of it was done."""
         goal = self.rounds + rounds
         eventually(lambda: self.rounds >= goal or bool(self.failures))
