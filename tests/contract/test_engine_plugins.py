@@ -30,8 +30,9 @@ from p2pstore import blocking
 from p2pstore.errors import ConfigError
 from p2pstore.integrations.lasting_client import LastingClient, legal_key
 from p2pstore.objects import encode_key
-from tests.contract.worlds import PeerProcess, peer_process, until
+from tests.contract.worlds import PeerProcess, peer_process
 from tests.optional import require_torch
+from tests.waiting import eventually
 
 WEIGHTS = "model@v1"
 DEADLINE_SECONDS = 60.0
@@ -119,9 +120,9 @@ def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(
         running.process.kill()
         running.process.wait()
         # Mapped objects can be read for a moment more.
-        until(lambda: client.call(lambda each: each.get("k"), b"nothing") == b"nothing")
+        eventually(lambda: client.call(lambda each: each.get("k"), b"nothing") == b"nothing")
     with peer_process(tmp_path, "restarted"):
-        until(lambda: client.call(lambda each: each.put("k", b"new"), None) is not None)
+        eventually(lambda: client.call(lambda each: each.put("k", b"new"), None) is not None)
         assert client.call(lambda each: each.get("k"), b"nothing") == b"new"
         client.close()
         assert client.call(lambda each: each.get("k"), b"nothing") == b"nothing"
@@ -621,7 +622,7 @@ def finished(tier: Any) -> Any:
         found.extend(tier.get_finished_jobs())
         return bool(found)
 
-    until(came)
+    eventually(came)
     (result,) = found
     return result
 
