@@ -247,7 +247,7 @@ class PeerRecord(Message, frozen=True):
     `directory` is a `directory_mode.KeptDirectory`. `checkpoints` are those that the peer takes part in.
     `floors_end`, `floors_hash`, `floors_seen`: see `floor_sync`; an end of 0 comes from an older peer, which does not
     know floors of several keys. `memory_coldest`: when the object that would be evicted first was used last, in Unix
-    seconds; 0: not told.
+    seconds, as its policy has it; 0: not told.
     """
 
     format: int

@@ -96,7 +96,7 @@ def _room_of(peer: _Peer, number: int) -> Room[int]:
     memory = peer.memory
     first = next(memory.order.coldest(cheap=False), None)
     free = memory.capacity - len(memory)
-    coldest = 0.0 if first is None else first.last_access
+    coldest = 0.0 if first is None else memory.order.policy.stays_until(first)
     return Room(number, memory.capacity * GRANULE_BYTES, free * GRANULE_BYTES, coldest)
 
 
@@ -245,7 +245,9 @@ class Pool:
             rooms = [_room_of(peer, other) for other, peer in others if other != number and peer.up]
             self._rooms[number] = Rooms(rooms, self._rng)
         coldest = memory.order.coldest(cheap=False)
-        offers = choose_offers(coldest, short_bytes, self._is_last, self._rooms[number], now)
+        offers = choose_offers(
+            coldest, short_bytes, self._is_last, self._rooms[number], memory.order.policy, now
+        )
         for entry, room in offers:
             block = block_of(entry)
             self.outcome.blocks_offered += 1

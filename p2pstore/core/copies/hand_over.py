@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from p2pstore.core.copies.offers import MemberRooms
+from p2pstore.core.copies.offers import SPREAD_SECONDS, MemberRooms
 from p2pstore.core.copies.own_copies import OwnCopies, held_here, other_firm_copies
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.gets.fetch_operation import FetchOperation
@@ -33,8 +33,6 @@ MOST_ORDERED: Final = 32_768
 left out."""
 MAX_TARGETS: Final = 4
 """Peers that are asked to take an object, one after the other."""
-SPREAD_SECONDS: Final = 0.5
-"""Wait after the last hand-over, in which gossip tells nearly all peers of the new holder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from p2pstore.core.copies.own_copies import other_firm_copies
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.gossip.records import PeerId
 from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.policies.interface import EvictionPolicy
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import Pin, SlotState
 from p2pstore.objects import MIB
@@ -28,10 +29,10 @@ from p2pstore.objects import MIB
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
 
-READY_PART: Final = 16
+READY_PART: Final = 32
 """This part of memory is to be free, or such that losing it costs nothing."""
-MUCH_OLDER: Final = 1.25
-"""Factor on the time since the last use. Below it, peers of equal load would offer one another what they have."""
+MUCH_OLDER: Final = 2.0
+"""Factor on the time since the last use. With 1.25 peers of equal load offer one another half of what they evict."""
 MOST_OLDEST: Final = 16
 """Peers whose victims are the oldest, among which a target is chosen."""
 MOST_OFFERED: Final = 64
@@ -41,6 +42,8 @@ LOOKED_AT: Final = 256
 """Objects that one look weighs, at a few microseconds each."""
 LOOK_SECONDS: Final = 0.25
 """Between two looks while there is nothing to offer."""
+SPREAD_SECONDS: Final = 0.5
+"""Time in which gossip tells nearly all peers of a new holder."""
 ROOMS_SECONDS: Final = 1.0
 """Time for which the memory announced by other peers is trusted."""
 
@@ -88,7 +91,7 @@ class Rooms(Generic[PeerName]):
         """Whether there may be any."""
         return bool(self._spacious or self._oldest)
 
-    def take(self, length: int, unused_seconds: float, unix: float) -> Room[PeerName] | None:
+    def take(self, length: int, idle_seconds: float, unix: float) -> Room[PeerName] | None:
         """Room for an object that was unused for so long. Of two chosen at random the better one, as other peers choose
         among the same rooms."""
         while self._spacious:
@@ -97,7 +100,7 @@ class Rooms(Generic[PeerName]):
                 room.free_bytes -= length
                 return room
             self._spacious.remove(room)
-        before = unix - MUCH_OLDER * unused_seconds
+        before = unix - MUCH_OLDER * max(0.0, idle_seconds)
         older = [r for r in self._oldest if r.coldest < before and r.older_bytes >= length]
         if not older:
             return None
@@ -114,6 +117,7 @@ def choose_offers(
     short_bytes: int,
     is_last: Callable[[ObjectEntry], bool],
     rooms: Rooms[PeerName],
+    policy: EvictionPolicy,
     unix: float,
 ) -> list[tuple[ObjectEntry, Room[PeerName]]]:
     """The objects to offer, and where to, among those that would go when `short_bytes` more are needed. `coldest`: all
@@ -128,7 +132,7 @@ def choose_offers(
             continue
         if chosen and chosen_bytes + entry.extent_bytes > MOST_OFFERED_BYTES:
             break
-        room = rooms.take(entry.extent_bytes, max(0.0, unix - entry.last_access), unix)
+        room = rooms.take(entry.extent_bytes, unix - policy.stays_until(entry), unix)
         if room is not None:
             chosen.append((entry, room))
             chosen_bytes += entry.extent_bytes
@@ -136,10 +140,12 @@ def choose_offers(
 
 
 def coldest_use(segment: Segment) -> int:
-    """When the object that would go first, of those that are no copies of others, was used last: Unix seconds. 0 when
-    there is none."""
+    """The worth of the object that would go first, of those that are no copies of others: about when it was used last,
+    in Unix seconds, as the policy has it. 0 when there is none."""
     first = next(segment.room.coldest(cheap=False), None)
-    return 0 if first is None or first.pin is not Pin.NONE else int(first.last_access)
+    if first is None or first.pin is not Pin.NONE:
+        return 0
+    return int(segment.objects.order.policy.stays_until(first))
 
 
 class MemberRooms:
@@ -176,15 +182,20 @@ class Offers:
         self._told: dict[PeerId, Room[PeerId]] = {}
         self._rooms: Rooms[PeerId] = Rooms((), core.rng)
         self._under_way = 0
+        self._taken: dict[ObjectEntry, float] = {}
+        """Copied elsewhere; until then, as not all peers have heard of that, the copies here are firm."""
         self._is_short = False
         self._next_look = self._rested_at = 0.0
 
     def next_tick(self) -> float:
         """When `tick` has something to do. (A shortage is found with any tick.)"""
-        return self._next_look if self._is_short and not self._under_way else math.inf
+        look = self._next_look if self._is_short and not self._under_way else math.inf
+        return min(look, next(iter(self._taken.values()), math.inf))
 
     def tick(self, now: float) -> None:
         """Offer what is to be offered now."""
+        while self._taken and now >= next(iter(self._taken.values())):
+            self._end(next(iter(self._taken)), now)
         segment = self._core.segment
         short_bytes = segment.data_bytes // READY_PART - segment.free_bytes
         if short_bytes <= 0 or self._under_way or now < self._next_look or self._core.closing:
@@ -202,9 +213,8 @@ class Offers:
             return
         coldest = islice(segment.room.coldest(cheap=False), LOOKED_AT)
         is_last = partial(self._is_last, now=now)
-        for entry, room in choose_offers(
-            coldest, short_bytes, is_last, rooms, self._core.unix(now)
-        ):
+        policy, unix = segment.objects.order.policy, self._core.unix(now)
+        for entry, room in choose_offers(coldest, short_bytes, is_last, rooms, policy, unix):
             self._offer(entry, room, now)
 
     def _rooms_now(self, now: float) -> Rooms[PeerId]:
@@ -216,13 +226,13 @@ class Offers:
     def _is_last(self, entry: ObjectEntry, now: float) -> bool:
         """Whether losing the object would lose it for all, and it may be offered. Not offered are:
 
-        1. Objects that the SSD has, and those in use: being written to the SSD, for example.
+        1. Objects that the SSD or a peer has just taken, and those in use: being written to the SSD, for example.
         2. Pinned ones, as they are to stay here.
         3. Copies that came from another peer and were not read since.
         4. Objects of which another peer keeps a copy, or a newer version.
         """
         core = self._core
-        if entry.on_ssd or entry.references or entry.pin is not Pin.NONE:
+        if entry in self._taken or entry.on_ssd or entry.references or entry.pin is not Pin.NONE:
             return False
         if not entry.hits and not core.is_own(entry.version):
             return False
@@ -236,23 +246,28 @@ class Offers:
         core.segment.references.acquire_unused(entry)  # it keeps its place in the order
         core.counters["copies_offered"] += 1
         self._under_way += 1
-        ended = partial(self._ended, entry, room)
+        ended = partial(self._answered, entry, room)
         copy = ReplicateOperation(core, entry, 2, on_finish=ended, candidates=[room.peer])
         core.operations.start(copy, now)
 
-    def _ended(self, entry: ObjectEntry, room: Room[PeerId], copies: Any, now: float) -> None:
-        core, segment = self._core, self._core.segment
-        if not isinstance(copies, int) or copies < 2:
+    def _answered(self, entry: ObjectEntry, room: Room[PeerId], copies: Any, now: float) -> None:
+        core = self._core
+        core.segment.references.let_go(entry, was_used=False)
+        if isinstance(copies, int) and copies > 1:
+            self._taken[entry] = now + SPREAD_SECONDS
+            self._rested_at += entry.length / self._bytes_per_second
+            core.counters["offered_bytes"] += entry.length
+        else:
             core.counters["offers_refused"] += 1
             room.refused()
-        else:
-            core.counters["offers_taken"] += 1
-            core.counters["offered_bytes"] += entry.length
-            self._rested_at += entry.length / self._bytes_per_second
-            if entry.state is SlotState.LIVE and entry.pin is Pin.NONE:
-                segment.objects.set_soft(entry, True)
-                core.objects.announce(entry, now)
-        segment.references.let_go(entry, was_used=False)
         self._under_way -= 1
         if not self._under_way:
             self._next_look = max(now, self._rested_at)
+
+    def _end(self, entry: ObjectEntry, now: float) -> None:
+        """The copy elsewhere is known: the one here goes first from now on."""
+        del self._taken[entry]
+        self._core.counters["offers_taken"] += 1
+        if entry.state is SlotState.LIVE and entry.pin is Pin.NONE:
+            self._core.segment.objects.set_soft(entry, True)
+            self._core.objects.announce(entry, now)
