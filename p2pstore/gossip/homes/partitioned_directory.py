@@ -26,7 +26,7 @@ from p2pstore.gossip.homes.partition_homes import partition_of
 from p2pstore.gossip.locations.catch_up import FollowedLogs
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.views import Location, Position
+from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
@@ -47,7 +47,6 @@ FOLLOW_SECONDS: Final = 50e-6
 """For each member: shortest time between two looks at who is home now, which cost more the more there are."""
 STEP_SECONDS: Final = 1e-3
 """An event within this time of another may be handled in one step with it."""
-_NEVER: Final[Position] = (-1, 0)
 _REMOVED: Final = 0x80
 _FLAGS: Final = LOCATION_BYTES - 1
 
