@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from p2pstore.objects import MIB
-from tests.cluster.test_cli import Machine, Peer, done, eventually, new_machine
+from tests.cluster.machines import Machine, Peer, done, new_machine
+from tests.waiting import eventually
 
 
 @pytest.fixture

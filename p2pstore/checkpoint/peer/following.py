@@ -233,7 +233,6 @@ class Following:
         self._wake.set()
 
     def _say(self) -> None:
-        """Announce the follower's state when it has changed."""
         assert self.head is not None
         said = self.follower.said
         if self._told == (said, self.head.digest):
@@ -293,7 +292,6 @@ class Following:
 
 
 def _look(directory: Path, order: Follow) -> Follower:
-    """A follower with the versions that are in the directory."""
     try:
         current = current_version(directory)
         complete = versions_with(directory, order.include, order.exclude)
@@ -351,7 +349,6 @@ class Updating:
                 await trio.sleep(LOOK_SECONDS)
 
     def _judge(self, of: Head) -> Verdict:
-        """The verdict by what is known now."""
         digest = of.digest
         head = self._records.head(digest)
         gone = self._peer.parts.gone_from(digest, self.group.members)

@@ -6,11 +6,10 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.core_effects import KnownCopy, Reply
-from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.operation import Operation
+from p2pstore.core.gets.lookup import AfterLookup
 from p2pstore.core.removals.floor_budget import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR, PeerId, SignedRecord
@@ -27,7 +26,7 @@ RECORDS_PER_PUSH: Final = 40
 """What the receiver of a push checks and forbids at a time: about 5 ms."""
 
 
-class RemoveOperation(Operation):
+class RemoveOperation(AfterLookup):
     """Remove keys everywhere: write floors, tell holders and home peers at once, gossip tells the rest.
 
     A key of which no copy is known gets no floor where it is certain that there is none (`_is_nowhere`). A peer that
@@ -43,9 +42,6 @@ class RemoveOperation(Operation):
         self._keys = deque(keys)
         self._name = namespace
         self._namespace = namespace_digest(namespace)
-        self._digests: list[bytes] = []
-        self._lookup: LookupOperation | None = None
-        self._found: deque[tuple[bytes, list[KnownCopy]]] = deque()
         self._existed: list[bool] = []
         self._to_remove: deque[tuple[bytes, Version, list[KnownCopy]]] = deque()
         self._to_tell: dict[PeerId, list[tuple[SignedRecord, int]]] = {}
@@ -54,15 +50,7 @@ class RemoveOperation(Operation):
         self._next_tag = 0
         self._give_up_at = math.inf
 
-    def start(self, now: float) -> None:
-        try:
-            self.core.timekeeping.check(now)
-        except Unavailable as error:
-            self.finish(error, now)
-            return
-        self._look_on(now)
-
-    def _look_on(self, now: float) -> None:
+    def _begin_on(self, now: float) -> None:
         """Make some digests; look for copies when there are all."""
         try:
             for _ in range(min(DIGESTS_PER_STEP, len(self._keys))):
@@ -73,37 +61,11 @@ class RemoveOperation(Operation):
         if self._keys:
             self._wake_at(now)
             return
-        self._lookup = LookupOperation(self.core, self._digests, on_finish=self._looked)
-        self.core.operations.start(self._lookup, now)
+        self._look_up(now)
 
-    def _wake_at(self, when: float) -> None:
-        self.wake_at = when
-        self.core.operations.set_alarm(self)
-
-    def cancel(self, now: float) -> None:
-        """Objects removed by now stay removed."""
-        super().cancel(now)
-        if self._lookup is not None:
-            self._lookup.cancel(now)
-
-    def _looked(self, result: Any, now: float) -> None:
-        if self.done:
-            return
-        if isinstance(result, Exception):
-            self.finish(result, now)
-            return
-        self._found.extend(zip(self._digests, result, strict=True))
-        self._give_up_at = now + WAIT_SECONDS
-        self._remove_on(now)
-
-    def wake(self, now: float) -> None:
-        if self._lookup is None:
-            self._look_on(now)
-        else:
-            self._remove_on(now)
-
-    def _remove_on(self, now: float) -> None:
+    def _go_on(self, now: float) -> None:
         """Make a step: judge some keys, and write one floor for those of which there are copies."""
+        self._give_up_at = min(self._give_up_at, now + WAIT_SECONDS)
         try:
             for _ in range(min(DIGESTS_PER_STEP, len(self._found))):
                 if len(self._to_remove) >= MAX_KEYS_OF_FLOOR:

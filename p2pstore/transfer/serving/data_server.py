@@ -18,9 +18,8 @@ from typing import Any, Final
 
 import trio
 
-from p2pstore.access.allowlist import AllowList
 from p2pstore.access.crowding import Strangers, host_group
-from p2pstore.access.keyring import KeyRing
+from p2pstore.access.keyring import AllowList, KeyRing
 from p2pstore.addresses import join_address, split_address
 from p2pstore.errors import (
     AuthenticationFailed,
@@ -29,10 +28,9 @@ from p2pstore.errors import (
     P2PStoreError,
     ProtocolError,
 )
-from p2pstore.runtime.accepting import Accepting
 from p2pstore.runtime.byte_budget import Account, ByteBudget, Owner
 from p2pstore.runtime.streams import AcceptedStream, tune_tcp
-from p2pstore.runtime.trio_streams import TrioStream
+from p2pstore.runtime.trio_streams import Accepting, TrioStream
 from p2pstore.transfer.data_frames import next_frame, receive_some
 from p2pstore.transfer.data_messages import (
     MAX_DATA_VERSION,
