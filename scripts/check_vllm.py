@@ -336,8 +336,8 @@ def check_lmcache(world: World) -> None:
         ours = {"weight_version": "lmcache@v1", "socket": world.socket(name)}
         program = ["-m", "lmcache.v1.multiprocess.server", "--port", str(port), "--l1-size-gb", "1"]
         program += ["--supported-transfer-mode", "engine_driven", "--no-l1-use-lazy"]
-        program += ["--eviction-policy", "LRU", "--chunk-size", "64", "--l2-adapter"]
-        program += [json.dumps({**adapter, "adapter_params": ours})]
+        program += ["--eviction-policy", "LRU", "--chunk-size", "64", "--disable-observability"]
+        program += ["--l2-adapter", json.dumps({**adapter, "adapter_params": ours})]
         world.start(f"lmcache-server-{name}", program)
         connector = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
         connector["kv_load_failure_policy"] = "recompute"
