@@ -125,7 +125,8 @@ class World:
     ) -> tuple[subprocess.Popen[str], Path]:
         """A program of the engines' Python, and its log."""
         paths = f"{HERE / 'vllm_cpu'}:{ROOT}:{ROOT / 'cli'}"
-        variables = {**os.environ, "PYTHONPATH": paths, **environment}
+        quiet = {"LMCACHE_TRACK_USAGE": "false"}
+        variables = {**os.environ, "PYTHONPATH": paths, **quiet, **environment}
         variables.pop("PYTHONHASHSEED", None)
         log = self.folder / f"{name}.log"
         process = subprocess.Popen(
