@@ -86,6 +86,10 @@ class TransferCancelled(P2PStoreError):
     """A transfer of a batch was cancelled before its end."""
 
 
+class GpuCopyFailed(P2PStoreError):
+    """A GPU did not copy. Its driver may be telling of what was asked of it before."""
+
+
 class StoreClosed(P2PStoreError):
     """The peer or client was closed, or the connection to the local peer ended."""
 

@@ -74,7 +74,7 @@ def exit_code(error: BaseException) -> int:
         return exit_code(error.cause)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else ExitCode.FAILED
-    if hasattr(error, "format_message"):  # what click found wrong with the arguments
+    if hasattr(error, "format_message"):  # what typer found wrong with the arguments
         return ExitCode.USAGE
     for kind, code in EXIT_CODES:
         if isinstance(error, kind):

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
-import click
+import typer
 
 from mooncake_p2p.exit_errors import CommandFailed, ExitCode, Interrupts
 from mooncake_p2p.options import connected
@@ -201,7 +201,6 @@ def start_detached(given: Mapping[str, Any], for_people: bool) -> None:
 
 
 def _why_alone(socket: str, seconds: float) -> str:
-    """Why a running peer has joined no other, by its own statistics."""
     text = f"the peer joined no other within {seconds:g} s"
     with contextlib.suppress(P2PStoreError), connected(socket) as client:
         for problem in client.statistics(cluster=False)["peer"]["problems"]:
@@ -264,7 +263,7 @@ def _wait_until_ready(
     shutil.copyfileobj(complaints, sys.stderr.buffer)
     sys.stderr.flush()
     if status > 0:
-        raise click.exceptions.Exit(status)
+        raise typer.Exit(status)
     raise CommandFailed(
         f"the peer was ended by {signal.Signals(-status).name}"
         if status

@@ -16,9 +16,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise, takewhile
-from typing import Any, Final, NoReturn
+from typing import Annotated, Any, Final, NoReturn
 
-import click
+import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 import p2pstore
 from mooncake_p2p.exit_errors import (
@@ -30,7 +31,6 @@ from mooncake_p2p.exit_errors import (
     exit_code,
 )
 from mooncake_p2p.output import json_output
-from mooncake_p2p.parameters import command_of
 
 PROGRAM: Final = "mooncake-p2p"
 COMPLETION_VARIABLE: Final = "_MOONCAKE_P2P_COMPLETE"
@@ -93,7 +93,6 @@ MEANT: Final = {
 HELP_ALL: Final = "--help-all"
 PEER_NAME: Final = "peer_name"
 HELP_OPTIONS: Final = ("-h", "--help")
-NAMES_OF_HELP: Final = {"help_option_names": list(HELP_OPTIONS)}
 FILE_METAVARS: Final = ("FILE", "DIR", "PATH")
 """In the metavar of what names a file."""
 
@@ -101,11 +100,16 @@ NOT_A_NUMBER: Final = re.compile(r"\S+ is not a valid (?:int|integer|float)(?: r
 OUT_OF_RANGE: Final = re.compile(
     r"(\S+) is not in the range (?:(\S+)<=)?x(?:>=(\S+?))?(?:<=(\S+?))?\.?$"
 )
-"""How click says what is wrong with a number."""
+"""How typer says what is wrong with a number."""
 
 
-class ManualCommand(click.Command):
+class ManualCommand(TyperCommand):
     """A command whose help ends with examples and what its exit status means."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [
+            piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)
+        ]
 
     def invoke(self, ctx: Any) -> Any:
         """A path or command without anything in it comes of an unset variable: "" would be the current directory."""
@@ -124,18 +128,17 @@ class ManualCommand(click.Command):
             ctx.params["socket"] = str(socket_of(peer_name))
         return super().invoke(ctx)
 
-    def format_arguments(self, ctx: Any, formatter: Any) -> None:
-        """Nothing: newer versions of click have a section of their own."""
-
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Arguments, options, and with --help-all the options that have a group."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
-                options = getattr(parameter, "group", None) or "Options"
-                title = "Arguments" if parameter.param_type_name == "argument" else options
-                sections.setdefault(title, []).append(record)
+                name, text = record
+                title = getattr(parameter, "rich_help_panel", None) or "Options"
+                if parameter.param_type_name == "argument":
+                    name, title = name.partition(" <")[0], "Arguments"  # without the Python type
+                sections.setdefault(title, []).append((name, text))
         for title, rows in sections.items():
             if rows and (title in ("Arguments", "Options") or ctx.meta.get(HELP_ALL)):
                 with formatter.section(title):
@@ -168,26 +171,23 @@ def function_of(command: str) -> Callable[..., Any]:
     return function
 
 
-def _peer_name_option() -> click.Option:
-    """-p, which stands for --socket of a peer on this machine."""
-    return click.Option(
-        ["-p", "--peer-name"],
+def _peer_name_option() -> TyperOption:
+    return TyperOption(
+        param_decls=["-p", "--peer-name"],
         metavar="NAME",
         help="The peer of this machine with this name, in place of --socket.",
     )
 
 
-def _help_all_option() -> click.Option:
-    """--help-all, which shows the options that --help leaves out."""
-
+def _help_all_option() -> TyperOption:
     def show(context: Any, parameter: Any, wanted: bool) -> None:
         if wanted and not context.resilient_parsing:
             context.meta[HELP_ALL] = True
             print(context.get_help())
-            context.exit()
+            raise typer.Exit
 
-    return click.Option(
-        [HELP_ALL],
+    return TyperOption(
+        param_decls=[HELP_ALL],
         is_flag=True,
         is_eager=True,
         expose_value=False,
@@ -200,8 +200,13 @@ class LazyCommands(Mapping[str, Any]):
     """The commands by name; looking one up imports its module."""
 
     def __getitem__(self, name: str) -> Any:
-        command = command_of(function_of(name), name, ManualCommand, context_settings=NAMES_OF_HELP)
-        if any(getattr(each, "group", None) for each in command.params):
+        app = typer.Typer(
+            add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+        )
+        names_of_help = {"help_option_names": list(HELP_OPTIONS)}
+        app.command(name, cls=ManualCommand, context_settings=names_of_help)(function_of(name))
+        command: Any = typer.main.get_command(app)
+        if any(getattr(each, "rich_help_panel", None) for each in command.params):
             command.params.append(_help_all_option())
         for position, parameter in enumerate(command.params):
             if parameter.name == "socket" and parameter.envvar:  # a client's, not the peer's own
@@ -216,12 +221,12 @@ class LazyCommands(Mapping[str, Any]):
         return len(COMMANDS)
 
 
-class LazyGroup(click.Group):
+class LazyGroup(TyperGroup):
     """A group whose commands are imported when called, and listed without being imported."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = LazyCommands()  # type: ignore[assignment]  # click only reads it
+        self.commands = LazyCommands()  # type: ignore[assignment]  # typer only reads it
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         two_words = " ".join(args[:2])
@@ -250,63 +255,71 @@ class LazyGroup(click.Group):
             )
         formatter.write(f"\n`{PROGRAM} {first_word} COMMAND --help` says more of each.\n")
         print(formatter.getvalue(), end="")
-        ctx.exit()
+        raise typer.Exit
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
 
-def _show_version(context: click.Context, parameter: object, wanted: bool) -> None:
-    if wanted and not context.resilient_parsing:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         print(f"{PROGRAM} {p2pstore.__version__}")
-        context.exit()
+        raise typer.Exit
 
 
-HELP: Final = """\
-A pool of memory for KV cache and checkpoints, from peer to peer, without a master.
+def _show_help(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        print(context.get_help())
+        raise typer.Exit
 
-`mooncake-p2p demo` shows it at work; `mooncake-p2p join` starts a peer that serves this machine.
 
-Several machines share a key: `mooncake-p2p keygen FILE` makes it, `mooncake-p2p join
---cluster-key-file FILE --interface NAME` starts the first peer, and `mooncake-p2p invite` there
-prints the line that starts a peer on the next machine.
-"""
-EPILOG: Final = (
-    "Exit status: 0 done, 1 failed, 2 usage, 3 no such key, 4 no peer to talk to, "
-    "5 deadline passed, 6 copies known but none reachable, 130 Ctrl-C. "
-    "`mooncake-p2p help COMMAND` explains a command, with examples; MOONCAKE_P2P_SOCKET, "
-    "MOONCAKE_P2P_NAMESPACE and MOONCAKE_P2P_TIMEOUT stand for the options of these names. "
-    "With --json a command that fails prints an object with `error` on stdout: its type, "
-    "message and status."
-)
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug", envvar="MOONCAKE_P2P_DEBUG", help="Show the traceback of an error."
+        ),
+    ] = False,
+    # typer's own loads pydantic (65 ms) even when it is not given.
+    help_wanted: Annotated[
+        bool,
+        typer.Option("--help", "-h", callback=_show_help, is_eager=True, help="Show this message."),
+    ] = False,
+) -> None:
+    """A pool of memory for KV cache and checkpoints, from peer to peer, without a master.
+
+    `mooncake-p2p demo` shows it at work; `mooncake-p2p join` starts a peer that serves this machine.
+
+    Several machines share a key: `mooncake-p2p keygen FILE` makes it, `mooncake-p2p join
+    --cluster-key-file FILE --interface NAME` starts the first peer, and `mooncake-p2p invite` there
+    prints the line that starts a peer on the next machine.
+    """
 
 
 def build() -> Any:
     """The whole command, ready to parse arguments."""
-    version = click.Option(
-        ["--version"],
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=_show_version,
-        help="Show the version.",
-    )
-    debug = click.Option(
-        ["--debug"],
-        is_flag=True,
-        envvar="MOONCAKE_P2P_DEBUG",
-        show_envvar=True,
-        help="Show the traceback of an error.",
-    )
-    return LazyGroup(
-        params=[version, debug],
-        callback=lambda debug: None,
-        help=HELP,
-        epilog=EPILOG,
+    app = typer.Typer(
+        cls=LazyGroup,
         subcommand_metavar="COMMAND ...",
-        context_settings=NAMES_OF_HELP,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        epilog=(
+            "Exit status: 0 done, 1 failed, 2 usage, 3 no such key, 4 no peer to talk to, "
+            "5 deadline passed, 6 copies known but none reachable, 130 Ctrl-C. "
+            "`mooncake-p2p help COMMAND` explains a command, with examples; MOONCAKE_P2P_SOCKET, "
+            "MOONCAKE_P2P_NAMESPACE and MOONCAKE_P2P_TIMEOUT stand for the options of these names. "
+            "With --json a command that fails prints an object with `error` on stdout: its type, "
+            "message and status."
+        ),
     )
+    app.callback(add_help_option=False)(_options)
+    return typer.main.get_command(app)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -326,7 +339,7 @@ def run(arguments: Sequence[str]) -> int:
             with command.make_context(PROGRAM, list(arguments)) as context:
                 debug = context.params["debug"]
                 command.invoke(context)
-        except click.exceptions.Exit as exit_request:
+        except typer.Exit as exit_request:
             status = exit_request.exit_code
         json_output.end()
         sys.stdout.flush()
@@ -344,7 +357,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _empty_option(error: Any, arguments: Sequence[str]) -> str:
-    """The option that click complains about, if it was given without anything in it."""
+    """The option that typer complains about, if it was given without anything in it."""
     names = getattr(getattr(error, "param", None), "opts", ())
     pairs = list(pairwise(arguments))
     given = (name for name in names if f"{name}=" in arguments or (name, "") in pairs)
@@ -366,14 +379,11 @@ def _report(error: BaseException, arguments: Sequence[str]) -> int:
 
 def _message(error: BaseException, arguments: Sequence[str]) -> str:
     """One line: what went wrong and what to do about it."""
-    if hasattr(error, "format_message"):  # what click found wrong with the arguments
+    if hasattr(error, "format_message"):  # what typer found wrong with the arguments
         context = getattr(error, "ctx", None)
         text = " ".join(error.format_message().split())
         text = OUT_OF_RANGE.sub(_range, NOT_A_NUMBER.sub("must be a number", text))
-        possible = getattr(error, "possibilities", None)
-        if hasattr(error, "option_name"):
-            text = f"no such option: {error.option_name}"
-            text += f", did you mean {', '.join(sorted(possible))}?" if possible else ""
+        text = re.sub(r" \(Possible options: (.*)\)$", r", did you mean \1?", text)
         empty = _empty_option(error, arguments)
         if empty:
             text = f"{empty} is empty: give a value or leave it out"
@@ -385,7 +395,6 @@ def _message(error: BaseException, arguments: Sequence[str]) -> str:
 
 
 def _range(found: re.Match[str]) -> str:
-    """The limit that a number breaks."""
     value, least, least_alone, most = found.groups()
     least = least or least_alone
     if least is not None and float(value) < float(least):

@@ -1,39 +1,45 @@
 """Options that commands share, records of options, durations as people write them, and the connection to the peer."""
 
 from __future__ import annotations
-
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from contextlib import contextmanager
+from dataclasses import MISSING
+from dataclasses import dataclass
+from dataclasses import fields
+from dataclasses import is_dataclass
+from importlib import import_module
+from p2pstore.objects import encode_namespace
+from p2pstore.objects import parse_duration
+from typing import Annotated
+from typing import Any
+from typing import Final
+from typing import TYPE_CHECKING
+from typing import get_type_hints
 import functools
 import gc
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
-
-import click
-
-from mooncake_p2p.parameters import Argument, Option
-from p2pstore.objects import encode_namespace, parse_duration
+import typer
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
 
 DEFAULT_TIMEOUT: Final = "5"
 
-
 Key = Annotated[
     str,
-    Argument(metavar="KEY", help="Name of the object."),
+    typer.Argument(metavar="KEY", help="Name of the object.", show_default=False),
 ]
 Keys = Annotated[
     list[str],
-    Argument(metavar="KEY", help="Names of the objects."),
+    typer.Argument(metavar="KEY", help="Names of the objects.", show_default=False),
 ]
 
 Socket = Annotated[
     str | None,
-    Option(
+    typer.Option(
         metavar="PATH",
         envvar="MOONCAKE_P2P_SOCKET",
         help="The local peer's socket; needed only when several peers run here.",
@@ -42,20 +48,20 @@ Socket = Annotated[
 ]
 Namespace = Annotated[
     str,
-    Option(metavar="NAME", envvar="MOONCAKE_P2P_NAMESPACE", help="Namespace of the keys."),
+    typer.Option(metavar="NAME", envvar="MOONCAKE_P2P_NAMESPACE", help="Namespace of the keys."),
 ]
 Timeout = Annotated[
     str,
-    Option(
+    typer.Option(
         metavar="SECONDS",
         envvar="MOONCAKE_P2P_TIMEOUT",
         help="Give up after this time without progress.",
     ),
 ]
-Yes = Annotated[bool, Option("--yes", help="Do not ask whether you are sure.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask whether you are sure.")]
 Include = Annotated[
     list[str] | None,
-    Option(
+    typer.Option(
         metavar="PATTERN",
         help="Only files whose path matches, such as '*.safetensors'. Repeatable.",
         show_default=False,
@@ -63,10 +69,9 @@ Include = Annotated[
 ]
 Exclude = Annotated[
     list[str] | None,
-    Option(metavar="PATTERN", help="No files whose path matches.", show_default=False),
+    typer.Option(metavar="PATTERN", help="No files whose path matches.", show_default=False),
 ]
-Json = Annotated[bool, Option("--json", help="Print the result as JSON on stdout.")]
-
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 @dataclass(frozen=True, slots=True)
 class AtPeer:
@@ -80,7 +85,6 @@ class AtPeer:
     def connected(self) -> AbstractContextManager[BlockingClient]:
         """See `connected`."""
         return connected(self.socket, self.namespace, self.timeout)
-
 
 def with_records(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for each field of the dataclasses that are its keyword-only parameters."""
@@ -116,21 +120,18 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
     call.__annotations__ = {each.name: each.annotation for each in parameters}
     return call
 
-
 def was_given(name: str) -> bool:
     """Whether the command that runs was given this option (`timeout` for --timeout), not its variable."""
-    command = click.get_current_context(silent=True)
+    command = import_module("typer.main").get_current_context(silent=True)
     source = command.get_parameter_source(name) if command is not None else None
     return source is not None and source.name == "COMMANDLINE"
 
-
 def origin_of(option: str, environment_variable: str) -> str:
     """The option, or the variable that stood for it in the command that runs."""
-    command = click.get_current_context(silent=True)
+    command = import_module("typer.main").get_current_context(silent=True)
     name = option.removeprefix("--").replace("-", "_")
     source = command.get_parameter_source(name) if command is not None else None
     return environment_variable if source is not None and source.name == "ENVIRONMENT" else option
-
 
 def parse_timeout(text: str, option: str = "--timeout") -> float:
     """A duration above zero. Raises `ValueError` naming the option, or the variable that stood for it."""
@@ -140,7 +141,6 @@ def parse_timeout(text: str, option: str = "--timeout") -> float:
     if not 0 < seconds < math.inf:
         raise ValueError(f"{option}: {text!r} must be more than 0 seconds")
     return seconds
-
 
 @contextmanager
 def connected(

@@ -13,17 +13,12 @@ from typing import TYPE_CHECKING, Final
 from p2pstore.access.keyring import KeyRing, parse_cluster_keys, reader_keys
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.records import format_peer_id
-from p2pstore.state.folder import (
-    Folder,
-    open_regular_file,
-)
+from p2pstore.state.folder import FORMAT, Folder, check_format, open_regular_file
 
 if TYPE_CHECKING:
     from p2pstore.gossip.links.identity import Identity
 
 # `identity` is imported late: it needs the peer's libraries, and `invite` only reads a cluster's keys.
-
-FORMAT: Final = 1
 
 
 IDENTITY_HEADER: Final = "p2pstore identity "
@@ -50,6 +45,19 @@ def load_cluster_key_file(path: str | os.PathLike[str]) -> KeyRing:
             f"the cluster key file {where} does not exist; `mooncake-p2p keygen {where}` makes one"
         ) from None
     return parse_cluster_keys(text, str(where))
+
+
+def load_token_file(path: str | os.PathLike[str]) -> str:
+    """The token in a file of its own. Raises `ConfigError` when the file cannot be read, may be read by others, or
+    holds no line of 16 to 1,024 printable characters."""
+    where = Path(path)
+    try:
+        token = read_private(where, "holds a token").strip()
+    except FileNotFoundError:
+        raise ConfigError(f"the token file {where} does not exist") from None
+    if not 16 <= len(token) <= 1024 or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"{where}: one line of 16 to 1,024 printable ASCII characters is wanted")
+    return token
 
 
 def readers_key_file(path: str | os.PathLike[str], namespaces: Sequence[str] = ()) -> str:
@@ -110,13 +118,3 @@ def parse_identity(path: Path, text: str) -> bytes:
         f'{path} is not an identity ("{IDENTITY_HEADER}{FORMAT}" and 64 hexadecimal digits): restore '
         "it from a backup, or move it away and this peer starts as a new one"
     )
-
-
-def check_format(path: Path, version: int) -> None:
-    if version > FORMAT:
-        raise ConfigError(
-            f"{path} has format {version}, this program knows up to {FORMAT}: upgrade it, or use "
-            "another --state-dir"
-        )
-    if version < 1:
-        raise ConfigError(f"{path} has format {version}, which never existed: move it away")

@@ -1,4 +1,4 @@
-"""The contract of a link between peers, over the control host."""
+"""Requests and replies between two control hosts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from p2pstore.gossip.gossip_messages import (
     Ping,
     PingRequest,
 )
-from p2pstore.gossip.links.control_link import Handler, Link, LinkError
-from p2pstore.gossip.links.host import HostSettings, open_control_host
+from p2pstore.gossip.links.control_link import LinkError
+from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.wire import Code, Empty, Message
+from tests.waiting import until
 
 SECONDS = 10.0
 """Longer than anything here takes."""
@@ -68,7 +69,7 @@ class Answerer:
 class Pair:
     """One side asks, the other answers."""
 
-    link: Link
+    link: ControlHost
     own_id: PeerId
     peer_id: PeerId
     addresses: list[str]
@@ -79,9 +80,8 @@ class Pair:
     cut: Callable[[str], None]
     """Let nothing pass "there" (to the answering side) or "back" any more; it arrives after `heal`."""
     heal: Callable[[], None]
-    peer: Link
+    peer: ControlHost
     """The other side's link."""
-    addresses_of_asker: list[str] = field(default_factory=list)
 
     async def ask(self, kind: int, request: Message, timeout: float = SECONDS) -> Message:
         return await self.link.ask(self.peer_id, self.addresses, kind, request, timeout)
@@ -137,11 +137,10 @@ class Proxy:
 
 
 @asynccontextmanager
-async def control_hosts(answerer: Handler) -> AsyncIterator[Pair]:
+async def control_hosts(answerer: Answerer) -> AsyncIterator[Pair]:
     """Two control hosts in this process, over loopback."""
     lost: list[PeerId] = []
     ours, theirs = Identity(b"\x01" * 32), Identity(b"\x02" * 32)
-    assert isinstance(answerer, Answerer)
     async with (
         open_control_host(
             ("127.0.0.1", 0),
@@ -192,12 +191,6 @@ async def pair() -> AsyncIterator[Pair]:
     with trio.fail_after(60):
         async with control_hosts(Answerer()) as pair:
             yield pair
-
-
-async def until(condition: Callable[[], object]) -> None:
-    with trio.fail_after(SECONDS):
-        while not condition():
-            await trio.sleep(0.005)
 
 
 async def test_an_answer_comes_back_and_the_asker_is_known(pair: Pair) -> None:
@@ -340,9 +333,7 @@ async def test_both_sides_may_ask_at_once(pair: Pair) -> None:
     await pair.ping(0)
 
     async def ask_back(number: int) -> None:
-        reply = await pair.peer.ask(
-            pair.own_id, pair.addresses_of_asker, ControlKind.PING, Ping(number, []), SECONDS
-        )
+        reply = await pair.peer.ask(pair.own_id, [], ControlKind.PING, Ping(number, []), SECONDS)
         assert reply == Ack(number + 1, [])
 
     async with trio.open_nursery() as nursery:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-import click
-
-from mooncake_p2p.parameters import Argument
+import typer
 
 
 class Shell(StrEnum):
@@ -19,17 +17,19 @@ class Shell(StrEnum):
 def help(
     command: Annotated[
         list[str] | None,
-        Argument(metavar="COMMAND", help="Command to explain."),
+        typer.Argument(metavar="COMMAND", help="Command to explain.", show_default=False),
     ] = None,
 ) -> None:
     """Show the help of a command, as `COMMAND --help` does."""
     from mooncake_p2p.main import run
 
-    raise click.exceptions.Exit(run([*(command or []), "--help"]))
+    raise typer.Exit(run([*(command or []), "--help"]))
 
 
 def completion(
-    shell: Annotated[Shell, Argument(metavar="bash|zsh|fish", help="Your shell.")],
+    shell: Annotated[
+        Shell, typer.Argument(metavar="bash|zsh|fish", help="Your shell.", show_default=False)
+    ],
 ) -> None:
     """Print a script that completes commands, options and keys with Tab.
 

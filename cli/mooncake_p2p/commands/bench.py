@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import typer
+
 from mooncake_p2p.exit_errors import CommandFailed, Interrupts
 from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected, parse_timeout
 from mooncake_p2p.output import print_json, print_table, printable, progress, remark
-from mooncake_p2p.parameters import Option
 from p2pstore.errors import P2PStoreError
 from p2pstore.objects import chunk_sums, format_bytes, parse_bytes
 
@@ -118,14 +119,14 @@ PLAIN: Final = "memcpy + xxh3"
 def bench(
     size: Annotated[
         list[str] | None,
-        Option(
+        typer.Option(
             metavar="SIZE",
             help="Length of the values; may be repeated  [default: 4KiB 1MiB 64MiB].",
             show_default=False,
         ),
     ] = None,
     seconds: Annotated[
-        str, Option(metavar="SECONDS", help="How long each figure is measured.")
+        str, typer.Option(metavar="SECONDS", help="How long each figure is measured.")
     ] = "0.5",
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import typer
+
 from mooncake_p2p.commands.bench import Result, machine
 from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.options import Json, with_records
 from mooncake_p2p.output import print_json, print_table, progress, remark
-from mooncake_p2p.parameters import Argument, Option
 from p2pstore.objects import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -36,27 +37,35 @@ class Routing(StrEnum):
     round_robin = "round-robin"
     random = "random"
     affine = "affine"
+    unequal = "unequal"
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
     """The pool that serves the trace."""
 
-    peers: Annotated[int, Option(metavar="N", min=1, max=1000, help="How many.")] = 10
-    memory: Annotated[str, Option(metavar="SIZE|Nblocks", help="Memory of each peer.")] = (
+    peers: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many.")] = 10
+    memory: Annotated[str, typer.Option(metavar="SIZE|Nblocks", help="Memory of each peer.")] = (
         "5859blocks"
     )
-    ssd: Annotated[str, Option(metavar="SIZE|Nblocks", help="SSD of each peer; 0: none.")] = "0"
-    policy: Annotated[Policy, Option(help="Order of eviction from memory.")] = Policy.prefix
+    ssd: Annotated[str, typer.Option(metavar="SIZE|Nblocks", help="SSD of each peer; 0: none.")] = (
+        "0"
+    )
+    policy: Annotated[Policy, typer.Option(help="Order of eviction from memory.")] = Policy.prefix
     routing: Annotated[
-        Routing, Option(help="Which peer a request goes to; affine: has its prefix.")
+        Routing,
+        typer.Option(
+            help="Which peer a request goes to; affine: has its prefix; unequal: 70 % to the first."
+        ),
     ] = Routing.round_robin
     load_bound: Annotated[
-        float, Option(metavar="F", help="affine: at most F times the mean of requests.")
+        float, typer.Option(metavar="F", help="affine: at most F times the mean of requests.")
     ] = 1.05
     keep_after: Annotated[
         int,
-        Option(metavar="N", min=0, help="Readers keep copies of what was read N times; 0: never."),
+        typer.Option(
+            metavar="N", min=0, help="Readers keep copies of what was read N times; 0: never."
+        ),
     ] = 10
 
     def settings(self, model: Model) -> PoolSettings:
@@ -88,24 +97,28 @@ class ReplayOptions:
     """How the trace is replayed and shown."""
 
     token_bytes: Annotated[
-        str, Option(metavar="SIZE", help="KVCache of a token; a block has 512 tokens.")
+        str, typer.Option(metavar="SIZE", help="KVCache of a token; a block has 512 tokens.")
     ] = "320KiB"
     block_bytes: Annotated[
         str,
-        Option(metavar="SIZE", help="Real peers: what a block takes there.", show_default="16KiB"),
+        typer.Option(
+            metavar="SIZE", help="Real peers: what a block takes there.", show_default="16KiB"
+        ),
     ] = ""
     kill_every: Annotated[
         float,
-        Option(
+        typer.Option(
             metavar="SECONDS",
             min=0,
             help="Real peers: time between two kills of a peer, which starts again.",
         ),
     ] = 0.0
-    down: Annotated[float, Option(metavar="SECONDS", min=0, help="How long it is away.")] = 5.0
+    down: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long it is away.")] = (
+        5.0
+    )
     plot: Annotated[
         str | None,
-        Option(
+        typer.Option(
             metavar="FILE",
             help="Picture: hit rate by memory; of real peers, as it grows.",
             show_default=False,
@@ -115,9 +128,11 @@ class ReplayOptions:
 
 @with_records
 def bench_trace(
-    file: Annotated[str, Argument(metavar="FILE", help="The trace, JSON lines.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The trace, JSON lines.", show_default=False)
+    ],
     simulate: Annotated[
-        bool, Option("--simulate", help="Only on simulated peers, and compare more.")
+        bool, typer.Option("--simulate", help="Only on simulated peers, and compare more.")
     ] = False,
     *,
     pool: PoolOptions,
@@ -353,7 +368,6 @@ def _show(replayed: Sequence[Replayed], model: Model) -> None:
 
 
 def _draw(requests: Sequence[Request], settings: PoolSettings, model: Model, path: str) -> None:
-    """The hit rate by memory of a peer."""
     from p2pstore.trace.comparison import by_memory
 
     pyplot = _pyplot()

@@ -8,6 +8,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Final
 
+import typer
+
 from mooncake_p2p.exit_errors import AlreadyTold, CommandFailed, ExitCode, Interrupts, describe
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
@@ -31,7 +33,6 @@ from mooncake_p2p.output import (
     remark,
     shortfall,
 )
-from mooncake_p2p.parameters import Argument, Option
 from p2pstore.errors import NoSuchKey, P2PStoreError
 from p2pstore.objects import encode_key, encode_namespace
 
@@ -52,14 +53,14 @@ def pin(
     keys: Keys,
     pin: Annotated[
         Firmness | None,
-        Option(
+        typer.Option(
             help="soft: evicted last; hard: never evicted  [default: soft, and hard stays hard].",
             show_default=False,
         ),
     ] = None,
     ttl: Annotated[
         str | None,
-        Option(
+        typer.Option(
             metavar="SECONDS|10m",
             help="How long a soft pin lasts  [default: 30m].",
             show_default=False,
@@ -151,7 +152,9 @@ def replicate(
     key: Key,
     copies: Annotated[
         int,
-        Option("--replicas", "-n", min=1, metavar="N", help="Copies in all.", show_default=False),
+        typer.Option(
+            "--replicas", "-n", min=1, metavar="N", help="Copies in all.", show_default=False
+        ),
     ],
     *,
     peer: AtPeer,
@@ -183,14 +186,17 @@ PAGE_KEYS: Final = 1000
 def rm(
     keys: Annotated[
         list[str] | None,
-        Argument(
+        typer.Argument(
             metavar="KEY",
             help="Names of the objects.",
+            show_default=False,
         ),
     ] = None,
     prefix: Annotated[
         str | None,
-        Option(metavar="TEXT", help="Instead: all keys that begin with this.", show_default=False),
+        typer.Option(
+            metavar="TEXT", help="Instead: all keys that begin with this.", show_default=False
+        ),
     ] = None,
     yes: Yes = False,
     *,
@@ -262,7 +268,6 @@ class _Removal:
                 self.failed[item.key] = item.error
 
     def problem(self) -> Exception:
-        """The error of the command when keys are left."""
         if self.failed:
             return next(iter(self.failed.values()))
         return CommandFailed(incomplete(self.silent_peers))
@@ -324,7 +329,7 @@ def incomplete(silent_peers: Iterable[str]) -> str:
 def flush(
     namespace: Annotated[
         str,
-        Argument(metavar="NAMESPACE", help="Namespace to remove."),
+        typer.Argument(metavar="NAMESPACE", help="Namespace to remove.", show_default=False),
     ],
     yes: Yes = False,
     socket: Socket = None,

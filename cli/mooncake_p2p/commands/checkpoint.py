@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import typer
+
 from mooncake_p2p.options import (
     AtPeer,
     Exclude,
@@ -19,7 +21,6 @@ from mooncake_p2p.options import (
     with_records,
 )
 from mooncake_p2p.output import format_transfer, print_json, printable, progress, remark
-from mooncake_p2p.parameters import Argument, Option
 from p2pstore.objects import counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -39,20 +40,27 @@ DOING: Final = {
 }
 """Labels of the progress bar, by phase."""
 
-Name = Annotated[str, Argument(metavar="NAME", help="Name of the checkpoint.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the checkpoint.", show_default=False)
+]
 NameAndVersion = Annotated[
     str,
-    Argument(
+    typer.Argument(
         metavar="NAME[@VERSION]",
         help="Name of the checkpoint, and the first digits of a version; default: the newest.",
+        show_default=False,
     ),
 ]
-Source = Annotated[str, Argument(metavar="DIR", help="Directory to publish.")]
-Target = Annotated[str, Argument(metavar="DIR", help="Directory for the versions.")]
-Keep = Annotated[int, Option(min=1, metavar="N", help="How many versions stay, the newest.")]
+Source = Annotated[
+    str, typer.Argument(metavar="DIR", help="Directory to publish.", show_default=False)
+]
+Target = Annotated[
+    str, typer.Argument(metavar="DIR", help="Directory for the versions.", show_default=False)
+]
+Keep = Annotated[int, typer.Option(min=1, metavar="N", help="How many versions stay, the newest.")]
 Publisher = Annotated[
     str | None,
-    Option(
+    typer.Option(
         metavar="PEER",
         help="Peer id of the publisher to trust; default: the first that this peer saw.",
         show_default=False,
@@ -68,7 +76,7 @@ class PublishOptions:
     exclude: Exclude = None
     piece_size: Annotated[
         str | None,
-        Option(
+        typer.Option(
             metavar="SIZE",
             help="Length of the pieces that peers exchange, a power of two.",
             show_default=False,
@@ -76,18 +84,22 @@ class PublishOptions:
     ] = None
     wait_seeded: Annotated[
         bool,
-        Option("--wait-seeded", help="End when the others have all of it: then DIR may change."),
+        typer.Option(
+            "--wait-seeded", help="End when the others have all of it: then DIR may change."
+        ),
     ] = False
     wait_followers: Annotated[
         int,
-        Option(
+        typer.Option(
             min=0,
             metavar="N",
             help="End when N followers have it verified; status 5 after --timeout, or 10 minutes.",
             show_default=False,
         ),
     ] = 0
-    dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be published.")] = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be published.")
+    ] = False
 
     def arguments(self) -> dict[str, Any]:
         """As `Checkpoints.publish` takes them. Raises `ValueError` naming an option."""
@@ -105,21 +117,21 @@ class FetchOptions:
     """How `checkpoint fetch` fetches."""
 
     flat: Annotated[
-        bool, Option("--flat", help="Put the files into DIR itself, without versions.")
+        bool, typer.Option("--flat", help="Put the files into DIR itself, without versions.")
     ] = False
     keep: Keep = 2
     include: Include = None
     exclude: Exclude = None
     limit_rate: Annotated[
         str | None,
-        Option(metavar="SIZE", help="Fetch no more than this a second.", show_default=False),
+        typer.Option(metavar="SIZE", help="Fetch no more than this a second.", show_default=False),
     ] = None
     verify: Annotated[
-        bool, Option("--verify", help="Read and hash again what is in DIR already.")
+        bool, typer.Option("--verify", help="Read and hash again what is in DIR already.")
     ] = False
     publisher: Publisher = None
     wait: Annotated[
-        str, Option(metavar="SECONDS|10m", help="How long to wait until it is published.")
+        str, typer.Option(metavar="SECONDS|10m", help="How long to wait until it is published.")
     ] = "0"
 
     def arguments(self) -> dict[str, Any]:
@@ -256,7 +268,6 @@ def _wait_followers(
 
 
 def _reported(json: bool, document: dict[str, Any], notes: Sequence[str]) -> bool:
-    """Print the document if it was asked for, and notes on stderr. Whether that was all."""
     if json:
         print_json(document)
     for note in notes:

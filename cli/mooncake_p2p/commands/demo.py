@@ -9,11 +9,12 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import typer
+
 from mooncake_p2p.exit_errors import AlreadyTold, CommandFailed, Interrupts, describe
 from mooncake_p2p.local_cluster import LocalCluster, PeerProcess, wait_until
 from mooncake_p2p.options import Json
 from mooncake_p2p.output import print_json, progress, remark, short_id
-from mooncake_p2p.parameters import Option
 from p2pstore.objects import KIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -52,10 +53,10 @@ class Step:
 
 def demo(
     memory: Annotated[
-        str, Option(metavar="SIZE", help="Memory of each of the three peers.")
+        str, typer.Option(metavar="SIZE", help="Memory of each of the three peers.")
     ] = "256MiB",
     blocks: Annotated[
-        int, Option(min=1, metavar="N", help="KV cache blocks of 5 MiB to put at a time.")
+        int, typer.Option(min=1, metavar="N", help="KV cache blocks of 5 MiB to put at a time.")
     ] = 16,
     json: Json = False,
 ) -> None:

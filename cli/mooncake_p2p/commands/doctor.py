@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
+import typer
+
 from mooncake_p2p.exit_errors import CommandFailed, ExitCode
 from mooncake_p2p.options import (
     DEFAULT_TIMEOUT,
@@ -24,7 +26,6 @@ from mooncake_p2p.options import (
     with_records,
 )
 from mooncake_p2p.output import print_json, printable, progress, remark
-from mooncake_p2p.parameters import Option
 from p2pstore.objects import format_bytes
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class WayOptions:
 
     peer: Annotated[
         str | None,
-        Option(
+        typer.Option(
             metavar="HOST:PORT",
             help="Examine the way to the peer with this control address instead.",
             show_default=False,
@@ -53,7 +54,7 @@ class WayOptions:
     ] = None
     cluster_key_file: Annotated[
         str | None,
-        Option(
+        typer.Option(
             metavar="FILE",
             envvar="MOONCAKE_P2P_CLUSTER_KEY_FILE",
             help="The cluster's key, for --peer.",
@@ -62,11 +63,13 @@ class WayOptions:
     ] = None
     cluster: Annotated[
         str,
-        Option(
+        typer.Option(
             metavar="NAME", envvar="MOONCAKE_P2P_CLUSTER", help="The cluster's name, for --peer."
         ),
     ] = "default"
-    seconds: Annotated[str, Option(metavar="SECONDS", help="How long --peer measures GB/s.")] = "2"
+    seconds: Annotated[
+        str, typer.Option(metavar="SECONDS", help="How long --peer measures GB/s.")
+    ] = "2"
 
     def checked_seconds(self) -> float:
         """`seconds`. Raises `ValueError` for options that contradict each other."""
@@ -84,7 +87,7 @@ class WayOptions:
 def doctor(
     directory: Annotated[
         str | None,
-        Option(
+        typer.Option(
             metavar="DIR",
             help="Try a disk: write 64 MiB there, read it back, remove it.",
             show_default=False,
@@ -92,7 +95,7 @@ def doctor(
     ] = None,
     rdma_topology: Annotated[
         str | None,
-        Option(
+        typer.Option(
             metavar="FILE|JSON",
             envvar="MOONCAKE_P2P_RDMA_TOPOLOGY",
             help="RDMA devices near each memory, as given to join; shown as a peer will use it.",
@@ -145,7 +148,7 @@ def _examine_way(
     timeout_seconds: float,
 ) -> None:
     from p2pstore.state.key_files import load_cluster_key_file
-    from p2pstore.state.user_key import ring_of_the_keyless
+    from p2pstore.state.places import ring_of_the_keyless
     from p2pstore.status.doctor.way import Way, examine_way
 
     file = options.cluster_key_file
@@ -214,7 +217,7 @@ def _print_wrapped(label: str, text: str, columns: int, before: str) -> None:
 def support_bundle(
     output: Annotated[
         str | None,
-        Option(
+        typer.Option(
             "-o",
             "--output",
             metavar="FILE",
@@ -224,7 +227,7 @@ def support_bundle(
     ] = None,
     log: Annotated[
         list[str] | None,
-        Option(
+        typer.Option(
             metavar="FILE",
             help="Another log to take in; may be repeated. Logs to files are found.",
             show_default=False,

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated, Any, Final, NamedTuple
 
+import typer
+
 from mooncake_p2p.join_settings import (
     CONFIG_VARIABLE,
     DETACHED_VARIABLE,
@@ -24,7 +26,6 @@ from mooncake_p2p.join_settings import (
 )
 from mooncake_p2p.options import Json
 from mooncake_p2p.output import print_json, print_table, remark
-from mooncake_p2p.parameters import Argument, Option
 from p2pstore.objects import format_bytes
 from p2pstore.runtime.linux import survive_hangups
 
@@ -120,6 +121,9 @@ SETTINGS: Final[dict[str, Setting]] = {
         default="none; a port alone: on loopback",
     ),
     "metrics_keys": Setting("", "Show keys on the status page, not just namespaces", bool),
+    "http_token_file": Setting(
+        "FILE", "Token of routers' queries over HTTP; without one: on loopback only"
+    ),
     "slow_operation": Setting(
         "SECONDS", "Shortest operation that `stats --slow` keeps; 0: none", default="0.1"
     ),
@@ -147,7 +151,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
         *("socket", "socket_mode", "socket_group", "socket_others"),
     ),
     "Operation": (
-        *("state_dir", "drain_timeout", "metrics_keys", "slow_operation"),
+        *("state_dir", "drain_timeout", "metrics_keys", "http_token_file", "slow_operation"),
         *("log_level", "log_format", "log_file"),
     ),
 }
@@ -156,7 +160,7 @@ GROUP_OF: Final = {name: group for group, names in GROUPS.items() for name in na
 
 
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:
-    """The option as a parameter: None where it was not given."""
+    """The option as a parameter for typer: None where it was not given."""
     text = setting.help
     names: tuple[str, ...] = ("--http", "--metrics") if name == "metrics" else ()
     group = GROUP_OF.get(name)
@@ -168,12 +172,14 @@ def _parameter(name: str, setting: Setting) -> inspect.Parameter:
     enumeration: Any = StrEnum
     if setting.form.islower():
         kind = enumeration(name, {word.replace("-", "_"): word for word in words})
-        option = Option(help=text, show_default=False, group=group)
+        option = typer.Option(help=text, show_default=False, rich_help_panel=group)
     elif setting.kind is bool:
         names = ("--" + name.replace("_", "-"),)
-        option = Option(*names, help=text, show_default=False, group=group)
+        option = typer.Option(*names, help=text, show_default=False, rich_help_panel=group)
     else:
-        option = Option(*names, metavar=setting.form, help=text, show_default=False, group=group)
+        option = typer.Option(
+            *names, metavar=setting.form, help=text, show_default=False, rich_help_panel=group
+        )
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -199,14 +205,16 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
 def join(
     detach: Annotated[
         bool,
-        Option("--detach", help="Return when it serves and has tried to join; `leave` ends it."),
+        typer.Option(
+            "--detach", help="Return when it serves and has tried to join; `leave` ends it."
+        ),
     ] = False,
     json: Annotated[
         bool,
-        Option(
+        typer.Option(
             "--json",
             help="Print the `ready` line on a terminal as well.",
-            group="Operation",
+            rich_help_panel="Operation",
         ),
     ] = False,
     **given: Any,
@@ -281,7 +289,7 @@ class Action(StrEnum):
 def config(
     action: Annotated[
         Action,
-        Argument(metavar="show", help="The only action."),
+        typer.Argument(metavar="show", help="The only action.", show_default=False),
     ],
     json: Json = False,
     **given: Any,

@@ -11,12 +11,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-import click
+import typer
 
 from mooncake_p2p.exit_errors import CommandFailed
 from mooncake_p2p.options import DEFAULT_TIMEOUT, Json, Socket, Timeout, connected, with_records
 from mooncake_p2p.output import print_json, remark
-from mooncake_p2p.parameters import Argument, Option
 
 if TYPE_CHECKING:
     from p2pstore.access.keyring import KeyRing
@@ -39,21 +38,21 @@ class KeyRole(StrEnum):
 class KeyOptions:
     """The task of `keygen`: a step of a rotation, or a key for a role."""
 
-    add: Annotated[bool, Option("--add", help="Step 1: append a new key that all will accept.")] = (
-        False
-    )
-    promote: Annotated[
-        bool, Option("--promote", help="Step 2: the last key comes first: it proves.")
+    add: Annotated[
+        bool, typer.Option("--add", help="Step 1: append a new key that all will accept.")
     ] = False
-    retire: Annotated[bool, Option("--retire", help="Step 3: remove all keys but the first.")] = (
-        False
-    )
+    promote: Annotated[
+        bool, typer.Option("--promote", help="Step 2: the last key comes first: it proves.")
+    ] = False
+    retire: Annotated[
+        bool, typer.Option("--retire", help="Step 3: remove all keys but the first.")
+    ] = False
     role: Annotated[
-        KeyRole, Option(help="Role of the key; a reader's and a writer's need --from.")
+        KeyRole, typer.Option(help="Role of the key; a reader's and a writer's need --from.")
     ] = KeyRole.member
     source: Annotated[
         str | None,
-        Option(
+        typer.Option(
             "--from",
             metavar="FILE",
             help="The cluster's key file, for --role reader and writer.",
@@ -62,7 +61,7 @@ class KeyOptions:
     ] = None
     namespace: Annotated[
         list[str] | None,
-        Option(
+        typer.Option(
             "--namespace",
             metavar="NAMESPACE",
             help="Where --role writer may write; may be repeated.",
@@ -74,13 +73,13 @@ class KeyOptions:
         """The step of a rotation; "" for a new key. Raises `BadParameter` for options that contradict each other."""
         chosen = [step for step in _NEXT_STEP if getattr(self, step)]
         if len(chosen) > 1:
-            raise click.BadParameter("--add, --promote and --retire are steps: take one at a time")
+            raise typer.BadParameter("--add, --promote and --retire are steps: take one at a time")
         if (self.role is KeyRole.member) == (self.source is not None):
-            raise click.BadParameter("--role reader or writer and --from belong together")
+            raise typer.BadParameter("--role reader or writer and --from belong together")
         if (self.role is KeyRole.writer) != bool(self.namespace):
-            raise click.BadParameter("--role writer and --namespace belong together")
+            raise typer.BadParameter("--role writer and --namespace belong together")
         if chosen and self.source is not None:
-            raise click.BadParameter(
+            raise typer.BadParameter(
                 f"--{chosen[0]} changes the cluster's key file; make the others' files from it anew"
             )
         return chosen[0] if chosen else ""
@@ -90,7 +89,7 @@ class KeyOptions:
 def keygen(
     file: Annotated[
         str,
-        Argument(metavar="FILE", help="The key file; a new one must not exist yet."),
+        typer.Argument(metavar="FILE", help="The key file; a new one must not exist yet."),
     ],
     *,
     what: KeyOptions,
@@ -145,7 +144,7 @@ def _make(path: Path, source: str | None, namespaces: Sequence[str]) -> list[str
     try:
         line = new_cluster_key() + "\n" if source is None else readers_key_file(source, namespaces)
     except ValueError as error:
-        raise click.BadParameter(f"--namespace: {error}") from None
+        raise typer.BadParameter(f"--namespace: {error}") from None
     try:
         _write_new(path, line)
     except FileExistsError:
@@ -218,7 +217,7 @@ MAX_OTHERS: Final = 3
 
 def invite(
     without_key: Annotated[
-        bool, Option("--without-key", help="Leave the key out; copy the key file yourself.")
+        bool, typer.Option("--without-key", help="Leave the key out; copy the key file yourself.")
     ] = False,
     socket: Socket = None,
     timeout: Timeout = DEFAULT_TIMEOUT,

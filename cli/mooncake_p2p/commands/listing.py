@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from mooncake_p2p.options import AtPeer, Key, with_records
 from mooncake_p2p.output import (
     print_json,
@@ -17,7 +19,6 @@ from mooncake_p2p.output import (
     remark,
     short_id,
 )
-from mooncake_p2p.parameters import Argument, Option
 from p2pstore.errors import NoSuchKey
 from p2pstore.objects import format_bytes, unix_seconds_from_clock
 
@@ -30,12 +31,16 @@ if TYPE_CHECKING:
 class ListOptions:
     """Which keys `ls` lists."""
 
-    limit: Annotated[int, Option(min=1, max=100_000, metavar="N", help="Most keys to list.")] = 1000
-    local: Annotated[bool, Option("--local", help="Only what this peer holds.")] = False
-    pinned: Annotated[bool, Option("--pinned", help="Only what is pinned.")] = False
+    limit: Annotated[
+        int, typer.Option(min=1, max=100_000, metavar="N", help="Most keys to list.")
+    ] = 1000
+    local: Annotated[bool, typer.Option("--local", help="Only what this peer holds.")] = False
+    pinned: Annotated[bool, typer.Option("--pinned", help="Only what is pinned.")] = False
     after: Annotated[
         str,
-        Option(metavar="KEY", help="Only keys behind this one: the next page.", show_default=False),
+        typer.Option(
+            metavar="KEY", help="Only keys behind this one: the next page.", show_default=False
+        ),
     ] = ""
 
 
@@ -43,7 +48,9 @@ class ListOptions:
 def ls(
     prefix: Annotated[
         str,
-        Argument(metavar="PREFIX", help="Only keys that begin with this."),
+        typer.Argument(
+            metavar="PREFIX", help="Only keys that begin with this.", show_default=False
+        ),
     ] = "",
     *,
     which: ListOptions,
