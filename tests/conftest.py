@@ -1,13 +1,15 @@
 """The setup of all tests."""
 
 from __future__ import annotations
+
 import contextlib
 import gc
 import os
-import pytest
 import shutil
 import signal
 import tempfile
+
+import pytest
 
 with contextlib.suppress(ImportError):  # the virtual machine's tests run without it
     from hypothesis import settings
@@ -17,6 +19,7 @@ with contextlib.suppress(ImportError):  # the virtual machine's tests run withou
 
 _STATE = "XDG_STATE_HOME"
 
+
 def pytest_configure(config: pytest.Config) -> None:
     """Have Ctrl-C end this process and those that it starts: a shell that started the tests in the background, as some
     builders do, has it ignored, and each process hands that on. Nothing goes to the user's state directory."""
@@ -25,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if _STATE not in os.environ:
         os.environ[_STATE] = place = tempfile.mkdtemp(prefix="p2p-state-")
         config.add_cleanup(lambda: shutil.rmtree(place, ignore_errors=True))
+
 
 def pytest_collection_finish() -> None:
     """Have garbage collections pass over modules and tests, a million objects: tests collect often."""

@@ -1,27 +1,20 @@
 """Options that commands share, records of options, durations as people write them, and the connection to the peer."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from contextlib import contextmanager
-from dataclasses import MISSING
-from dataclasses import dataclass
-from dataclasses import fields
-from dataclasses import is_dataclass
-from importlib import import_module
-from p2pstore.objects import encode_namespace
-from p2pstore.objects import parse_duration
-from typing import Annotated
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-from typing import get_type_hints
+
 import functools
 import gc
 import inspect
 import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
+
 import typer
+
+from p2pstore.objects import encode_namespace, parse_duration
 
 if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
@@ -73,6 +66,7 @@ Exclude = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
+
 @dataclass(frozen=True, slots=True)
 class AtPeer:
     """The options of commands about objects: whom to ask, and the form of the answer."""
@@ -85,6 +79,7 @@ class AtPeer:
     def connected(self) -> AbstractContextManager[BlockingClient]:
         """See `connected`."""
         return connected(self.socket, self.namespace, self.timeout)
+
 
 def with_records(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for each field of the dataclasses that are its keyword-only parameters."""
@@ -120,11 +115,13 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
     call.__annotations__ = {each.name: each.annotation for each in parameters}
     return call
 
+
 def was_given(name: str) -> bool:
     """Whether the command that runs was given this option (`timeout` for --timeout), not its variable."""
     command = import_module("typer.main").get_current_context(silent=True)
     source = command.get_parameter_source(name) if command is not None else None
     return source is not None and source.name == "COMMANDLINE"
+
 
 def origin_of(option: str, environment_variable: str) -> str:
     """The option, or the variable that stood for it in the command that runs."""
@@ -132,6 +129,7 @@ def origin_of(option: str, environment_variable: str) -> str:
     name = option.removeprefix("--").replace("-", "_")
     source = command.get_parameter_source(name) if command is not None else None
     return environment_variable if source is not None and source.name == "ENVIRONMENT" else option
+
 
 def parse_timeout(text: str, option: str = "--timeout") -> float:
     """A duration above zero. Raises `ValueError` naming the option, or the variable that stood for it."""
@@ -141,6 +139,7 @@ def parse_timeout(text: str, option: str = "--timeout") -> float:
     if not 0 < seconds < math.inf:
         raise ValueError(f"{option}: {text!r} must be more than 0 seconds")
     return seconds
+
 
 @contextmanager
 def connected(

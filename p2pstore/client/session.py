@@ -1,62 +1,47 @@
 """Everything a client does, written once for all drivers."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
-from contextlib import asynccontextmanager
-from contextlib import suppress
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
 from p2pstore import arguments
-from p2pstore.client import answers
-from p2pstore.client import device_memory
+from p2pstore.client import answers, device_memory
 from p2pstore.client.answers import plain_error
-from p2pstore.client.batches import fetch_many
-from p2pstore.client.batches import fetch_many_new
-from p2pstore.client.destinations import BytesDestination
-from p2pstore.client.destinations import NewMemoryDestination
-from p2pstore.client.destinations import TensorDestination
-from p2pstore.client.device_memory import GpuMapping
-from p2pstore.client.device_memory import GpuSource
-from p2pstore.client.device_memory import read_in_place
-from p2pstore.client.device_memory import usable_gpu
-from p2pstore.client.key_calls import AskCalls
-from p2pstore.client.key_calls import ChangeCalls
+from p2pstore.client.batches import fetch_many, fetch_many_new
+from p2pstore.client.destinations import BytesDestination, NewMemoryDestination, TensorDestination
+from p2pstore.client.device_memory import GpuMapping, GpuSource, read_in_place, usable_gpu
+from p2pstore.client.key_calls import AskCalls, ChangeCalls
 from p2pstore.client.leasing import take_many
 from p2pstore.client.open_session import OpenSession
 from p2pstore.client.transfers import TransferBatch
 from p2pstore.client.writing import put_options
-from p2pstore.errors import GpuCopyFailed
-from p2pstore.errors import P2PStoreError
+from p2pstore.errors import GpuCopyFailed, P2PStoreError
 from p2pstore.objects import encode_key
-from p2pstore.results import Buffer
-from p2pstore.results import Framework
-from p2pstore.results import ItemResult
-from p2pstore.results import OnConflict
-from p2pstore.results import PinName
-from p2pstore.results import PutResult
-from p2pstore.results import TransferRequest
-from p2pstore.transfer.transfer_trace import FetchTrace
-from p2pstore.transfer.transfer_trace import Progress
-from p2pstore.transfer.transfer_trace import ReadWatch
+from p2pstore.results import (
+    Buffer,
+    Framework,
+    ItemResult,
+    OnConflict,
+    PinName,
+    PutResult,
+    TransferRequest,
+)
+from p2pstore.transfer.transfer_trace import FetchTrace, Progress, ReadWatch
 from p2pstore.transfer.transport import BufferDestination
-from p2pstore.values import RegisteredBuffer
-from p2pstore.values import Source
-from p2pstore.values import describe_tensor
-from p2pstore.values import destination_view
-from p2pstore.values import value_of
-from typing import Any
-from typing import Final
-from typing import TYPE_CHECKING
-import numpy as np
-import time
+from p2pstore.values import RegisteredBuffer, Source, describe_tensor, destination_view, value_of
 
 if TYPE_CHECKING:
     from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
 
 _PLAIN: Final = frozenset({bytes, bytearray, memoryview, np.ndarray})
 """Types that are never on a GPU."""
+
 
 class PutCalls(OpenSession):
     """Puts of one client."""
@@ -163,6 +148,7 @@ class PutCalls(OpenSession):
         with suppress(GpuCopyFailed):  # which each of them will say
             await device_memory.await_computed(driver, devices)
         return await device_memory.stage_all(driver, values, take_them=True)
+
 
 class GetCalls(OpenSession):
     """Gets of one client."""
@@ -326,6 +312,7 @@ class GetCalls(OpenSession):
         """`get_many_into` for programs that have their buffers as writable views of bytes already, one for each key:
         per key the length, or the error."""
         return await fetch_many(self._live.fetcher, keys, views, self._digests, are_views=True)
+
 
 class ClientSession(PutCalls, GetCalls, AskCalls, ChangeCalls):
     """One client of the local peer: `open` it, use it, `close` it.
