@@ -160,7 +160,7 @@ def test_a_request_waits_for_blocks_that_another_engine_has_just_computed(
         for each in (plain, patient, hasty):
             tier.on_new_request(each)
         assert [tier.lookup(KEYS[0], each) for each in (plain, patient)] == [miss, retry]
-        until(lambda: tier.lookup(KEYS[0], hasty) is miss)
+        eventually(lambda: tier.lookup(KEYS[0], hasty) is miss)
         assert store(vllm, tier, KEYS[:1])
         assert tier.lookup(KEYS[0], patient) is hit
         tier.on_request_finished(patient)
