@@ -60,7 +60,7 @@ class PeerNotInstalled(P2PStoreError, ImportError):
 
     def __init__(self, library: str | None) -> None:
         super().__init__(
-            f"a peer cannot run here, as {library} is not installed: pip install 'p2pstore[peer]'"
+            f"{library} is not installed, which a peer needs: pip install 'p2pstore[peer]'"
         )
 
 

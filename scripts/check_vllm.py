@@ -26,6 +26,7 @@ PROMPT_TOKENS = 1500
 CACHED_TOKENS = PROMPT_TOKENS // 32 * 32
 START_SECONDS = 300.0
 ANSWER_SECONDS = 120.0
+END_SECONDS = 120.0
 MOST_CALL_SECONDS = 0.001
 """Of 99 % of the scheduler's calls. A hundred times as much where the machine is busy with other programs."""
 MOST_MORE_SECONDS = 1.0
@@ -200,7 +201,7 @@ class Engine:
     def end(self, *, allowed: str = "") -> None:
         """Ctrl-C, and a look through the log."""
         self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(60) == 0, self.log.read_text()[-4000:]
+        assert self.process.wait(END_SECONDS) == 0, self.log.read_text()[-4000:]
         text = self.log.read_text()
         found = [line for line in text.splitlines() if FORBIDDEN.search(line)]
         if allowed:
@@ -300,7 +301,10 @@ def check_mooncake(world: World) -> None:
     """vLLM's own connector for Mooncake's store, which is ours here."""
     config = world.folder / "mooncake.json"
     sizes = {"global_segment_size": "64mb", "local_buffer_size": "16mb"}
-    address = {"master_server_address": f"127.0.0.1:{free_port()}", "metadata_server": "P2P"}
+    address = {
+        "master_server_address": f"127.0.0.1:{free_port()}",
+        "metadata_server": "P2PHANDSHAKE",
+    }
     config.write_text(json.dumps({**address, **sizes, "protocol": "tcp", "device_name": ""}))
     connector = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
     connector["kv_load_failure_policy"] = "recompute"
@@ -389,4 +393,5 @@ def run(python: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and all that was started ends
     run(*sys.argv[1:])

@@ -5,7 +5,8 @@
       "module_path": "p2pstore.integrations.vllm", "weight_version": "llama-3.1-8b@v1"}]}}'
 
 `weight_version` is required; `socket` names the local peer, where there are several; `threads` move blocks. Engines
-share blocks of models of one name: the last part of the model's path, or what `model` says.
+share blocks of models of one name: the last part of the model's path, or what `model` says. `enable_kv_events` tells
+routers of blocks in the pool, with medium `STORAGE` (vLLM adds tokens with `self_describing_kv_events`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
+    Medium,
+    OffloadingEvent,
     OffloadingGaugeMetadata,
     RequestOffloadingContext,
 )
@@ -35,12 +38,15 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pstore.blocking import BlockingClient
+from p2pstore.integrations.block_events import BlockEvents
 from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
 from p2pstore.results import ItemResult
 
 LOST_SECONDS = 5.0
 MAX_LOST = 100_000
 NAME_BYTES = 12
+CHECK_SECONDS = 1.0
+"""Pause between two checks of blocks that were told of, 4,096 at a time."""
 WAIT_PARAMETER = "p2pstore_wait_seconds"
 """In a request's `kv_transfer_params`: the time to wait for blocks that another engine has just computed."""
 PEER_ANSWERS = "vllm:kv_offload_p2pstore_peer_answers"
@@ -55,6 +61,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
     them.
     """
 
+    medium = Medium.STORAGE
     cache_hit_source = CacheHitSource.P2P
 
     def __init__(
@@ -69,7 +76,8 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._weight_version = options.get("weight_version", "")
         self._client = LastingClient(self._weight_version, options.get("socket"))
         self._client.say_unknown(
-            options, ["weight_version", "socket", "threads", "model", "locality"]
+            options,
+            ["weight_version", "socket", "threads", "model", "locality", "enable_kv_events"],
         )
         if options.get("locality"):
             self.locality = Locality(options["locality"])
@@ -89,6 +97,10 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         self._wait_until: dict[str, float] = {}
         self._compared = False
         self._told_answers: bool | None = None
+        self._events: BlockEvents | None = None
+        self._check_at = 0.0
+        if options.get("enable_kv_events"):
+            self._begin_events(offloading_spec.kv_events_config)
 
     # --- what the scheduler asks -------------------------------------------------------------------
 
@@ -180,6 +192,39 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
             zip(self.config_info_keys({}), (self._weight_version, self._prefix), strict=True)
         )
 
+    def _begin_events(self, config: Any) -> None:
+        if not config.enable_kv_cache_events:
+            self._client.say("enable_kv_events changes nothing: vLLM publishes no KV events")
+            return
+        if not config.self_describing_kv_events:
+            self._client.say(
+                "set self_describing_kv_events in kv_connector_extra_config: without tokens routers ignore the events"
+            )
+        self._events = BlockEvents()
+
+    @or_else(lambda *_, **__: ())
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Blocks that came to the pool by this engine, or were found there, and those that no peer has any more."""
+        if self._events is None:
+            return ()
+        now = time.monotonic()
+        if now >= self._check_at and self._client.answers:
+            self._check_at = now + CHECK_SECONDS
+            self._client.later(self._check_told)
+        return [
+            OffloadingEvent(
+                event.keys, self.medium, event.removed, self.locality, removal_expected=True
+            )
+            for event in self._events.take()
+        ]
+
+    def _check_told(self, client: BlockingClient) -> None:
+        """In the worker: which of the blocks that were told of are gone."""
+        assert self._events is not None
+        keys = self._events.to_check()
+        if keys:
+            self._events.checked(keys, client.contains_many([self._name(key) for key in keys]))
+
     # --- in threads --------------------------------------------------------------------------------
 
     def _submit(self, move: Any, job: TransferJob) -> None:
@@ -230,6 +275,11 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         stored = {
             number for number, result in zip(new, results, strict=False) if result.error is None
         }
+        if self._events is not None:
+            self._events.found([keys[number] for number in sorted(stored)], new=True)
+            self._events.found(
+                [key for key, known in zip(keys, there, strict=True) if known], new=False
+            )
         return [key for number, key in enumerate(keys) if there[number] or number in stored]
 
     def _load(self, keys: list[bytes], rows: list[memoryview]) -> list[bytes]:

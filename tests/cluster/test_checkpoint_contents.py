@@ -12,10 +12,10 @@ import trio
 import p2pstore
 from p2pstore import errors
 from p2pstore.checkpoint.content import manifest as manifest_module
+from p2pstore.checkpoint.content.directory_versions import FILES_A_STEP
 from p2pstore.checkpoint.content.manifest import Manifest
 from p2pstore.checkpoint.content.pieces import Extent
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
-from p2pstore.checkpoint.content.version_files import FILES_A_STEP
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.gossip.records import TakesPart
 from p2pstore.peer import open_peer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import threading
 from functools import partial
@@ -15,7 +16,8 @@ import trio
 import p2pstore
 from p2pstore import errors
 from p2pstore.checkpoint.content.hashing import PieceHashes
-from p2pstore.checkpoint.peer import bringing, manifest_search
+from p2pstore.checkpoint.peer import bringing, fetching
+from p2pstore.checkpoint.peer import fetching as manifest_search
 from p2pstore.checkpoint.peer.stores import MemoryTarget
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.gossip.records import TakesPart
@@ -241,6 +243,27 @@ async def test_a_fetch_that_is_cancelled_goes_on_where_it_was(tmp_path: Path) ->
         assert 0 < rest.fetched_bytes < rest.total_bytes == published.total_bytes
         assert trio.current_time() - began > rest.fetched_bytes / (2 * MIB) - 0.5
         assert same_files(source, tmp_path / "b" / "current")
+
+
+async def test_what_a_fetch_that_fails_late_has_brought_stays_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The swarm has the directory by then: closed under it, it ended every later fetch as well."""
+    source = tmp_path / "from"
+    make_files(source, FILES)
+
+    def fail(directory: Path) -> set[bytes]:
+        raise OSError(errno.EIO, "no")
+
+    async with cluster(tmp_path, 2) as (a, b):
+        await a.checkpoints.publish("model", source, piece_bytes=PIECE)
+        with monkeypatch.context() as patched, pytest.raises(errors.ConfigError):
+            patched.setattr(fetching, "kept_versions", fail)
+            await b.checkpoints.fetch("model", tmp_path / "one", wait=20)
+        for name in ("one", "two"):
+            again = await b.checkpoints.fetch("model", tmp_path / name)
+            assert again.fetched_bytes == 0
+            assert same_files(source, tmp_path / name / "current")
 
 
 async def test_some_files_are_brought_passed_on_and_completed_later(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from p2pstore.access.keyring import KeyRing
 from p2pstore.addresses import DEFAULT_CONTROL_PORT
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.gossip_messages import Ack, ControlKind, Exchange, Ping, PingRequest
-from p2pstore.gossip.links import control_connection as connection_module
+from p2pstore.gossip.links import connection_keeper as connection_module
 from p2pstore.gossip.links import control_frames, secured_connections
 from p2pstore.gossip.links import control_link as link_module
 from p2pstore.gossip.links import host as host_module

@@ -37,6 +37,7 @@ from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
+from p2pstore.wire import Empty
 from simulation.segment_checks import check_segment
 from tests.cluster.test_cli import eventually, new_machine
 from tests.cluster.test_open_peer import config, until
@@ -327,7 +328,7 @@ async def test_nonsense_of_a_client_is_refused(
         with pytest.raises(errors.P2PStoreError):
             await a._link.request(kind, message, local.Placed)
         news = local.StoredElsewhere(b"nobody", 1, 1, bytes(42))
-        await a._link.request(LocalKind.STORED, news, local.Done)
+        await a._link.request(LocalKind.STORED, news, Empty)
         assert not a.contains_nowait("k")
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from p2pstore.errors import P2PStoreError
 from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
+from p2pstore.gossip.locations.views import STEP_RECORDS
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord
 from p2pstore.objects import Version
 from p2pstore.peer import Peer

@@ -41,11 +41,11 @@ from p2pstore.gossip.gossip_messages import (
     Proof,
     Status,
 )
-from p2pstore.gossip.links import arrivals as refusals_module
-from p2pstore.gossip.links import control_connection as connection_module
+from p2pstore.gossip.links import connection_keeper as connection_module
 from p2pstore.gossip.links import control_link as link_module
 from p2pstore.gossip.links import host as host_module
 from p2pstore.gossip.links import secured_connections
+from p2pstore.gossip.links import secured_connections as refusals_module
 from p2pstore.gossip.links.admission import Opener
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host

@@ -28,7 +28,7 @@ from p2pstore.checkpoint.content.target_directory import TargetDirectory
 from p2pstore.checkpoint.peer.running import RunningSwarms
 from p2pstore.checkpoint.peer.stores import PieceStore, PublishedPieces
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
-from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
+from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.records import member_of
 from p2pstore.memory.entries import SmallObjectsLent

@@ -521,6 +521,16 @@ class JobResult:
 
 
 @dataclass
+class OffloadingEvent:
+    keys: list[bytes]
+    medium: Any
+    removed: bool
+    locality: Any = None
+    ownership: str | None = None
+    removal_expected: bool = False
+
+
+@dataclass
 class RequestOffloadingContext:
     fields: dict[str, Any] = field(default_factory=dict)
 
@@ -563,12 +573,15 @@ class OffloadingConnectorStats:
 class SecondaryTierManager:
     def __init__(self, spec: Any, view: memoryview, tier_type: str, detector: Any = None) -> None:
         self.tier_type = tier_type
+        self.locality = None
 
 
 VLLM: dict[str, dict[str, Any]] = {
     "vllm.v1.kv_offload.base": {
         "Locality": enum.Enum("Locality", {"LOCAL": "LOCAL", "REMOTE": "REMOTE"}),
         "LookupResult": LookupResult,
+        "Medium": enum.Enum("Medium", {"CPU": "CPU", "STORAGE": "STORAGE"}),
+        "OffloadingEvent": OffloadingEvent,
         "OffloadingGaugeMetadata": Metadata,
         "RequestOffloadingContext": RequestOffloadingContext,
     },
@@ -597,7 +610,8 @@ def vllm_spec(tp_size: int = 1, name: str = "org/model") -> Any:
         canonical_layout=False,
         kv_cache_layout=None,
     )
-    return SimpleNamespace(config=config, blocks_per_chunk=1)
+    events = SimpleNamespace(enable_kv_cache_events=True, self_describing_kv_events=True)
+    return SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=events)
 
 
 def finished(tier: Any) -> Any:
@@ -660,6 +674,54 @@ def test_vllm_blocks_come_back_in_another_engine(
     writer.submit_load(module.TransferJob(8, keys[:1], np.array([1]), True, None))
     assert not finished(writer).success
     assert writer.lookup(keys[0], None) == miss
+
+
+def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand_in(monkeypatch, VLLM)
+    module = plugin(monkeypatch, "vllm")
+    memory = np.zeros((4, 5000), np.uint8)
+    named = {"weight_version": "events@v1", "socket": peer.socket, "enable_kv_events": True}
+    silent = vllm_spec()
+    silent.kv_events_config.enable_kv_cache_events = False
+    tiers = [
+        module.P2PTier(spec, memory.data, "P2PTier", **named)
+        for spec in (vllm_spec(), vllm_spec(), silent)
+    ]
+    writer, other, mute = tiers
+    assert "publishes no KV events" in caplog.text
+    keys = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(2)]
+
+    def stored_by(tier: Any) -> list[Any]:
+        tier.submit_store(module.TransferJob(1, keys, np.array([0, 1]), False, None))
+        assert finished(tier).success
+        return list(tier.take_events())
+
+    stored = [OffloadingEvent(keys, module.Medium.STORAGE, False, removal_expected=True)]
+    assert stored_by(writer) == stored
+    assert stored_by(writer) == []
+    assert stored_by(other) == stored, "what it found there is told of"
+    assert stored_by(mute) == []
+    with blocking.connect(peer.socket, namespace="events@v1") as client:
+        client.flush()
+
+    def next_events(tier: Any) -> list[Any]:
+        events: list[Any] = []
+
+        def came() -> bool:
+            events.extend(tier.take_events())
+            return bool(events)
+
+        until(came)
+        return events
+
+    for tier in (writer, other):
+        gone = [(sorted(event.keys), event.removed) for event in next_events(tier)]
+        assert gone == [(keys, True)]
+    assert stored_by(writer) == stored
+    for tier in tiers:
+        tier.shutdown()
 
 
 def test_vllm_makes_the_tier_itself(peer: PeerProcess) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from p2pstore.checkpoint.swarm.swarm_messages import (
     Grant,
     Invite,
@@ -20,7 +21,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Refuse,
     kind_of,
 )
-from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from p2pstore.runtime.streams import ByteStream
 from p2pstore.transfer.data_messages import (
     DataKind,

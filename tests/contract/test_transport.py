@@ -63,6 +63,7 @@ from p2pstore.transfer import transport as transport_module
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_messages import (
     MAX_SMALL_BULK_BYTES,
+    MIN_DATA_VERSION,
     DataKind,
     Get,
     GetItem,
@@ -953,16 +954,13 @@ async def connect(address: str) -> Any:
     return await TrioDriver().connect_tcp(host, int(port), 5.0)
 
 
-async def authenticated(
-    address: str, granted: GrantedTicket | None = None, max_version: int = 1
-) -> Any:
+async def authenticated(address: str, granted: GrantedTicket | None = None) -> Any:
     """A raw stream after a good hello."""
     stream = await connect(address)
     granted = granted or grant()
     nonce = os.urandom(32)
-    await stream.send(
-        PREFACE_DATA + encode_frame(DataKind.HELLO, 0, Hello(1, max_version, granted.ticket, nonce))
-    )
+    hello = Hello(MIN_DATA_VERSION, MIN_DATA_VERSION, granted.ticket, nonce)
+    await stream.send(PREFACE_DATA + encode_frame(DataKind.HELLO, 0, hello))
     *_, body, _ = await read_frame(stream)
     reply = decode_body(HelloReply, body)
     proof = Proof(prove(granted.secret, b"client", nonce, reply.nonce))
@@ -1189,7 +1187,7 @@ Script = Callable[
 
 
 @contextlib.asynccontextmanager
-async def scripted_owner(script: Script, version: int = 1) -> AsyncIterator[RemoteCopy]:
+async def scripted_owner(script: Script) -> AsyncIterator[RemoteCopy]:
     """A peer that shakes hands as it should and then does what `script` says."""
     (listener,) = await open_data_listeners(["127.0.0.1:0"])
 
@@ -1207,7 +1205,7 @@ async def scripted_owner(script: Script, version: int = 1) -> AsyncIterator[Remo
                 now_unix=time.time(),
             )
             proof = prove(secret, b"server", hello.nonce, bytes(32))
-            reply = HelloReply(version, bytes(32), proof, 7)
+            reply = HelloReply(MIN_DATA_VERSION, bytes(32), proof, 7)
             await stream.send(encode_frame(DataKind.HELLO, 0, reply, flags=REPLY))
             await read_frame(stream)
             await script(stream, lambda: read_frame(stream))

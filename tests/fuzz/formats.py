@@ -14,9 +14,15 @@ from typing import Any, Final
 
 import xxhash
 
-from p2pstore.access.allowlist import parse_peer_ids
 from p2pstore.access.invite import Invite, format_invite, parse_invite
-from p2pstore.access.keyring import KeyRing, add_key, parse_cluster_keys, promote_key, retire_keys
+from p2pstore.access.keyring import (
+    KeyRing,
+    add_key,
+    parse_cluster_keys,
+    parse_peer_ids,
+    promote_key,
+    retire_keys,
+)
 from p2pstore.addresses import split_address
 from p2pstore.checkpoint.content.manifest import (
     HASH_BYTES,
@@ -37,7 +43,7 @@ from p2pstore.gossip.exchange.digests import (
 )
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
-from p2pstore.gossip.locations.signed_runs import SIGNATURE_BYTES
+from p2pstore.gossip.locations.log import SIGNATURE_BYTES
 from p2pstore.gossip.records import (
     ClusterRecord,
     LogHead,

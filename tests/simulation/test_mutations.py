@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations.signed_runs import SignedRun
+from p2pstore.gossip.locations.log import SignedRun
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.views import Applied
 from p2pstore.gossip.machine import FetchSnapshot, Gossip, SnapshotHead

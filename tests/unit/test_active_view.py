@@ -284,6 +284,7 @@ def parts_under_churn(seed: int, view: type[ActiveView], limit: int) -> int:
     return worst
 
 
+@pytest.mark.slow
 def test_the_graph_of_neighbours_stays_connected_under_any_churn() -> None:
     """With four neighbours each, where chance has much more say than with 32."""
     assert max(parts_under_churn(seed, ActiveView, limit=4) for seed in range(12)) == 1

@@ -316,6 +316,7 @@ def test_a_floor_ends_it() -> None:
     assert world.announced("k") is None
 
 
+@pytest.mark.slow
 def test_the_floor_of_a_namespace_ends_all_in_steps_and_hides_them_at_once() -> None:
     world = ColdWorld(others=1)
     names = [f"k{number}" for number in range(80)]

@@ -206,6 +206,7 @@ def test_what_is_on_the_ssd_alone_is_pinned_for_when_it_comes_back() -> None:
     assert operation.result == [PinEnd(here=True, found=True, copies=1, known=1)]
 
 
+@pytest.mark.slow
 def test_unpinning_needs_no_copy_in_memory() -> None:
     world = ColdWorld()
     world.cool("k", b"v" * 9000, pin=1)

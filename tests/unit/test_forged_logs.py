@@ -12,8 +12,7 @@ from p2pstore.gossip.exchange.digests import Run, pack_runs
 from p2pstore.gossip.gossip_effects import FetchSnapshot, Push, SnapshotHead
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, LogChunk
 from p2pstore.gossip.homes.known_locations import Word
-from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, REMOVED
-from p2pstore.gossip.locations.signed_runs import SignedRun, sign_run
+from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, REMOVED, SignedRun, sign_run
 from p2pstore.gossip.locations.snapshots import UNSIGNED_RECORDS, check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, PeerId, sign_peer_record
 from tests.unit.gossip_network import (

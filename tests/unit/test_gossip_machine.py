@@ -97,6 +97,7 @@ def test_peers_join_in_any_order() -> None:
     assert second.gossip.membership.name_of(peer_id_of(0)) == "peer-0"
 
 
+@pytest.mark.slow
 def test_an_operation_is_known_to_all_within_half_a_second() -> None:
     net, nodes = joined(20)
     for trial in range(10):
@@ -584,6 +585,7 @@ digest_entries = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(digest_entries, max_size=6), st.integers(), st.binary(max_size=3))
 def test_any_digest_is_answered(
@@ -660,6 +662,7 @@ def single_writer(net: Network) -> None:
                     assert node.knows(other)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 3), st.integers(0, 1 << 30), actions)
 def test_after_any_schedule_all_agree_and_nothing_comes_back(
@@ -692,6 +695,7 @@ def test_after_any_schedule_all_agree_and_nothing_comes_back(
             assert found == held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [0.05, 0.2])
 def test_loss_alone_kills_nobody_for_long(loss: float) -> None:
     net, nodes = joined(8)

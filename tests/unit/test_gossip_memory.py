@@ -50,6 +50,7 @@ def settled_bytes(network: Network) -> int:
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([ours]).traces)
 
 
+@pytest.mark.slow
 def test_operations_leave_nothing_behind(network: Network) -> None:
     first, second = network.start_all(2)
     assert network.run(20, network.converged)
@@ -71,6 +72,7 @@ def test_operations_leave_nothing_behind(network: Network) -> None:
     assert growth < 2 * 1250 * MOST_LEFT_BYTES_AN_OPERATION
 
 
+@pytest.mark.slow
 def test_members_that_joined_and_left_are_forgotten(network: Network) -> None:
     network.start_all(2)
     assert network.run(20, network.converged)

@@ -18,7 +18,7 @@ from p2pstore.gossip.gossip_effects import PartitionSet, Push
 from p2pstore.gossip.gossip_messages import ControlKind, Ping
 from p2pstore.gossip.homes import home_pushes
 from p2pstore.gossip.homes.home_pushes import HomePushes
-from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY, check_update
+from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
 from p2pstore.gossip.homes.home_views import HomeViews
 from p2pstore.gossip.homes.partition_homes import PartitionConfig, partition_of, table_of
 from p2pstore.gossip.locations.log import OwnLog
@@ -29,6 +29,7 @@ from p2pstore.gossip.records import (
     location_hash,
 )
 from tests.unit.gossip_network import digest_of, location, peer_id_of
+from tests.unit.location_set import check_update
 
 CONFIG = PartitionConfig(audit_seconds=10.0, max_records=100_000)
 OWNER, HOME, OTHER = 11, 22, 33

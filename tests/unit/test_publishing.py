@@ -49,6 +49,8 @@ def test_values_of_new_keys_are_published_under_one_stamp() -> None:
         assert trailer is not None
         assert trailer.key == key
     assert world.core.counters["objects_published"] == 3
+    assert all(world.core.proofs.of(each, world.now) for each in (a, b, c))
+    assert world.core.counters["version_signatures"] == 1, "one is for all that were put together"
     check_segment(world.segment)
 
 

@@ -14,9 +14,9 @@ from p2pstore.core.gets.fetch_operation import FetchOperation
 from p2pstore.errors import CapacityExceeded, NoSuchKey
 from p2pstore.gossip.records import SCOPE_NAMESPACE, Tier
 from p2pstore.objects import Version, namespace_digest
-from p2pstore.peer.memory_guard import CopyChecks
 from p2pstore.peer.node import Node
 from p2pstore.peer.peer_ssd import PeerSsd
+from p2pstore.peer.segment_memory import CopyChecks
 from p2pstore.ssd_tier.aligned_memory import aligned_buffer
 from p2pstore.ssd_tier.cold_log import TierHooks
 from p2pstore.ssd_tier.tier import open_tier

@@ -15,6 +15,7 @@ from p2pstore.checkpoint.content.pieces import (
     pack_map,
     pieces_in,
 )
+from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from p2pstore.checkpoint.swarm.swarm import Swarm
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
@@ -48,7 +49,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from p2pstore.checkpoint.swarm.upload_slots import SuperSeeding
 
 OWN = 100

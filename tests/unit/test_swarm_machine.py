@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from p2pstore.checkpoint.content.pieces import full_map, pack_map, pieces_in
+from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from p2pstore.checkpoint.swarm.swarm import Swarm
 from p2pstore.checkpoint.swarm.swarm_messages import (
     Abandon,
@@ -38,7 +39,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 
 PIECES = 12
 OWN = 5

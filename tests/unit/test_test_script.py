@@ -144,6 +144,17 @@ def test_an_interrupt_ends_all_lanes(project: Path) -> None:
     assert "said by computing" in output
 
 
+def test_fast_runs_each_unit_test_once_and_nothing_else(project: Path) -> None:
+    names = [f"tests/unit/test_{each}.py" for each in "abc"]
+    (project / "tests" / "unit").mkdir(parents=True)
+    for each in names:
+        (project / each).touch()
+    status, output = run(project, "--fast")
+    assert status == 0, output
+    assert sorted(re.findall(r"tests/\S+", notes(project))) == names
+    assert {"ruff", "mypy"} <= set(re.findall(r"said by (\w+)", output))
+
+
 def test_arguments_choose_tests_in_one_lane(project: Path) -> None:
     status, output = run(project, "-m", "not slow")
     assert status == 0

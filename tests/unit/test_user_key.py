@@ -11,8 +11,8 @@ import pytest
 from p2pstore.access.keyring import KEYLESS, Role
 from p2pstore.config import USER_KEY_NAME, PeerConfig
 from p2pstore.errors import ConfigError
-from p2pstore.state import user_key
-from p2pstore.state.user_key import find_user_ring, ring_of_the_keyless, user_ring
+from p2pstore.state import places as user_key
+from p2pstore.state.places import find_user_ring, ring_of_the_keyless, user_ring
 
 
 @pytest.fixture
