@@ -30,8 +30,9 @@ from p2pstore import blocking
 from p2pstore.errors import ConfigError
 from p2pstore.integrations.lasting_client import LastingClient, legal_key
 from p2pstore.objects import encode_key
-from tests.contract.worlds import PeerProcess, peer_process, until
+from tests.contract.worlds import PeerProcess, peer_process
 from tests.optional import require_torch
+from tests.waiting import eventually
 
 WEIGHTS = "model@v1"
 DEADLINE_SECONDS = 60.0
@@ -105,7 +106,7 @@ def test_engines_that_hash_otherwise_are_told(
         assert ends.acquire(timeout=DEADLINE_SECONDS)
     assert not caplog.records
     other.compare_hashes("vllm", b"seed 2")
-    until(lambda: "PYTHONHASHSEED" in caplog.text)
+    eventually(lambda: "PYTHONHASHSEED" in caplog.text)
     one.close()
     other.close()
 
@@ -119,9 +120,9 @@ def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(
         running.process.kill()
         running.process.wait()
         # Mapped objects can be read for a moment more.
-        until(lambda: client.call(lambda each: each.get("k"), b"nothing") == b"nothing")
+        eventually(lambda: client.call(lambda each: each.get("k"), b"nothing") == b"nothing")
     with peer_process(tmp_path, "restarted"):
-        until(lambda: client.call(lambda each: each.put("k", b"new"), None) is not None)
+        eventually(lambda: client.call(lambda each: each.put("k", b"new"), None) is not None)
         assert client.call(lambda each: each.get("k"), b"nothing") == b"new"
         client.close()
         assert client.call(lambda each: each.get("k"), b"nothing") == b"nothing"
@@ -440,7 +441,7 @@ def test_sglang_starts_without_a_peer_and_uses_the_one_that_comes(
     assert store.batch_get_v1(["late"], indices) == [False]
     assert sum("until the peer answers" in each.getMessage() for each in caplog.records) == 1
     with peer_process(tmp_path, "late"):
-        until(lambda: store.batch_set_v1(["late"], indices) == [True])
+        eventually(lambda: store.batch_set_v1(["late"], indices) == [True])
         assert store.batch_exists(["late"]) == 1
         store.close()
 
@@ -621,7 +622,7 @@ def finished(tier: Any) -> Any:
         found.extend(tier.get_finished_jobs())
         return bool(found)
 
-    until(came)
+    eventually(came)
     (result,) = found
     return result
 
@@ -713,7 +714,7 @@ def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
             events.extend(tier.take_events())
             return bool(events)
 
-        until(came)
+        eventually(came)
         return events
 
     for tier in (writer, other):

@@ -24,15 +24,11 @@ from p2pstore.transfer.data_messages import (
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving.data_server import ServerLimits
-from tests.contract.test_transport import DRIVERS, Side, TcpHarness, grant, segment_of
+from tests.contract.sides import Side
+from tests.contract.test_transport import TcpHarness, grant, segment_of
 
 EVERYTHING = Scope.READ | Scope.PEER
 NOTHING = memoryview(b"")
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @pytest.fixture

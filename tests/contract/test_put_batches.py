@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,6 @@ from simulation.segment_checks import check_segment
 from tests.contract.small_peer import SmallPeer, small_peer
 
 SIZES = [0, 1, 4096, 70_000]
-
-
-@pytest.fixture
-def peer(tmp_path: Path) -> Iterator[SmallPeer]:
-    with small_peer(tmp_path / "peer.sock") as running:
-        yield running
 
 
 def values(count: int, name: str = "k") -> list[tuple[str, bytes]]:

@@ -30,10 +30,9 @@ from p2pstore.transfer.serving.read_thread import BRISK_READS
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import ERROR, REPLY, Code, Failure, decode_body, encode_frame
 from simulation.segment_checks import check_segment
+from tests.contract.sides import DRIVERS, Side
 from tests.contract.test_transport import (
-    DRIVERS,
     SEGMENT_BYTES,
-    Side,
     TcpHarness,
     _buffers,
     answer,
@@ -47,9 +46,9 @@ from tests.contract.test_transport import (
     read_frame,
     scripted_owner,
     segment_of,
-    until,
 )
 from tests.readers.values import KEYS_PER_PEER, is_right, key_name, value_of
+from tests.waiting import until
 
 
 @pytest.fixture(params=DRIVERS)

@@ -41,11 +41,10 @@ from p2pstore.transfer.serving.serving_backends import OpenedStore
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import HEADER, ONE_WAY, REPLY, Code, Failure, decode_body, encode_frame
 from simulation.segment_checks import check_segment
+from tests.contract.sides import Side
 from tests.contract.test_transport import (
-    DRIVERS,
     SEGMENT_BYTES,
     CancellingDriver,
-    Side,
     TcpHarness,
     assert_closed,
     authenticated,
@@ -54,8 +53,8 @@ from tests.contract.test_transport import (
     pattern,
     read_frame,
     segment_of,
-    until,
 )
+from tests.waiting import until
 
 STORED = Stored(0, 1, 1, 5, 6, 7, 42, b"record")
 
@@ -132,11 +131,6 @@ async def storing(
 async def tcp() -> AsyncIterator[tuple[TcpHarness, Stores]]:
     async with storing() as opened:
         yield opened
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 def store_request(value: bytes, key: str = "k") -> Store:

@@ -25,9 +25,8 @@ from p2pstore.transfer.transport import (
     pull_with_failover,
 )
 from p2pstore.wire import DATA_REPLY_LIMITS, HEADER_BYTES, Code, decode_header, encode_frame
+from tests.contract.sides import DRIVERS, Side
 from tests.contract.test_transport import (
-    DRIVERS,
-    Side,
     TcpHarness,
     authenticated,
     pattern,
@@ -35,8 +34,8 @@ from tests.contract.test_transport import (
     read_exactly,
     read_frame,
     segment_of,
-    until,
 )
+from tests.waiting import until
 
 LARGE, SMALL = pattern(16 * MIB), pattern(64 * KIB)
 DIGEST = key_digest("large")

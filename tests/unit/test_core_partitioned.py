@@ -283,7 +283,7 @@ def test_a_batch_goes_to_few_homes() -> None:
 
 
 def empty_partitions() -> Push:
-    """What a member says that holds nothing."""
+    """The answer of a member that holds nothing."""
     sets = [PartitionSet(partition, 0, 0, b"") for partition in range(PARTITION_COUNT)]
     return Push(OTHER_INCARNATION, [], b"", b"", 1, sets)
 

@@ -299,14 +299,6 @@ def test_a_lower_floor_after_a_higher_one_changes_nothing() -> None:
     )
 
 
-def test_a_floor_raises_the_clock_of_whoever_hears_of_it() -> None:
-    world = Harness(others=1)
-    world.learn_floor(world.others[0], digest_of("k"), Version(clock_at(9.0), 1))
-    operation = world.put("k", b"value")
-    assert operation.result.status == PutStatus.CREATED
-    assert operation.result.version.clock > clock_at(9.0)
-
-
 def test_a_floor_from_the_future_is_refused() -> None:
     world = Harness(others=1)
     entry = world.stored("k", b"value")

@@ -1,4 +1,4 @@
-"""What gossip keeps does not grow with what has happened: only with what is there, for as long as it is needed.
+"""Gossip's memory does not grow with past events: only with present members and objects.
 
 `scripts/bench_gossip` does the same with real peers, many times as long.
 """
@@ -40,7 +40,7 @@ def network() -> Iterator[Network]:
 
 
 def settled_bytes(network: Network) -> int:
-    """What gossip's own lines have allocated when nothing is under way any more."""
+    """Bytes allocated by gossip's own lines when nothing is under way any more."""
     assert network.run(30, network.converged)
     for node in network.nodes.values():
         node.gossip.take_changes()

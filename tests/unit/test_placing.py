@@ -11,12 +11,7 @@ import pytest
 from p2pstore.core.puts.placing import MAX_HOLDERS, MAX_TARGETS, Room, choose_rooms, place
 from p2pstore.errors import CapacityExceeded
 from p2pstore.objects import MIB
-from tests.unit.core_harness import (
-    Harness,
-    Other,
-    digest_of,
-    remote_object,
-)
+from tests.unit.core_harness import Harness, Other, digest_of, remote_object
 
 HOST = b"h" * 16
 
@@ -61,7 +56,6 @@ def test_two_random_choices_prefer_the_emptier_and_spread() -> None:
 
 
 # --- with what gossip knows --------------------------------------------------------------------
-
 
 ROOMY: dict[str, Any] = {"memory_capacity": 64 * MIB}
 

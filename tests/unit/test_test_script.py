@@ -7,11 +7,11 @@ import re
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import eventually
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "test"
 
@@ -77,13 +77,6 @@ def run(project: Path, *arguments: str, **environment: str) -> tuple[int, str]:
 def notes(project: Path) -> str:
     path = project / "notes"
     return path.read_text() if path.exists() else ""
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_all_lanes_run_at_once_and_their_output_does_not_mix(project: Path) -> None:

@@ -168,8 +168,8 @@ class StoreBase:
 
     @property
     def _live(self) -> BlockingClient:
-        """The connection. Raises `ValueError` before `setup` and after `close`. Raises `DeadlineExceeded` while the peer
-        hangs: only the first calls wait for it."""
+        """The connection. Raises `ValueError` before `setup` and after `close`. `DeadlineExceeded` while the
+        peer hangs: only the first calls wait for it."""
         client = self._client
         if client is None:
             raise ValueError("the store is not set up, or was closed")

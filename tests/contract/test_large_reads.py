@@ -10,7 +10,8 @@ import trio
 from p2pstore import Peer, blocking
 from p2pstore.objects import MIB, key_digest
 from p2pstore.transfer.transfer_trace import FetchTrace
-from tests.cluster.test_open_peer import cluster, until
+from tests.cluster.peers import cluster
+from tests.waiting import until
 
 VALUE = np.random.default_rng(5).integers(0, 256, 66 * MIB + 5, np.uint8).tobytes()
 

@@ -18,7 +18,8 @@ from p2pstore.transfer.reading.tcp_transport import TcpTransport
 from p2pstore.transfer.transfer_trace import FetchTrace
 from p2pstore.transfer.transport import Destination, Pulled, PullFailed, RemoteCopy
 from p2pstore.wire import Code
-from tests.cluster.test_open_peer import cluster, until
+from tests.cluster.peers import cluster
+from tests.waiting import until
 
 VALUE = bytes(range(256)) * 8192  # 2 MiB
 
@@ -118,7 +119,7 @@ async def test_what_cannot_be_brought(tmp_path: Path) -> None:
 
 
 class AsIfRdma(TcpTransport):
-    """What the peer prefers; counts what it was asked for."""
+    """The peer's preferred way; counts requests."""
 
     name = RDMA
 

@@ -17,8 +17,9 @@ from p2pstore.peer.for_peers import data_requests
 from p2pstore.peer.for_peers.data_backend import PeerDataBackend
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Snapshot
-from tests.cluster.test_open_peer import cluster, until
+from tests.cluster.peers import cluster
 from tests.unit.gossip_network import digest_of
+from tests.waiting import until
 
 COUNT = 3 * STEP_RECORDS
 

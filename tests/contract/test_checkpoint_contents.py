@@ -20,10 +20,11 @@ from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.gossip.records import TakesPart
 from p2pstore.peer import open_peer
 from p2pstore.results import CheckpointProgress
-from tests.cluster.test_checkpoints import write_safetensors
-from tests.cluster.test_open_peer import cluster, config, until
+from tests.cluster.peers import cluster, config
 from tests.contract.swarm_world import make_files, same_files
+from tests.contract.test_checkpoints import write_safetensors
 from tests.unit.test_safetensors import POINTER
+from tests.waiting import until
 
 PIECE = 64 * 1024
 

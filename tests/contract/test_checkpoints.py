@@ -21,10 +21,12 @@ from p2pstore.checkpoint.peer import fetching as manifest_search
 from p2pstore.checkpoint.peer.stores import MemoryTarget
 from p2pstore.checkpoint.peer.swarm_run import SwarmRun
 from p2pstore.gossip.records import TakesPart
+from p2pstore.objects import MIB
 from p2pstore.peer import Peer, open_peer
 from p2pstore.results import CheckpointProgress
-from tests.cluster.test_open_peer import MIB, cluster, config, until
+from tests.cluster.peers import cluster, config
 from tests.contract.swarm_world import make_files, same_files
+from tests.waiting import until
 
 FILES = {"model.safetensors": 3_000_017, "config.json": 900, "deep/tokenizer.json": 70_000}
 PIECE = 64 * 1024

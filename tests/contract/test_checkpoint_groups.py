@@ -16,8 +16,9 @@ from p2pstore import errors
 from p2pstore.checkpoint.peer import following as updating
 from p2pstore.peer import Peer
 from p2pstore.results import FollowedCheckpoint
-from tests.cluster.test_open_peer import cluster, until
+from tests.cluster.peers import cluster
 from tests.contract.swarm_world import make_files, same_files
+from tests.waiting import until
 
 DEADLINE = 60.0
 

@@ -12,7 +12,8 @@ from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.records import PeerId
 from p2pstore.peer import Peer
 from p2pstore.wire import Message
-from tests.cluster.test_open_peer import cluster, until
+from tests.cluster.peers import cluster
+from tests.waiting import until
 
 Answered = list[tuple[int, Message, Message | None]]
 

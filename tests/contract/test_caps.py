@@ -10,7 +10,8 @@ import trio
 from p2pstore import connect
 from p2pstore.objects import KIB, MIB
 from p2pstore.peer.api import open_peer
-from tests.cluster.test_open_peer import config, until
+from tests.cluster.peers import config
+from tests.waiting import until
 
 CAP_BYTES = 10 * MIB
 

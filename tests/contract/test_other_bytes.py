@@ -15,7 +15,8 @@ from p2pstore.memory.segment_layout import TrailerBody, encode_trailer
 from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
-from tests.cluster.test_open_peer import cluster, config, until
+from tests.cluster.peers import cluster, config
+from tests.waiting import until
 
 KEYS = [f"key/{number}" for number in range(8)]
 SECONDS = 30.0
@@ -81,7 +82,7 @@ def lose(holder: Peer) -> None:
 
 
 async def read_all(reader: Peer) -> list[bytes | None]:
-    """What the reader gets of each key, in each of the ways to read; None where it gets nothing."""
+    """The reader's value of each key, in each of the ways to read; None where it gets nothing."""
     found: list[bytes | None] = []
     for key in KEYS:
         try:
