@@ -180,12 +180,14 @@ def test_lmcache_starts_without_a_peer_and_is_answered_while_it_hangs(
             peer.process.send_signal(signal.SIGSTOP)
             # Its table is trusted for a moment more. Then a question is open for 0.1 s.
             other = [ChunkKey("other")]
-            until(lambda: not connector.batched_contains(other) and not connector._client.answers)
+            eventually(
+                lambda: not connector.batched_contains(other) and not connector._client.answers
+            )
             assert connector.batched_contains(keys) == 0
             assert await connector.batched_async_contains("", keys) == 0
             assert await connector.batched_get(keys) == [None]
             peer.process.send_signal(signal.SIGCONT)
-            until(lambda: connector.batched_contains(keys) == 1)
+            eventually(lambda: connector.batched_contains(keys) == 1)
             assert await connector.batched_async_contains("", keys) == 1
             await connector.close()
 
@@ -210,7 +212,7 @@ def test_a_request_waits_for_blocks_that_another_engine_has_just_computed(
         for each in (plain, patient, hasty):
             tier.on_new_request(each)
         assert [tier.lookup(KEYS[0], each) for each in (plain, patient)] == [miss, retry]
-        until(lambda: tier.lookup(KEYS[0], hasty) is miss)
+        eventually(lambda: tier.lookup(KEYS[0], hasty) is miss)
         assert store(vllm, tier, KEYS[:1])
         assert tier.lookup(KEYS[0], patient) is hit
         tier.on_request_finished(patient)

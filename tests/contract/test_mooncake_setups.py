@@ -410,15 +410,15 @@ def test_only_the_first_call_waits_for_a_peer_that_hangs(
     assert store.setup({"local_hostname": "localhost", "socket": peer.socket}) == 0
     assert (store.put("k", b"value"), store.is_exist("k")) == (0, 1)
     os.kill(peer.process_id, signal.SIGSTOP)
-    until(lambda: store.put("new", b"value") == -901)
-    until(lambda: time.monotonic() >= store.current._hung_from)
+    eventually(lambda: store.put("new", b"value") == -901)
+    eventually(lambda: time.monotonic() >= store.current._hung_from)
     asking.clear()
     assert store.put("new", b"value") == -901
     assert store.batch_is_exist(["k", "new"]) == [-1, -1]
     assert (store.is_exist("k"), store.get("k"), store.health_check()) == (0, b"", 2)
     assert threading.current_thread().name not in asking
     os.kill(peer.process_id, signal.SIGCONT)
-    until(lambda: store.put("new", b"value") == 0)
+    eventually(lambda: store.put("new", b"value") == 0)
     assert (store.get("k"), store.health_check()) == (b"value", 0)
     store.close()
     peer.close()
