@@ -9,12 +9,12 @@ from typing import Final, NamedTuple, Protocol
 from p2pstore.client import answers
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.puts import windows
-from p2pstore.errors import P2PStoreError, StoreClosed
+from p2pstore.errors import GpuCopyFailed, P2PStoreError, StoreClosed
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_requests import RequestAhead
 from p2pstore.put_facts import PutFacts
 from p2pstore.results import ItemResult, PutResult
-from p2pstore.values import GpuCopyFailed, Source
+from p2pstore.values import Source
 from p2pstore.wire import Code
 
 LEAST_AHEAD: Final = 2

@@ -134,7 +134,6 @@ class Manifest(Message, frozen=True, dict=True, gc=True):
         return len(set(keys)) < len(keys)
 
     def _contents_of(self, piece: int) -> list[tuple[int, bytes]]:
-        """Lengths and hashes of its ranges."""
         if not self.layout.is_shared(piece):
             return [(self.layout.size(piece), self.piece_hash(piece))]
         return [(each.length, self.files[each.file].hash) for each in self.layout.extents(piece)]

@@ -378,7 +378,6 @@ class HomePushes:
         )
 
     def _sets_for(self, member: Member, home: _Home) -> list[PartitionSet]:
-        """Partitions that the home lacks, as many as fit."""
         sets: list[PartitionSet] = []
         if not home.behind:
             return sets
@@ -400,7 +399,6 @@ class HomePushes:
     # --- audits ------------------------------------------------------------------------------
 
     def _audit_round_seconds(self) -> float:
-        """In what time each home is told once what it should have."""
         config = self._config
         return max(config.audit_seconds, len(self.table.by_home) * config.audit_pause_seconds)
 

@@ -158,6 +158,10 @@ class LocationRows:
         """The packed versions in these rows."""
         return self._table.versions(rows)
 
+    def tiers(self, rows: Rows) -> npt.NDArray[np.uint8]:
+        """The tiers of the copies in these rows."""
+        return self._table.tiers(rows)
+
     @property
     def any_discarded(self) -> bool:
         """Whether there is something to `sweep`."""
