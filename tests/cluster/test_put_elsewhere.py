@@ -1,14 +1,22 @@
 """A put that its own peer has no room for goes to another one, by real peers and real clients."""
 
 from __future__ import annotations
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
-from contextlib import asynccontextmanager
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from p2pstore import blocking
-from p2pstore import errors
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import p2pstore
+from p2pstore import blocking, errors
 from p2pstore.access.keyring import KeyRing
 from p2pstore.client import writing as elsewhere
 from p2pstore.client.read_plan import remote_copy
@@ -16,45 +24,27 @@ from p2pstore.gossip.links.identity import Identity
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_greeting import Opening
-from p2pstore.local.local_protocol import Access
-from p2pstore.local.local_protocol import LocalKind
-from p2pstore.objects import MIB
-from p2pstore.objects import chunk_sums
-from p2pstore.objects import key_digest
-from p2pstore.objects import root_checksum
-from p2pstore.peer import Peer
+from p2pstore.local.local_protocol import Access, LocalKind
+from p2pstore.objects import MIB, chunk_sums, key_digest, root_checksum
+from p2pstore.peer import Peer, open_peer
 from p2pstore.peer import assembly as peer_api
-from p2pstore.peer import open_peer
 from p2pstore.runtime.trio_streams import TrioDriver
-from p2pstore.transfer.data_messages import DataKind
-from p2pstore.transfer.data_messages import Store
-from p2pstore.transfer.data_messages import Stored
-from p2pstore.transfer.data_messages import Ticket
+from p2pstore.transfer.data_messages import DataKind, Store, Stored, Ticket
 from p2pstore.transfer.peer_messages import Statistics
-from p2pstore.transfer.read_tickets import GrantedTicket
-from p2pstore.transfer.read_tickets import Scope
+from p2pstore.transfer.read_tickets import GrantedTicket, Scope
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Empty
-from pathlib import Path
 from simulation.segment_checks import check_segment
 from tests.cluster.machines import new_machine
 from tests.cluster.peers import config
-from tests.waiting import eventually
-from tests.waiting import until
-from typing import Any
-import os
-import p2pstore
-import pytest
-import signal
-import subprocess
-import sys
-import trio
+from tests.waiting import eventually, until
 
 NONE: Mapping[str, object] = {"memory": 0}
 HUGE = (1 << 64) - 1
+
 
 class InThread:
     """The blocking client, its methods run in a thread."""
@@ -70,6 +60,7 @@ class InThread:
 
         return call
 
+
 @asynccontextmanager
 async def peers(folder: Path, *settings: Mapping[str, object]) -> AsyncIterator[list[Peer]]:
     """Peers `a`, `b`, ... with these settings, that know each other's newest records."""
@@ -81,9 +72,11 @@ async def peers(folder: Path, *settings: Mapping[str, object]) -> AsyncIterator[
         await until(lambda: all(len(p.node.core.live_peers()) == len(opened) - 1 for p in opened))
         yield opened
 
+
 @pytest.fixture(params=["trio", "blocking"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
 
 @asynccontextmanager
 async def client_of(peer: Peer, kind: str) -> AsyncIterator[Any]:
@@ -97,8 +90,10 @@ async def client_of(peer: Peer, kind: str) -> AsyncIterator[Any]:
         finally:
             plain.close()
 
+
 def used(peer: Peer) -> int:
     return peer.node.core.segment.used_bytes
+
 
 async def test_a_peer_without_memory_puts_on_another(tmp_path: Path, kind: str) -> None:
     async with peers(tmp_path, NONE, {}) as (a, b), client_of(a, kind) as client:
@@ -128,6 +123,7 @@ async def test_a_peer_without_memory_puts_on_another(tmp_path: Path, kind: str) 
         assert used(a) == 0
         check_segment(b.node.core.segment)
 
+
 async def test_what_is_larger_than_the_own_memory(tmp_path: Path, kind: str) -> None:
     small, large = {"memory": "8MiB"}, {"memory": "48MiB"}
     value = bytes(range(256)) * (4096 * 40)
@@ -146,6 +142,7 @@ async def test_what_is_larger_than_the_own_memory(tmp_path: Path, kind: str) -> 
         assert told == []
         assert used(b) == before
         assert b.node.core.counters["values_taken_in"] == 1
+
 
 async def test_a_peer_full_of_what_must_stay(tmp_path: Path, kind: str) -> None:
     small = {"memory": "8MiB", "max_leased": "100%"}
@@ -175,12 +172,14 @@ async def test_a_peer_full_of_what_must_stay(tmp_path: Path, kind: str) -> None:
         assert isinstance(results[2].error, ValueError)
         assert isinstance(results[3].error, errors.CapacityExceeded)
 
+
 async def test_a_batch_larger_than_the_memory_evicts_before_it_goes_elsewhere(
     tmp_path: Path, kind: str
 ) -> None:
     async with peers(tmp_path, {"memory": "8MiB"}, {}) as (a, _), client_of(a, kind) as client:
         results = await client.put_many([(f"k{n}", bytes([n]) * (3 * MIB)) for n in range(5)])
         assert [each.value.location for each in results] == ["a"] * 5
+
 
 async def test_a_peer_without_memory_takes_a_whole_batch(tmp_path: Path, kind: str) -> None:
     async with peers(tmp_path, NONE, {}) as (a, _), client_of(a, kind) as client:
@@ -192,6 +191,7 @@ async def test_a_peer_without_memory_takes_a_whole_batch(tmp_path: Path, kind: s
         got = await client.get_many_into(buffers)
         assert [each.value for each in got] == [len(value) for _, value in items]
         assert [bytes(buffer) for _, buffer in buffers] == [value for _, value in items]
+
 
 async def test_the_own_copy_decides_when_there_is_no_room_for_another(tmp_path: Path) -> None:
     async with peers(tmp_path, {"memory": "8MiB"}, {}) as (a, b):
@@ -207,6 +207,7 @@ async def test_the_own_copy_decides_when_there_is_no_room_for_another(tmp_path: 
         assert await a.get("k") == b"n" * (6 * MIB), "the own copy is older, and gone"
         assert used(a) == 0
 
+
 async def test_a_holder_elsewhere_decides_without_any_bytes(tmp_path: Path) -> None:
     async with peers(tmp_path, NONE, {}, {}) as (a, b, c):
         value = bytes(9 * MIB)
@@ -220,6 +221,7 @@ async def test_a_holder_elsewhere_decides_without_any_bytes(tmp_path: Path) -> N
         assert kept.status == "kept_existing"
         assert kept.location in {"b", "c"}, "b has pulled a copy by now"
         assert b.node.core.counters["values_taken_in"] == 0
+
 
 async def test_replicas_are_made_by_peers_that_have_memory(tmp_path: Path) -> None:
     async with peers(tmp_path, NONE, {}, {}) as (a, b, c):
@@ -235,11 +237,13 @@ async def test_replicas_are_made_by_peers_that_have_memory(tmp_path: Path) -> No
         offered = {each.name: each.memory_capacity for each in await b.peers()}
         assert offered == {"a": 0, "b": 32 * MIB, "c": 32 * MIB}
 
+
 async def test_who_is_full_is_passed_over_for_the_next(tmp_path: Path) -> None:
     async with peers(tmp_path, NONE, {"memory": "24MiB"}, {"memory": "16MiB"}) as (a, b, c):
         await b.put("pinned", bytes(20 * MIB), pin="hard")
         assert (await a.put("k", bytes(10 * MIB))).location == "c"
         assert used(c) > 10 * MIB
+
 
 @pytest.mark.parametrize("tries", [1, elsewhere.MAX_TRIES])
 async def test_so_many_others_are_tried_and_each_reason_told(
@@ -252,6 +256,7 @@ async def test_so_many_others_are_tried_and_each_reason_told(
         with pytest.raises(errors.CapacityExceeded, match=r"took the 10\.0 MiB of 'k'") as caught:
             await a.put("k", bytes(10 * MIB))
         assert str(caught.value).count("25.0 MiB hard-pinned") == min(tries, 2)
+
 
 async def test_a_peer_of_the_version_before_is_no_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -266,6 +271,7 @@ async def test_a_peer_of_the_version_before_is_no_target(
             assert (await a.put("k", b"value")).location == c.name
             assert used(b) == 0
 
+
 async def test_a_peer_that_turns_out_to_be_too_old_is_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,10 +284,12 @@ async def test_a_peer_that_turns_out_to_be_too_old_is_not_counted(
         assert "c: " in str(caught.value)
         assert used(b) == 0
 
+
 async def test_a_strict_transport_is_kept_to(tmp_path: Path) -> None:
     async with peers(tmp_path, {"memory": 0, "transport": "shm"}, {}) as (a, _):
         with pytest.raises(errors.CapacityExceeded, match="shm only"):
             await a.put("k", b"value")
+
 
 async def test_a_client_that_may_only_read_gets_no_place(tmp_path: Path) -> None:
     async with peers(tmp_path, NONE, {}) as (a, _):
@@ -292,6 +300,7 @@ async def test_a_client_that_may_only_read_gets_no_place(tmp_path: Path) -> None
         with pytest.raises(ValueError, match="only to read"):
             await reader.request(LocalKind.STORED, news, local.Placed)
         reader.close()
+
 
 @pytest.mark.parametrize(
     ("kind", "message"),
@@ -313,11 +322,13 @@ async def test_nonsense_of_a_client_is_refused(
         await a._link.request(LocalKind.STORED, news, Empty)
         assert not a.contains_nowait("k")
 
+
 def store_request(value: bytes, **facts: Any) -> Store:
     sums = chunk_sums(value)
     fields: dict[str, Any] = {"namespace": "default", "key": "k", "length": len(value), "clock": 0}
     fields |= {"sums": sums, "root": root_checksum(len(value), sums)} | facts
     return Store(**fields)
+
 
 NONSENSE: dict[str, dict[str, Any]] = {
     "no key": {"key": ""},
@@ -338,6 +349,7 @@ NONSENSE: dict[str, dict[str, Any]] = {
     "a clock from the far future": {"clock": HUGE},
 }
 
+
 @asynccontextmanager
 async def stranger(peer: Peer, scope: Scope) -> AsyncIterator[Callable[..., Any]]:
     """Stores by a process that holds the cluster's key, and is no member."""
@@ -353,6 +365,7 @@ async def stranger(peer: Peer, scope: Scope) -> AsyncIterator[Callable[..., Any]
     finally:
         pool.close()
 
+
 async def test_nonsense_with_a_valid_ticket(tmp_path: Path) -> None:
     async with peers(tmp_path, {}) as (a,), stranger(a, Scope.WRITE) as store:
         for name, facts in NONSENSE.items():
@@ -367,6 +380,7 @@ async def test_nonsense_with_a_valid_ticket(tmp_path: Path) -> None:
         await a.put("other", b"still well")
         check_segment(a.node.core.segment)
         assert a.node.core.operations_under_way == 0
+
 
 async def test_tickets_to_write_go_to_the_places_only(tmp_path: Path) -> None:
     """A ticket in a plan to read stores nothing; one in a place reads nothing."""
@@ -390,6 +404,7 @@ async def test_tickets_to_write_go_to_the_places_only(tmp_path: Path) -> None:
         pool.close()
         assert b.node.core.counters["values_taken_in"] == 1
 
+
 async def test_a_cancelled_put_frees_its_room(tmp_path: Path) -> None:
     async with peers(tmp_path, NONE, {"memory": "64MiB"}) as (a, b):
         with trio.CancelScope() as scope:
@@ -404,6 +419,7 @@ async def test_a_cancelled_put_frees_its_room(tmp_path: Path) -> None:
         await until(lambda: used(b) == 0)
         assert (await a.put("k", b"small")).location == "b"
 
+
 async def test_a_client_closed_in_the_middle_says_so(tmp_path: Path) -> None:
     async with peers(tmp_path, NONE, {"memory": "64MiB"}) as (a, b):
         client = await trio.to_thread.run_sync(blocking.connect, a.socket)
@@ -415,6 +431,7 @@ async def test_a_client_closed_in_the_middle_says_so(tmp_path: Path) -> None:
             await trio.to_thread.run_sync(put)
         await until(lambda: used(b) == 0)
 
+
 HALF_A_PUT = """
 import sys, threading
 from p2pstore import blocking
@@ -424,6 +441,7 @@ def hold(done, total):
     threading.Event().wait()
 client.put("k", bytes(40 << 20), progress=hold)
 """
+
 
 async def test_a_client_killed_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     async with peers(tmp_path, NONE, {"memory": "64MiB"}) as (a, b):
@@ -440,6 +458,7 @@ async def test_a_client_killed_in_the_middle_leaves_nothing(tmp_path: Path) -> N
             await trio.to_thread.run_sync(process.communicate)
         await until(lambda: used(b) == 0)
         assert (await a.put("k", bytes(50 * MIB))).location == "b"
+
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
 def test_a_target_that_fails_in_the_middle_is_replaced_by_the_next(how: signal.Signals) -> None:
