@@ -106,7 +106,7 @@ def test_engines_that_hash_otherwise_are_told(
         assert ends.acquire(timeout=DEADLINE_SECONDS)
     assert not caplog.records
     other.compare_hashes("vllm", b"seed 2")
-    until(lambda: "PYTHONHASHSEED" in caplog.text)
+    eventually(lambda: "PYTHONHASHSEED" in caplog.text)
     one.close()
     other.close()
 
@@ -441,7 +441,7 @@ def test_sglang_starts_without_a_peer_and_uses_the_one_that_comes(
     assert store.batch_get_v1(["late"], indices) == [False]
     assert sum("until the peer answers" in each.getMessage() for each in caplog.records) == 1
     with peer_process(tmp_path, "late"):
-        until(lambda: store.batch_set_v1(["late"], indices) == [True])
+        eventually(lambda: store.batch_set_v1(["late"], indices) == [True])
         assert store.batch_exists(["late"]) == 1
         store.close()
 
@@ -714,7 +714,7 @@ def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
             events.extend(tier.take_events())
             return bool(events)
 
-        until(came)
+        eventually(came)
         return events
 
     for tier in (writer, other):

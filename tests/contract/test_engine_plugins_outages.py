@@ -15,7 +15,8 @@ import pytest
 from p2pstore.integrations import lasting_client
 from p2pstore.local.local_connection import LocalConnection
 from tests.contract.test_engine_plugins import VLLM, finished, plugin, stand_in, vllm_spec
-from tests.contract.worlds import peer_process, until
+from tests.contract.worlds import peer_process
+from tests.waiting import eventually
 
 KEYS = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(4)]
 
@@ -67,15 +68,15 @@ def test_a_scheduler_is_answered_while_the_peer_hangs(
         assert [tier.lookup(key, None) for key in KEYS[:2]] == [hit, miss]
         peer.process.send_signal(signal.SIGSTOP)
         # Its table is trusted for a moment more. Then a question is open, and then late.
-        until(lambda: tier.lookup(KEYS[2], None) is retry)
-        until(lambda: tier.lookup(KEYS[2], None) is miss)
+        eventually(lambda: tier.lookup(KEYS[2], None) is retry)
+        eventually(lambda: tier.lookup(KEYS[2], None) is miss)
         assert tier.lookup(KEYS[3], None) is miss, "nothing else waits"
-        until(lambda: not tier._client.answers)
+        eventually(lambda: not tier._client.answers)
         assert tier.lookup(KEYS[0], None) is miss
         assert not store(vllm, tier, KEYS[1:2])
         assert tier.get_stats().reduce() == {vllm.PEER_ANSWERS: 0}
         peer.process.send_signal(signal.SIGCONT)
-        until(lambda: tier.lookup(KEYS[0], None) is hit)
+        eventually(lambda: tier.lookup(KEYS[0], None) is hit)
         assert tier.get_stats().reduce() == {vllm.PEER_ANSWERS: 1}
         assert tier.get_stats() is None
         tier.shutdown()
@@ -92,7 +93,7 @@ def test_an_engine_starts_without_a_peer_and_uses_it_when_it_comes(
     assert not store(vllm, tier, KEYS[:1])
     assert len([each for each in caplog.records if "nothing is found" in each.message]) == 1
     with peer_process(tmp_path, "late"):
-        until(lambda: store(vllm, tier, KEYS[:1]))
+        eventually(lambda: store(vllm, tier, KEYS[:1]))
         assert tier.lookup(KEYS[0], None) is vllm.LookupResult.HIT
         tier.shutdown()
     assert "the peer answers" in caplog.text
@@ -141,3 +142,28 @@ def test_after_its_end_a_tier_holds_nothing_of_the_engine_s_memory(
         view.release()
         assert set(tier.config_info()) == set(vllm.P2PTier.config_info_keys({}))
         assert set(vllm.P2PTier.build_metric_definitions({})) == {vllm.PEER_ANSWERS}
+
+
+def test_a_request_waits_for_blocks_that_another_engine_has_just_computed(
+    tmp_path: Path, vllm: Any
+) -> None:
+    hit, miss, retry = (vllm.LookupResult[name] for name in ("HIT", "MISS", "RETRY"))
+
+    def request(name: str, **parameters: Any) -> Any:
+        return SimpleNamespace(req_id=name, kv_transfer_params=parameters or None)
+
+    with peer_process(tmp_path, "wait") as peer:
+        tier = tier_of(vllm, peer.socket)
+        plain = request("plain")
+        patient = request("patient", p2pstore_wait_seconds=600)
+        hasty = request("hasty", p2pstore_wait_seconds=0.01)
+        for each in (plain, patient, hasty):
+            tier.on_new_request(each)
+        assert [tier.lookup(KEYS[0], each) for each in (plain, patient)] == [miss, retry]
+        until(lambda: tier.lookup(KEYS[0], hasty) is miss)
+        assert store(vllm, tier, KEYS[:1])
+        assert tier.lookup(KEYS[0], patient) is hit
+        tier.on_request_finished(patient)
+        assert tier.lookup(KEYS[1], patient) is miss
+        tier.touch(KEYS, plain)
+        tier.shutdown()
