@@ -27,7 +27,7 @@ from p2pstore.gossip.gossip_messages import (
     Ping,
     Status,
 )
-from p2pstore.gossip.locations.signed_runs import MAX_SIGNED_OPERATIONS, sign_run
+from p2pstore.gossip.locations.log import MAX_SIGNED_OPERATIONS, sign_run
 from p2pstore.gossip.records import (
     CLUSTER_RECORD_FORMAT,
     LOCATION_BYTES,

@@ -19,6 +19,7 @@ from random import Random
 from typing import Final
 
 from p2pstore.checkpoint.content.pieces import NO_PIECES, PieceMap, full_map
+from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from p2pstore.checkpoint.swarm.swarm import Swarm
 from p2pstore.checkpoint.swarm.swarm_messages import (
     Abandon,
@@ -42,7 +43,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from simulation.kernel import Kernel
 
 SOURCE: Final = 0

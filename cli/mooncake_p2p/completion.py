@@ -246,7 +246,6 @@ def _values(typed: _Typed, parameter: Any, word: str, before: str = "") -> Candi
 
 
 def _choices(function: Callable[..., Any], name: str) -> list[str]:
-    """The values of the enumeration that a parameter is of, if it is."""
     parameters = inspect.signature(function, eval_str=True).parameters
     waiting: list[Any] = [parameters[name].annotation] if name in parameters else []
     while waiting:

@@ -201,7 +201,6 @@ def start_detached(given: Mapping[str, Any], for_people: bool) -> None:
 
 
 def _why_alone(socket: str, seconds: float) -> str:
-    """Why a running peer has joined no other, by its own statistics."""
     text = f"the peer joined no other within {seconds:g} s"
     with contextlib.suppress(P2PStoreError), connected(socket) as client:
         for problem in client.statistics(cluster=False)["peer"]["problems"]:

@@ -1,7 +1,12 @@
-"""Peers as processes of this machine, on loopback, that are gone without a trace at the end."""
+"""Peers as processes of this machine, on loopback, that are gone without a trace at the end.
+
+`python -m mooncake_p2p.local_cluster PARENT ARGUMENTS...`: the command, killed when process PARENT ends, so that a
+peer does not outlive the process that started it even when that one is killed.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import secrets
@@ -66,7 +71,7 @@ class PeerProcess:
                     sys.executable,
                     "-P",
                     "-m",
-                    "mooncake_p2p.tied",
+                    "mooncake_p2p.local_cluster",
                     str(os.getpid()),
                     "join",
                     *arguments,
@@ -189,3 +194,22 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = READY_
         if time.monotonic() > deadline:
             raise CommandFailed(f"{what}: not within {seconds:g} s")
         time.sleep(POLL_SECONDS)
+
+
+PR_SET_PDEATHSIG: Final = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; exits at once if it already has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv.pop(1)))
+    from mooncake_p2p.main import main
+
+    main()

@@ -172,7 +172,6 @@ def function_of(command: str) -> Callable[..., Any]:
 
 
 def _peer_name_option() -> TyperOption:
-    """-p, which stands for --socket of a peer on this machine."""
     return TyperOption(
         param_decls=["-p", "--peer-name"],
         metavar="NAME",
@@ -181,8 +180,6 @@ def _peer_name_option() -> TyperOption:
 
 
 def _help_all_option() -> TyperOption:
-    """--help-all, which shows the options that --help leaves out."""
-
     def show(context: Any, parameter: Any, wanted: bool) -> None:
         if wanted and not context.resilient_parsing:
             context.meta[HELP_ALL] = True
@@ -398,7 +395,6 @@ def _message(error: BaseException, arguments: Sequence[str]) -> str:
 
 
 def _range(found: re.Match[str]) -> str:
-    """The limit that a number breaks."""
     value, least, least_alone, most = found.groups()
     least = least or least_alone
     if least is not None and float(value) < float(least):

@@ -197,7 +197,6 @@ def _returning_lines(count: int) -> list[str]:
 
 
 def _quota_lines(peer: Document, blocks: bool) -> list[str]:
-    """Use of each quota, and of all other namespaces together."""
     quotas = peer.get("quotas", {})
     lines = []
     for name, use in quotas.items():
@@ -220,7 +219,6 @@ def _quota_lines(peer: Document, blocks: bool) -> list[str]:
 
 
 def _ssd_lines(ssd: Document | None, blocks: bool) -> list[str]:
-    """How the SSD is used, and what is wrong with it."""
     if ssd is None:
         return []
     bar = memory_bar(ssd["live_bytes"], ssd["capacity_bytes"], blocks)

@@ -244,7 +244,6 @@ class _Replay:
         self._look_at = 0.0
 
     def serve_all(self, requests: Sequence[Request], advanced: Callable[[int], None]) -> None:
-        """The whole trace."""
         begin = time.monotonic()
         for number, request in enumerate(requests):
             self._outages.between(number)
@@ -376,7 +375,6 @@ class _Counters:
         self._sums: Counter[str] = Counter()
 
     def take(self, peer: int, statistics: dict[str, Any]) -> None:
-        """Take in the counters of a peer."""
         counted = statistics["counters"]
         now = Counter(
             {f"read {name}": use["bytes"] for name, use in statistics["received"].items()}
@@ -398,7 +396,6 @@ class _Counters:
 
     @property
     def read_bytes(self) -> Counter[str]:
-        """By how they came."""
         names = {name for seen in (*self._seen, self._sums) for name in seen}
         by_way = Counter({name[5:]: self._sum(name) for name in names if name.startswith("read ")})
         by_way["own memory"] = self._sum("read")

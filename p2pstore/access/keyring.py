@@ -11,6 +11,8 @@ by that signature, since all readers hold the reader's key and could pose as mem
 A *writer's key* is derived from a member's key and a namespace. A writer's file is a reader's file with a writer's key
 for each of its namespaces: the peer reads and gossips as a reader, and where it writes it shows members a ticket made
 with the writer's key. The ticket names the namespace, so a member derives the same key without being told.
+
+Which peers may come in, beyond holding a cluster key: a list of their ids.
 """
 
 from __future__ import annotations
@@ -18,15 +20,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Final
 from urllib.parse import quote, unquote
 
-from p2pstore.access.allowlist import parse_peer_id
 from p2pstore.errors import ConfigError
-from p2pstore.objects import encode_namespace
+from p2pstore.objects import encode_namespace, format_peer_id
 
 KEY_BYTES: Final = 32
 KEYLESS: Final = bytes(KEY_BYTES)
@@ -94,7 +95,7 @@ class KeyRing:
     ) -> None:
         self.keys: tuple[bytes, ...] = ()
         self.of_user = False
-        """Whether it is the key of a user's keyless peers (`p2pstore.state.user_key`)."""
+        """Whether it is the key of a user's keyless peers (`p2pstore.state.key_files`)."""
         self.signers: tuple[bytes, ...] = ()
         """Of a reader: the peer ids by which members prove that they are members. Of a member: empty."""
         self.writers: Mapping[str, bytes] = NO_WRITERS
@@ -135,16 +136,11 @@ class KeyRing:
 
     @property
     def _grants(self) -> bool:
-        """Whether keys of other roles are derived from this ring's."""
         return self.role is Role.MEMBER and not self.keyless and not self.of_user
 
     @property
     def keyless(self) -> bool:
         return self.keys == (KEYLESS,)
-
-    @property
-    def first_id(self) -> bytes:
-        return key_id_of(self.keys[0])
 
     @property
     def ids(self) -> list[bytes]:
@@ -337,3 +333,67 @@ def rights_of(ring: KeyRing) -> str:
     """The rights of the ring's holder, in words."""
     role = ring.role.name.lower()
     return f"{role} of {', '.join(map(repr, ring.writers))}" if ring.writers else role
+
+
+MAX_ALLOWED: Final = 10_000
+"""Peers on one list: as many as a cluster may have members."""
+
+_ALPHABET: Final = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+_PEER_ID_BYTES: Final = 38
+_PREFIX: Final = "12D3KooW"
+"""How the base58 of every ed25519 peer id begins."""
+
+
+class AllowList:
+    """The peers that may come in. Without a list, each holder of a key may.
+
+    All admission shares the peer's one list, so that `replace` changes it for all at once.
+    """
+
+    def __init__(self, peer_ids: Iterable[bytes] | None = None) -> None:
+        self.peer_ids: frozenset[bytes] | None = None
+        self.replace(peer_ids)
+
+    def replace(self, peer_ids: Iterable[bytes] | None) -> None:
+        """Admit these peers only, from now on; None for all."""
+        self.peer_ids = None if peer_ids is None else frozenset(peer_ids)
+
+    def allows(self, peer_id: bytes) -> bool:
+        """Whether the peer with this id may come in."""
+        return self.peer_ids is None or peer_id in self.peer_ids
+
+
+def parse_peer_id(text: str, source: str) -> bytes:
+    """The peer id whose base58 form (`12D3KooW...`) `text` is. Raises `ConfigError` naming `source`."""
+    number = 0
+    if text.startswith(_PREFIX) and len(text) < 2 * _PEER_ID_BYTES:
+        for letter in text:
+            number = 58 * number + max(0, _ALPHABET.find(letter))
+        if number.bit_length() <= 8 * _PEER_ID_BYTES:
+            peer_id = number.to_bytes(_PEER_ID_BYTES, "big")
+            if format_peer_id(peer_id) == text:
+                return peer_id
+    raise ConfigError(
+        f"{source}: {text[:64]!r} is not a peer id such as 12D3KooW..., which `ready` and `mooncake-p2p "
+        "peers --json` show"
+    )
+
+
+def parse_peer_ids(text: str, source: str) -> list[bytes]:
+    """The peer ids in an allow file's text: one a line, `#` comments.
+
+    Raises `ConfigError` naming `source` and the line. A file without any id is refused: it would shut
+    out all peers.
+    """
+    peer_ids: list[bytes] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        word = line.partition("#")[0].strip()
+        if word:
+            peer_ids.append(parse_peer_id(word, f"{source}, line {number}"))
+    if not peer_ids:
+        raise ConfigError(
+            f"{source} names no peer, which would shut out all: write one peer id a line"
+        )
+    if len(peer_ids) > MAX_ALLOWED:
+        raise ConfigError(f"{source} names {len(peer_ids):,} peers; at most {MAX_ALLOWED:,}")
+    return peer_ids

@@ -133,7 +133,7 @@ CLUSTER_CELLS: Final = 64
 
 class LogChunk(Message, frozen=True):
     """Operations of one member's log, contiguous from `first_sequence`: packed location records. The member signed
-    them (`signed_runs`); without its signature they count for nothing."""
+    them (`log`); without its signature they count for nothing."""
 
     member: int
     incarnation: int
@@ -141,7 +141,7 @@ class LogChunk(Message, frozen=True):
     operations: bytes
     signature: bytes = b""
     count: int = 0
-    """Operations in packed form (`signed_runs`). 0: they are plain."""
+    """Operations in packed form (`log`). 0: they are plain."""
 
 
 MAX_RECORDS: Final = 1024
@@ -180,7 +180,7 @@ class Exchange(Message, frozen=True):
     A peer that has named one is asked with `positions` in place of `digest`. `cluster_cells` are hashes of the
     cells of some buckets that differ: `u8 bucket | 64 u64` each.
 
-    `hot` tells peers in partitioned mode, now and then, where keys are that many look for (`hot_locations`).
+    `hot` tells peers in partitioned mode, now and then, where keys are that many look for (`known_locations`).
 
     `unix_ms` is the sender's wall clock; 0 comes from an older sender.
     """

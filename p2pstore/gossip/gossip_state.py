@@ -21,9 +21,8 @@ from p2pstore.gossip.homes.home_updates import CheckedUpdate, HomeUpdate, PushIn
 from p2pstore.gossip.homes.partition_homes import rank
 from p2pstore.gossip.homes.partitioned_directory import PartitionedDirectory
 from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.log import MAX_STAMP, OwnLog, newest_clock
-from p2pstore.gossip.locations.published_locations import PublishedLocations
-from p2pstore.gossip.locations.signed_runs import SigningPace
+from p2pstore.gossip.locations.location_slots import PublishedLocations
+from p2pstore.gossip.locations.log import MAX_STAMP, OwnLog, SigningPace, newest_clock
 from p2pstore.gossip.locations.snapshots import Packed
 from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.active_view import ActiveView
@@ -118,7 +117,6 @@ class GossipState:
         self._ranked: tuple[int, list[Member]] = (-1, [])
 
     def _connect_parts(self, signer: Signer, rng: Random) -> None:
-        """Make what talks to other peers."""
         config = self.config
         self.contacts = Contacts(rng)
         self.addresses = AddressBook(self.contacts, self.membership, self.membership.newcomers)

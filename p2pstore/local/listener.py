@@ -22,8 +22,8 @@ from p2pstore.local.local_clients import LocalBackend, RequestObserver
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.server import _Connection, logger
 from p2pstore.local.socket_paths import answers, check_socket_path, not_a_socket
-from p2pstore.runtime.accepting import Accepting
 from p2pstore.runtime.linux import lock_owner
+from p2pstore.runtime.trio_streams import Accepting
 from p2pstore.wire import (
     Code,
     encode_failure,

@@ -228,12 +228,6 @@ class SetPin(Message, frozen=True):
     ttl_ms: int = 0
 
 
-class Done(Message, frozen=True):
-    """Per item, or a single one."""
-
-    items: list[ItemError] = []
-
-
 class Pinned(Message, frozen=True):
     """Per item: whether that was done, how many copies have the pin now, of how many that are known. Older peers pin
     their own copy alone, and do not say how many there are."""

@@ -128,4 +128,3 @@ MESSAGES: Final[dict[int, tuple[type[Message], type[Message] | None]]] = {
 """Request and reply of each kind, but for CHECKPOINT_*; None where there is no reply."""
 REQUESTS: Final = {kind: request for kind, (request, _) in MESSAGES.items()}
 REPLIES: Final = {kind: reply for kind, (_, reply) in MESSAGES.items() if reply is not None}
-ONE_WAY_KINDS: Final = frozenset({LocalKind.RELEASE, LocalKind.REPORT})

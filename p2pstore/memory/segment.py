@@ -219,7 +219,7 @@ class Segment:
             fitting = wanted - max(0, -(-above // capacity))
             slots = self.table.take_slots(fitting)
             extents = self.areas.take_many(capacity, len(slots), places)
-            self.table.give_back(slots[len(extents) :])
+            self.table.free_slots(slots[len(extents) :][::-1])
             made += self._reserved(holder, extents, length, capacity, slots[: len(extents)])
             taken += len(extents) * capacity
             if len(extents) < wanted:

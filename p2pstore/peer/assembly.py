@@ -18,8 +18,7 @@ import trio
 
 import p2pstore
 from p2pstore.access.keyring import Role
-from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints
-from p2pstore.checkpoint.peer.client_requests import ClientRequests
+from p2pstore.checkpoint.peer.client_requests import ClientRequests, PeerCheckpoints
 from p2pstore.config import PeerConfig
 from p2pstore.core.copies.offers import coldest_use
 from p2pstore.core.copies.repair import TIMING, RepairTiming
@@ -50,8 +49,7 @@ from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import SEGMENT_ID_BYTES, plan_geometry
 from p2pstore.objects import HybridClock, clock_from_unix_seconds, parse_bytes
 from p2pstore.peer.checkpoint_peer import CheckpointPeer
-from p2pstore.peer.for_clients.erasing import Erasing
-from p2pstore.peer.for_clients.local_backend import PeerLocalBackend
+from p2pstore.peer.for_clients.local_backend import Erasing, PeerLocalBackend
 from p2pstore.peer.for_peers.data_backend import PeerDataBackend, PeerStoreBackend
 from p2pstore.peer.lifetime.credentials import Credentials, log_expelled, refuse_open_door
 from p2pstore.peer.lifetime.peer_addresses import (
@@ -73,7 +71,7 @@ from p2pstore.peer.ssd_opening import open_ssd
 from p2pstore.runtime import memory_barrier
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.state.key_files import ephemeral
+from p2pstore.state.key_files import ephemeral, load_token_file
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.topology.sysfs import host_identity
@@ -447,13 +445,17 @@ class Assembly:
 
     async def _serve_status(self, node: Node, address: str, nursery: trio.Nursery) -> None:
         """Serve the status page and the metrics. Most peers do without, and without these imports."""
-        from p2pstore.status.http_server import address_of, open_metrics_listeners, serve_metrics
+        from p2pstore.peer.prefix_queries import PrefixQueries
+        from p2pstore.status.http_server import Site, address_of, open_http_listeners, serve_http
         from p2pstore.status.status_page import StatusSource, metrics_pages
 
-        listeners = await open_metrics_listeners(address)
+        token_file = self.config.http_token_file
+        token = "" if token_file is None else load_token_file(token_file)
+        listeners = await open_http_listeners(address)
         self.metrics = address_of(listeners)
         source = StatusSource(node.statistics, with_keys=self.config.metrics_keys)
-        nursery.start_soon(serve_metrics, listeners, metrics_pages(node.statistics, source))
+        pages, queries = metrics_pages(node.statistics, source), PrefixQueries(node).by_path()
+        nursery.start_soon(serve_http, listeners, Site(pages, queries, token))
 
 
 def local_socket_path(config: PeerConfig) -> Path:
@@ -472,7 +474,6 @@ def local_socket_path(config: PeerConfig) -> Path:
 
 
 def _decoded(state: StateDirectory) -> list[tuple[ClusterRecord, SignedRecord]]:
-    """The records that the state directory keeps."""
     kept, unreadable = [], 0
     for signed in state.floors.load():
         try:

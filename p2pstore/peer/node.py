@@ -35,13 +35,11 @@ from p2pstore.gossip.links.host import ControlHost
 from p2pstore.gossip.members.member_table import MemberChange
 from p2pstore.gossip.members.membership import STALL_SECONDS
 from p2pstore.gossip.records import Member, PeerId, format_peer_id
-from p2pstore.peer.for_peers.control_traffic import ControlTraffic, duplicate_identity
+from p2pstore.peer.for_peers.control_traffic import ControlTraffic, Routes, duplicate_identity
 from p2pstore.peer.for_peers.data_requests import DataRequests
-from p2pstore.peer.for_peers.routes import Routes
 from p2pstore.peer.lifetime.credentials import Credentials
-from p2pstore.peer.lifetime.leaving import Leaving
-from p2pstore.peer.lifetime.saving import StateSaver
-from p2pstore.peer.memory_guard import CopyChecks, MemoryGuard
+from p2pstore.peer.lifetime.saving import Leaving, StateSaver
+from p2pstore.peer.segment_memory import CopyChecks, MemoryGuard
 from p2pstore.peer.statistics import Statistics
 from p2pstore.runtime.byte_budget import ByteBudget
 from p2pstore.runtime.stepping import Steps, run_through
@@ -391,7 +389,6 @@ async def _to_the_end(steps: Steps[None]) -> None:
 
 
 def _said(change: MemberChange) -> str:
-    """A member's change in words."""
     if change.new is Status.ALIVE:
         return "joined" if change.old is None else "is back"
     return {Status.SUSPECT: "is suspected", Status.DEAD: "is dead"}.get(change.new, "left")

@@ -115,7 +115,6 @@ class PeerSsd:
             self._node.process()
 
     async def _load(self, effect: LoadObject) -> None:
-        """Bring an object to memory."""
         core, node = self._core, self._node
         try:
             destination = core.operations.copy_destination(effect.operation, node.now)

@@ -269,7 +269,6 @@ class Statistics:
         }
 
     def _private(self) -> dict[str, Any]:
-        """Fields with keys, addresses and settings."""
         node, watch = self._node, self.watch
         membership = self.core.gossip.membership
         record = membership.own.record
@@ -317,7 +316,6 @@ def _checkpoints(core: PeerCore) -> list[dict[str, Any]]:
 
 
 def _follows(core: PeerCore, unix_now: float) -> list[dict[str, Any]]:
-    """The checkpoints that this peer follows, and how far it is with them."""
     return [
         {
             "namespace": each.head.namespace,

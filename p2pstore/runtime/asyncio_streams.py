@@ -219,7 +219,6 @@ class _AsyncioHelper:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it needs no further look."""
         return self.task.done() and (self.task.cancelled() or self.task.exception() is None)
 
     def cancel(self) -> None:

@@ -246,7 +246,6 @@ class _HelperThread:
             self.error = error
 
     def join(self) -> None:
-        """Wait for its end."""
         self._thread.join()
 
     @property

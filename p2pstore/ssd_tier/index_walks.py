@@ -35,7 +35,6 @@ class KeyOrder:
         self._begin()
 
     def _begin(self) -> None:
-        """All rows of the namespace are to be found and sorted."""
         self._runs: list[_Run] = []
         self._unsorted = _Run(self._rows, array("I"), array("Q"))
         self._searched = 0  # rows below were looked at
@@ -104,7 +103,6 @@ class _Run:
         self.sequences.extend(other.sequences)
 
     def take(self, count: int) -> _Run:
-        """The last rows as a run of their own."""
         taken = _Run(self._memory, self.rows[-count:], self.sequences[-count:])
         del self.rows[-count:], self.sequences[-count:]
         return taken

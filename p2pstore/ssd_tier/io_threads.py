@@ -66,7 +66,6 @@ class _Request:
         """Its task does not wait any more; when it was abandoned, a thread may still be at it."""
 
     def wake(self) -> None:
-        """Have its task go on, once."""
         if not self.woken:
             self.woken = True
             trio.lowlevel.reschedule(self.task)
@@ -82,7 +81,6 @@ class _Request:
         return last
 
     def abort(self, raise_cancel: Callable[[], NoReturn]) -> trio.lowlevel.Abort:
-        """The task was cancelled."""
         if self.take_back():
             self.woken = True
             return trio.lowlevel.Abort.SUCCEEDED

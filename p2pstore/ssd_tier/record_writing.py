@@ -147,7 +147,6 @@ class Writer:
             raise _Refused(Refusal.TOO_LARGE)
 
     async def _write_parts(self, job: UnderWay, facts: ColdFacts, payload: memoryview) -> list[int]:
-        """Stored bytes of each part, when all of them are on the disk."""
         stored: list[int] = []
         start = 0
         for part in range(part_count(facts.length)):

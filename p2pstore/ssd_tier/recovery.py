@@ -130,7 +130,6 @@ class SegmentSearch:
     def _window(
         self, window: _Window, start: int, length: int
     ) -> Generator[Read, Bytes | None, _Window]:
-        """This window when it has these bytes of the segment, or one that was read from there on."""
         if window.has(start, length):
             return window
         page = start // PAGE_BYTES

@@ -28,9 +28,9 @@ from p2pstore.ssd_tier.health import PATIENCE_SECONDS, ColdMiss, Overdue, TierOf
 from p2pstore.ssd_tier.index import ColdEntry
 from p2pstore.ssd_tier.log_layout import SEGMENT_BYTES, ColdFacts, Superblock
 from p2pstore.ssd_tier.log_segments import SegmentState
+from p2pstore.ssd_tier.opening import open_superblock, read_log, restore, unsafe_segments
 from p2pstore.ssd_tier.record_reading import Prepare, Reader
 from p2pstore.ssd_tier.record_writing import Writer
-from p2pstore.ssd_tier.starting import open_superblock, read_log, restore, unsafe_segments
 from p2pstore.ssd_tier.upkeep import DeadMarkWriter, DiskWatch, Upkeep
 from p2pstore.ssd_tier.write_admission import Admission, AdmissionPolicy, Refusal
 
@@ -68,7 +68,6 @@ class SsdTier:
         return self._log.health.why
 
     def __len__(self) -> int:
-        """How many objects there are."""
         return self._log.index.objects
 
     @property

@@ -295,7 +295,6 @@ class Upkeep:
                     nursery.start_soon(self._do, *due)
 
     def _next_due(self) -> tuple[Segment, Step] | None:
-        """A segment that needs something, and has no step under way."""
         table, under_way = self._log.table, self._under_way
         if not self._log.is_writable:
             return None
@@ -351,7 +350,6 @@ class Upkeep:
             log.table.sealed(segment)
 
     async def _write(self, segment: Segment, position: int, content: bytes) -> None:
-        """The segment is retired when that fails."""
         log = self._log
         try:
             await log.disk.write_from(position, [content])

@@ -23,8 +23,7 @@ import xxhash
 
 from p2pstore.errors import ConfigError, ProtocolError
 from p2pstore.gossip.records import MAX_RECORD_BYTES, SignedRecord
-from p2pstore.state.key_files import check_format
-from p2pstore.state.state_files import StateFiles, fail
+from p2pstore.state.folder import StateFiles, check_format, fail
 from p2pstore.state.state_record import StateRecord
 from p2pstore.wire import decode_body, encode_body
 

@@ -36,8 +36,8 @@ from typing import Final
 
 import msgspec
 
-from p2pstore.access.allowlist import parse_peer_id
 from p2pstore.access.invite import Invite, KeptInvite, format_invite
+from p2pstore.access.keyring import parse_peer_id
 from p2pstore.addresses import split_address
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.floors.floor_stamps import Stamps
@@ -45,18 +45,15 @@ from p2pstore.gossip.links.identity import SEED_BYTES, Identity
 from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.state.floors_file import FloorsFile
 from p2pstore.state.folder import (
+    FORMAT,
     SAFELY,
     Folder,
+    StateFiles,
+    fail,
     refuse_files_of_others,
     refuse_folder_of_another,
 )
-from p2pstore.state.key_files import (
-    FORMAT,
-    IDENTITY_HEADER,
-    parse_identity,
-    read_private,
-)
-from p2pstore.state.state_files import StateFiles, fail
+from p2pstore.state.key_files import IDENTITY_HEADER, parse_identity, read_private
 from p2pstore.state.state_record import StateRecord
 
 MAX_ADDRESSES: Final = 1024

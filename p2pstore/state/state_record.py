@@ -15,8 +15,7 @@ from p2pstore.gossip.floors.floor_stamps import Stamps, stamps_as_text, stamps_f
 from p2pstore.gossip.members.member_table import MAX_INCARNATION
 from p2pstore.gossip.members.membership import MAX_AHEAD_MS
 from p2pstore.objects import newest_accepted_clock
-from p2pstore.state.key_files import FORMAT
-from p2pstore.state.state_files import StateFiles, damaged
+from p2pstore.state.folder import FORMAT, StateFiles, damaged
 
 _PLAUSIBLE_UNIX_SECONDS: Final = 1_700_000_000.0
 """An earlier clock was not set yet: it does not judge records written by a right one."""
@@ -194,6 +193,5 @@ def _is_stamp(value: object, limit: int) -> bool:
 
 
 def _sum_of(state: dict[str, Any]) -> str:
-    """Of the fields of a state file, however they are spelled."""
     fields = {name: value for name, value in state.items() if name != "sum"}
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(fields, order="deterministic"))

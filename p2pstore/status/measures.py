@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from p2pstore.gossip.records import Member, PeerId
 from p2pstore.local.local_messages import PullCount
 from p2pstore.runtime.histograms import Histogram
-
-if TYPE_CHECKING:
-    pass
 
 MAX_NAMESPACES: Final = 32
 """Namespaces with labels of their own: those that were used first. All others count as `OTHERS`."""

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from prometheus_client.core import (
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from p2pstore.core.copies.cold_copies import Gone
 from p2pstore.core.copies.memory_return import FATES
+from p2pstore.runtime.histograms import Histogram
 from p2pstore.runtime.stepping import Steps
+from p2pstore.ssd_tier.write_admission import Refusal
 from p2pstore.status.measures import MAX_NAMESPACES, OTHERS, Measures
 from p2pstore.status.metric_families import (
     COARSE_SECONDS,
@@ -31,137 +31,71 @@ from p2pstore.status.metric_families import (
     histogram,
     histograms,
 )
-from p2pstore.status.metrics_ssd import ssd_families
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 Document = Mapping[str, Any]
-_SINGLE: Final = (
-    (gauge, "uptime_seconds", "Since the peer started.", "uptime_seconds"),
-    (gauge, "memory_capacity_bytes", "Memory for objects.", "memory_capacity_bytes"),
-    (gauge, "memory_used_bytes", "Occupied by objects and reservations.", "memory_used_bytes"),
-    (gauge, "leased_bytes", "Under leases, or being sent.", "leased_bytes"),
-    (gauge, "objects", "Objects in this peer's memory.", "objects"),
-    (gauge, "operations", "Operations under way.", "operations"),
-    (gauge, "known_locations", "Copies of others that this peer knows of.", "known_locations"),
-    (gauge, "floors", "Removals that are remembered.", "floors"),
-    (
-        gauge,
-        "floors_permille",
-        "Of what there is room for: removals are slowed from 800 on.",
-        "floors_permille",
-    ),
-    (
-        gauge,
-        "floors_refused",
-        "Removals by others that had to wait, as there was no room.",
-        "floors_refused",
-    ),
-    (gauge, "local_clients", "Clients on this machine that are connected.", "local_clients"),
-    (
-        gauge,
-        "cluster_keys",
-        "Keys that this peer accepts: more than one while a key is being replaced.",
-        "cluster_keys",
-    ),
-    (
-        gauge,
-        "bootstrap_addresses",
-        "Addresses at which this peer is to find others.",
-        "bootstrap_addresses",
-    ),
-    (gauge, "members_refused", "Members that there was no room for.", "members_refused"),
-    (gauge, "joined", "1 once another peer has answered.", "joined"),
-    (gauge, "lacking_objects", "Objects here with fewer copies than could be.", "repair.lacking"),
-    (counter, "repaired_copies", "Copies made again after a loss.", "repair.copies"),
-    (counter, "repaired_bytes", "Their bytes.", "repair.bytes"),
-    (
-        gauge,
-        "gossip_local_health",
-        "How little this peer trusts its own probes: 0 is best, 8 worst.",
-        "gossip.local_health",
-    ),
-    (gauge, "gossip_neighbours", "Members that gossip talks to now.", "connections.neighbours"),
-    (gauge, "control_connections", "Open control connections.", "connections.open"),
-    (
-        gauge,
-        "held_for_others_bytes",
-        "Incomplete or unanswered requests, and unread answers.",
-        "places.held_bytes",
-    ),
-    (
-        counter,
-        "hoarders_ended",
-        "Connections cut for the memory held for them.",
-        "places.hoarders_ended",
-    ),
-    (
-        gauge,
-        "stamps_ahead_seconds",
-        "How far this peer's next stamp is ahead of its own wall clock.",
-        "stamps_ahead_seconds",
-    ),
-)
-"""Metrics with one value: its kind, name and text, and the path of the value in the statistics document."""
-_BY_LABEL: Final = (
-    (
-        gauges,
-        "members",
-        "Members of the cluster by state, this peer included. Dead ones are remembered for a day.",
-        "status",
-        "gossip.members",
-        "",
-    ),
-    (
-        counters,
-        "gossip_bytes",
-        "Bytes on control connections.",
-        "direction",
-        "gossip.{}_bytes",
-        "sent received",
-    ),
-    (
-        gauges,
-        "connection_places_taken",
-        "Taken places for other members' connections.",
-        "kind",
-        "places.{}.taken",
-        "control data",
-    ),
-    (
-        gauges,
-        "connection_places",
-        "Places for other members' connections.",
-        "kind",
-        "places.{}.limit",
-        "control data",
-    ),
+_SINGLE: Final = {
+    "uptime_seconds": "Since the peer started.",
+    "memory_capacity_bytes": "Memory for objects.",
+    "memory_used_bytes": "Occupied by objects and reservations.",
+    "leased_bytes": "Under leases, or being sent.",
+    "objects": "Objects in this peer's memory.",
+    "operations": "Operations under way.",
+    "known_locations": "Copies of others that this peer knows of.",
+    "floors": "Removals that are remembered.",
+    "floors_permille": "Of what there is room for: removals are slowed from 800 on.",
+    "floors_refused": "Removals by others that had to wait, as there was no room.",
+    "local_clients": "Clients on this machine that are connected.",
+    "cluster_keys": "Keys that this peer accepts: more than one while a key is being replaced.",
+    "bootstrap_addresses": "Addresses at which this peer is to find others.",
+    "members_refused": "Members that there was no room for.",
+    "joined": "1 once another peer has answered.",
+    "lacking_objects": "Objects here with fewer copies than wanted and than peers offer memory.",
+    "repaired_copies": "Copies made again after a loss.",
+    "repaired_bytes": "Their bytes.",
+    "gossip_local_health": "How little this peer trusts its own probes: 0 is best, 8 worst.",
+    "gossip_neighbours": "Members that gossip talks to now.",
+    "control_connections": "Open control connections.",
+    "held_for_others_bytes": "Incomplete or unanswered requests, and unread answers.",
+    "hoarders_ended": "Connections cut for the memory held for them.",
+    "stamps_ahead_seconds": "How far this peer's next stamp is ahead of its own wall clock.",
+}
+"""Metrics with one value. It stands in the statistics document under the same name, or:"""
+_ELSEWHERE: Final = {
+    "lacking_objects": "repair.lacking",
+    "repaired_copies": "repair.copies",
+    "repaired_bytes": "repair.bytes",
+    "gossip_local_health": "gossip.local_health",
+    "gossip_neighbours": "connections.neighbours",
+    "control_connections": "connections.open",
+    "held_for_others_bytes": "places.held_bytes",
+    "hoarders_ended": "places.hoarders_ended",
+}
+_ONLY_GROW: Final = ("repaired_copies", "repaired_bytes", "hoarders_ended")
+_PLACES: Final = (
+    (gauges, "connection_places_taken", "Taken places for other members' connections.", "taken"),
+    (gauges, "connection_places", "Places for other members' connections.", "limit"),
     (
         gauges,
         "connection_places_largest",
         "Of these, those of the member that has most.",
-        "kind",
-        "places.{}.largest.places",
-        "control data",
+        "largest.places",
     ),
     (
         counters,
         "connections_yielded",
-        "Connections closed for one that was wanted when all places were taken.",
-        "kind",
-        "places.{}.yielded",
-        "control data",
+        "Connections closed for a wanted one when all places were taken.",
+        "yielded",
     ),
     (
         counters,
         "connections_refused",
         "Members' connections refused because all places were in use.",
-        "kind",
-        "places.{}.refused",
-        "control data",
+        "refused",
     ),
 )
-"""Metrics with a label: the path of each value, or of a table of them where no values of the label are named."""
+"""By kind: the path of each value below `places.control` and `places.data`."""
 _CLIENTS: Final = (
     ("client_puts", "Puts of this machine's clients."),
     ("client_put_bytes", "Bytes that they put."),
@@ -228,8 +162,9 @@ def _families(peer: Document, cluster: str, measures: Measures) -> Iterator[Metr
         ["name", "cluster", "software"],
         [((peer["name"], cluster, peer["software"]), 1)],
     )
-    for kind, name, text, path in _SINGLE:
-        yield kind(name, text, _at(peer, path))
+    for name, text in _SINGLE.items():
+        kind = counter if name in _ONLY_GROW else gauge
+        yield kind(name, text, _at(peer, _ELSEWHERE.get(name, name)))
     yield from _clients(peer["counters"])
     yield from _latencies(measures)
     yield from _namespaces(measures)
@@ -253,13 +188,17 @@ def _at(document: Document, path: str) -> Any:
 
 
 def _labelled(peer: Document) -> Iterator[Metric]:
-    for kind, name, text, label, path, named in _BY_LABEL:
-        table = (
-            {each: _at(peer, path.format(each)) for each in named.split()}
-            if named
-            else _at(peer, path)
-        )
-        yield kind(name, text, [label], [((each,), value) for each, value in table.items()])
+    yield gauges(
+        "members",
+        "Members of the cluster by state, this peer included. Dead ones are remembered for a day.",
+        ["status"],
+        [((status,), count) for status, count in peer["gossip"]["members"].items()],
+    )
+    bytes_of = [((way,), peer["gossip"][f"{way}_bytes"]) for way in ("sent", "received")]
+    yield counters("gossip_bytes", "Bytes on control connections.", ["direction"], bytes_of)
+    for kind, name, text, path in _PLACES:
+        values = [((each,), _at(peer["places"][each], path)) for each in ("control", "data")]
+        yield kind(name, text, ["kind"], values)
 
 
 def _clients(counted: Document) -> Iterator[Metric]:
@@ -295,7 +234,6 @@ def _clients(counted: Document) -> Iterator[Metric]:
 
 
 def _kept(peer: Document) -> Iterator[Metric]:
-    """Objects of kept memory at this peer's start."""
     counted = peer["counters"]
     yield gauge("kept_objects_unchecked", "Not looked at yet.", peer["objects_returning"])
     for unit, text in (("objects", "Objects"), ("bytes", "Bytes")):
@@ -467,22 +405,15 @@ def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
 
 def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:
     labels = ["namespace", "checkpoint", "version", "state"]
-    found: dict[tuple[str, ...], Document] = {}
-    for each in checkpoints:
-        key = (each["namespace"], each["name"], each["version"], each["state"])
-        found[key] = each
-    yield gauges(
-        "checkpoint_done_ratio",
-        "How much of a version of a checkpoint this peer has, of 1; at most 16 versions.",
-        labels,
-        [(key, each["done"]) for key, each in found.items()],
-    )
-    yield gauges(
-        "checkpoint_size_bytes",
-        "How large it is.",
-        labels,
-        [(key, each["total_bytes"]) for key, each in found.items()],
-    )
+    found = {
+        (each["namespace"], each["name"], each["version"], each["state"]): each
+        for each in checkpoints
+    }
+    text = "How much of a version of a checkpoint this peer has, of 1; at most 16 versions."
+    done = [(key, each["done"]) for key, each in found.items()]
+    yield gauges("checkpoint_done_ratio", text, labels, done)
+    sizes = [(key, each["total_bytes"]) for key, each in found.items()]
+    yield gauges("checkpoint_size_bytes", "How large it is.", labels, sizes)
 
 
 def _follows(follows: list[Document]) -> Iterator[Metric]:
@@ -497,3 +428,75 @@ def _follows(follows: list[Document]) -> Iterator[Metric]:
             ["namespace", "checkpoint"],
             [((each["namespace"], each["name"]), float(each[field])) for each in follows],
         )
+
+
+_SSD_GAUGES: Final = (
+    ("capacity_bytes", "Capacity of its segments."),
+    ("live_bytes", "Occupied by objects that can be read."),
+    ("objects", "Objects on the SSD."),
+    ("queued_bytes", "On their way to the SSD."),
+    ("retired_segments", "Given up after an error."),
+    ("write_amplification", "Bytes written for each byte stored."),
+)
+_SSD_COUNTERS: Final = (
+    ("hits", "Objects read."),
+    ("misses", "Objects asked for that were not there, or not readable."),
+    ("damaged", "Objects found damaged."),
+    ("expired", "Objects whose time to live was over when they were asked for."),
+    ("unanswered", "Reads abandoned because the disk did not answer."),
+    ("stored_objects", "Objects written."),
+    ("stored_bytes", "Their bytes."),
+    ("compressed_parts", "Parts that were compressed."),
+    ("kept_records", "Records written again when their segment was reclaimed."),
+    ("evicted_objects", "Objects given up for others."),
+    ("reclaimed_segments", "Segments reclaimed."),
+    ("bytes_read", "Bytes read from the device."),
+    ("bytes_written", "Bytes written to the device."),
+    ("syncs", "Syncs of the device."),
+)
+SSD_STATES: Final = ("ok", "read_only", "off")
+_SSD_NAMES: Final = {"bytes_read": "read_bytes", "bytes_written": "written_bytes"}
+"""Where the document has them otherwise than Prometheus' conventions, the unit at the end."""
+
+
+def ssd_families(ssd: Mapping[str, Any]) -> Iterator[Metric]:
+    """All of one SSD."""
+    yield gauges(
+        "ssd_state",
+        "1 for the state it is in.",
+        ["state"],
+        [((state,), ssd["state"] == state) for state in SSD_STATES],
+    )
+    for field, text in _SSD_GAUGES:
+        yield gauge(f"ssd_{field}", text, ssd[field])
+    for field, text in _SSD_COUNTERS:
+        yield counter(f"ssd_{_SSD_NAMES.get(field, field)}", text, ssd[field])
+    yield gauges(
+        "ssd_segments",
+        "Segments by state.",
+        ["state"],
+        [((state,), count) for state, count in ssd["segments"].items()],
+    )
+    yield counters(
+        "ssd_errors",
+        "Failures of the device.",
+        ["operation"],
+        [((each,), ssd[f"{each}_errors"]) for each in ("read", "write", "sync", "discard")],
+    )
+    yield counters(
+        "ssd_refused",
+        "Objects not written.",
+        ["reason"],
+        [((reason.value,), ssd["refused"].get(reason.value, 0)) for reason in Refusal],
+    )
+    durations = {
+        operation: Histogram(**ssd[f"{operation}_durations"]) for operation in ("read", "write")
+    }
+    yield histograms(
+        "ssd_operation_seconds",
+        "How long it took to read and to write objects.",
+        "operation",
+        durations,
+        buckets=FINE_SECONDS,
+        unit=MICROSECONDS,
+    )

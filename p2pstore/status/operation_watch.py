@@ -356,7 +356,6 @@ class PeerWatch:
             self._fallbacks.worked(member, transport)
 
     def _fell_back(self, member: Member, transport: str, text: str, count: int = 1) -> None:
-        """A transport to a member gave way to another one."""
         self._counters["transport_fallbacks"] += count
         if self._fallbacks.failed(member, transport):
             logger.warning(
@@ -405,7 +404,6 @@ _ASKED_FOR: Final = {
 
 
 def _asked_about(request: Message) -> Sequence[bytes]:
-    """The digests that a request to another peer is about."""
     if isinstance(request, Lookup):
         return _split(request.digests)
     if isinstance(request, Get):

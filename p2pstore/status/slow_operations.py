@@ -194,7 +194,6 @@ def _described(stage: Stage) -> str:
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(intervals):
         total += max(0.0, stop - max(start, end))

@@ -14,8 +14,17 @@ from typing import Final
 
 from p2pstore.errors import ConfigError
 from p2pstore.state.folder import open_regular_file
-from p2pstore.topology.hardware import Machine, Nic, NumaNode, Place
-from p2pstore.topology.matrix import Matrix, is_matrix, matrix_of, natural_order, overridden
+from p2pstore.topology.hardware import (
+    Machine,
+    Matrix,
+    Nic,
+    NumaNode,
+    Place,
+    is_matrix,
+    matrix_of,
+    natural_order,
+    overridden,
+)
 
 SYSFS: Final = Path("/sys")
 NUMA_MAPS: Final = Path("/proc/self/numa_maps")

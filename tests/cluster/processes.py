@@ -35,7 +35,7 @@ class Started(Protocol):
 
     stdout: IO[bytes] | None
     returncode: int | None
-    """What `poll` or `wait` saw last; of a process that was killed, minus the signal."""
+    """The status that `poll` or `wait` saw last; of a killed process, minus the signal."""
 
     @property
     def pid(self) -> int: ...
@@ -84,7 +84,14 @@ class PeerProcess:
         self._cluster = cluster
         self.socket = cluster.folder / f"{self.name}.sock"
         self._command = [
-            *(*prefix, sys.executable, "-m", "mooncake_p2p.tied", str(os.getpid()), "join"),
+            *(
+                *prefix,
+                sys.executable,
+                "-m",
+                "mooncake_p2p.local_cluster",
+                str(os.getpid()),
+                "join",
+            ),
             *("--name", self.name, "--cluster", cluster.folder.name),
             *("--cluster-key-file", str(cluster.key)),
             *("--listen", self.control, "--data-listen", f"{address}:0"),

@@ -16,7 +16,7 @@ from tests.unit.trace_requests import conversations
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
     file = tmp_path / "trace.jsonl"
-    file.write_bytes(b"\n".join(msgspec.json.encode(each) for each in conversations(150)))
+    file.write_bytes(b"\n".join(msgspec.json.encode(each) for each in conversations(80)))
     return str(file)
 
 
@@ -24,7 +24,7 @@ def trace(tmp_path: Path) -> str:
 def test_real_peers_hit_what_simulated_ones_hit(
     trace: str, routing: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--peers", "3", "--memory", "150blocks", "--policy", "lru", "--routing", routing]
+    arguments = ["--peers", "3", "--memory", "80blocks", "--policy", "lru", "--routing", routing]
     assert run(["bench", "trace", trace, *arguments, "--json"]) == 0
     results = {each["name"]: each for each in json.loads(capsys.readouterr().out)["results"]}
     hits = results["hit rate"]
@@ -39,7 +39,7 @@ def test_peers_are_killed_and_come_back_meanwhile(
 ) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "growth.png"
-    arguments = ["--peers", "3", "--memory", "100blocks", "--ssd", "400blocks"]
+    arguments = ["--peers", "3", "--memory", "60blocks", "--ssd", "250blocks"]
     arguments += ["--kill-every", "0.2", "--down", "0.1", "--json", "--plot", str(picture)]
     assert run(["bench", "trace", trace, *arguments]) == 0
     results = {

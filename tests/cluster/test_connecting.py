@@ -12,8 +12,8 @@ import trio
 import trio.testing
 
 from p2pstore.gossip.links import connection_keeper as attempts_module
-from p2pstore.gossip.links import dialling
 from p2pstore.gossip.links import host as host_module
+from p2pstore.gossip.links import secured_connections as dialling
 from p2pstore.gossip.links.connection_keeper import Attempts
 from p2pstore.gossip.links.control_link import LinkError
 from p2pstore.gossip.links.host import ControlHost

@@ -31,7 +31,7 @@ from p2pstore.access.keyring import KeyRing
 from p2pstore.addresses import DEFAULT_CONTROL_PORT
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.gossip_messages import Ack, ControlKind, Exchange, Ping, PingRequest
-from p2pstore.gossip.links import control_connection as connection_module
+from p2pstore.gossip.links import connection_keeper as connection_module
 from p2pstore.gossip.links import control_frames, secured_connections
 from p2pstore.gossip.links import control_link as link_module
 from p2pstore.gossip.links import host as host_module
@@ -49,7 +49,7 @@ SECONDS = 10.0
 
 @dataclass
 class Seen:
-    """What one host reported."""
+    """The reports of one host."""
 
     lost: list[PeerId] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)

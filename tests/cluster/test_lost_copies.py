@@ -11,7 +11,8 @@ import pytest
 
 from p2pstore.core.copies.offers import READY_PART
 from p2pstore.objects import KIB, MIB
-from tests.cluster.test_cli import Machine, Peer, done, eventually, new_machine
+from tests.cluster.machines import Machine, Peer, done, new_machine
+from tests.waiting import eventually
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
-"""The contract of every link between peers. Add an implementation to `LINKS` to test it as well."""
+"""Requests and replies between two control hosts."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,13 +24,13 @@ from p2pstore.gossip.gossip_messages import (
     Ping,
     PingRequest,
 )
-from p2pstore.gossip.links.control_link import Handler, Link, LinkError
-from p2pstore.gossip.links.host import HostSettings, open_control_host
+from p2pstore.gossip.links.control_link import LinkError
+from p2pstore.gossip.links.host import ControlHost, HostSettings, open_control_host
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.links.memory_link import MemoryNetwork, open_memory_link
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.wire import Code, Empty, Message
+from tests.waiting import until
 
 SECONDS = 10.0
 """Longer than anything here takes."""
@@ -69,7 +69,7 @@ class Answerer:
 class Pair:
     """One side asks, the other answers."""
 
-    link: Link
+    link: ControlHost
     own_id: PeerId
     peer_id: PeerId
     addresses: list[str]
@@ -80,9 +80,8 @@ class Pair:
     cut: Callable[[str], None]
     """Let nothing pass "there" (to the answering side) or "back" any more; it arrives after `heal`."""
     heal: Callable[[], None]
-    peer: Link
+    peer: ControlHost
     """The other side's link."""
-    addresses_of_asker: list[str] = field(default_factory=list)
 
     async def ask(self, kind: int, request: Message, timeout: float = SECONDS) -> Message:
         return await self.link.ask(self.peer_id, self.addresses, kind, request, timeout)
@@ -138,47 +137,10 @@ class Proxy:
 
 
 @asynccontextmanager
-async def memory_links(answerer: Handler) -> AsyncIterator[Pair]:
-    """Two links over streams in memory."""
-    lost: list[PeerId] = []
-    ours, theirs = (Identity(bytes([number]) * 32).peer_id for number in (1, 2))
-    assert isinstance(answerer, Answerer)
-    network = MemoryNetwork()
-    opened = partial(
-        open_memory_link, ring=KeyRing([b"k" * 32]), cluster="contract", handler=answerer
-    )
-    async with (
-        opened(network, "one", peer_id=ours, on_lost=lost.append) as link,
-        opened(network, "two", peer_id=theirs, on_lost=lambda _: None) as other,
-    ):
-
-        async def stop_peer() -> None:
-            other.close()
-
-        def cut(direction: str) -> None:
-            network.cut(*((ours, theirs) if direction == "there" else (theirs, ours)))
-
-        yield Pair(
-            link,
-            ours,
-            theirs,
-            ["two"],
-            answerer,
-            lost,
-            stop_peer,
-            cut,
-            network.heal,
-            other,
-            ["one"],
-        )
-
-
-@asynccontextmanager
-async def control_hosts(answerer: Handler) -> AsyncIterator[Pair]:
+async def control_hosts(answerer: Answerer) -> AsyncIterator[Pair]:
     """Two control hosts in this process, over loopback."""
     lost: list[PeerId] = []
     ours, theirs = Identity(b"\x01" * 32), Identity(b"\x02" * 32)
-    assert isinstance(answerer, Answerer)
     async with (
         open_control_host(
             ("127.0.0.1", 0),
@@ -224,23 +186,11 @@ async def control_hosts(answerer: Handler) -> AsyncIterator[Pair]:
         )
 
 
-LINKS: dict[str, Callable[[Answerer], AbstractAsyncContextManager[Pair]]] = {
-    "control_host": control_hosts,
-    "memory": memory_links,
-}
-
-
-@pytest.fixture(params=list(LINKS))
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
     with trio.fail_after(60):
-        async with LINKS[request.param](Answerer()) as pair:
+        async with control_hosts(Answerer()) as pair:
             yield pair
-
-
-async def until(condition: Callable[[], object]) -> None:
-    with trio.fail_after(SECONDS):
-        while not condition():
-            await trio.sleep(0.005)
 
 
 async def test_an_answer_comes_back_and_the_asker_is_known(pair: Pair) -> None:
@@ -383,9 +333,7 @@ async def test_both_sides_may_ask_at_once(pair: Pair) -> None:
     await pair.ping(0)
 
     async def ask_back(number: int) -> None:
-        reply = await pair.peer.ask(
-            pair.own_id, pair.addresses_of_asker, ControlKind.PING, Ping(number, []), SECONDS
-        )
+        reply = await pair.peer.ask(pair.own_id, [], ControlKind.PING, Ping(number, []), SECONDS)
         assert reply == Ack(number + 1, [])
 
     async with trio.open_nursery() as nursery:

@@ -14,9 +14,9 @@ from p2pstore.checkpoint.content import target_directory
 from p2pstore.checkpoint.content.manifest import SignedManifest, format_version, version_of
 from p2pstore.checkpoint.content.pieces import Extent
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
-from p2pstore.checkpoint.peer.manifest_search import ask_for_manifest
+from p2pstore.checkpoint.peer.fetching import ask_for_manifest
+from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from p2pstore.checkpoint.swarm.swarm_messages import MAX_NEW_PIECES, NewPieces
-from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from p2pstore.errors import CheckpointChanged, NoSuchKey
 from p2pstore.objects import MIB
 from tests.contract.swarm_world import (
@@ -27,8 +27,8 @@ from tests.contract.swarm_world import (
     open_world,
     same_files,
     signed_directory,
-    until,
 )
+from tests.waiting import until
 
 FILES = {"model.safetensors": 40 * PIECE + 17, "config.json": 900, "deep/tokenizer.json": 70_000}
 

@@ -14,9 +14,15 @@ from typing import Any, Final
 
 import xxhash
 
-from p2pstore.access.allowlist import parse_peer_ids
 from p2pstore.access.invite import Invite, format_invite, parse_invite
-from p2pstore.access.keyring import KeyRing, add_key, parse_cluster_keys, promote_key, retire_keys
+from p2pstore.access.keyring import (
+    KeyRing,
+    add_key,
+    parse_cluster_keys,
+    parse_peer_ids,
+    promote_key,
+    retire_keys,
+)
 from p2pstore.addresses import split_address
 from p2pstore.checkpoint.content.manifest import (
     HASH_BYTES,
@@ -29,15 +35,10 @@ from p2pstore.checkpoint.content.pieces import PieceLayout
 from p2pstore.checkpoint.content.safetensors import BrokenFile, read_header
 from p2pstore.errors import AuthenticationFailed, CheckpointRefused, ConfigError, ProtocolError
 from p2pstore.gossip.checkpoint_records import HeadBody, SwitchBody, checkpoint_digest
-from p2pstore.gossip.exchange.digests import (
-    check_runs,
-    read_runs,
-    unpack_digest,
-    unpack_positions,
-)
+from p2pstore.gossip.exchange.digests import check_runs, read_runs, unpack_digest, unpack_positions
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
-from p2pstore.gossip.locations.signed_runs import SIGNATURE_BYTES
+from p2pstore.gossip.locations.log import SIGNATURE_BYTES
 from p2pstore.gossip.records import (
     ClusterRecord,
     LogHead,
@@ -328,7 +329,7 @@ def packed_lists(rng: Random, sent: list[bytes]) -> None:
 
 
 def texts(rng: Random, sent: list[bytes]) -> None:
-    """What people write."""
+    """Text that people write."""
     key = (b"k" * 32).hex() + " # a key\n"
     peer = format_peer_id(IDENTITY.peer_id) + "\n"
     address = rng.choice(("127.0.0.1:1", "[::1]:2", "host:3"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
+from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from simulation.broadcast import Broadcast, BroadcastOutcome, BroadcastScenario
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations.signed_runs import SignedRun
+from p2pstore.gossip.locations.log import SignedRun
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.views import Applied
 from p2pstore.gossip.machine import FetchSnapshot, Gossip, SnapshotHead
@@ -192,7 +192,7 @@ def test_operations_across_a_gap_are_caught() -> None:
 
 
 class StubbornGossip(Gossip):
-    """What an owner denied is shown again and again."""
+    """A location that its owner denied is shown again and again."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

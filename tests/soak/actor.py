@@ -24,21 +24,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from mooncake_p2p.tied import die_with_parent
+from mooncake_p2p.local_cluster import die_with_parent
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import NoLocalPeer, NoSuchKey, P2PStoreError, StoreClosed
 from p2pstore.results import ItemResult, PinName, PutResult, TransferRequest
 from tests.soak.checkpoints import follow, publish
 from tests.soak.plan import KEPT_AT_ONCE, Family, Operation, OperationKind, plan_load
-from tests.soak.values import (
-    LONGEST_BYTES,
-    key_name,
-    namespace_of,
-    number_in,
-    number_of,
-    value_of,
-)
+from tests.soak.values import LONGEST_BYTES, key_name, namespace_of, number_in, number_of, value_of
 
 CLIENT_SECONDS: Final = 15.0
 """Without progress, until an operation gives up."""

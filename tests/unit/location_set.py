@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from p2pstore.gossip.homes.home_updates import CheckedUpdate, HomeUpdate, in_steps
 from p2pstore.gossip.records import LOCATION_BYTES, location_hash
 from p2pstore.objects import DIGEST_BYTES
 
@@ -35,3 +38,13 @@ class LocationSet:
                 self.records[digest] = operation
             elif digest in self.records and self.records[digest][_VERSION] == operation[_VERSION]:
                 del self.records[digest]
+
+
+def check_update(update: HomeUpdate) -> CheckedUpdate:
+    """All parts of an update as one."""
+    parts = [part for part in in_steps(update) if part is not None]
+    return replace(
+        parts[-1],
+        operations=[each for part in parts for each in part.operations],
+        sets=[each for part in parts for each in part.sets],
+    )

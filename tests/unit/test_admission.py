@@ -11,16 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore import wire
-from p2pstore.access.allowlist import AllowList, parse_peer_id, parse_peer_ids
 from p2pstore.access.keyring import (
     KEYLESS,
     MAX_KEYS,
+    AllowList,
     KeyRing,
     Role,
     add_key,
     key_id_of,
     new_cluster_key,
     parse_cluster_keys,
+    parse_peer_id,
+    parse_peer_ids,
     promote_key,
     reader_key_of,
     reader_keys,
@@ -229,7 +231,7 @@ def test_a_key_file_is_read_with_comments_and_order() -> None:
     assert first != second
     ring = parse_cluster_keys(f"# ring\n\n{first}  # new\n {second.upper()}\n", "ring.key")
     assert ring.keys == (bytes.fromhex(first), bytes.fromhex(second))
-    assert ring.first_id == key_id_of(ring.keys[0])
+    assert ring.ids[0] == key_id_of(ring.keys[0])
     assert ring.ids == [key_id_of(key) for key in ring.keys]
     assert [ring.find(key_id) for key_id in ring.ids] == list(ring.keys)
     assert ring.find(key_id_of(OTHER)) is None
@@ -421,7 +423,7 @@ def test_a_readers_key_goes_with_the_members_key_it_was_made_from() -> None:
         assert not any(reader.find(key_id) for key_id in ring.ids)
     for ring in (KeyRing(), KeyRing([NEW], of_user=True), reader):
         derived = KeyRing([reader_key_of(ring.keys[0])])
-        assert ring.find(derived.first_id) is None, "only a cluster's own keys have readers'"
+        assert ring.find(derived.ids[0]) is None, "only a cluster's own keys have readers'"
 
 
 def test_a_file_of_two_roles_is_refused() -> None:

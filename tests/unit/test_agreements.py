@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from p2pstore.gossip.floors.agreements import (
+from p2pstore.gossip.floors.floor_comparison import (
     DISPUTE_REFUSALS,
     DISPUTE_SECONDS,
     RECORDS_PER_SECOND,

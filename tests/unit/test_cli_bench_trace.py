@@ -121,3 +121,24 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_replayed(
     options = ["--simulate"] if simulate else []
     assert run(["bench", "trace", trace, *options, "--plot", "p.png"]) == ExitCode.FAILED
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "missing argument 'FILE'"),
+        (["f", "--simulate", "--memory", "1KiB"], "--memory: '1KiB' is less"),
+        (["f", "--simulate", "--ssd", "14blocks"], "--ssd: '14blocks' is less"),
+        (
+            ["f", "--simulate", "--load-bound", "0.5"],
+            "--load-bound: 0.5 is below",
+        ),
+        (["f", "--simulate", "--token-bytes", "0"], "--token-bytes"),
+        (["f", "--simulate", "--peers", "0"], "'--peers': must be at least 1"),
+    ],
+)
+def test_wrong_arguments_end_with_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "trace", *arguments]) == ExitCode.USAGE
+    assert said.lower() in capsys.readouterr().err.lower()

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_p2p.commands.checkpoint_groups import status_lines
-from mooncake_p2p.on_switch import OnSwitch
+from mooncake_p2p.commands.checkpoint_groups import OnSwitch, status_lines
 from p2pstore.checkpoint.peer.piece_flow import Paces
 from p2pstore.results import CheckpointInfo, CheckpointMember
 

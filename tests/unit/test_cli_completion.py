@@ -30,7 +30,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 def press_tab(tmp_path: Path, *words: str) -> list[str]:
-    """What bash offers for the last of these words."""
+    """The words that bash offers for the last of these."""
     program = tmp_path / "mooncake-p2p"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mooncake_p2p "$@"\n')
     program.chmod(0o700)
@@ -59,7 +59,6 @@ def press_tab(tmp_path: Path, *words: str) -> list[str]:
         (["che"], ["checkpoint"]),
         (["checkpoint", "s"], ["status"]),
         (["help", "che"], ["checkpoint"]),
-        (["help", "bench", ""], ["trace"]),
         (["get", "--socket", "xyz"], []),
         (["get", '"--wa'], ["--wait"]),
     ],
@@ -190,9 +189,7 @@ def test_every_place_of_every_command_without_a_peer(
         (["--debug"], "che", ["checkpoint"]),
         (["checkpoint"], "f", ["fetch", "follow"]),
         (["checkpoint"], "-", []),
-        (["bench"], "", ["trace"]),
         (["bench"], "--si", ["--size"]),
-        (["bench", "trace", "f"], "--si", ["--simulate"]),
         (["help", "checkpoint"], "pu", ["publish"]),
         (["help", "get"], "", []),
         (["join", "--transport"], "r", ["rdma"]),

@@ -60,7 +60,7 @@ def test_a_key_is_replaced_in_three_steps(
     assert run(["keygen", "--retire", "--json", str(link)]) == 0
     assert ring(path).keys == (new,)
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == {"file": str(link), "keys": [ring(path).first_id.hex()]}
+    assert json.loads(captured.out) == {"file": str(link), "keys": [ring(path).ids[0].hex()]}
     assert link.is_symlink()
     assert path.stat().st_mode & 0o777 == 0o600
     assert new.hex() not in captured.out + captured.err

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_p2p.explain import explanation
+from mooncake_p2p.commands.put_get import explanation
 from mooncake_p2p.main import run
 from p2pstore.errors import BufferTooSmall, NoSuchKey, Unavailable
 from p2pstore.objects import PART_BYTES

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from mooncake_p2p.commands.cluster import _Picture
 from mooncake_p2p.statistics_view import Reading
-from mooncake_p2p.watching import _Picture
 
 MEMBERS = 5
 

@@ -23,7 +23,7 @@ from p2pstore.gossip.exchange.digests import (
     unpack_positions,
 )
 from p2pstore.gossip.gossip_messages import LogChunk
-from p2pstore.gossip.locations.signed_runs import SignedRun
+from p2pstore.gossip.locations.log import SignedRun
 from p2pstore.gossip.records import LOCATION_BYTES
 from tests.unit.digest_rows import digest_from
 

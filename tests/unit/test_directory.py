@@ -12,20 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations import watched_keys
+from p2pstore.gossip.locations import views as watched_keys
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.snapshots import check_snapshot
-from p2pstore.gossip.locations.views import Applied, DirectoryConfig, Outcome
-from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
+from p2pstore.gossip.locations.views import STEP_RECORDS, Applied, DirectoryConfig, Outcome
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead
 from p2pstore.objects import Version
-from tests.unit.gossip_network import (
-    digest_of,
-    location,
-    operations_after,
-    run_at,
-)
+from tests.unit.gossip_network import digest_of, location, operations_after, run_at
 
 A, B = 111, 222
 

@@ -24,8 +24,7 @@ from p2pstore.status.doctor.finding import (
     warning,
     worst_failure,
 )
-from p2pstore.topology.hardware import Machine, Nic, NumaNode, Place
-from p2pstore.topology.matrix import matrix_of, overridden
+from p2pstore.topology.hardware import Machine, Nic, NumaNode, Place, matrix_of, overridden
 from p2pstore.transfer.rdma.rdma_rules import GidEntry
 from p2pstore.wire import Code
 

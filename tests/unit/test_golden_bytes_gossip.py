@@ -30,7 +30,7 @@ from p2pstore.gossip.gossip_messages import (
     Status,
 )
 from p2pstore.gossip.homes.partition_homes import weight
-from p2pstore.gossip.locations.signed_runs import SignedRun
+from p2pstore.gossip.locations.log import SignedRun
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,

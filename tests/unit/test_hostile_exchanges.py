@@ -9,7 +9,7 @@ from p2pstore.gossip.exchange.delta_checks import MAX_READ_RUNS
 from p2pstore.gossip.exchange.digests import Run, pack_runs
 from p2pstore.gossip.gossip_effects import Ask
 from p2pstore.gossip.gossip_messages import ControlKind, Delta, Exchange, LogChunk
-from p2pstore.gossip.locations.signed_runs import SignedRun, sign_run
+from p2pstore.gossip.locations.log import SignedRun, sign_run
 from p2pstore.gossip.records import sign_peer_record
 from tests.unit.gossip_network import (
     FakeSigner,
@@ -103,7 +103,7 @@ def test_nothing_is_kept_of_askers_that_are_no_members() -> None:
 
 
 def test_claims_wait_for_a_message_that_goes() -> None:
-    """Who brought the news is not told it; so no claim rides on that message either."""
+    """The bringer of news is not told it; so no claim rides on that message either."""
     net = formed(2)
     node, other = net.nodes[0], net.nodes[1]
     now = net.now + 1

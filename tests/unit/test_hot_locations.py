@@ -6,7 +6,7 @@ import pytest
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_config import GossipConfig
-from p2pstore.gossip.homes.hot_locations import (
+from p2pstore.gossip.homes.known_locations import (
     HALVING_SECONDS,
     HOT_USES,
     MAX_COUNTED,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from p2pstore import errors
 from p2pstore.checkpoint import checkpoint_messages
 from p2pstore.errors import P2PStoreError, ProtocolError
-from p2pstore.local.local_protocol import ONE_WAY_KINDS, REPLIES, REQUESTS, LocalKind
+from p2pstore.local.local_protocol import REPLIES, REQUESTS, LocalKind
 from p2pstore.wire import (
     LOCAL_LIMITS,
     REPLY,
@@ -129,7 +129,10 @@ def _longer_array(body: bytes) -> bytes:
 
 def test_every_kind_has_its_messages() -> None:
     assert set(REQUESTS) | set(checkpoint_messages.REQUESTS) == set(LocalKind)
-    assert set(REPLIES) | set(checkpoint_messages.REPLIES) == set(LocalKind) - ONE_WAY_KINDS
+    assert set(REPLIES) | set(checkpoint_messages.REPLIES) == set(LocalKind) - {
+        LocalKind.RELEASE,
+        LocalKind.REPORT,
+    }
 
 
 RAISED = [

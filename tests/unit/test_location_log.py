@@ -8,16 +8,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from p2pstore.errors import ProtocolError
-from p2pstore.gossip.locations.log import OperationRing, OwnLog, newest_clock
-from p2pstore.gossip.locations.signed_runs import SignedRun
+from p2pstore.gossip.locations.log import OperationRing, OwnLog, SignedRun, newest_clock
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, iterate_locations, location_hash
 from p2pstore.objects import Version
-from tests.unit.gossip_network import (
-    digest_of,
-    location,
-    operations_after,
-)
+from tests.unit.gossip_network import digest_of, location, operations_after
 from tests.unit.location_set import LocationSet
 
 steps = st.lists(

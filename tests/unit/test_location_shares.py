@@ -9,7 +9,6 @@ import pytest
 
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.homes.directory_mode import ClusterLoad, ModeLimits
-from p2pstore.gossip.homes.home_updates import check_update
 from p2pstore.gossip.homes.home_views import HomeViews
 from p2pstore.gossip.homes.partition_homes import PARTITION_COUNT, PartitionConfig, partition_of
 from p2pstore.gossip.locations.catch_up import CatchUp, FollowedLogs
@@ -25,6 +24,7 @@ from p2pstore.peer.node import Node
 from p2pstore.transfer.peer_messages import PartitionSet, Push
 from tests.unit.core_harness import OTHER_INCARNATION, Harness
 from tests.unit.gossip_network import digest_of, location
+from tests.unit.location_set import check_update
 from tests.unit.test_directory import A, B, feed, held, install, log_of, reading
 
 C = 333

@@ -19,8 +19,8 @@ from p2pstore.gossip.exchange.digests import DigestTable
 from p2pstore.gossip.gossip_effects import Ask, Effect
 from p2pstore.gossip.gossip_messages import REQUESTS, Claim, ControlKind, Delta, Ping, Status
 from p2pstore.gossip.homes import partition_homes
-from p2pstore.gossip.homes.current_homes import FOLLOWED_AT_ONCE
 from p2pstore.gossip.homes.partition_homes import HomeTable, choose_homes
+from p2pstore.gossip.homes.partitioned_directory import FOLLOWED_AT_ONCE
 from p2pstore.gossip.machine import GossipConfig
 from p2pstore.gossip.members.member_table import PARSED_RECORDS
 from p2pstore.gossip.members.membership import Membership

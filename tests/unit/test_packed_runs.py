@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.exchange.delta_checks import chunk_of, plain_chunk
 from p2pstore.gossip.gossip_messages import LogChunk
-from p2pstore.gossip.locations.signed_runs import (
+from p2pstore.gossip.locations.log import (
     LEAST_PACKED,
     MASK_BYTES,
     MAX_SIGNED_OPERATIONS,

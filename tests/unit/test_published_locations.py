@@ -19,8 +19,8 @@ from p2pstore.client.known_holders import KnownElsewhere, KnownRecord, _known_re
 from p2pstore.errors import ProtocolError, ProtocolMismatch
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.locations.directory import Directory
+from p2pstore.gossip.locations.location_slots import ApartKeys, PublishedLocations
 from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.published_locations import ApartKeys, PublishedLocations
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead
@@ -402,7 +402,7 @@ from random import Random
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.views import DirectoryConfig
 from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.published_locations import PublishedLocations
+from p2pstore.gossip.locations.location_slots import PublishedLocations
 from p2pstore.gossip.records import LogHead
 from p2pstore.location_table import block_count, format_table, table_bytes
 from p2pstore.memory.mapped.mapped_memory import SharedMemory

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from p2pstore.access.invite import Invite, format_invite
 from p2pstore.access.keyring import new_cluster_key
-from p2pstore.status.doctor.redaction import REMOVED, Redactor
+from p2pstore.status.doctor.support_bundle import REMOVED, Redactor
 
 SECRET = bytes(range(100, 132))
 

@@ -21,6 +21,16 @@ from p2pstore.checkpoint.content.pieces import (
     unpack_map,
 )
 from p2pstore.checkpoint.swarm.selection import HostShare, Selection, stripe
+from p2pstore.checkpoint.swarm.swarm import (
+    FEWEST,
+    FIRST_DIALS,
+    MOST,
+    REDIAL_SECONDS,
+    REFRESH_SECONDS,
+    REFRESHED,
+    SETTLE_SECONDS,
+    Neighbours,
+)
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     MAX_NEW_PIECES,
@@ -30,16 +40,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     PieceMapMessage,
     decode_message,
     map_in,
-)
-from p2pstore.checkpoint.swarm.swarm_neighbours import (
-    FEWEST,
-    FIRST_DIALS,
-    MOST,
-    REDIAL_SECONDS,
-    REFRESH_SECONDS,
-    REFRESHED,
-    SETTLE_SECONDS,
-    Neighbours,
 )
 from p2pstore.checkpoint.swarm.upload_slots import (
     FIRST_BACK_OFF_SECONDS,

@@ -16,7 +16,6 @@ from p2pstore.gossip.homes.home_updates import (
     LARGEST_SET_RECORDS,
     OPERATION_COST,
     STEP_COST,
-    check_update,
     in_steps,
 )
 from p2pstore.gossip.homes.home_views import HomeViews
@@ -30,6 +29,7 @@ from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Pushed
 from p2pstore.wire import Code, Failure
 from tests.unit.core_harness import OTHER_INCARNATION, Harness, Other
+from tests.unit.location_set import check_update
 from tests.unit.test_core_partitioned import acquainted, empty_partitions, partitioned
 
 MANY = 4_096

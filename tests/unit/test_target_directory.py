@@ -17,6 +17,7 @@ import pytest
 from p2pstore.checkpoint.content import directory_versions as piece_record
 from p2pstore.checkpoint.content import target_directory
 from p2pstore.checkpoint.content.directory_versions import (
+    FILES_A_STEP,
     current_version,
     kept_versions,
     removing_tree,
@@ -42,7 +43,6 @@ from p2pstore.checkpoint.content.pieces import (
     pieces_in,
 )
 from p2pstore.checkpoint.content.target_directory import TargetDirectory
-from p2pstore.checkpoint.content.version_files import FILES_A_STEP
 from p2pstore.errors import CapacityExceeded, ConfigError
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.state.folder import Folder

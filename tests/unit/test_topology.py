@@ -9,13 +9,18 @@ from pathlib import Path
 import pytest
 
 from p2pstore.errors import ConfigError
-from p2pstore.topology.hardware import Machine, Nic, NumaNode, PciDistance, Place, pci_distance
-from p2pstore.topology.matrix import (
+from p2pstore.topology.hardware import (
     Choice,
+    Machine,
+    Nic,
+    NumaNode,
+    PciDistance,
+    Place,
     matrix_of,
     natural_order,
     overridden,
     parse_matrix,
+    pci_distance,
 )
 from p2pstore.topology.sysfs import location_of, read_machine, read_matrix
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mooncake_p2p.explain import document, explanation
+from mooncake_p2p.commands.put_get import document, explanation
 from p2pstore.objects import MIB
 from p2pstore.transfer.failover import PullFailed
 from p2pstore.transfer.transfer_trace import FetchTrace, ReadWatch

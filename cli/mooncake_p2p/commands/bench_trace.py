@@ -368,7 +368,6 @@ def _show(replayed: Sequence[Replayed], model: Model) -> None:
 
 
 def _draw(requests: Sequence[Request], settings: PoolSettings, model: Model, path: str) -> None:
-    """The hit rate by memory of a peer."""
     from p2pstore.trace.comparison import by_memory
 
     pyplot = _pyplot()

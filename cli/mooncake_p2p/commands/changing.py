@@ -268,7 +268,6 @@ class _Removal:
                 self.failed[item.key] = item.error
 
     def problem(self) -> Exception:
-        """The error of the command when keys are left."""
         if self.failed:
             return next(iter(self.failed.values()))
         return CommandFailed(incomplete(self.silent_peers))

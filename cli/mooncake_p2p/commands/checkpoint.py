@@ -268,7 +268,6 @@ def _wait_followers(
 
 
 def _reported(json: bool, document: dict[str, Any], notes: Sequence[str]) -> bool:
-    """Print the document if it was asked for, and notes on stderr. Whether that was all."""
     if json:
         print_json(document)
     for note in notes:

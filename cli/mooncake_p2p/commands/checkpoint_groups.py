@@ -1,11 +1,14 @@
-"""`checkpoint follow`, `update`, `status`, `list` and `rm`: names of checkpoints, and their followers."""
+"""`checkpoint follow`, `update`, `status`, `list` and `rm`: names of checkpoints, their followers, and `--exec`."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -33,7 +36,7 @@ from mooncake_p2p.output import (
     progress,
     remark,
 )
-from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
+from p2pstore.errors import ConfigError, DeadlineExceeded, NoLocalPeer, StoreClosed
 from p2pstore.objects import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -89,7 +92,7 @@ def checkpoint_follow(name: Name, directory: Target, *, how: FollowOptions, peer
     version that comes into use while this command runs; at the start also for the version in use, unless it has
     succeeded for that one before.
     """
-    from mooncake_p2p.on_switch import OnSwitch
+    from mooncake_p2p.commands.checkpoint_groups import OnSwitch
 
     on_switch = None if how.command is None else OnSwitch(how.command, name, directory)
     told: str | None = None
@@ -210,7 +213,6 @@ def checkpoint_update(
 def _say_whom_it_waits_for(
     name: str, now: CheckpointUpdate, quorum: int | None, seconds: float
 ) -> None:
-    """One line where no progress bar is shown."""
     lacking = quorum is not None and now.followers < quorum
     behind = ", ".join(printable(_laggard(each)) for each in now.laggards[:NAMED])
     if not now.followers and quorum is None:
@@ -438,3 +440,61 @@ def checkpoint_rm(
         print_json({"name": name, "version": version})
     else:
         remark(f"{done} {printable(name)}@{version}")
+
+
+RECORD: Final = ".p2pstore/exec"
+"""In the directory: the version for which the command was run last, with success."""
+
+
+class OnSwitch:
+    """Runs the command once for each version that is in use; again after a start, when it did not end well."""
+
+    def __init__(self, command: str, name: str, directory: str) -> None:
+        self._command = command
+        self._name = name
+        self._directory = Path(directory).absolute()
+        self._record = self._directory / RECORD
+        self._ran_for = ""
+
+    def used(self, version: str) -> None:
+        """This version is in use. Returns when the command has ended."""
+        if not self._ran_for:
+            self._ran_for = self._recorded()
+        if version == self._ran_for:
+            return
+        self._ran_for = version
+        environment = {
+            **os.environ,
+            "CHECKPOINT_NAME": self._name,
+            "CHECKPOINT_VERSION": version,
+            "CHECKPOINT_DIRECTORY": str(self._directory / version),
+        }
+        # Its output goes to stderr: stdout is for what this command says.
+        done = subprocess.run(
+            ["/bin/sh", "-c", self._command], env=environment, stdout=2, check=False
+        )
+        if done.returncode:
+            remark(
+                f"error: {printable(self._command)}: exit status {done.returncode}, for {version}; it is run again "
+                "for the next version, or when this command is started again"
+            )
+            return
+        self._save(version)
+
+    def _recorded(self) -> str:
+        from p2pstore.state.folder import read_regular_file
+
+        try:
+            return read_regular_file(self._record).decode("ascii").strip()
+        except (OSError, UnicodeDecodeError, ConfigError):
+            return ""
+
+    def _save(self, version: str) -> None:
+        from p2pstore.state.folder import replace_file
+
+        try:
+            replace_file(self._record, f"{version}\n".encode("ascii"))
+        except OSError as error:
+            remark(
+                f"error: {self._record}: {error.strerror}; the next start runs the command again"
+            )

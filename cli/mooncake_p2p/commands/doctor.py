@@ -148,7 +148,7 @@ def _examine_way(
     timeout_seconds: float,
 ) -> None:
     from p2pstore.state.key_files import load_cluster_key_file
-    from p2pstore.state.user_key import ring_of_the_keyless
+    from p2pstore.state.places import ring_of_the_keyless
     from p2pstore.status.doctor.way import Way, examine_way
 
     file = options.cluster_key_file

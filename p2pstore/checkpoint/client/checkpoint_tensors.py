@@ -286,7 +286,6 @@ class TensorsWanted:
         self.pieces |= map_of(version.manifest.layout.pieces_of(file, begin, end))
 
     def _ask_indexes(self, version: MappedVersion) -> None:
-        """Ask for indexes of tensors, and for other wanted files."""
         for number, file in enumerate(version.manifest.files):
             chosen = self._patterns and is_chosen(file.path, self._patterns, ())
             if file.path.endswith(SUFFIX + INDEX_SUFFIX) or chosen:
@@ -324,7 +323,6 @@ class TensorsWanted:
             self.problems.files[path] = str(error)
 
     def _ask_long_headers(self, version: MappedVersion) -> None:
-        """Ask for the rest of longer headers."""
         good = []
         for number in self._headed:
             file = version.manifest.files[number]
@@ -338,7 +336,6 @@ class TensorsWanted:
         self._headed = good
 
     def _ask_rows(self, version: MappedVersion) -> None:
-        """Ask for the tensors."""
         for number, file in enumerate(version.manifest.files):
             if file.dtype:
                 self._place(
@@ -361,7 +358,6 @@ class TensorsWanted:
         self._find_missing()
 
     def _find_missing(self) -> None:
-        """Find tensors that the file named by the index lacks."""
         for name, path in self._by_index.items():
             if self._is_wanted(name) and name not in self.places:
                 why = self.problems.files.get(path, "it has no such tensor")
@@ -410,7 +406,6 @@ def _as_shaped(name: str, place: Place, library: str) -> Iterator[None]:
 
 
 def _unknown(name: str, place: Place, library: str, error: P2PStoreError) -> P2PStoreError:
-    """The error for a dtype that a library does not have here, with advice."""
     other = f"torch({name!r})" if library == "numpy" else f"[{name!r}]"
     return P2PStoreError(
         f"tensor {name!r} has dtype {place.dtype} and shape {place.shape}, and {library} has no such dtype here "
@@ -419,7 +414,6 @@ def _unknown(name: str, place: Place, library: str, error: P2PStoreError) -> P2P
 
 
 def _rows_of(name: str, place: Place, rows: slice) -> Place:
-    """The place of some consecutive rows of a tensor."""
     if not place.shape:
         raise ValueError(f"{name} has no rows: it is a scalar")
     begin, end, step = rows.indices(place.shape[0])

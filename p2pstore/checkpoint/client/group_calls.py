@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from p2pstore import arguments
-from p2pstore.access.allowlist import parse_peer_id
+from p2pstore.access.keyring import parse_peer_id
 from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
 from p2pstore.errors import CheckpointRefused, FollowersLag, P2PStoreError
@@ -361,7 +361,6 @@ def _too_late(name: str, result: CheckpointUpdate, quorum: int | None) -> str:
 
 
 def _named(laggards: tuple[CheckpointFollower, ...]) -> str:
-    """Names and states of followers, to be appended to an error."""
     if not laggards:
         return ""
     texts = []

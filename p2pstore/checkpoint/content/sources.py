@@ -225,7 +225,6 @@ def _source_file(place: Path, path: str) -> SourceFile:
 
 
 def _way_out(path: str) -> str:
-    """Advice about a path that cannot be published."""
     if path.startswith(RESERVED_PREFIX):
         return (
             f"they belong to a fetch to this directory: publish its `{CURRENT}`, or --exclude "
@@ -418,7 +417,6 @@ def _check_index(source: SourceDirectory, file: SourceFile, paths: set[str]) -> 
 
 
 def _why(source: SourceDirectory, absent: str) -> str:
-    """The likely reason why a file is missing."""
     paths = [file.path for file in source.files]
     around = [*source.left_out, *source.excluded, *source.not_included, *paths]
     if any(path.startswith(f"{absent}.") and path.endswith(UNFINISHED) for path in around):

@@ -30,11 +30,15 @@ from typing import Final
 
 from p2pstore.checkpoint.content.content_paths import CURRENT
 from p2pstore.checkpoint.content.directory_versions import (
+    FILES_A_STEP,
     PieceRecord,
+    VersionFiles,
     boot_id,
     forgetting_versions,
+    opened,
     part_of,
     removing_tree,
+    replace_if_changed,
     switch_current,
     sync,
     versions_in,
@@ -44,12 +48,6 @@ from p2pstore.checkpoint.content.hashing import is_local_directory
 from p2pstore.checkpoint.content.manifest import SignedManifest
 from p2pstore.checkpoint.content.pieces import Extent, PieceMap
 from p2pstore.checkpoint.content.target_preparing import Preparation
-from p2pstore.checkpoint.content.version_files import (
-    FILES_A_STEP,
-    VersionFiles,
-    opened,
-    replace_if_changed,
-)
 from p2pstore.errors import CapacityExceeded, ConfigError, P2PStoreError
 from p2pstore.state.folder import Folder
 from p2pstore.wire import encode_body

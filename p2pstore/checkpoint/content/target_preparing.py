@@ -9,18 +9,19 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from p2pstore.checkpoint.content.directory_versions import PieceRecord, versions_in
-from p2pstore.checkpoint.content.hashing import STEP_BYTES, BulkReader, PieceHashes, neighbours
-from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, unchanged_pieces
-from p2pstore.checkpoint.content.pieces import map_of, pieces_in
-from p2pstore.checkpoint.content.version_files import (
+from p2pstore.checkpoint.content.directory_versions import (
     FILES_A_STEP,
+    PieceRecord,
     VersionFiles,
     allocate_file,
     opened,
     read_extents,
     reader,
+    versions_in,
 )
+from p2pstore.checkpoint.content.hashing import STEP_BYTES, BulkReader, PieceHashes, neighbours
+from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest, unchanged_pieces
+from p2pstore.checkpoint.content.pieces import map_of, pieces_in
 from p2pstore.errors import CapacityExceeded, CheckpointRefused, ConfigError, ProtocolError
 from p2pstore.state.folder import read_regular_file
 from p2pstore.wire import decode_body
@@ -87,7 +88,6 @@ class Preparation:
             record.remove(gone)
 
     def _add_there(self) -> None:
-        """Add the pieces of files in their place, and of those beside them."""
         files = self._files
         if not files.there:
             return
@@ -180,7 +180,6 @@ class Preparation:
                 yield
 
     def _copy_pieces(self, root: Path, manifest: Manifest) -> Iterator[None]:
-        """Copy pieces that an older version has as well."""
         for piece, other in unchanged_pieces(manifest, self._manifest).items():
             if not self._files.needed & ~self._record.have & 1 << piece:
                 continue

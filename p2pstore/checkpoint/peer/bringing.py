@@ -140,7 +140,6 @@ class Bringing:
     # --- from the swarm --------------------------------------------------------------------------
 
     async def _fetch(self, part: Part) -> None:
-        """Fetch all pieces, and put the version in its place."""
         run = part.run
         await self._until(part, run.progress.until_complete)
         await run.transfers.written()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from random import Random
 from typing import Any, Final
 
 import trio
 
 from p2pstore.checkpoint import checkpoint_messages as local
 from p2pstore.checkpoint.content.content_paths import check_checkpoint_name
-from p2pstore.checkpoint.content.manifest import Manifest
+from p2pstore.checkpoint.content.manifest import Manifest, Signer, Verifier
 from p2pstore.checkpoint.content.sources import SourceMemory
-from p2pstore.checkpoint.peer.checkpoint_service import PeerCheckpoints
+from p2pstore.checkpoint.peer.fetching import Fetching, Finder
 from p2pstore.checkpoint.peer.following import Following, Preparer, Updating
 from p2pstore.checkpoint.peer.jobs import Job
 from p2pstore.checkpoint.peer.piece_flow import Paces
-from p2pstore.checkpoint.peer.stores import HeldDirectory, MemoryTarget
-from p2pstore.checkpoint.peer.surroundings import MAX_WAIT_SECONDS
+from p2pstore.checkpoint.peer.publishing import Publications, Publishing
+from p2pstore.checkpoint.peer.running import SwarmParts
+from p2pstore.checkpoint.peer.stores import HeldDirectory, Memories, MemoryTarget
+from p2pstore.checkpoint.peer.surroundings import MAX_WAIT_SECONDS, PeerInterface
 from p2pstore.checkpoint.swarm.group import Stage
 from p2pstore.errors import NoSuchKey
 from p2pstore.gossip.checkpoint_records import Head
@@ -24,6 +27,7 @@ from p2pstore.gossip.records import Participation, TakesPart
 from p2pstore.local.local_clients import LocalClient
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import unix_seconds_from_clock
+from p2pstore.state.state_directory import StateDirectory
 from p2pstore.wire import Empty, Message
 
 MAX_ENTRIES: Final = 4096
@@ -412,3 +416,29 @@ def _published(version: bytes, manifest: Manifest) -> local.Published:
     return local.Published(
         version, len(manifest.files), layout.total_bytes, layout.count, layout.piece_bytes
     )
+
+
+class PeerCheckpoints:
+    """The services of one peer: `publishing`, `fetching`, and its `parts` in swarms."""
+
+    def __init__(
+        self,
+        peer: PeerInterface,
+        signer: Signer,
+        verifier: Verifier,
+        rng: Random,
+        memory_limit_bytes: int | None = None,
+        state: StateDirectory | None = None,
+    ) -> None:
+        """`memory_limit_bytes`: see `Memories`. `state` keeps what is published for the next run."""
+        publications = Publications(state)
+        self.peer = peer
+        self.memories = Memories(memory_limit_bytes)
+        self.parts = SwarmParts(peer, rng, publications.forget)
+        self.publishing = Publishing(peer, self.parts, self.memories, publications, signer)
+        finder = Finder(peer, self.parts, verifier, rng)
+        self.fetching = Fetching(peer, self.parts, self.memories, finder)
+
+    def close(self) -> None:
+        """Free all memory when the peer ends and no swarm runs any more."""
+        self.memories.close()

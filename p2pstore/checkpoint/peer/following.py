@@ -69,7 +69,7 @@ _FOLLOWED: Final = {"event": "checkpoint_followed"}
 
 
 class Preparer:
-    """Brings versions for followers. Closes the directory that it is given, at the latest when its part ends."""
+    """Brings versions for followers. Closes the directory that it is given, unless a swarm has it by then."""
 
     def __init__(self, fetching: Fetching) -> None:
         self._fetching = fetching
@@ -87,10 +87,8 @@ class Preparer:
         try:
             with directory.users_words():
                 await self._fetching.bring(fetch, version, publisher, directory, job, use=False)
-        except BaseException:
-            directory.close()
-            raise
         finally:
+            directory.close()
             job.end()
 
     async def pass_on(
@@ -98,13 +96,11 @@ class Preparer:
     ) -> None:
         """Serve a version that is complete in the directory, unless this peer does already. Raises `P2PStoreError`."""
         fetch = _fetch_order(order, publisher)
-        kept = False
         try:
             with directory.users_words():
-                kept = await self._fetching.pass_on(fetch, version, publisher, directory)
+                await self._fetching.pass_on(fetch, version, publisher, directory)
         finally:
-            if not kept:
-                directory.close()
+            directory.close()
 
 
 def _fetch_order(order: Follow, publisher: PeerId) -> Fetch:
@@ -237,7 +233,6 @@ class Following:
         self._wake.set()
 
     def _say(self) -> None:
-        """Announce the follower's state when it has changed."""
         assert self.head is not None
         said = self.follower.said
         if self._told == (said, self.head.digest):
@@ -297,7 +292,6 @@ class Following:
 
 
 def _look(directory: Path, order: Follow) -> Follower:
-    """A follower with the versions that are in the directory."""
     try:
         current = current_version(directory)
         complete = versions_with(directory, order.include, order.exclude)
@@ -355,7 +349,6 @@ class Updating:
                 await trio.sleep(LOOK_SECONDS)
 
     def _judge(self, of: Head) -> Verdict:
-        """The verdict by what is known now."""
         digest = of.digest
         head = self._records.head(digest)
         gone = self._peer.parts.gone_from(digest, self.group.members)

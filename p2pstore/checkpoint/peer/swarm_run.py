@@ -1,6 +1,6 @@
 """One swarm on real connections: the shell around `p2pstore.checkpoint.swarm.swarm`.
 
-Links bring its messages (`swarm_links`); pieces come by requests on pooled data connections (`piece_transfers`). All
+Links bring its messages (`swarm_links`); pieces come by requests on pooled data connections. All
 tasks are in one nursery, and end with it.
 """
 
@@ -17,10 +17,10 @@ import trio
 from p2pstore.checkpoint.content.manifest import Manifest, SignedManifest
 from p2pstore.checkpoint.content.pieces import PieceLayout, PieceMap, map_of
 from p2pstore.checkpoint.peer.piece_flow import GATHER_SECONDS, Introductions
-from p2pstore.checkpoint.peer.piece_transfers import PieceTransfers
 from p2pstore.checkpoint.peer.stores import PieceStore
 from p2pstore.checkpoint.peer.surroundings import Surroundings
-from p2pstore.checkpoint.peer.swarm_links import SwarmLinks
+from p2pstore.checkpoint.peer.swarm_links import PieceTransfers, SwarmLinks
+from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from p2pstore.checkpoint.swarm.swarm import Swarm
 from p2pstore.checkpoint.swarm.swarm_messages import (
     Abandon,
@@ -45,7 +45,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Tick,
     Unlinked,
 )
-from p2pstore.checkpoint.swarm.swarm_state import SwarmConfig
 from p2pstore.errors import StoreClosed, Unavailable
 from p2pstore.gossip.records import Member
 from p2pstore.transfer.data_messages import PieceReply, PieceStatus
@@ -247,7 +246,6 @@ class SwarmRun:
             self.look_around()
 
     async def _introduce(self) -> None:
-        """Tell neighbours of each other."""
         while True:
             await self._met.wait()
             await trio.sleep(GATHER_SECONDS)

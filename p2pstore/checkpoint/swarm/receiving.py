@@ -6,7 +6,14 @@ import math
 from typing import Final
 
 from p2pstore.checkpoint.content.pieces import NO_PIECES
-from p2pstore.checkpoint.swarm.selection import Flight, Flights
+from p2pstore.checkpoint.swarm.selection import (
+    Flight,
+    Flights,
+    Links,
+    Neighbour,
+    News,
+    SwarmState,
+)
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     Abandon,
@@ -20,7 +27,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Refusal,
     Refuse,
 )
-from p2pstore.checkpoint.swarm.swarm_state import Links, Neighbour, News, SwarmState
 from p2pstore.checkpoint.swarm.upload_slots import (
     MOST_SLOTS,
     USUAL_SLOTS,

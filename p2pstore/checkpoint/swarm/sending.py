@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from p2pstore.checkpoint.content.pieces import PieceMap
+from p2pstore.checkpoint.swarm.selection import Neighbour, News, SwarmState
 from p2pstore.checkpoint.swarm.swarm_messages import (
     ANY_PIECE,
     Asked,
@@ -14,7 +15,6 @@ from p2pstore.checkpoint.swarm.swarm_messages import (
     Serve,
     Served,
 )
-from p2pstore.checkpoint.swarm.swarm_state import Neighbour, News, SwarmState
 from p2pstore.checkpoint.swarm.upload_slots import (
     QUEUED_SLOTS,
     USUAL_SLOTS,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from p2pstore.core.copies.proofs import ProveOperation
 from p2pstore.core.core_effects import KnownCopy, Reply
 from p2pstore.core.operation import Operation
-from p2pstore.errors import ProtocolError
+from p2pstore.errors import ProtocolError, Unavailable
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     LocationRecord,
@@ -17,7 +17,7 @@ from p2pstore.gossip.records import (
     decode_location,
     member_of,
 )
-from p2pstore.objects import DIGEST_BYTES
+from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Holding, Locations, Lookup
 
@@ -92,6 +92,10 @@ class LookupOperation(Operation):
         """Keys of this round without a definite answer yet, and the homes left to ask; in partitioned mode."""
         self._told_of: set[bytes] = set()
         """Keys for which a home answered, though it may not know all records; in partitioned mode."""
+        self.vouched: set[bytes] = set()
+        """Keys of which a home knows all there is."""
+        self.at_strangers: dict[bytes, list[Version]] = {}
+        """By key: versions that homes know at members of which this peer has not heard yet, as when it has begun."""
         self._unsure_until = 0.0
         self._asked: dict[int, tuple[PeerId, list[bytes]]] = {}
         """Questions under way."""
@@ -151,11 +155,13 @@ class LookupOperation(Operation):
             self.core.copies.learn_locations(home, digests, reply, now)
             self._told_of.update(self._homes_left.keys() & digests)
             unsure = [place for place in reply.unsure if 0 <= place < len(digests)]
-            unsure += [
-                place
-                for place, holdings in enumerate(reply.items[: len(digests)])
-                if self._names_strangers(holdings)
-            ]
+            for place, holdings in enumerate(reply.items[: len(digests)]):
+                if self._names_strangers(holdings):
+                    unsure.append(place)
+                    records = [holding_record(each.record) for each in holdings]
+                    versions = [each.version for each in records if each is not None]
+                    self.at_strangers.setdefault(digests[place], []).extend(versions)
+            self.vouched.update(set(digests).difference(digests[place] for place in unsure))
             doubtful = {digests[place] for place in unsure} if self._ask_always else frozenset()
             for digest in digests:
                 if digest in self._missed and digest not in doubtful and self._usable(digest, now):
@@ -404,3 +410,62 @@ def check_holding_record(packed: bytes, digest: bytes) -> bool:
     """Whether a location record in an answer is one of the key that was asked for."""
     record = holding_record(packed)
     return record is not None and record.digest == digest
+
+
+class AfterLookup(Operation):
+    """An operation on many keys: it goes through them in steps, looks up their copies, and goes on with those in steps.
+    It ends with `Unavailable` at once when this peer's clock is wrong."""
+
+    def __init__(self, core: PeerCore) -> None:
+        super().__init__(core)
+        self._digests: list[bytes] = []
+        self._lookup: LookupOperation | None = None
+        self._found: deque[tuple[bytes, list[KnownCopy]]] = deque()
+        """Copies that were looked up, and are yet to be gone on with."""
+
+    def start(self, now: float) -> None:
+        try:
+            self.core.timekeeping.check(now)
+        except Unavailable as error:
+            self.finish(error, now)
+            return
+        self._begin_on(now)
+
+    def wake(self, now: float) -> None:
+        if self._lookup is None:
+            self._begin_on(now)
+        else:
+            self._go_on(now)
+
+    def cancel(self, now: float) -> None:
+        """Steps that were made stay made."""
+        super().cancel(now)
+        if self._lookup is not None:
+            self._lookup.cancel(now)
+
+    def _begin_on(self, now: float) -> None:
+        """A step before the lookup; the last one calls `_look_up`."""
+        raise NotImplementedError
+
+    def _go_on(self, now: float) -> None:
+        """A step with what is in `_found`."""
+        raise NotImplementedError
+
+    def _wake_at(self, when: float) -> None:
+        self.wake_at = when
+        self.core.operations.set_alarm(self)
+
+    def _look_up(self, now: float, *, ask_always: bool = False) -> None:
+        self._lookup = LookupOperation(
+            self.core, self._digests, ask_always=ask_always, on_finish=self._looked
+        )
+        self.core.operations.start(self._lookup, now)
+
+    def _looked(self, result: Any, now: float) -> None:
+        if self.done:
+            return
+        if isinstance(result, Exception):
+            self.finish(result, now)
+            return
+        self._found.extend(zip(self._digests, result, strict=True))
+        self._go_on(now)

@@ -9,9 +9,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from p2pstore.core.core_effects import KnownCopy, Reply
-from p2pstore.core.gets.lookup import LookupOperation
+from p2pstore.core.gets.lookup import AfterLookup, LookupOperation
 from p2pstore.core.operation import Operation
-from p2pstore.errors import ProtocolError, Unavailable
+from p2pstore.errors import ProtocolError
 from p2pstore.gossip.records import PeerId, writer_of
 from p2pstore.memory.segment_layout import Pin
 from p2pstore.objects import DIGEST_BYTES, Version
@@ -45,7 +45,7 @@ class PinEnd(NamedTuple):
     known: int
 
 
-class PinOperation(Operation):
+class PinOperation(AfterLookup):
     """Pin some objects, or unpin them: here at once, and then where others hold the same version, as far as they can
     be reached. The pin of an object on an SSD alone takes effect when it comes back to memory. `soft_seconds` is how
     long a soft pin lasts; 0 for as long as usual.
@@ -64,30 +64,14 @@ class PinOperation(Operation):
         self._soft_seconds = soft_seconds
         self._here: dict[bytes, Version] = {}
         self._cold: dict[bytes, Version] = {}
-        self._found: set[bytes] = set()
+        self._known_anywhere: set[bytes] = set()
         self._copies: Counter[bytes] = Counter()
         self._known: Counter[bytes] = Counter()
         self._pending: dict[int, list[PinItem]] = {}
         self._items: dict[PeerId, list[PinItem]] = {}
         self._to_pin = deque(self._digests)
-        self._to_tell: deque[tuple[bytes, Sequence[KnownCopy]]] = deque()
-        self._lookup: LookupOperation | None = None
 
-    def start(self, now: float) -> None:
-        try:
-            self.core.timekeeping.check(now)
-        except Unavailable as error:
-            self.finish(error, now)
-            return
-        self._pin_on(now)
-
-    def wake(self, now: float) -> None:
-        if self._lookup is None:
-            self._pin_on(now)
-        else:
-            self._tell_on(now)
-
-    def _pin_on(self, now: float) -> None:
+    def _begin_on(self, now: float) -> None:
         """Pin some more that are here; when all are, look for those that are elsewhere."""
         core = self.core
         for _ in range(min(MAX_PINS, len(self._to_pin))):
@@ -102,41 +86,17 @@ class PinOperation(Operation):
                 self._cold[digest] = cold.version
                 self._copies[digest] = self._known[digest] = 1
         if self._to_pin:
-            self._wake_soon(now)
+            self._wake_at(now)
             return
-        self._lookup = LookupOperation(
-            core,
-            self._digests,
-            ask_always=not core.gossip.partitions.knows_all,
-            on_finish=self._looked,
-        )
-        core.operations.start(self._lookup, now)
+        self._look_up(now, ask_always=not core.gossip.partitions.knows_all)
 
-    def _wake_soon(self, now: float) -> None:
-        self.wake_at = now
-        self.core.operations.set_alarm(self)
-
-    def cancel(self, now: float) -> None:
-        super().cancel(now)
-        if self._lookup is not None:
-            self._lookup.cancel(now)
-
-    def _looked(self, result: Any, now: float) -> None:
-        if self.done:
-            return
-        if isinstance(result, Exception):
-            self.finish(result, now)
-        else:
-            self._to_tell.extend(zip(self._digests, result, strict=True))
-            self._tell_on(now)
-
-    def _tell_on(self, now: float) -> None:
+    def _go_on(self, now: float) -> None:
         """Take in where some more objects are; when that is done, ask all that hold the version that is here, or else
         the newest."""
-        for _ in range(min(TOLD_PER_STEP, len(self._to_tell))):
-            self._take_in(*self._to_tell.popleft())
-        if self._to_tell:
-            self._wake_soon(now)
+        for _ in range(min(TOLD_PER_STEP, len(self._found))):
+            self._take_in(*self._found.popleft())
+        if self._found:
+            self._wake_at(now)
             return
         self.wake_at = math.inf
         soft_ms = int(self._soft_seconds * 1000)
@@ -150,7 +110,7 @@ class PinOperation(Operation):
 
     def _take_in(self, digest: bytes, copies: Sequence[KnownCopy]) -> None:
         if copies:
-            self._found.add(digest)
+            self._known_anywhere.add(digest)
         newest = self._here.get(digest) or self._cold.get(digest)
         if newest is None and copies:
             newest = copies[0].record.version
@@ -172,8 +132,9 @@ class PinOperation(Operation):
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        if not self._pending and not self._to_tell:
-            here, found, copies, known = self._here, self._found, self._copies, self._known
+        if not self._pending and not self._found:
+            here, found = self._here, self._known_anywhere
+            copies, known = self._copies, self._known
             ends = [
                 PinEnd(
                     digest in here, digest in here or digest in found, copies[digest], known[digest]

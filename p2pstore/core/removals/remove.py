@@ -6,15 +6,14 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from p2pstore.core.core_effects import KnownCopy, Reply
-from p2pstore.core.gets.lookup import LookupOperation
-from p2pstore.core.operation import Operation
+from p2pstore.core.gets.lookup import AfterLookup
 from p2pstore.core.removals.floor_budget import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR, PeerId, SignedRecord
-from p2pstore.objects import Version, key_digest, namespace_digest
+from p2pstore.objects import ZERO_VERSION, Version, key_digest, namespace_digest
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -27,8 +26,11 @@ RECORDS_PER_PUSH: Final = 40
 """What the receiver of a push checks and forbids at a time: about 5 ms."""
 
 
-class RemoveOperation(Operation):
+class RemoveOperation(AfterLookup):
     """Remove keys everywhere: write floors, tell holders and home peers at once, gossip tells the rest.
+
+    A key of which no copy is known gets no floor where it is certain that there is none (`_is_nowhere`). A peer that
+    has just begun would forget the removal of what only peers hold that it does not know yet.
 
     The result is a list of whether any copy was known, or `Unavailable` when this peer's clock is wrong. Many keys are
     removed some at a time, one step a tick. Where floors are crowded, steps are put off; `CapacityExceeded` when the
@@ -40,9 +42,6 @@ class RemoveOperation(Operation):
         self._keys = deque(keys)
         self._name = namespace
         self._namespace = namespace_digest(namespace)
-        self._digests: list[bytes] = []
-        self._lookup: LookupOperation | None = None
-        self._found: deque[tuple[bytes, list[KnownCopy]]] = deque()
         self._existed: list[bool] = []
         self._to_remove: deque[tuple[bytes, Version, list[KnownCopy]]] = deque()
         self._to_tell: dict[PeerId, list[tuple[SignedRecord, int]]] = {}
@@ -51,15 +50,7 @@ class RemoveOperation(Operation):
         self._next_tag = 0
         self._give_up_at = math.inf
 
-    def start(self, now: float) -> None:
-        try:
-            self.core.timekeeping.check(now)
-        except Unavailable as error:
-            self.finish(error, now)
-            return
-        self._look_on(now)
-
-    def _look_on(self, now: float) -> None:
+    def _begin_on(self, now: float) -> None:
         """Make some digests; look for copies when there are all."""
         try:
             for _ in range(min(DIGESTS_PER_STEP, len(self._keys))):
@@ -70,37 +61,11 @@ class RemoveOperation(Operation):
         if self._keys:
             self._wake_at(now)
             return
-        self._lookup = LookupOperation(self.core, self._digests, on_finish=self._looked)
-        self.core.operations.start(self._lookup, now)
+        self._look_up(now)
 
-    def _wake_at(self, when: float) -> None:
-        self.wake_at = when
-        self.core.operations.set_alarm(self)
-
-    def cancel(self, now: float) -> None:
-        """Objects removed by now stay removed."""
-        super().cancel(now)
-        if self._lookup is not None:
-            self._lookup.cancel(now)
-
-    def _looked(self, result: Any, now: float) -> None:
-        if self.done:
-            return
-        if isinstance(result, Exception):
-            self.finish(result, now)
-            return
-        self._found.extend(zip(self._digests, result, strict=True))
-        self._give_up_at = now + WAIT_SECONDS
-        self._remove_on(now)
-
-    def wake(self, now: float) -> None:
-        if self._lookup is None:
-            self._look_on(now)
-        else:
-            self._remove_on(now)
-
-    def _remove_on(self, now: float) -> None:
+    def _go_on(self, now: float) -> None:
         """Make a step: judge some keys, and write one floor for those of which there are copies."""
+        self._give_up_at = min(self._give_up_at, now + WAIT_SECONDS)
         try:
             for _ in range(min(DIGESTS_PER_STEP, len(self._found))):
                 if len(self._to_remove) >= MAX_KEYS_OF_FLOOR:
@@ -129,16 +94,30 @@ class RemoveOperation(Operation):
         self._settle(now)
 
     def _judge(self, digest: bytes, copies: list[KnownCopy], now: float) -> None:
+        lookup = self._lookup
+        assert lookup is not None
         self.core.timekeeping.check_key(digest, self._namespace, now)
         versions = [copy.record.version for copy in copies]
         if not versions:  # a version in doubt now may be believed later
-            versions = self.core.copies.versions_heard_of(digest, self._namespace, now)
+            others = lookup.at_strangers.get(digest, ())
+            versions = self.core.copies.versions_heard_of(digest, self._namespace, now, others)
         held_back = self.core.copies.held_back(digest)
         if held_back is not None:
             versions.append(held_back)
         self._existed.append(bool(versions))
-        if versions:
-            self._to_remove.append((digest, max(versions), copies))
+        if versions or not self._is_nowhere(digest, now):
+            self._to_remove.append((digest, max(versions, default=ZERO_VERSION), copies))
+
+    def _is_nowhere(self, digest: bytes, now: float) -> bool:
+        """Whether there can be no copy of a key of which none is known, by a home's word or this peer's own. A peer
+        that has just begun, or has lost all others, cannot tell."""
+        core, lookup = self.core, self._lookup
+        assert lookup is not None
+        if digest in lookup.vouched:
+            return True
+        if not core.live_peers():
+            return core.gossip.contacts.is_empty
+        return core.gossip.partitions.vouches(digest, now)
 
     def _remove(self, keys: list[tuple[bytes, Version, list[KnownCopy]]], now: float) -> None:
         version = self.core.version_above(max(newest for _, newest, _ in keys), now)

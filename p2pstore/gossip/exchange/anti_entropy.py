@@ -38,8 +38,8 @@ from p2pstore.gossip.gossip_messages import (
     Delta,
 )
 from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.signed_runs import (
+from p2pstore.gossip.locations.log import (
+    OwnLog,
     SignedRun,
 )
 from p2pstore.gossip.locations.views import Outcome

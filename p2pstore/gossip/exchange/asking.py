@@ -50,7 +50,6 @@ class Questions:
         self._overdue_up_to = 0
 
     def __len__(self) -> int:
-        """How many are not answered yet."""
         return len(self._open)
 
     def ask(

@@ -29,11 +29,12 @@ from p2pstore.gossip.gossip_messages import (
     LogChunk,
 )
 from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.log import Position, check_run
-from p2pstore.gossip.locations.signed_runs import (
+from p2pstore.gossip.locations.log import (
     MAX_OPERATION_BYTES,
     MAX_SIGNED_OPERATIONS,
+    Position,
     SignedRun,
+    check_run,
     is_signed,
     pack_operations,
     unpack_operations,

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.gossip_messages import LogChunk
 from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.signed_runs import (
+from p2pstore.gossip.locations.log import (
     MAX_OPERATION_BYTES,
     SIGNATURE_BYTES,
+    OwnLog,
     SignedRun,
     pack_operations,
     unpack_operations,

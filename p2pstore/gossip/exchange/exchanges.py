@@ -125,7 +125,7 @@ class Exchanges:
         self._rng = rng
         self._rate = rate
         self.hot_for: Callable[[PeerId, float], bytes] = lambda peer_id, now: b""
-        """Hot locations to tell a peer now (`hot_locations`)."""
+        """Hot locations to tell a peer now (`known_locations`)."""
         self.unix_ms: Callable[[float], int] = lambda now: 0
         """This peer's wall clock; 0 says nothing."""
         self._pause_seconds = config.exchange_seconds

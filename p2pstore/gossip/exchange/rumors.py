@@ -72,7 +72,6 @@ class ClaimRumors:
         self._partner: dict[PeerId, PeerId] = {}
 
     def __len__(self) -> int:
-        """How many claims wait to be passed on."""
         return len(self._rumors)
 
     def spread(self, claim: Claim) -> None:

@@ -32,7 +32,7 @@ from p2pstore.gossip.floors.floor_set import (
     FloorSet,
 )
 from p2pstore.gossip.gossip_messages import CLUSTER_BUCKETS, CLUSTER_CELLS
-from p2pstore.gossip.locations.published_locations import PublishedLocations
+from p2pstore.gossip.locations.location_slots import PublishedLocations
 from p2pstore.gossip.records import (
     ClusterRecord,
     ClusterRecordKind,

@@ -29,7 +29,7 @@ from p2pstore.gossip.floors.floor_stamps import (
     raise_stamps,
     without_older,
 )
-from p2pstore.gossip.locations.published_locations import PublishedLocations
+from p2pstore.gossip.locations.location_slots import PublishedLocations
 from p2pstore.gossip.records import (
     SCOPE_NAMESPACE,
     ClusterRecord,

@@ -91,17 +91,6 @@ class CheckedUpdate:
         return b"".join(operation for _, _, operation in self.operations)
 
 
-def check_update(update: HomeUpdate) -> CheckedUpdate:
-    """All of an update as one. Raises `ProtocolError` for nonsense."""
-    _check_form(update)
-    for whole in update.sets:
-        _check_set(whole)
-    count = len(update.sequences)
-    return _part(
-        update, operations=_operations(update, 0, count), sets=list(update.sets), last=True
-    )
-
-
 def in_steps(update: HomeUpdate) -> Iterator[CheckedUpdate | None]:
     """An update in parts, each of which takes a few milliseconds to check and to take in, in their order. None:
     go on; the check is still under way. Raises `ProtocolError` for nonsense before the first part."""

@@ -269,7 +269,6 @@ def choose_homes(names: Words, weights: Words, home_count: int, member_count: in
 def _assign(
     names: Words, weights: Words, home_count: int, member_count: int
 ) -> tuple[NDArray[numpy.bool_], NDArray[numpy.intp]]:
-    """Which candidates are homes, and how many homes each partition lacks."""
     depth, partition_count = names.shape
     needed = home_count * partition_count
     order = numpy.argsort(weights, axis=None)[::-1]

@@ -18,8 +18,15 @@ import struct
 from typing import Final
 
 from p2pstore import wire
-from p2pstore.access.allowlist import AllowList
-from p2pstore.access.keyring import KEYLESS, MAX_KEYS, KeyRing, Role, key_id_of, signer_seed_of
+from p2pstore.access.keyring import (
+    KEYLESS,
+    MAX_KEYS,
+    AllowList,
+    KeyRing,
+    Role,
+    key_id_of,
+    signer_seed_of,
+)
 from p2pstore.errors import P2PStoreError, ProtocolMismatch
 from p2pstore.gossip.gossip_messages import Hello, HelloReply, Proof, Welcome
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity

@@ -9,9 +9,9 @@ and one stuck write delays no request for longer than `WRITE_SECONDS`, after whi
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Final, Protocol
+from typing import Final
 
 import trio
 
@@ -80,29 +80,6 @@ class OwnAddress(LinkError):
 
 class TwinAddress(LinkError):
     """Another live process with this peer's identity listens at the address."""
-
-
-class Link(Protocol):
-    """What a peer uses to reach others: the control host, or streams in memory (`memory_link`)."""
-
-    async def ask(
-        self,
-        peer_id: PeerId,
-        addresses: Sequence[str],
-        kind: int,
-        request: Message,
-        timeout_seconds: float,
-    ) -> Message:
-        """The other peer's reply. Raises `LinkError`."""
-        ...
-
-    async def disconnect(self, peer_id: PeerId) -> None:
-        """End all connections with a peer."""
-        ...
-
-    def connected(self) -> list[PeerId]:
-        """Peers with an admitted stream in either direction."""
-        ...
 
 
 class Activity:

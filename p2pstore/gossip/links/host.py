@@ -26,14 +26,16 @@ from typing import Final, TypeVar
 
 import trio
 
-from p2pstore.access.allowlist import AllowList
-from p2pstore.access.keyring import KeyRing
+from p2pstore.access.keyring import AllowList, KeyRing
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.links.admission import NONCE_BYTES, AdmissionRefused, Listener, Opener
-from p2pstore.gossip.links.arrivals import Arrivals, Refusals, call_back
-from p2pstore.gossip.links.connection_keeper import Attempts, ConnectionKeeper
+from p2pstore.gossip.links.connection_keeper import (
+    Attempts,
+    Connection,
+    ConnectionKeeper,
+    Connections,
+)
 from p2pstore.gossip.links.connection_limits import ConnectionLimits
-from p2pstore.gossip.links.control_connection import Connection, Connections
 from p2pstore.gossip.links.control_link import (
     ADMISSION_SECONDS,
     Handler,
@@ -41,11 +43,14 @@ from p2pstore.gossip.links.control_link import (
     admit_stream,
     open_asking_stream,
 )
-from p2pstore.gossip.links.dialling import Dialler
 from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.links.multiplexer import MuxedStream
 from p2pstore.gossip.links.secured_connections import (
+    Arrivals,
+    Dialler,
+    Refusals,
     Securing,
+    call_back,
     contain_logging,
     negotiate_control,
     reason_of,
@@ -271,7 +276,6 @@ class ControlHost:
         return await self._open_asking(connection)
 
     def _drop(self, connection: Connection, why: str) -> None:
-        """End a connection for what is held for its other side."""
         who = format_peer_id(connection.peer_id)
         self._refusals.dropped(connection.address, f"{who}: {why}")
         connection.abort()
@@ -323,18 +327,15 @@ class ControlHost:
     # --- connections --------------------------------------------------------------------------
 
     def _admitted(self, connection: Connection) -> None:
-        """A stream of the connection was admitted just now."""
         self.arrivals.admitted(connection)
         self.keeper.review()  # strangers did not count
         self._recheck(connection)  # a reload may have come between proof and welcome
 
     async def _start(self, connection: Connection) -> None:
-        """Begin the tasks of a connection that this side opened."""
         self.keeper.counts.opened += 1
         await self._nursery.start(self._run_connection, connection)
 
     async def _serve(self, connection: Connection) -> None:
-        """All of a connection that the other side opened."""
         self.keeper.counts.accepted += 1
         if connection.peer_id == self.settings.identity.peer_id:  # `discover` of our own address
             connection.account.close()
@@ -392,7 +393,6 @@ class ControlHost:
         connection.nursery.start_soon(self._serve_stream, connection, stream)
 
     async def _serve_stream(self, connection: Connection, stream: MuxedStream) -> None:
-        """Admit the opener of this stream, then answer its requests."""
         try:
             with trio.fail_after(ADMISSION_SECONDS):
                 await negotiate_control(stream)

@@ -1,6 +1,6 @@
 """What the other members hold: one view per owner, each a reader's copy of that owner's log. Pure.
 
-A view moves by contiguous runs of operations that its owner signed (`signed_runs`), or is replaced whole by a snapshot
+A view moves by contiguous runs of operations that its owner signed (`log`), or is replaced whole by a snapshot
 from the owner itself. A snapshot is put into a slot of its own, in pieces, which `work` goes on with; nothing of it is
 seen until the view takes that slot over. Until then the view stands where it stood, and moves on by operations.
 """
@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT
 from p2pstore.gossip.locations.location_lookups import LocationLookups
-from p2pstore.gossip.locations.log import REMOVED, OperationRing, check_run
+from p2pstore.gossip.locations.location_slots import PublishedLocations
+from p2pstore.gossip.locations.log import REMOVED, OperationRing, SignedRun, check_run
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.published_locations import PublishedLocations
-from p2pstore.gossip.locations.signed_runs import SignedRun
 from p2pstore.gossip.locations.snapshots import CheckedSnapshot, Staged, Staging
 from p2pstore.gossip.locations.views import (
+    STEP_RECORDS,
     Applied,
     DirectoryConfig,
     Outcome,
@@ -25,7 +25,6 @@ from p2pstore.gossip.locations.views import (
     changing,
     who_makes_room,
 )
-from p2pstore.gossip.locations.watched_keys import STEP_RECORDS
 from p2pstore.gossip.records import (
     LOCATION_BYTES,
     LogHead,

@@ -74,7 +74,6 @@ def check_snapshot(packed: Packed) -> CheckedSnapshot:
 
 
 def _repeats(fields: npt.NDArray[np.void]) -> bool:
-    """Whether two of these records have the same digest."""
     first = fields["first"].copy()
     order = np.argsort(first)
     alike = np.flatnonzero(first[order[1:]] == first[order[:-1]])

@@ -175,7 +175,6 @@ class MemberTable:
         self._changes.clear()
 
     def __len__(self) -> int:
-        """Members known, this peer and the dead included."""
         return len(self._states)
 
     def get(self, peer_id: PeerId) -> MemberState | None:

@@ -346,7 +346,6 @@ class Membership(MemberTable):
             self._spread(own)
 
     def _spread(self, state: MemberState) -> None:
-        """Pass on what this peer holds of a member, in its own name."""
         self._rumors.spread(
             Claim(state.peer_id, state.incarnation, int(state.status), self.own.member)
         )

@@ -86,7 +86,6 @@ class Probing:
         self._suspected: list[PeerId] = []
 
     def __len__(self) -> int:
-        """How many probes are under way."""
         return len(self._probes)
 
     def due(self) -> float:

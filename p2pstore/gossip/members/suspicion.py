@@ -166,7 +166,6 @@ class Accusers:
         """(accuser, accused) -> how often that was refuted, and when last."""
 
     def __len__(self) -> int:
-        """How many entries are kept."""
         return len(self._budgets) + len(self._unrefuted) + len(self._refuted)
 
     def may_accuse(self, accuser: Member, accused: Member, now: float) -> bool:

@@ -22,8 +22,7 @@ from p2pstore.memory.entries import SmallObjectsLent
 from p2pstore.memory.references import Loan
 from p2pstore.memory.segment import ObjectEntry
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
-from p2pstore.objects import KIB
-from p2pstore.peer.for_clients.erasing import Erasing
+from p2pstore.peer.for_clients.local_backend import Erasing
 from p2pstore.peer.node import Node
 from p2pstore.runtime.streams import BytesLike
 from p2pstore.runtime.trio_tasks import take_turns
@@ -57,8 +56,6 @@ if TYPE_CHECKING:
 
 BRING_SECONDS: Final = 4.0
 """For objects that are asked for before they are in memory. Who asks gives up after 5 s without progress."""
-COPIED_BYTES: Final = 16 * KIB
-"""Values up to this are copied before they are sent: that takes less time than to keep them where they are."""
 
 
 class PeerDataBackend:
@@ -81,7 +78,6 @@ class PeerDataBackend:
         return any(item.first_chunk != SLOT_ONLY and self._comes(item, now) for item in items)
 
     def _comes(self, item: GetItem, now: float) -> bool:
-        """Whether the object can come to memory."""
         is_on_its_way = item.first_chunk == 0 and self._core.operations.is_fetching(item.digest)
         return is_on_its_way or self._core.cold.find_only_here(item.digest, now) is not None
 
@@ -100,7 +96,6 @@ class PeerDataBackend:
     def _hot_answer(
         self, entry: ObjectEntry, reader: bytes, keeps: Keeps, now: float
     ) -> SentOn | None:
-        """From any thread."""
         member = member_of(reader)
         state = self._core.gossip.membership.resolve(member)
         memory_bytes = state.memory_capacity if state is not None else 0
@@ -136,7 +131,6 @@ class PeerDataBackend:
                 segment.views.end_loan(loan)
 
     def _sent_on(self, sent_on: SentOn) -> ObjectReply:
-        """To those that keep it, when the object is hot."""
         self._core.counters["reads_sent_on"] += 1
         return ObjectReply(int(ObjectStatus.BUSY), others=sent_on.keepers, keep=True)
 

@@ -11,15 +11,14 @@ from typing import Final
 import msgspec
 import trio
 
-from p2pstore.access.allowlist import AllowList, parse_peer_ids
-from p2pstore.access.keyring import KeyRing, Role, rights_of
+from p2pstore.access.keyring import AllowList, KeyRing, Role, parse_peer_ids, rights_of
 from p2pstore.addresses import is_loopback, join_address
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.gossip.records import PeerId, format_peer_id
 from p2pstore.state.folder import open_regular_file
 from p2pstore.state.key_files import load_cluster_key_file
-from p2pstore.state.user_key import user_ring
+from p2pstore.state.places import user_ring
 
 logger = logging.getLogger("p2pstore.peer")
 

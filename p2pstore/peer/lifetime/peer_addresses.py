@@ -151,7 +151,6 @@ def route_source(bootstrap: Sequence[str], setting: str, wildcard: str = "0.0.0.
 
 
 def _sources_towards(host: str, port: int) -> Iterator[str]:
-    """The source addresses of the routes to a host."""
     try:
         resolved = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError:

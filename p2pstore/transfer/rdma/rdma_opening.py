@@ -18,7 +18,7 @@ import trio
 from p2pstore.config import PeerConfig
 from p2pstore.errors import ConfigError, P2PStoreError, Unavailable
 from p2pstore.objects import CHUNK_BYTES
-from p2pstore.topology.matrix import Choice, Matrix, natural_order
+from p2pstore.topology.hardware import Choice, Matrix, natural_order
 from p2pstore.topology.sysfs import location_of, read_matrix
 from p2pstore.transfer.rdma.rdma_serving import RdmaServer
 from p2pstore.transfer.rdma.rdma_verbs import Device

@@ -23,11 +23,7 @@ from p2pstore.errors import (
 from p2pstore.memory.segment_layout import Slot, TrailerBody
 from p2pstore.objects import KIB
 from p2pstore.runtime.flow import NO_HASTE, Haste, HolderRates
-from p2pstore.runtime.streams import (
-    DEFAULT_PROGRESS_SECONDS,
-    ByteStream,
-    Driver,
-)
+from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS, ByteStream, Driver
 from p2pstore.transfer.data_addresses import DataAddress, split_data_address
 from p2pstore.transfer.data_messages import DataKind, GetPiece, PieceReply, Store, Stored
 from p2pstore.transfer.read_tickets import GrantedTicket

@@ -63,7 +63,7 @@ class DataRequests:
     """An authenticated connection to another peer. Make one with `open`.
 
     Every operation raises `OSError` when the connection breaks, `DeadlineExceeded` when what is received lags behind
-    its least rate by `stream.progress_seconds`, or as its haste says (`p2pstore.runtime.flow`), and `ProtocolError`
+    its least rate by `stream.progress_seconds`, or as its haste says (`p2pstore.runtime.streams`), and `ProtocolError`
     when the other side talks nonsense; the connection is closed then. All of an operation happens in `operation()`.
     """
 
