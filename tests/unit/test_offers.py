@@ -124,10 +124,8 @@ def take_all(world: Harness, *, announces: bool = True) -> list[bytes]:
         request = ask.request
         assert isinstance(request, Replicate)
         world.answer(ask, Replicated(request.clock, request.writer))
-        if announces:
-            key = next(
-                each.key for each in world.segment.entries() if each.digest == request.digest
-            )
+        found = [each.key for each in world.segment.entries() if each.digest == request.digest]
+        for key in found if announces else ():
             world.hold(world.others[0], key, VALUE, request.clock, request.writer)
     return [ask.request.digest for ask in asks]  # type: ignore[attr-defined]
 
