@@ -103,7 +103,12 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'p2pstore' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
+    try:
+        value = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != "trio":
+            raise
+        raise ImportError(f"p2pstore.{name} needs trio: pip install 'p2pstore[trio]'") from error
     globals()[name] = value
     return value
 

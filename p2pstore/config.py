@@ -144,6 +144,7 @@ class PeerConfig(
     Access. `socket_others`: rights of other users at the socket, where its mode admits them. `metrics` (`http` in
     options and files): HTTP address of the status page, `/metrics`, `/livez` and `/readyz`, without authentication; a
     port alone: on loopback; unset: none. `metrics_keys`: the page shows the most-read keys, not only namespaces.
+    `http_token_file`: the token that queries of routers must show there; unset: they are answered on loopback only.
     """
 
     name: str = ""
@@ -188,6 +189,7 @@ class PeerConfig(
     drain_timeout: float = 10.0
     metrics: str | None = None
     metrics_keys: bool = False
+    http_token_file: str | None = None
     slow_operation: float = 0.1
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
@@ -332,6 +334,10 @@ class PeerConfig(
             refuse_link_local(host, says[setting])
             if not is_loopback(host):
                 self.refuse_without_key(f"{says[setting]}: {address}")
+        if self.http_token_file is not None and self.metrics is None:
+            raise ConfigError(
+                f"{says['http_token_file']}: no HTTP server; say where with {says['metrics']}"
+            )
         if self.metrics is not None:
             split_address(on_loopback(self.metrics), says["metrics"])
         for address in self.bootstrap:

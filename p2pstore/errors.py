@@ -60,7 +60,7 @@ class PeerNotInstalled(P2PStoreError, ImportError):
 
     def __init__(self, library: str | None) -> None:
         super().__init__(
-            f"a peer cannot run here, as {library} is not installed: pip install 'p2pstore[peer]'"
+            f"{library} is not installed, which a peer needs: pip install 'p2pstore[peer]'"
         )
 
 
@@ -84,6 +84,10 @@ class FollowersLag(DeadlineExceeded):
 
 class TransferCancelled(P2PStoreError):
     """A transfer of a batch was cancelled before its end."""
+
+
+class GpuCopyFailed(P2PStoreError):
+    """A GPU did not copy. Its driver may be telling of what was asked of it before."""
 
 
 class StoreClosed(P2PStoreError):

@@ -193,6 +193,7 @@ class LocationTable:
         self._clocks = self.fields["clock"]
         self._writers = self.fields["writer"]
         self._versions = self.fields["version"]
+        self._flags = self.fields["flags"]
         secret = bytes(view[8 * Word.SALT : 8 * Word.SALT + 16])
         self._factors = tuple(xxh3_64_intdigest(secret, seed=number) for number in range(4))
         self._many_factors = np.array(self._factors, np.uint64)
@@ -346,6 +347,11 @@ class LocationTable:
         """The hashes of the writers of the versions in these rows."""
         writers: npt.NDArray[np.uint16] = self._writers[rows]
         return writers
+
+    def tiers(self, rows: Rows) -> npt.NDArray[np.uint8]:
+        """The tiers of the copies in these rows."""
+        tiers: npt.NDArray[np.uint8] = self._flags[rows] & np.uint8(TIER_FLAGS)
+        return tiers
 
     def _owned(self, queries: Rows, rows: Rows) -> Matches:
         slots = self.owners(rows)

@@ -395,7 +395,7 @@ class Gathered(PutSource):
     them meanwhile: the sums are of what was copied."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        views = [view for view in map(source_view, parts) if view.nbytes]
+        views = [view for view in map(self._part_of, parts) if view.nbytes]
         self._parts = views
         self._ends = list(accumulate(map(len, views)))
         self._length = self._ends[-1] if views else 0
@@ -412,6 +412,10 @@ class Gathered(PutSource):
                 place += len(piece)
             sums.append(chunk_sum(target[at:end]))
         return np.array(sums, "<u8").tobytes()
+
+    @staticmethod
+    def _part_of(part: Any) -> Any:
+        return source_view(part)
 
     def between(self, start: int, end: int) -> list[memoryview]:
         """The pieces of the parts that make up these bytes of the value."""
@@ -445,7 +449,3 @@ Source = memoryview | PutSource
 def value_of(value: Any) -> Source:
     """`source_view`, for what may lie elsewhere."""
     return value if isinstance(value, PutSource) else source_view(value)
-
-
-class GpuCopyFailed(P2PStoreError):
-    """A GPU did not copy. Its driver may be telling of what was asked of it before."""

@@ -134,8 +134,9 @@ def error_of(code: int, text: str, detail: int = 0) -> P2PStoreError | ValueErro
     return _ERROR_OF.get(cast(Code, code), P2PStoreError)(text)
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True):
-    """Base of all message bodies: msgpack arrays, fields in order, new fields at the end."""
+class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Base of all message bodies: msgpack arrays, fields in order, new fields at the end. Plain data: no cycle goes
+    through one, and the collector of garbage need not look at it."""
 
 
 class Failure(Message, frozen=True):

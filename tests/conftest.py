@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -20,3 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if _STATE not in os.environ:
         os.environ[_STATE] = place = tempfile.mkdtemp(prefix="p2p-state-")
         config.add_cleanup(lambda: shutil.rmtree(place, ignore_errors=True))
+
+
+def pytest_collection_finish() -> None:
+    """Have garbage collections pass over modules and tests, a million objects: tests collect often."""
+    gc.collect()
+    gc.freeze()

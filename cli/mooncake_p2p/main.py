@@ -56,6 +56,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "config": ("join", "Show every setting of a peer with its origin."),
     "keygen": ("keygen", "Make a new cluster key."),
     "bench": ("bench", "Measure the local peer, against plain memory."),
+    "bench trace": ("bench_trace", "Replay a trace of requests: what a pool of peers would save."),
     "checkpoint publish": ("checkpoint", "Publish a directory as a checkpoint's newest version."),
     "checkpoint fetch": ("checkpoint", "Fetch a checkpoint to a directory."),
     "checkpoint follow": ("checkpoint_groups", "Follow a checkpoint."),

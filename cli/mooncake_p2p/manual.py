@@ -224,6 +224,20 @@ PAGES: Final[dict[str, Page]] = {
         also=(4, 5, 6),
         meaning={1: "failed; also when no size fits into 5 % of the peer's free memory"},
     ),
+    "bench trace": _page(
+        (
+            "mooncake-p2p bench trace conversation_trace.jsonl --simulate",
+            "Ten peers with 5,859 blocks each, as in the paper, beside private caches.",
+        ),
+        (
+            "mooncake-p2p bench trace FILE --simulate --memory 256GiB --ssd 1TiB",
+            "Other sizes.",
+        ),
+        (
+            "mooncake-p2p bench trace FILE --simulate --json --plot hits.png",
+            "For programs, and a picture.",
+        ),
+    ),
     "checkpoint follow": _page(
         (
             "mooncake-p2p checkpoint follow llama /models",

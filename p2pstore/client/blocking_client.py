@@ -6,12 +6,13 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from p2pstore.arguments import possible_keys
 from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
 from p2pstore.client.peer_link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
 from p2pstore.client.session import ClientSession
@@ -189,6 +190,15 @@ class BlockingClient(_Facade):
     flush = _blocking(ClientSession.flush)
     leave = _blocking(ClientSession.leave)
     register = _plain(ClientSession.register)
+
+    def contains_many_nowait(self, keys: Sequence[str]) -> list[bool | None]:
+        """`contains_many` as far as shared memory tells: never waits for the peer. None: `contains_many` would ask."""
+        return self._session._live.presence.contains_many_nowait(keys)
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Have the local peer evict these objects later, as if they were read now. Does not wait."""
+        digests, _ = possible_keys(keys, self._session._digests)
+        self._session._live.link.ledger.touched(digests)
 
     @contextmanager
     def lease(self, key: str, *, wait: float = 0.0, here: bool = False) -> Iterator[memoryview]:

@@ -21,11 +21,11 @@ import numpy as np
 
 from p2pstore.client.leasing import shared_view
 from p2pstore.client.peer_link import PeerLink
-from p2pstore.errors import P2PStoreError
+from p2pstore.errors import GpuCopyFailed, P2PStoreError
 from p2pstore.objects import CHUNK_BYTES, KIB, MIB, check_object_length, chunk_count, chunk_sums
 from p2pstore.runtime.side_by_side import PIECE_BYTES, side_by_side, threads_for
 from p2pstore.runtime.streams import Driver
-from p2pstore.values import GpuCopyFailed, PutSource, dense_bytes, device_type, source_view
+from p2pstore.values import PutSource, dense_bytes, device_type, source_view
 
 T = TypeVar("T")
 

@@ -100,6 +100,15 @@ class Presence:
         answers: list[bool] = present.tolist()
         return answers
 
+    def contains_many_nowait(self, keys: Sequence[str]) -> list[bool | None]:
+        """`contains_many` as far as the mappings tell. None: the peer must be asked."""
+        answers: list[bool | None] = [False] * len(keys)
+        digests, places = possible_keys(keys, self._digests_of)
+        numbers = range(len(keys)) if places is None else places
+        for number, known, unclear in zip(numbers, *self._look_up(b"".join(digests)), strict=True):
+            answers[number] = None if unclear else bool(known)
+        return answers
+
     async def match_prefix(self, keys: Sequence[str]) -> int:
         """How many of these keys, from the first on, some live peer is known to hold."""
         digests, places = possible_keys(keys, self._digests_of)

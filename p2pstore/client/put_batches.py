@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from p2pstore.client import answers
 from p2pstore.client.peer_link import PeerLink
 from p2pstore.client.puts import windows
-from p2pstore.errors import P2PStoreError, StoreClosed
+from p2pstore.errors import GpuCopyFailed, P2PStoreError, StoreClosed
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_requests import RequestAhead
 from p2pstore.put_facts import PutFacts
 from p2pstore.results import ItemResult, PutResult
-from p2pstore.values import GpuCopyFailed, Source
+from p2pstore.values import Source
 from p2pstore.wire import Code
 
+LEAST_AHEAD: Final = 2
+MOST_AHEAD: Final = 4
+"""Windows of small values, which are much work for the peer and little memory: it is not to wait for the next one."""
 NO_ROOM = (Code.CAPACITY_EXCEEDED, Code.OBJECT_TOO_LARGE)
 
 
@@ -80,6 +83,9 @@ class PutBatch:
         sizes = [len(row.source) for row in rows]
         cuts = windows(sizes, writer.window_bytes)
         self._windows = [rows[some.start : some.stop] for some in cuts]
+        largest = max((sum(sizes[some.start : some.stop]) for some in cuts), default=0)
+        self._ahead = max(LEAST_AHEAD, min(MOST_AHEAD, writer.window_bytes // max(1, largest)))
+        """Windows that have room before the first one is published."""
         self._rooms: dict[int, local.Reservation] = {}
         """Room that was granted, by the row's place, until the peer has said what became of it."""
         self._alone: list[PutRow] = []
@@ -99,14 +105,14 @@ class PutBatch:
             await self._put_alone(row)
 
     async def _put_windows(self) -> None:
-        """Two windows are being published at most while a third one is written."""
-        first = [row for window in self._windows[:2] for row in window]
+        """Some windows are being published while another one is written."""
+        first = [row for window in self._windows[: self._ahead] for row in window]
         self._grant(first, await self._writer.reserve(first))
         for number, window in enumerate(self._windows):
             while any(sent.next_rows is window for sent in self._sent):
                 await self._take_answer()
             rows, items = await self._fill(window)
-            after = self._windows[number + 2 : number + 3]
+            after = self._windows[number + self._ahead :]
             next_rows = after[0] if after else ()
             if not items:
                 self._grant(next_rows, await self._writer.reserve(next_rows))

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 from xxhash import xxh3_64
 
+from p2pstore.errors import GpuCopyFailed
 from p2pstore.local.local_messages import Reservation, ReserveItem
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.local.local_requests import MOST_ITEMS
@@ -17,7 +18,7 @@ from p2pstore.objects import MIB, chunk_bounds, chunk_count, chunk_sum
 from p2pstore.runtime.side_by_side import PIECE_BYTES, side_by_side, step_bytes, threads_for
 from p2pstore.runtime.streams import Driver
 from p2pstore.transfer.transfer_trace import Progress
-from p2pstore.values import SMALL_COPY_BYTES, GpuCopyFailed, Source
+from p2pstore.values import SMALL_COPY_BYTES, Source
 
 AHEAD_MAX_BYTES: Final = MIB
 """Beyond this a round trip is little beside the copy, and the idle reservation much."""

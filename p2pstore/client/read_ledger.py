@@ -110,6 +110,12 @@ class ReadLedger:
         if reads:
             self._stir()
 
+    def touched(self, digests: Sequence[bytes]) -> None:
+        """Objects of the local peer's memory are in use elsewhere: they count as recent, and as read 0 times."""
+        for digest in digests[: MAX_REPORTED_KEYS - len(self._reads)]:
+            self._reads.setdefault(digest, [0, 0, 0])
+        self._stir()
+
     def failed(self, failures: Sequence[HolderFailure]) -> None:
         """Holders did not deliver."""
         self._failures.extend(failures)

@@ -169,7 +169,7 @@ class ReadPlan:
 
     def planned(self, item: PlanItem) -> None:
         """The answer to PLAN, OWN_PLAN, or the plan of a batch, whose places come next."""
-        if self._item is None and self._plans_left == PLANS and not isinstance(item, OwnPlan):
+        if self._plans_left == PLANS and not isinstance(item, OwnPlan):
             self._plans_left -= 1  # it was asked for together with others
         self._item = item
         if item.error.code and not item.local:

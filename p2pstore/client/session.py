@@ -22,7 +22,7 @@ from p2pstore.client.leasing import take_many
 from p2pstore.client.open_session import OpenSession
 from p2pstore.client.transfers import TransferBatch
 from p2pstore.client.writing import put_options
-from p2pstore.errors import P2PStoreError
+from p2pstore.errors import GpuCopyFailed, P2PStoreError
 from p2pstore.objects import encode_key
 from p2pstore.results import (
     Buffer,
@@ -36,7 +36,6 @@ from p2pstore.results import (
 from p2pstore.transfer.transfer_trace import FetchTrace, Progress, ReadWatch
 from p2pstore.transfer.transport import BufferDestination
 from p2pstore.values import (
-    GpuCopyFailed,
     RegisteredBuffer,
     Source,
     describe_tensor,

@@ -17,6 +17,7 @@ from p2pstore.errors import (
     AuthenticationFailed,
     CapacityExceeded,
     DeadlineExceeded,
+    GpuCopyFailed,
     ObjectTooLarge,
     P2PStoreError,
     ProtocolError,
@@ -45,7 +46,7 @@ from p2pstore.transfer.read_tickets import GrantedTicket
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.transfer_trace import Progress
 from p2pstore.transfer.transport import RemotePeer
-from p2pstore.values import GpuCopyFailed, Source, value_of
+from p2pstore.values import Source, value_of
 from p2pstore.wire import Code, Empty
 
 REPLICATE_BYTES_PER_SECOND: Final = 50e6

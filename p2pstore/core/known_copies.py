@@ -153,13 +153,15 @@ class KnownCopies:
                             holding.member, position, holding.record, now, word=word
                         )
 
-    def versions_heard_of(self, digest: bytes, namespace: bytes, now: float) -> list[Version]:
-        """Versions that members say to hold, believed or not, and that no floor forbids."""
+    def versions_heard_of(
+        self, digest: bytes, namespace: bytes, now: float, others: Sequence[Version]
+    ) -> list[Version]:
+        """Versions that members say to hold, believed or not, and `others`, that no floor forbids."""
         forbids = self._gossip.cluster_records.floors.forbids
         versions = [each.record.version for each in self._gossip.holders(digest, now, hearsay=True)]
         return [
             version
-            for version in versions
+            for version in (*versions, *others)
             if self._core.is_in_time(version.clock, now) and not forbids(digest, namespace, version)
         ]
 

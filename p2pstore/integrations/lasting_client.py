@@ -6,28 +6,45 @@ import difflib
 import functools
 import hashlib
 import inspect
+import json
 import logging
+import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar, cast
 
 from p2pstore import blocking
 from p2pstore.blocking import BlockingClient
-from p2pstore.errors import ConfigError, P2PStoreError, StoreClosed
+from p2pstore.errors import ConfigError, DeadlineExceeded, StoreClosed
 from p2pstore.objects import MAX_KEY_BYTES
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 LOG: Final = logging.getLogger("p2pstore.integrations")
-RETRY_SECONDS: Final = 1.0
+PAUSE_SECONDS: Final = 1.0
+"""Pause between two probes of a peer that does not answer."""
+START_SECONDS: Final = 1.0
+"""Wait for the peer in the constructor."""
+CLOSE_SECONDS: Final = 1.0
+"""Wait for the worker's end in `close`."""
+ANSWER_SECONDS: Final = 0.1
+"""Deadline of an open lookup. The key counts as missing afterwards."""
+POLL_SECONDS: Final = 0.001
+"""Interval at which an engine's own thread looks for the answer."""
+KEPT_SECONDS: Final = 0.25
+"""Time for which an answer is good after it was read first: one request looks up its keys again and again."""
+MAX_LOOKUPS: Final = 65_536
+MAX_BATCH: Final = 4096
+MAX_CHORES: Final = 64
 QUIET_SECONDS: Final = 10.0
 KEPT_BYTES: Final = 900
 """Of a text that is too long for a key, its beginning that the key keeps: for people, and listings by prefix."""
 _KEY_PERSON: Final = b"p2pstore.engine"
-PROBE_KEY: Final = "p2pstore hash probe/"
+PROBE_KEY: Final = "p2pstore engine/"
 
 
 def legal_key(text: str) -> str:
@@ -46,6 +63,11 @@ def _is_utf8(packed: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def leading(answers: Sequence[bool | None]) -> int:
+    """How many of these are true, from the first one on."""
+    return next((number for number, each in enumerate(answers) if not each), len(answers))
 
 
 def or_else(missing: Callable[..., Any]) -> Callable[[F], F]:
@@ -84,11 +106,84 @@ def _say_failed(plugin: Any, method: Callable[..., Any], error: Exception) -> No
     plugin._client.say(f"{method.__name__} failed, which counts as a miss: {error!r}")
 
 
+class Breaker:
+    """Whether the local peer is worth a call. Closed: yes. Open: no call is made but the worker's probe, which closes
+    it again. It begins open, with a probe due at once: the first connection. Times in seconds."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._probe_at = 0.0
+
+    def trip(self, now: float) -> None:
+        """A call failed in a way that a hung or absent peer explains: open, and probe at once."""
+        if self.closed:
+            self.closed = False
+            self._probe_at = now
+
+    def probed(self, now: float, *, answered: bool) -> None:
+        """The end of a probe."""
+        self.closed = answered
+        self._probe_at = now + PAUSE_SECONDS
+
+    def probe_in(self, now: float) -> float | None:
+        """Seconds until a probe is due; None while closed."""
+        return None if self.closed else max(0.0, self._probe_at - now)
+
+
+class Lookups:
+    """Questions about keys that shared memory leaves open. A scheduler asks again until the answer or the deadline.
+
+    The first question past its deadline marks the peer as late: until its next answer no other question waits.
+    Schedulers call `look_up`, the worker the rest. No lock: a scheduler would wait for it. Each step is atomic, and a
+    race only asks twice."""
+
+    def __init__(self) -> None:
+        self._asked_at: dict[str, float] = {}
+        self._answers: dict[str, tuple[bool, float]] = {}
+        """By key, oldest first: the answer, and the time until which it is good."""
+        self._late = False
+        self.wanted: deque[str] = deque()
+        """Keys to ask the peer about."""
+
+    def look_up(self, key: str, now: float) -> bool | None:
+        """Whether the key is there; None: the question is open."""
+        there, until = self._answers.get(key, (False, 0.0))
+        if now < until:
+            if until == math.inf:
+                self._answers[key] = there, now + KEPT_SECONDS
+            return there
+        asked_at = self._asked_at.get(key)
+        if asked_at is None:
+            if self._late or len(self._asked_at) >= MAX_LOOKUPS:
+                return False
+            self._asked_at[key] = now
+            self.wanted.append(key)
+        elif now >= asked_at + ANSWER_SECONDS:
+            self._late = True
+        return False if self._late else None
+
+    def take(self) -> list[str]:
+        """The keys of the next batch."""
+        return [self.wanted.popleft() for _ in range(min(len(self.wanted), MAX_BATCH))]
+
+    def answered(self, keys: Sequence[str], there: Sequence[bool]) -> None:
+        """The end of a batch."""
+        for key, is_there in zip(keys, there, strict=True):
+            self._answers.pop(key, None)
+            self._answers[key] = is_there, math.inf
+            self._asked_at.pop(key, None)
+        while len(self._answers) > MAX_LOOKUPS:
+            self._answers.pop(next(iter(self._answers)), None)
+        self._late = False
+
+
 class LastingClient:
     """Calls to this machine's peer that never raise, whatever fails. Any thread may make them.
 
     `weight_version` is the namespace: what one version of a model's weights computed is of no use to another, so every
-    engine has to say which one it runs. Raises `ConfigError` without it, and what `blocking.connect` raises.
+    engine has to say which one it runs. Raises `ConfigError` without it. A worker thread connects, now or when the
+    peer comes, asks what lookups leave open, and probes a peer that does not answer. While no peer answers, every call
+    returns at once.
     """
 
     def __init__(
@@ -99,28 +194,84 @@ class LastingClient:
                 f"weight_version is {weight_version!r}: name the model and the version of its weights as text, such as "
                 "'llama-3.1-8b@v1'; engines share a cache only under the same name"
             )
-        self._timeout = timeout
-        self._lock = threading.Lock()
-        self._retry_at = 0.0
+        self._connect = functools.partial(
+            blocking.connect, namespace=weight_version, timeout=timeout
+        )
+        self._socket = socket
+        self._client: BlockingClient | None = None
+        self._wake = threading.Condition()
+        self._breaker = Breaker()
+        self._lookups = Lookups()
+        self._chores: deque[Callable[[BlockingClient], None]] = deque(maxlen=MAX_CHORES)
         self._quiet_until: dict[str, float] = {}
-        self._client = blocking.connect(socket, namespace=weight_version, timeout=timeout)
+        self._absence_said = False
         self._closed = False
+        self._probed_once = threading.Event()
+        self._worker = threading.Thread(target=self._work, name="p2pstore-lasting", daemon=True)
+        self._worker.start()
+        self._probed_once.wait(START_SECONDS)
 
     def call(self, what: Callable[[BlockingClient], T], otherwise: T) -> T:
-        """The result of the call, or `otherwise` when the store fails; the log says so. When the peer was restarted,
-        the call is made once more, to the new one."""
-        for attempt in range(2):
-            client = self._client
-            try:
-                return what(client)
-            except StoreClosed as error:
-                if attempt or not self._reconnect(client):
-                    self.say(str(error))
-                    return otherwise
-            except Exception as error:  # the engine goes on, whatever it is
-                self.say(str(error) or repr(error))
-                return otherwise
-        return otherwise
+        """The result of the call, or `otherwise` when the store fails; the log says so. It waits for the peer, so it is
+        not for a scheduler's thread."""
+        client = self._client
+        if client is None or not self._breaker.closed:
+            return otherwise
+        try:
+            result = what(client)
+        except Exception as error:  # the engine goes on, whatever it is
+            self.say(str(error) or repr(error))
+            self._trip_by(error)
+            return otherwise
+        if isinstance(result, list):
+            self._trip_by(*(getattr(each, "error", None) for each in result))
+        return result
+
+    @property
+    def answers(self) -> bool:
+        """Whether the peer answers, as far as is known."""
+        return self._breaker.closed
+
+    def look_up(self, keys: Sequence[str]) -> list[bool | None]:
+        """Whether these objects are there. Never waits and never asks: for a scheduler's thread. None: the worker asks
+        the peer; look up again, which within `ANSWER_SECONDS` gives the answer or False."""
+        client = self._client
+        if client is None or not self._breaker.closed:
+            return [False] * len(keys)
+        try:
+            known = client.contains_many_nowait(keys)
+        except Exception as error:
+            self.say(str(error) or repr(error))
+            self._trip_by(error)
+            return [False] * len(keys)
+        if None not in known:
+            return known
+        now = time.monotonic()
+        answers = [
+            self._lookups.look_up(key, now) if is_there is None else is_there
+            for key, is_there in zip(keys, known, strict=True)
+        ]
+        if self._lookups.wanted:
+            self._notify()
+        return answers
+
+    def look_up_soon(self, keys: Sequence[str]) -> list[bool]:
+        """`look_up`, again and again where it leaves questions open, for `ANSWER_SECONDS` at most: for an engine's own
+        threads, whose caller cannot ask again."""
+        answers = self.look_up(keys)
+        until = time.monotonic() + ANSWER_SECONDS
+        while None in answers and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+            left = [number for number, each in enumerate(answers) if each is None]
+            again = self.look_up([keys[number] for number in left])
+            for number, answer in zip(left, again, strict=True):
+                answers[number] = answer
+        return [bool(each) for each in answers]
+
+    def later(self, chore: Callable[[BlockingClient], None]) -> None:
+        """Have the worker make this call, once a peer answers. Of more than `MAX_CHORES` the oldest are dropped."""
+        self._chores.append(chore)
+        self._notify()
 
     def say(self, text: str) -> None:
         """Say it in the log, the same thing every ten seconds at most."""
@@ -140,46 +291,99 @@ class LastingClient:
 
     def close(self) -> None:
         """Disconnect; may be called twice. Calls then give what they give when the store fails."""
-        with self._lock:
+        with self._wake:
             self._closed = True
-            self._client.close()
+            client, self._client = self._client, None
+            self._wake.notify()
+        if client is not None:
+            client.close()
+        if threading.current_thread() is not self._worker:
+            self._worker.join(CLOSE_SECONDS)
 
-    def _reconnect(self, lost: BlockingClient) -> bool:
-        """Connect to the peer that took the lost one's place, once a second at most. Whether there is one."""
-        with self._lock:
-            if self._closed:
-                return False
-            if self._client is not lost:
-                return True
-            if time.monotonic() < self._retry_at:
-                return False
-            self._retry_at = time.monotonic() + RETRY_SECONDS
-            try:
-                self._client = blocking.connect(
-                    lost.socket_path, namespace=lost.namespace, timeout=self._timeout
-                )
-            except (P2PStoreError, OSError):
-                return False
-            lost.close()
-            return True
+    def compare_hashes(self, engine: str, hashed: Any, **layout: Any) -> None:
+        """Have the worker find out whether engines of this kind and weight version can find each other's blocks.
+        `hashed` is what this one makes of something fixed, by the function and the seed in use; `layout` whatever
+        else must be the same. The first engine leaves its own as an object; an engine that finds another one logs
+        what differs."""
+        facts = {"hashes": repr(hashed), **layout}
+        self.later(functools.partial(_compare, engine, facts))
 
-    # --- hashes ------------------------------------------------------------------------------
+    def _trip_by(self, *errors: Any) -> None:
+        """Trip the breaker when one of these errors is that of a peer that is gone or hangs."""
+        if any(isinstance(error, DeadlineExceeded | StoreClosed) for error in errors):
+            self._breaker.trip(time.monotonic())
+            self._notify()
 
-    def hashes_agree(self, engine: str, hashed: Any) -> bool:
-        """Whether the other engines of this kind and weight version make the same hashes of the same tokens. `hashed`
-        is what this one makes of something fixed. The first engine leaves its own as an object; an engine that
-        finds another one logs that no block will ever match, and why."""
-        value = repr(hashed).encode()
-        key = PROBE_KEY + engine
-        self.call(lambda client: client.put(key, value, pin="soft"), None)
-        found = self.call(lambda client: client.get(key), value)
-        if found == value:
-            return True
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
+    # --- the worker ----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while not self._closed:
+            if self._breaker.probe_in(time.monotonic()) == 0:
+                self._probe()
+            keys = self._lookups.take()
+            if keys:
+                self._lookups.answered(keys, self.call(_asking(keys), [False] * len(keys)))
+            while self._chores and self._breaker.closed:
+                self.call(self._chores.popleft(), None)
+            with self._wake:
+                self._wake.wait_for(self._has_work, self._breaker.probe_in(time.monotonic()))
+
+    def _has_work(self) -> bool:
+        due = self._breaker.probe_in(time.monotonic())
+        waits = bool(self._chores) if due is None else due == 0
+        return self._closed or waits or bool(self._lookups.wanted)
+
+    def _probe(self) -> None:
+        """Ask the peer for something small, or connect to the one that took its place."""
+        client, answered = self._client, False
+        try:
+            if client is not None:
+                try:
+                    client.statistics(cluster=False)
+                except StoreClosed:
+                    client.close()
+                    self._socket, client = client.socket_path, None
+            if client is None:
+                client = self._connect(self._socket)
+            answered = True
+        except Exception as error:  # the next probe may fare better
+            if not self._absence_said:
+                LOG.warning("until the peer answers nothing is found in the pool: %s", error)
+                self._absence_said = True
+        with self._wake:
+            self._client = None if self._closed else client
+        if self._closed and client is not None:
+            client.close()
+        self._breaker.probed(time.monotonic(), answered=answered)
+        if answered and self._absence_said:
+            LOG.warning("the peer answers: the pool is in use")
+            self._absence_said = False
+        self._probed_once.set()
+
+
+def _asking(keys: list[str]) -> Callable[[BlockingClient], list[bool]]:
+    return lambda client: client.contains_many(keys)
+
+
+def _compare(engine: str, facts: dict[str, Any], client: BlockingClient) -> None:
+    key, ours = PROBE_KEY + engine, json.dumps(facts, sort_keys=True)
+    client.put(key, ours.encode(), pin="soft")
+    here, there = json.loads(ours), json.loads(client.get(key))
+    differences = [
+        f"{name} ({here.get(name)!r} here, {there.get(name)!r} there)"
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]
+    if differences:
+        seed = f"PYTHONHASHSEED is {os.environ.get('PYTHONHASHSEED')!r} here: "
         LOG.error(
-            "this %s engine hashes blocks otherwise than those that share its cache (PYTHONHASHSEED is %r here): no "
-            "block of one will ever be found by another. Start all of them with the same PYTHONHASHSEED, and the same "
-            "hash algorithm",
+            "this %s engine differs from those that share its cache in %s: no block of one will ever be found by "
+            "another. %sengines share blocks with the same hash algorithm, seed, model and layout only",
             engine,
-            os.environ.get("PYTHONHASHSEED"),
+            ", ".join(differences),
+            seed if here["hashes"] != there.get("hashes") else "",
         )
-        return False

@@ -16,6 +16,7 @@ The weight version is required; `p2pstore_socket` and `socket` name the local pe
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,13 @@ from lmcache.v1.protocol import RemoteMetadata
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from p2pstore.blocking import BlockingClient
-from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
+from p2pstore.integrations.lasting_client import (
+    PROBE_KEY,
+    LastingClient,
+    leading,
+    legal_key,
+    or_else,
+)
 from p2pstore.results import ItemResult
 
 T = TypeVar("T")
@@ -50,9 +57,17 @@ def _bytes_of(memory_obj: Any) -> memoryview:
     return view.cast("B")
 
 
-def _hashed() -> int:
-    """A hash of a constant: like LMCache's default hashes of tokens it depends on PYTHONHASHSEED."""
-    return hash(("p2pstore", 1))
+def _hashed(config: Any) -> Any:
+    """LMCache's own hash of something fixed, by the function and the seed that this process uses. None where this
+    version of LMCache keeps them elsewhere. A second database may not be made: it would give vLLM another seed."""
+    try:
+        from lmcache.v1.token_database import ChunkedTokenDatabase
+
+        database = ChunkedTokenDatabase.__new__(ChunkedTokenDatabase)
+        database.hash_func = database._get_vllm_hash_func(config.pre_caching_hash_algorithm)
+        return database._hash_tokens([1, 2, 3])
+    except (ImportError, AttributeError):
+        return None
 
 
 # --- in the engine's process ----------------------------------------------------------------------
@@ -76,30 +91,37 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         self._loop = loop
         self._memory = local_cpu_backend
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="p2pstore-lmcache")
-        self._client.hashes_agree("lmcache", _hashed())
+        self._config: Any = config
 
     @or_else(lambda *_, **__: False)
     async def exists(self, key: Any) -> bool:
-        return self.exists_sync(key)
+        return await self.batched_async_contains("", [key]) == 1
 
     @or_else(lambda *_, **__: False)
     def exists_sync(self, key: Any) -> bool:
-        name = _text(key)
-        return self._client.call(lambda client: client.contains(name), False)
+        return self.batched_contains([key]) == 1
 
     def support_batched_contains(self) -> bool:
         return True
 
     @or_else(lambda *_, **__: 0)
     def batched_contains(self, keys: Sequence[Any]) -> int:
-        names = [_text(key) for key in keys]
-        return self._client.call(lambda client: client.match_prefix(names), 0)
+        """How many chunks, from the first on, are there. A scheduler waits for it: at most 0.1 s, and no time at all
+        for a peer that hangs."""
+        self._compare_hashes()
+        return leading(self._client.look_up_soon([_text(key) for key in keys]))
 
     @or_else(lambda *_, **__: 0)
     async def batched_async_contains(
         self, lookup_id: str, keys: Sequence[Any], pin: bool = False
     ) -> int:
-        return self.batched_contains(keys)
+        self._compare_hashes()
+        names = [_text(key) for key in keys]
+        answers = self._client.look_up(names)
+        if None in answers:
+            ask = functools.partial(self._client.look_up_soon, names)
+            return leading(await asyncio.get_running_loop().run_in_executor(None, ask))
+        return leading(answers)
 
     @or_else(lambda *_, **__: None)
     async def get(self, key: Any) -> Any:
@@ -135,7 +157,8 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
 
     @or_else(lambda *_, **__: [])
     async def list(self) -> Keys:
-        return await self._in_thread(self._list)
+        nothing: Keys = []
+        return await self._in_thread(lambda: self._client.call(_all_keys, nothing))
 
     @or_else(lambda *_, **__: False)
     def remove_sync(self, key: Any) -> bool:
@@ -157,6 +180,15 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         """Wait for what is under way, and disconnect."""
         await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
         self._client.close()
+
+    def _compare_hashes(self) -> None:
+        """At the first request: by then the engine has set its seed."""
+        config, self._config = self._config, None
+        hashed = None if config is None else _hashed(config)
+        if hashed is not None:
+            self._client.compare_hashes(
+                "lmcache", hashed, chunk_size=getattr(config, "chunk_size", None)
+            )
 
     # --- in threads ------------------------------------------------------------------------------
 
@@ -239,18 +271,15 @@ class P2PConnector(RemoteConnector):  # type: ignore[misc] # LMCache is no depen
         view[:] = data
         return room
 
-    def _list(self) -> Keys:
-        def pages(client: BlockingClient) -> Keys:
-            keys: Keys = []
-            more = True
-            while more:
-                page = client.list_keys(after=keys[-1] if keys else "", limit=PAGE_KEYS)
-                keys += [each.key for each in page.keys]
-                more = page.more and bool(page.keys)
-            return keys
 
-        nothing: Keys = []
-        return self._client.call(pages, nothing)
+def _all_keys(client: BlockingClient) -> Keys:
+    keys: Keys = []
+    more = True
+    while more:
+        page = client.list_keys(after=keys[-1] if keys else "", limit=PAGE_KEYS)
+        keys += [each.key for each in page.keys]
+        more = page.more and bool(page.keys)
+    return [key for key in keys if not key.startswith(PROBE_KEY)]
 
 
 # --- in its server --------------------------------------------------------------------------------
@@ -267,6 +296,8 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         self._pool = ThreadPoolExecutor(
             int(params.get("threads", THREADS)), thread_name_prefix="p2pstore-l2"
         )
+        self._lookups = ThreadPoolExecutor(1, thread_name_prefix="p2pstore-l2-lookups")
+        """Of its own, so that no lookup waits behind transfers from a peer that hangs."""
         self._stored_event = create_event_notifier()
         self._found_event = create_event_notifier()
         self._loaded_event = create_event_notifier()
@@ -275,7 +306,6 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         self._stored: dict[int, Any] = {}
         self._found: dict[int, Any] = {}
         self._loaded: dict[int, Any] = {}
-        self._client.hashes_agree("lmcache server", _hashed())
 
     def get_store_event_fd(self) -> int:
         return int(self._stored_event.fileno())
@@ -311,10 +341,11 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
         nothing = [False] * len(keys)
 
         def look_up() -> Any:
-            names = [_name(key) for key in keys]
-            return _bitmap(self._client.call(lambda client: client.contains_many(names), nothing))
+            return _bitmap(self._client.look_up_soon([_name(key) for key in keys]))
 
-        return self._submit(look_up, _bitmap(nothing), self._found, self._found_event)
+        return self._submit(
+            look_up, _bitmap(nothing), self._found, self._found_event, pool=self._lookups
+        )
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
         with self._lock:
@@ -348,13 +379,19 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
 
     def close(self) -> None:
         """Wait for what is under way, disconnect, and close the event descriptors."""
+        self._lookups.shutdown()
         self._pool.shutdown()
         self._client.close()
         for event in (self._stored_event, self._found_event, self._loaded_event):
             event.close()
 
     def _submit(
-        self, action: Callable[[], Any], failure: Any, done: dict[int, Any], event: Any
+        self,
+        action: Callable[[], Any],
+        failure: Any,
+        done: dict[int, Any],
+        event: Any,
+        pool: ThreadPoolExecutor | None = None,
     ) -> int:
         with self._lock:
             self._number += 1
@@ -371,7 +408,7 @@ class P2PL2Adapter(L2AdapterInterface):  # type: ignore[misc] # as above
             self._ended(number, result, done, event)
 
         try:
-            self._pool.submit(run)
+            (pool or self._pool).submit(run)
         except RuntimeError as error:  # it was closed
             self._client.say(f"a task was not begun: {error}")
             self._ended(number, failure, done, event)

@@ -4,21 +4,25 @@
     '{"backend_name": "p2pstore", "module_path": "p2pstore.integrations.sglang", "class_name": "P2PHiCache",
       "interface_v1": 1, "weight_version": "llama-3.1-8b@v1"}'
 
-`weight_version` is required; `socket` names the local peer, where there are several.
+`weight_version` is required; `socket` names the local peer, where there are several. With `tp_lcm_size` and the
+layout `page_head`, engines of all tensor-parallel sizes that divide it share pages.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
+from p2pstore.integrations.lasting_client import LastingClient, leading, legal_key, or_else
 from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.results import ItemResult
 from p2pstore.values import source_view
@@ -42,27 +46,47 @@ def _nothing_found() -> Any:
     return PoolTransferResult(0, {}, [])
 
 
+KNOWN = (
+    *("weight_version", "socket"),
+    *("backend_name", "module_path", "class_name", "interface_v1", "allocator"),
+)
+"""Settings of ours, and of SGLang's that it passes on."""
+MAX_NOTED = 1000
+"""Moves of which a store keeps the figures until SGLang collects them."""
+
+Place = Callable[[torch.Tensor], tuple[Sequence[int], Sequence[int]]]
+"""Addresses and sizes of all pieces of pages, by their indices."""
+
+
 @dataclass(frozen=True)
 class _Pool:
-    """Pages of one kind in the host's memory: what their keys begin with, and of how many pieces each consists."""
+    """Pages of one kind in the host's memory: where their pieces are, what the keys of the ranks begin with whose
+    parts a page has, and of how many pieces each part consists."""
 
-    host: Any
-    prefix: str
+    place: Place
+    prefixes: Sequence[str]
     pieces: int
+
+    @property
+    def each(self) -> int:
+        """How many objects a page is."""
+        return len(self.prefixes) * self.pieces
 
     def objects(self, keys: Sequence[str]) -> list[str]:
         """The objects of these pages, page by page."""
-        if self.pieces == 1:
-            return [legal_key(self.prefix + key) for key in keys]
+        ends = [""] if self.pieces == 1 else [f"/{piece}" for piece in range(self.pieces)]
         return [
-            legal_key(f"{self.prefix}{key}/{piece}") for key in keys for piece in range(self.pieces)
+            legal_key(f"{prefix}{key}{end}")
+            for key in keys
+            for prefix in self.prefixes
+            for end in ends
         ]
 
     def items(
         self, keys: Sequence[str], host_indices: torch.Tensor
     ) -> list[tuple[str, memoryview]]:
         """The same with the memory of each. Raises `ValueError` when indices and pages are not as many."""
-        pointers, sizes = self.host.get_page_buffer_meta(host_indices)
+        pointers, sizes = self.place(host_indices)
         views = [
             view_at(int(pointer), int(size)) for pointer, size in zip(pointers, sizes, strict=True)
         ]
@@ -72,8 +96,38 @@ class _Pool:
         """Whether all pieces of each page are so."""
         if not pieces:
             return [False] * pages
-        step = self.pieces
+        step = self.each
         return [all(pieces[at : at + step]) for at in range(0, pages * step, step)]
+
+
+class _Figures:
+    """Pages and GB/s of each call since SGLang last asked, for its metrics."""
+
+    def __init__(self) -> None:
+        self._prefetched: deque[tuple[int, float]] = deque(maxlen=MAX_NOTED)
+        self._backed_up: deque[tuple[int, float]] = deque(maxlen=MAX_NOTED)
+
+    def note(self, pages: int, moved_bytes: int, seconds: float, *, read: bool) -> None:
+        """A call has ended."""
+        if moved_bytes and seconds > 0:
+            (self._prefetched if read else self._backed_up).append(
+                (pages, moved_bytes / seconds / 1e9)
+            )
+
+    def taken(self) -> Any:
+        """SGLang's own record of them, which begin again."""
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        made = StorageMetrics()
+        for noted, pages, rates in (
+            (self._prefetched, made.prefetch_pgs, made.prefetch_bandwidth),
+            (self._backed_up, made.backup_pgs, made.backup_bandwidth),
+        ):
+            for _ in range(len(noted)):
+                count, rate = noted.popleft()
+                pages.append(count)
+                rates.append(rate)
+        return made
 
 
 class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
@@ -86,13 +140,13 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
         extra = {**(storage_config.extra_config or {}), **(kwargs or {})}
-        if storage_config.should_split_heads:
-            raise ValueError("p2pstore shares pages among engines of one tensor-parallel size only")
         self._config = storage_config
         self._client = LastingClient(extra.get("weight_version", ""), extra.get("socket"))
-        self._pages = _Pool(None, self._named({}), 1)
+        self._client.say_unknown(extra, KNOWN)
+        self._pages = _Pool(_nowhere, [self._named({})], 1)
         self._side_pools: dict[str, _Pool] = {}
         self._only_side_pools = False
+        self._figures = _Figures()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Learn how pages lie in the host's memory."""
@@ -110,26 +164,38 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     def _pool(self, host: Any, name: str = "") -> _Pool:
         page_size = int(getattr(host, "page_size", 1) or 1)
-        pointers, sizes = host.get_page_buffer_meta(torch.arange(page_size))
+        shape = str(getattr(host, "layout", ""))
+        # Pages of this layout are cut by heads: a part for each rank of the largest tensor-parallel size.
+        ranks = 0 if name or shape != "page_head" else getattr(self._config, "tp_lcm_size", 0)
+        parts = ranks // self._config.tp_size if ranks and not self._config.is_mla_model else 0
+        place: Place = host.get_page_buffer_meta
+        if parts > 1:
+            place = partial(host.get_split_heads_page_buffer_meta, split_factor=parts)
+        pointers, sizes = place(torch.arange(page_size))
+        pieces = len(pointers) // max(parts, 1)
         layout: dict[str, Any] = {
-            "layout": str(getattr(host, "layout", "")),
+            "layout": shape,
             "page_size": page_size,
             "dtype": str(getattr(host, "dtype", "")),
-            "bytes": [int(size) for size in sizes],
+            "bytes": [int(size) for size in sizes[:pieces]],
         }
         if name:
             layout["pool"] = name
+        if parts:
+            layout["tp_size"] = ranks
+            first = self._config.tp_rank * parts
+            prefixes = [self._named(layout, tp_rank=first + part) for part in range(parts)]
+            return _Pool(place, prefixes, pieces)
         # With MLA all ranks have the same, but for what keeps heads or states of its own.
         own = bool(name) and (name == MAMBA_POOL or hasattr(host, "v_buffer"))
-        return _Pool(host, self._named(layout, own_rank=own), len(pointers))
+        return _Pool(place, [self._named(layout, own_rank=own)], pieces)
 
     # --- pages ---------------------------------------------------------------------------------
 
     @or_else(lambda *_, **__: 0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many pages, from the first on, are there."""
-        there = self._client.call(lambda client: client.match_prefix(self._pages.objects(keys)), 0)
-        return there // self._pages.pieces
+        return leading(self._client.look_up_soon(self._pages.objects(keys))) // self._pages.each
 
     @or_else(_no_pages)
     def batch_get_v1(
@@ -163,7 +229,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
             if not usable:
                 break
             pool, name = self._side_pool(transfer), _text(transfer.name)
-            there = self._are_there(pool.objects(keys[:pages]))
+            there = self._client.look_up_soon(pool.objects(keys[:pages]))
             ends = _usable_ends(pool.by_page(there, pages), transfer)
             if ends:
                 hits[name] = ends[-1]
@@ -208,30 +274,41 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
 
     # --- moving ----------------------------------------------------------------------------------
 
-    def _are_there(self, objects: Sequence[str]) -> list[bool]:
-        """For each of these objects, whether a peer has it."""
-        nothing = [False] * len(objects)
-        return list(self._client.call(lambda client: client.contains_many(objects), nothing))
-
     def _read(self, items: list[tuple[str, memoryview]]) -> list[bool]:
         """Read objects; for each whether all of it came."""
         missing: list[ItemResult[int]] = []
+        began = time.perf_counter()
         results = self._client.call(lambda client: client.get_many_into(items), missing)
-        return [
+        whole = [
             each.error is None and each.value == len(view)
             for each, (_, view) in zip(results, items, strict=False)
         ]
+        self._note(items, whole, time.perf_counter() - began, read=True)
+        return whole
+
+    def _note(
+        self,
+        items: Sequence[tuple[str, memoryview]],
+        moved: Sequence[bool],
+        seconds: float,
+        *,
+        read: bool,
+    ) -> None:
+        sizes = [len(view) for (_, view), good in zip(items, moved, strict=False) if good]
+        pages = len(sizes) // self._pages.each
+        self._figures.note(pages, sum(sizes), seconds, read=read)
 
     def _write(self, items: list[tuple[str, memoryview]]) -> list[bool]:
         """Put objects, but for those that are there; for each whether it is there now."""
-        there = self._are_there([key for key, _ in items])
+        there = self._client.look_up_soon([key for key, _ in items])
         new = [number for number, is_there in enumerate(there) if not is_there]
         failed: list[ItemResult[Any]] = []
-        results = self._client.call(
-            lambda client: client.put_many([items[number] for number in new]), failed
-        )
+        began, wanted = time.perf_counter(), [items[number] for number in new]
+        results = self._client.call(lambda client: client.put_many(wanted), failed)
         for number, result in zip(new, results, strict=False):
             there[number] = result.error is None
+        stored = [there[number] for number in new]
+        self._note(wanted, stored, time.perf_counter() - began, read=False)
         return there
 
     # --- single values, which older code asks for --------------------------------------------------
@@ -247,7 +324,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         """Read one value into a tensor that is given; None when it is not there."""
         if target_location is None:
             return None
-        name = legal_key(self._pages.prefix + key)
+        name = legal_key(self._pages.prefixes[0] + key)
         (result,) = self._client.call(
             lambda client: client.get_many_into([(name, target_location)]), [ItemResult(name)]
         )
@@ -273,7 +350,7 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         source = value if value is not None else target_location
         if source is None:
             return False
-        name = legal_key(self._pages.prefix + key)
+        name = legal_key(self._pages.prefixes[0] + key)
         try:
             view = source_view(source.detach().cpu().contiguous())
         except (RuntimeError, ValueError) as error:
@@ -297,6 +374,11 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
     # -----------------------------------------------------------------------------------------------
 
     @or_else(lambda *_, **__: None)
+    def get_stats(self) -> Any:
+        """The figures since the last call, as SGLang's metrics want them; None where they are off."""
+        return self._figures.taken() if self._config.enable_storage_metrics else None
+
+    @or_else(lambda *_, **__: None)
     def clear(self) -> None:
         """Remove everything of this weight version, everywhere."""
         self._client.call(lambda client: client.flush(), None)
@@ -306,13 +388,15 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         """Disconnect."""
         self._client.close()
 
-    def _named(self, layout: dict[str, Any], *, own_rank: bool = False) -> str:
-        """The prefix of all keys of this rank. `own_rank`: each rank has its own, also with MLA."""
+    def _named(
+        self, layout: dict[str, Any], *, own_rank: bool = False, tp_rank: int | None = None
+    ) -> str:
+        """The prefix of all keys of this rank, or of `tp_rank`. `own_rank`: each rank has its own, also with MLA."""
         config = self._config
         by_rank = own_rank or not config.is_mla_model
         fields = {
-            **layout,
             "tp_size": config.tp_size if by_rank else 1,
+            **layout,
             "pp_size": config.pp_size,
             "attn_cp_size": config.attn_cp_size,
             "dcp_size": config.dcp_size,
@@ -322,8 +406,12 @@ class P2PHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang ships no types
         )
         ranks = [config.pp_rank, config.attn_cp_rank, config.dcp_rank]
         if by_rank:
-            ranks.append(config.tp_rank)
+            ranks.append(config.tp_rank if tp_rank is None else tp_rank)
         return f"sglang/{config.model_name}/{digest.hexdigest()}/{'.'.join(map(str, ranks))}/"
+
+
+def _nowhere(_: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    raise ValueError("no host pool was registered")
 
 
 def _text(name: Any) -> str:

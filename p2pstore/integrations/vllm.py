@@ -4,7 +4,9 @@
       "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8589934592, "secondary_tiers": [{"type": "P2PTier",
       "module_path": "p2pstore.integrations.vllm", "weight_version": "llama-3.1-8b@v1"}]}}'
 
-`weight_version` is required; `socket` names the local peer, where there are several; `threads` move blocks.
+`weight_version` is required; `socket` names the local peer, where there are several; `threads` move blocks. Engines
+share blocks of models of one name: the last part of the model's path, or what `model` says. `enable_kv_events` tells
+routers of blocks in the pool, with medium `STORAGE` (vLLM adds tokens with `self_describing_kv_events`).
 """
 
 from __future__ import annotations
@@ -14,28 +16,53 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingGaugeMetadata,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from p2pstore.blocking import BlockingClient
+from p2pstore.integrations.block_events import BlockEvents
 from p2pstore.integrations.lasting_client import LastingClient, legal_key, or_else
 from p2pstore.results import ItemResult
 
 LOST_SECONDS = 5.0
 MAX_LOST = 100_000
 NAME_BYTES = 12
+CHECK_SECONDS = 1.0
+"""Pause between two checks of blocks that were told of, 4,096 at a time."""
+WAIT_PARAMETER = "p2pstore_wait_seconds"
+"""In a request's `kv_transfer_params`: the time to wait for blocks that another engine has just computed."""
+PEER_ANSWERS = "vllm:kv_offload_p2pstore_peer_answers"
 
 
 class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependency, so not there to be checked
     """Blocks of the primary tier, put from its memory and read into it in place, by a few threads.
 
-    Everything that the scheduler calls returns at once: whether a block is there is read in shared memory, transfers
-    run in threads. Blocks are shared by engines with the same model, dtype, block and parallel sizes.
+    Everything that the scheduler calls returns at once: whether a block is there is read in shared memory, or asked by
+    a worker while vLLM tries again; transfers run in threads. Engines with the same weight version, model, dtype,
+    block size and hashes share blocks; with the same parallel sizes, unless vLLM says that its blocks do not depend on
+    them.
     """
+
+    medium = Medium.STORAGE
+    cache_hit_source = CacheHitSource.P2P
 
     def __init__(
         self,
@@ -43,23 +70,37 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: Any = None,
-        *,
-        weight_version: str = "",
-        socket: str | None = None,
-        threads: int = 4,
-        **others: Any,
+        **options: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self._client = LastingClient(weight_version, socket)
-        self._client.say_unknown(others, ["weight_version", "socket", "threads"])
-        self._rows = np.asarray(primary_kv_view).view(np.uint8).reshape(len(primary_kv_view), -1)
-        self._prefix = _prefix(offloading_spec, self._rows.shape[1])
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="p2pstore-tier")
+        self._weight_version = options.get("weight_version", "")
+        self._client = LastingClient(self._weight_version, options.get("socket"))
+        self._client.say_unknown(
+            options,
+            ["weight_version", "socket", "threads", "model", "locality", "enable_kv_events"],
+        )
+        if options.get("locality"):
+            self.locality = Locality(options["locality"])
+        self._rows: Any = (
+            np.asarray(primary_kv_view).view(np.uint8).reshape(len(primary_kv_view), -1)
+        )
+        self._row_bytes = self._rows.shape[1]
+        self._layout = _layout(offloading_spec, self._row_bytes, options.get("model"))
+        self._prefix = _prefix(self._layout)
+        self._pool = ThreadPoolExecutor(
+            options.get("threads", 4), thread_name_prefix="p2pstore-tier"
+        )
         self._lock = threading.Lock()
         self._running: set[Future[None]] = set()
         self._finished: deque[JobResult] = deque()
         self._lost: dict[bytes, float] = {}
-        self._client.hashes_agree("vllm", _hash_seed())
+        self._wait_until: dict[str, float] = {}
+        self._compared = False
+        self._told_answers: bool | None = None
+        self._events: BlockEvents | None = None
+        self._check_at = 0.0
+        if options.get("enable_kv_events"):
+            self._begin_events(offloading_spec.kv_events_config)
 
     # --- what the scheduler asks -------------------------------------------------------------------
 
@@ -69,8 +110,37 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         would be tried again and again."""
         if self._lost and self._lost.get(key, 0.0) > time.monotonic():
             return LookupResult.MISS
-        there = self._client.call(lambda client: client.contains(self._name(key)), False)
+        (there,) = self._client.look_up([self._name(key)])
+        if there is None or (not there and self._wait_until and self._waits(req_context)):
+            return LookupResult.RETRY
         return LookupResult.HIT if there else LookupResult.MISS
+
+    @or_else(lambda *_, **__: None)
+    def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
+        """Blocks were found in the engine's own memory: the pool keeps them, too, for engines that begin later."""
+        if self._client.answers:
+            self._client.later(_touching(self._prefix, list(keys)))
+
+    def _waits(self, req_context: Any) -> bool:
+        """Whether a missing block of this request may still be on its way from the engine that computed it."""
+        until = self._wait_until.get(req_context.req_id, 0.0)
+        return self._client.answers and time.monotonic() < until
+
+    @or_else(lambda *_, **__: RequestOffloadingContext())
+    def on_new_request(self, req_context: Any) -> Any:
+        """At the first one vLLM has chosen its hash function and seed: `NONE_HASH` is the function's hash of the seed.
+        Both are compared with those of the other engines."""
+        if not self._compared:
+            self._compared = True
+            seed = bytes(kv_cache_utils.NONE_HASH).hex()
+            self._client.compare_hashes("vllm", seed, **self._layout)
+        wait_seconds = ((req_context and req_context.kv_transfer_params) or {}).get(WAIT_PARAMETER)
+        if wait_seconds:
+            self._wait_until[req_context.req_id] = time.monotonic() + float(wait_seconds)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._wait_until.pop(req_context.req_id, None)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(self._store, job_metadata)
@@ -84,9 +154,6 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
             self._finished.clear()
         return done
 
-    def on_new_request(self, req_context: Any) -> Any:
-        return RequestOffloadingContext()
-
     def drain_jobs(self) -> None:
         """Wait for all transfers under way. Each has a deadline of its own, so this ends."""
         with self._lock:
@@ -94,9 +161,69 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         wait(running)
 
     def shutdown(self) -> None:
-        """Wait for transfers under way, and disconnect."""
-        self._pool.shutdown(wait=True)
+        """Wait for transfers under way, let go of vLLM's memory, and disconnect."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._rows = None
         self._client.close()
+
+    # --- what it publishes -------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {
+            PEER_ANSWERS: OffloadingGaugeMetadata("Whether this machine's peer answers (1 or 0).")
+        }
+
+    def get_stats(self) -> Any:
+        answers = self._client.answers
+        if answers == self._told_answers:
+            return None
+        self._told_answers = answers
+        stats = OffloadingConnectorStats()
+        stats.set_gauge(PEER_ANSWERS, int(answers))
+        return stats
+
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
+        return ("p2pstore_weight_version", "p2pstore_prefix")
+
+    def config_info(self) -> dict[str, str]:
+        return dict(
+            zip(self.config_info_keys({}), (self._weight_version, self._prefix), strict=True)
+        )
+
+    def _begin_events(self, config: Any) -> None:
+        if not config.enable_kv_cache_events:
+            self._client.say("enable_kv_events changes nothing: vLLM publishes no KV events")
+            return
+        if not config.self_describing_kv_events:
+            self._client.say(
+                "set self_describing_kv_events in kv_connector_extra_config: without tokens routers ignore the events"
+            )
+        self._events = BlockEvents()
+
+    @or_else(lambda *_, **__: ())
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Blocks that came to the pool by this engine, or were found there, and those that no peer has any more."""
+        if self._events is None:
+            return ()
+        now = time.monotonic()
+        if now >= self._check_at and self._client.answers:
+            self._check_at = now + CHECK_SECONDS
+            self._client.later(self._check_told)
+        return [
+            OffloadingEvent(
+                event.keys, self.medium, event.removed, self.locality, removal_expected=True
+            )
+            for event in self._events.take()
+        ]
+
+    def _check_told(self, client: BlockingClient) -> None:
+        """In the worker: which of the blocks that were told of are gone."""
+        assert self._events is not None
+        keys = self._events.to_check()
+        if keys:
+            self._events.checked(keys, client.contains_many([self._name(key) for key in keys]))
 
     # --- in threads --------------------------------------------------------------------------------
 
@@ -133,7 +260,7 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
             not failed and len(good) == len(keys),
             successful_keys=tuple(good) if job.is_promotion and len(good) < len(keys) else None,
             transfer_time=time.monotonic() - began,
-            transfer_bytes=len(good) * self._rows.shape[1],
+            transfer_bytes=len(good) * self._row_bytes,
         )
         with self._lock:
             self._finished.append(result)
@@ -148,6 +275,11 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         stored = {
             number for number, result in zip(new, results, strict=False) if result.error is None
         }
+        if self._events is not None:
+            self._events.found([keys[number] for number in sorted(stored)], new=True)
+            self._events.found(
+                [key for key, known in zip(keys, there, strict=True) if known], new=False
+            )
         return [key for number, key in enumerate(keys) if there[number] or number in stored]
 
     def _load(self, keys: list[bytes], rows: list[memoryview]) -> list[bytes]:
@@ -175,28 +307,36 @@ class P2PTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is no dependen
         return legal_key(self._prefix + key.hex())
 
 
-def _prefix(spec: Any, block_bytes: int) -> str:
-    """The prefix of all keys: the same for engines whose blocks are alike."""
-    config = spec.config
-    parallel = config.parallel
-    fields = {
-        "model": config.model.name,
-        "dtype": str(config.model.dtype),
-        "block_bytes": block_bytes,
-        "tokens_per_hash": config.cache.tokens_per_hash,
-        "blocks_per_chunk": spec.blocks_per_chunk,
-        "parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
-        "rank": parallel.rank,
-        "groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
-        "layout": str(config.kv_cache_layout) if config.canonical_layout else "",
+def _touching(prefix: str, keys: list[bytes]) -> Callable[[BlockingClient], None]:
+    return lambda client: client.touch([legal_key(prefix + key.hex()) for key in keys])
+
+
+def _layout(spec: Any, row_bytes: int, model: str | None) -> dict[str, Any]:
+    """The facts that engines must have in common to use each other's blocks, as vLLM's own tiers have them: parallel
+    sizes are 1 where its blocks do not depend on them."""
+    mapper = FileMapper.from_offloading_spec(
+        root_dir="",
+        offloading_spec=spec,
+        blocks_per_file=spec.blocks_per_chunk,
+        parallel_agnostic=True,
+    )
+    return {
+        **mapper.get_run_config(),
+        "model_name": model or _model_name(spec.config.model.name),
+        "rank": mapper.rank,
+        "row_bytes": row_bytes,
     }
-    digest = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=NAME_BYTES)
-    return f"vllm/{config.model.name}/{digest.hexdigest()}/"
 
 
-def _hash_seed() -> Any:
-    """The seed of this engine's hashes of chains of blocks."""
-    from vllm.v1.core import kv_cache_utils
+def _model_name(path: str) -> str:
+    """The model's name, whatever folder it is in: a path's last part, or the name in the cache of the hub."""
+    *before, last = path.rstrip("/").split("/")
+    if before[-1:] == ["snapshots"] and before[-2:-1]:
+        return before[-2].rpartition("--")[2]
+    return last
 
-    seed = getattr(kv_cache_utils, "NONE_HASH", None)
-    return hash("p2pstore") if seed is None else bytes(seed)
+
+def _prefix(layout: dict[str, Any]) -> str:
+    """The prefix of all keys: the same for engines whose blocks are alike."""
+    digest = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=NAME_BYTES)
+    return f"vllm/{layout['model_name']}/{digest.hexdigest()}/"

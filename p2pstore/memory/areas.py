@@ -195,11 +195,13 @@ class Areas:
             return self.shared
         return self._all[bisect_right(self._begins, offset) - 1]
 
-    def free(self, offset: int) -> None:
-        """Give an extent back. Raises `KeyError` when none begins there."""
-        allocator = self.at(offset).allocator
-        self.used_bytes -= allocator.size_of(offset)
-        allocator.free(offset)
+    def free(self, *offsets: int) -> None:
+        """Give extents back. Raises `KeyError` where none begins."""
+        if len(self._all) == 1:
+            self.used_bytes -= self.shared.allocator.free(*offsets)
+            return
+        for offset in offsets:
+            self.used_bytes -= self.at(offset).allocator.free(offset)
 
     def shrink(self, offset: int, size_bytes: int) -> None:
         """Give back the tail of an extent, of which `size_bytes` remain."""

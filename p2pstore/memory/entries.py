@@ -130,7 +130,7 @@ class Written(NamedTuple):
     follows: bytes = b""
 
 
-class Reservation(msgspec.Struct, frozen=True):
+class Reservation(msgspec.Struct, frozen=True, gc=False):
     """Room for a value of up to `length` bytes at `offset` from the segment's start.
 
     `capacity` is the whole extent in bytes, trailer included. It ends with commit or abort, or with

@@ -134,13 +134,14 @@ class EvictionOrder:
         """The entry may not be evicted for now."""
         if entry.rank is None:
             return
+        offset = entry.offset
         self._groups[entry.group][entry.rank].remove(entry)
-        if entry.offset in self._held:
-            self._held.discard(entry.offset)
+        if offset in self._held:
+            self._held.discard(offset)
         else:
             self._count(entry, -entry.extent_bytes)
         entry.rank = None
-        del self._at[entry.offset]
+        del self._at[offset]
 
     def _count(self, entry: ObjectEntry, more_bytes: int) -> None:
         self._evictable_bytes[entry.group] += more_bytes
@@ -171,15 +172,17 @@ class EvictionOrder:
             if entry not in self:
                 self.update(entry)
 
-    def gone(self, entry: ObjectEntry, *, evicted: bool) -> None:
-        """The entry was withdrawn: for others that needed its room (`evicted`), or for another reason."""
-        self.discard(entry)
-        self.aside.pop(entry, None)
-        if entry.follows is not None:
-            entry.follows.followers -= 1
-            entry.follows = None
-        if evicted:
-            self.policy.evicted(entry)
+    def gone(self, *entries: ObjectEntry, evicted: bool) -> None:
+        """The entries were withdrawn: for others that needed their room (`evicted`), or for another reason."""
+        for entry in entries:
+            self.discard(entry)
+            if self.aside:
+                self.aside.pop(entry, None)
+            if entry.follows is not None:
+                entry.follows.followers -= 1
+                entry.follows = None
+            if evicted:
+                self.policy.evicted(entry)
 
     def read(self, entry: ObjectEntry, count: int, now: float) -> None:
         """The entry is read `count` times just now."""

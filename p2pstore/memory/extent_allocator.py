@@ -199,12 +199,22 @@ class ExtentAllocator:
         if position < end:
             self._add_free(position, end)
 
-    def free(self, offset: int) -> None:
-        """Give an extent back. Raises `KeyError` when none begins at `offset`."""
-        end = self._used.pop(offset)
-        del self._used_ending[end]
-        self.used_bytes -= end - offset
-        self._merge_free(offset, end)
+    def free(self, *offsets: int) -> int:
+        """Give extents back; the bytes of them. Raises `KeyError` where none begins."""
+        freed = 0
+        start = end = -1
+        for offset in sorted(offsets):
+            if offset != end:
+                if start >= 0:
+                    self._merge_free(start, end)
+                start = offset
+            end = self._used.pop(offset)
+            del self._used_ending[end]
+            freed += end - offset
+        if start >= 0:
+            self._merge_free(start, end)
+        self.used_bytes -= freed
+        return freed
 
     def shrink(self, offset: int, size_bytes: int) -> None:
         """Give back the tail of an extent, of which `size_bytes` remain."""
@@ -239,7 +249,11 @@ class ExtentAllocator:
         limit = inf
         grown_extents = 0
         for candidate in candidates:
-            grown = yield from self._grow_window(candidate, needed_bytes, cost, limit)
+            if self._used.get(candidate, 0) - candidate >= needed_bytes:
+                total = cost(candidate)
+                grown = None if total is None or total >= limit else (total, [candidate])
+            else:
+                grown = yield from self._grow_window(candidate, needed_bytes, cost, limit)
             if grown is not None:
                 found.append(grown)
                 limit = min(limit, grown[0] * much_more)

@@ -67,26 +67,24 @@ class KeyIndex:
             slots[position] = slot
             pack_index_entry_into(section, position * INDEX_ENTRY_BYTES, digest, slot, INDEX_USED)
 
-    def get(self, digest: bytes) -> int | None:
-        """The slot published for `digest`."""
-        position = self._find(digest)
-        return None if position is None else self._slots[position]
-
-    def remove(self, digest: bytes) -> None:
-        """Take `digest` out and move later entries of its run back: no tombstones remain."""
-        hole = self._find(digest)
-        if hole is None:
-            raise KeyError(digest)
+    def remove(self, *gone: bytes) -> None:
+        """Take digests out and move later entries of their runs back: no tombstones remain."""
         digests, slots, mask = self._digests, self._slots, self._entries - 1
-        position = hole
-        while (moving := digests[position := (position + 1) & mask]) is not None:
-            home = int.from_bytes(moving[:8], "little")  # `index_home`, without its call
-            if (position - home) & mask >= (position - hole) & mask:
-                self._write(hole, moving, slots[position])
-                hole = position
-        digests[hole] = None
-        start = hole * INDEX_ENTRY_BYTES
-        self._section[start : start + INDEX_ENTRY_BYTES] = _UNUSED
+        for digest in gone:
+            hole = int.from_bytes(digest[:8], "little") & mask  # `index_home`, without its call
+            while (there := digests[hole]) != digest:
+                if there is None:
+                    raise KeyError(digest)
+                hole = (hole + 1) & mask
+            position = hole
+            while (moving := digests[position := (position + 1) & mask]) is not None:
+                home = int.from_bytes(moving[:8], "little")
+                if (position - home) & mask >= (position - hole) & mask:
+                    self._write(hole, moving, slots[position])
+                    hole = position
+            digests[hole] = None
+            start = hole * INDEX_ENTRY_BYTES
+            self._section[start : start + INDEX_ENTRY_BYTES] = _UNUSED
 
     def restore(self, first: int, count: int) -> int:
         """Write entries anew that another process changed; how many there were."""
@@ -105,14 +103,6 @@ class KeyIndex:
     def detach(self) -> None:
         """Let go of the memory."""
         self._section = memoryview(b"")
-
-    def _find(self, digest: bytes) -> int | None:
-        position = index_home(digest, self._entries)
-        while (there := self._digests[position]) is not None:
-            if there == digest:
-                return position
-            position = (position + 1) & (self._entries - 1)
-        return None
 
     def _write(self, position: int, digest: bytes, slot: int) -> None:
         self._digests[position] = digest

@@ -106,14 +106,15 @@ class KeyListing:
         listed = self._namespaces.get(namespace)
         return () if listed is None else listed.entries.values()
 
-    def remove(self, entry: ObjectEntry) -> None:
-        """Take the entry's key out, unless another entry is listed under it."""
-        namespace = self._namespaces.get(entry.namespace)
-        if namespace is None or namespace.entries.get(entry.key) is not entry:
-            return
-        namespace.remove(entry.key)
-        if not namespace.entries:
-            del self._namespaces[entry.namespace]
+    def remove(self, *entries: ObjectEntry) -> None:
+        """Take the entries' keys out, but for those under which another entry is listed."""
+        for entry in entries:
+            namespace = self._namespaces.get(entry.namespace)
+            if namespace is None or namespace.entries.get(entry.key) is not entry:
+                continue
+            namespace.remove(entry.key)
+            if not namespace.entries:
+                del self._namespaces[entry.namespace]
 
     def prepare(self, namespace: str) -> bool:
         """A step towards `page`, of a millisecond. Whether that takes no more than it gives by now."""

@@ -7,7 +7,7 @@ all, and may write anywhere. What they spoil is written anew (`restore_header` a
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from itertools import islice
 
 import msgspec
@@ -25,6 +25,7 @@ from p2pstore.memory.segment_layout import (
     SLOT_FLAG_LASTING,
     SLOT_FLAG_SOFT,
     SLOT_FLAG_TENSOR,
+    SLOT_STATE_OFFSET,
     Geometry,
     SegmentHeader,
     SegmentState,
@@ -115,10 +116,6 @@ class ObjectTable:
         taken.reverse()
         return taken
 
-    def give_back(self, slots: Sequence[int]) -> None:
-        """The last ones of `take_slots` were not used."""
-        self._free_slots += reversed(slots)
-
     @property
     def has_free_slot(self) -> bool:
         """Whether `take_slot` would give one."""
@@ -126,10 +123,13 @@ class ObjectTable:
             self._free_slots += islice(self._unused_slots, 1)
         return bool(self._free_slots)
 
-    def free_slot(self, number: int) -> None:
-        """Clear the slot and let it be taken again."""
-        self._write(self._slot_offset(number), FREE_SLOT)
-        self._free_slots.append(number)
+    def free_slots(self, numbers: Sequence[int]) -> None:
+        """Clear the slots and let them be taken again."""
+        buffer, base = self._buffer, self._slots_offset
+        for number in numbers:
+            start = base + number * SLOT_BYTES
+            buffer[start : start + SLOT_BYTES] = FREE_SLOT
+        self._free_slots += numbers
 
     def publish(self, entries: Sequence[ObjectEntry], trailers: Sequence[bytes]) -> None:
         """Make filled extents objects that readers find, in place of those of the same digests. An empty trailer leaves
@@ -148,9 +148,15 @@ class ObjectTable:
         )
         self._write(self._slot_offset(reservation.slot), encode_slot(filling))
 
-    def withdraw(self, entry: ObjectEntry) -> None:
+    def spoil(self, entries: Iterable[ObjectEntry]) -> None:
+        """Let no reader accept these slots any more: their checksums are those of another state."""
+        at = self._slots_offset + SLOT_STATE_OFFSET
+        for entry in entries:
+            self._buffer[at + entry.slot * SLOT_BYTES] = SlotState.DOOMED
+
+    def withdraw(self, entries: Iterable[ObjectEntry]) -> None:
         """Readers no longer find the object; its slot stays as it is."""
-        self._index.remove(entry.digest)
+        self._index.remove(*[entry.digest for entry in entries])
 
     def write_slot(self, entry: ObjectEntry) -> None:
         """Bring the slot up to date with the entry."""

@@ -104,7 +104,7 @@ class Room:
                     next(steps)
             except StopIteration as end:
                 extent, slot = end.value
-                self._table.free_slot(slot)
+                self._table.free_slots([slot])
                 self._areas.free(extent)
 
     def _has_room(self, size: int, places: Places) -> bool:

@@ -219,7 +219,7 @@ class Segment:
             fitting = wanted - max(0, -(-above // capacity))
             slots = self.table.take_slots(fitting)
             extents = self.areas.take_many(capacity, len(slots), places)
-            self.table.give_back(slots[len(extents) :])
+            self.table.free_slots(slots[len(extents) :][::-1])
             made += self._reserved(holder, extents, length, capacity, slots[: len(extents)])
             taken += len(extents) * capacity
             if len(extents) < wanted:
@@ -273,7 +273,7 @@ class Segment:
         if existing is not None and existing.version >= version and not existing.expired(now):
             self.abort(number, holder=holder)
             if existing.soft and not soft:
-                self.objects.make_firm(existing)
+                self.objects.set_soft(existing, False)
             return existing
         self.reservations.end(reservation)
         self.objects.publish([(reservation, entry, packed, follows)], now)

@@ -166,6 +166,7 @@ SEGMENT_STATE_OFFSET: Final = _HEADER_STATE_OFFSET
 _SLOT: Final = struct.Struct("<BBHHH16sQQQQQ")
 assert _SLOT.size == SLOT_BYTES
 _CHECKED_PART: Final = struct.Struct("<BBHHH16sQQQQ")
+SLOT_STATE_OFFSET: Final = 1
 _DIGEST_OFFSET: Final = 8
 _SLOT_SUM: Final = struct.Struct("<Q")
 
@@ -431,7 +432,7 @@ EXPIRY_BYTES: Final = 8
 
 def pin_of(trailer: TrailerBody) -> Pin:
     """The object's pin. One that only newer versions know counts as hard."""
-    return _PINS[max(Pin.NONE, min(trailer.pin, Pin.HARD))]
+    return _PINS[min(trailer.pin, len(_PINS) - 1)] if trailer.pin > 0 else Pin.NONE
 
 
 def encode_trailer(trailer: TrailerBody) -> bytes:

@@ -177,9 +177,9 @@ class SegmentObjects:
         self.table.write_slot(entry)
         self.set_pin(entry, pin, now + SOFT_PIN_SECONDS if pin is Pin.SOFT else 0.0)
 
-    def make_firm(self, entry: ObjectEntry) -> None:
-        """Make a soft copy a firm one."""
-        entry.soft = False
+    def set_soft(self, entry: ObjectEntry, soft: bool) -> None:
+        """Make a copy a soft or a firm one."""
+        entry.soft = soft
         self.table.write_slot(entry)
         self.order.update(entry)
 
@@ -240,41 +240,42 @@ class SegmentObjects:
 
     def withdraw(self, *entries: ObjectEntry, evicted: bool = False) -> None:
         """Hide live or returned objects from readers; each is freed when nothing refers to it."""
+        live = [entry for entry in entries if entry.state is not SlotState.RETURNED]
         for entry in entries:
-            if entry.state is SlotState.RETURNED:
-                del self.returned[entry.digest]
-            else:
-                del self.live[entry.digest]
-                self.table.withdraw(entry)
-                self.listing.remove(entry)
+            objects = self.returned if entry.state is SlotState.RETURNED else self.live
+            del objects[entry.digest]
+        self.table.withdraw(live)
+        self.listing.remove(*live)
         self._doom(*entries, evicted=evicted)
 
     def _doom(self, *entries: ObjectEntry, evicted: bool = False) -> None:
         """LIVE -> DOOMED, and on to FREE when nothing refers to it."""
-        hazards = self.references.hazards
+        self.order.gone(*entries, evicted=evicted)
         for entry in entries:
-            self.order.gone(entry, evicted=evicted)
-            self.timers.drop(entry)
-            self.areas.count(entry, -1)
+            if entry.timer is not None:
+                self.timers.drop(entry)
+            if self.areas.uses:
+                self.areas.count(entry, -1)
             entry.state = SlotState.DOOMED
-            if hazards:
-                self.table.write_slot(entry)
+        if self.references.hazards:
+            self.table.spoil(entries)
         self.references.settle_withdrawn(entries)
+        unused = []
         for entry in entries:
-            if entry.state is SlotState.FREE:  # its last reference ended in this moment
-                continue
             if entry.references:
                 self.table.write_slot(entry)
-            else:
-                self.free(entry)
+            elif entry.state is SlotState.DOOMED:  # else its last reference ended in this moment
+                unused.append(entry)
+        self.free(*unused)
 
-    def free(self, held: ObjectEntry | Reservation) -> None:
-        """Give slot and extent of a withdrawn object or an ended reservation back."""
-        if isinstance(held, ObjectEntry):
-            held.state = SlotState.FREE
-        del self.held[held.slot]
-        self.table.free_slot(held.slot)
-        self.areas.free(held.offset - self._data_offset)
+    def free(self, *held: ObjectEntry | Reservation) -> None:
+        """Give slots and extents of withdrawn objects or ended reservations back."""
+        for each in held:
+            if isinstance(each, ObjectEntry):
+                each.state = SlotState.FREE
+            del self.held[each.slot]
+        self.table.free_slots([each.slot for each in held])
+        self.areas.free(*[each.offset - self._data_offset for each in held])
 
 
 def _check_live(entry: ObjectEntry) -> None:

@@ -20,6 +20,7 @@ import p2pstore
 from p2pstore.access.keyring import Role
 from p2pstore.checkpoint.peer.client_requests import ClientRequests, PeerCheckpoints
 from p2pstore.config import PeerConfig
+from p2pstore.core.copies.offers import coldest_use
 from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
@@ -70,7 +71,7 @@ from p2pstore.peer.ssd_opening import open_ssd
 from p2pstore.runtime import memory_barrier
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.runtime.trio_tasks import open_background_nursery
-from p2pstore.state.key_files import ephemeral
+from p2pstore.state.key_files import ephemeral, load_token_file
 from p2pstore.state.places import MAX_LOCAL_PEERS
 from p2pstore.state.state_directory import StateDirectory
 from p2pstore.topology.sysfs import host_identity
@@ -280,6 +281,7 @@ class Assembly:
             segments=[SegmentOffer(segment.segment_id, segment.data_bytes)],
             memory_capacity=segment.data_bytes,
             memory_used=segment.used_bytes,
+            memory_coldest=coldest_use(segment),
             ssd_capacity=ssd.capacity_bytes if ssd is not None else 0,
             ssd_used=ssd.used_bytes if ssd is not None else 0,
             load_permille=self.node.load.told_permille if self.node is not None else 0,
@@ -443,13 +445,17 @@ class Assembly:
 
     async def _serve_status(self, node: Node, address: str, nursery: trio.Nursery) -> None:
         """Serve the status page and the metrics. Most peers do without, and without these imports."""
-        from p2pstore.status.http_server import address_of, open_metrics_listeners, serve_metrics
+        from p2pstore.peer.prefix_queries import PrefixQueries
+        from p2pstore.status.http_server import Site, address_of, open_http_listeners, serve_http
         from p2pstore.status.status_page import StatusSource, metrics_pages
 
-        listeners = await open_metrics_listeners(address)
+        token_file = self.config.http_token_file
+        token = "" if token_file is None else load_token_file(token_file)
+        listeners = await open_http_listeners(address)
         self.metrics = address_of(listeners)
         source = StatusSource(node.statistics, with_keys=self.config.metrics_keys)
-        nursery.start_soon(serve_metrics, listeners, metrics_pages(node.statistics, source))
+        pages, queries = metrics_pages(node.statistics, source), PrefixQueries(node).by_path()
+        nursery.start_soon(serve_http, listeners, Site(pages, queries, token))
 
 
 def local_socket_path(config: PeerConfig) -> Path:

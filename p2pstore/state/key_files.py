@@ -8,18 +8,18 @@ import secrets
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from p2pstore.access.keyring import KeyRing, parse_cluster_keys, reader_keys
 from p2pstore.errors import ConfigError
-from p2pstore.gossip.links.identity import SEED_BYTES, Identity
 from p2pstore.gossip.records import format_peer_id
-from p2pstore.state.folder import (
-    FORMAT,
-    Folder,
-    check_format,
-    open_regular_file,
-)
+from p2pstore.state.folder import FORMAT, Folder, check_format, open_regular_file
+
+if TYPE_CHECKING:
+    from p2pstore.gossip.links.identity import Identity
+
+# `identity` is imported late: it needs the peer's libraries, and `invite` only reads a cluster's keys.
+
 
 IDENTITY_HEADER: Final = "p2pstore identity "
 _MAX_KEY_FILE_BYTES: Final = 64 * 1024
@@ -27,6 +27,8 @@ _MAX_KEY_FILE_BYTES: Final = 64 * 1024
 
 def ephemeral() -> Identity:
     """A new identity that is kept nowhere: for a peer without a state directory."""
+    from p2pstore.gossip.links.identity import SEED_BYTES, Identity
+
     return Identity(secrets.token_bytes(SEED_BYTES))
 
 
@@ -45,9 +47,24 @@ def load_cluster_key_file(path: str | os.PathLike[str]) -> KeyRing:
     return parse_cluster_keys(text, str(where))
 
 
+def load_token_file(path: str | os.PathLike[str]) -> str:
+    """The token in a file of its own. Raises `ConfigError` when the file cannot be read, may be read by others, or
+    holds no line of 16 to 1,024 printable characters."""
+    where = Path(path)
+    try:
+        token = read_private(where, "holds a token").strip()
+    except FileNotFoundError:
+        raise ConfigError(f"the token file {where} does not exist") from None
+    if not 16 <= len(token) <= 1024 or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"{where}: one line of 16 to 1,024 printable ASCII characters is wanted")
+    return token
+
+
 def readers_key_file(path: str | os.PathLike[str], namespaces: Sequence[str] = ()) -> str:
     """The text of the key file for readers, or for writers of `namespaces`, that goes with a cluster key file. Raises
     as `load_cluster_key_file` and `reader_keys`."""
+    from p2pstore.gossip.links.identity import Identity
+
     ring = load_cluster_key_file(path)
     return reader_keys(ring, lambda seed: format_peer_id(Identity(seed).peer_id), namespaces)
 
@@ -87,6 +104,8 @@ def read_private(path: Path, what: str, folder: Folder | None = None) -> str:
 
 
 def parse_identity(path: Path, text: str) -> bytes:
+    from p2pstore.gossip.links.identity import SEED_BYTES
+
     header, _, rest = text.partition("\n")
     version = header.removeprefix(IDENTITY_HEADER)
     if header.startswith(IDENTITY_HEADER) and version.isdigit():

@@ -1,12 +1,15 @@
-"""Answers GET requests over HTTP: enough for Prometheus, Kubernetes, browsers and curl.
+"""Answers HTTP requests: pages for Prometheus, Kubernetes, browsers and curl, and queries of routers.
 
-One short request a connection. A client that sends garbage or nothing, or does not read its answer, costs a connection
-for some seconds. Connections are shared fairly among hosts: a host that opens many keeps only itself out. Every client
-that reaches the port gets answers; at a loopback address, pages of other sites do not (`asked_names`).
+A page is one GET request, and its connection ends; queries are POST requests, many on one connection. A client that
+sends garbage or nothing, or does not read its answer, costs a connection for some seconds. Connections are shared
+fairly among hosts: a host that opens many keeps only itself out. Every client that reaches the port gets pages; at a
+loopback address, pages of other sites do not (`asked_names`). Queries are answered at a loopback address, and anywhere
+with the token, where there is one.
 """
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import logging
 import os
@@ -28,6 +31,9 @@ logger = logging.getLogger("p2pstore.peer")
 REQUEST_SECONDS: Final = 5.0
 """For a whole request and its answer."""
 MAX_REQUEST_BYTES: Final = 8192
+MAX_BODY_BYTES: Final = 1 << 20
+IDLE_SECONDS: Final = 60.0
+"""Of a connection between two queries."""
 MAX_CONNECTIONS: Final = 64
 MAX_HOST_CONNECTIONS: Final = 32
 """Of one host: of these, too, the newest ones are refused."""
@@ -46,6 +52,51 @@ class Answer(NamedTuple):
 
 
 Pages = dict[str, Callable[[], Answer | Awaitable[Answer]]]
+Queries = dict[str, Callable[[bytes], Answer | Awaitable[Answer]]]
+"""By path, what answers to a body."""
+
+
+class Site(NamedTuple):
+    """All that a server answers. `token`: what a query must show; empty: none, and queries come by loopback only."""
+
+    pages: Pages
+    queries: Queries
+    token: str
+
+
+class _Request(NamedTuple):
+    method: str
+    path: str
+    version: str
+    headers: dict[str, list[str]]
+
+    @staticmethod
+    def parse(head: bytes) -> _Request:
+        line, *lines = head.decode("latin-1").split("\r\n")
+        method, _, rest = line.partition(" ")
+        target, _, version = rest.partition(" ")
+        headers: dict[str, list[str]] = {}
+        for each in lines:
+            name, _, value = each.partition(":")
+            headers.setdefault(name.strip().lower(), []).append(value.strip())
+        return _Request(method, target.partition("?")[0], version, headers)
+
+    def header(self, name: str) -> str:
+        """The value of a header; empty where there is none."""
+        return ", ".join(self.headers.get(name, []))
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the client may send another request on this connection."""
+        return self.version == "HTTP/1.1" and "close" not in self.header("connection").lower()
+
+
+class _Refused(Exception):
+    """A request that is answered with a line of text, and ends its connection."""
+
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.answer = text_answer(status, text)
 
 
 def text_answer(status: HTTPStatus, text: str) -> Answer:
@@ -53,7 +104,7 @@ def text_answer(status: HTTPStatus, text: str) -> Answer:
     return Answer(status, TEXT, f"{text}\n".encode())
 
 
-async def open_metrics_listeners(address: str) -> list[trio.SocketListener]:
+async def open_http_listeners(address: str) -> list[trio.SocketListener]:
     """Listen at HOST:PORT. Raises `ConfigError` when that is not possible."""
     host, port = split_address(address, "metrics")
     try:
@@ -73,26 +124,26 @@ def address_of(listeners: Sequence[trio.SocketListener]) -> str:
     return join_address(host, port)
 
 
-async def serve_metrics(listeners: Sequence[trio.SocketListener], pages: Pages) -> None:
+async def serve_http(listeners: Sequence[trio.SocketListener], site: Site) -> None:
     """Until cancelled."""
     guests: Strangers[trio.CancelScope] = Strangers(MAX_CONNECTIONS, MAX_HOST_CONNECTIONS)
     async with trio.open_nursery() as nursery:
         for listener in listeners:
-            nursery.start_soon(_accept, listener, pages, guests, nursery)
+            nursery.start_soon(_accept, listener, site, guests, nursery)
 
 
 async def _accept(
     listener: trio.SocketListener,
-    pages: Pages,
+    site: Site,
     guests: Strangers[trio.CancelScope],
     nursery: trio.Nursery,
 ) -> None:
     async with listener:
-        await _accept_at(listener.socket.fileno(), pages, guests, nursery)
+        await _accept_at(listener.socket.fileno(), site, guests, nursery)
 
 
 async def _accept_at(
-    descriptor: int, pages: Pages, guests: Strangers[trio.CancelScope], nursery: trio.Nursery
+    descriptor: int, site: Site, guests: Strangers[trio.CancelScope], nursery: trio.Nursery
 ) -> None:
     with (
         closing(Accepting(logger, "readers of the status page", _turn_away)) as accepting,
@@ -102,7 +153,7 @@ async def _accept_at(
         while True:
             sock, _ = await accepting.accept(waiting)
             stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
-            nursery.start_soon(_serve, pages, guests, stream)
+            nursery.start_soon(_serve, site, guests, stream)
 
 
 def _turn_away(sock: socket.socket, reason: str) -> None:
@@ -113,7 +164,7 @@ def _turn_away(sock: socket.socket, reason: str) -> None:
 
 
 async def _serve(
-    pages: Pages, guests: Strangers[trio.CancelScope], stream: trio.SocketStream
+    site: Site, guests: Strangers[trio.CancelScope], stream: trio.SocketStream
 ) -> None:
     async with stream:
         try:
@@ -125,7 +176,7 @@ async def _serve(
             if dropped is not None:
                 dropped.cancel()
             try:
-                await serve_request(pages, stream, by_any_name=not _is_at_loopback(stream))
+                await serve_requests(site, stream, at_loopback=_is_at_loopback(stream))
             finally:
                 guests.leave(scope)
 
@@ -136,50 +187,121 @@ def _is_at_loopback(stream: trio.SocketStream) -> bool:
     return (mapped or address).is_loopback
 
 
-async def serve_request(pages: Pages, stream: trio.abc.Stream, *, by_any_name: bool = True) -> None:
-    """Read one request and answer it. A request that takes over `REQUEST_SECONDS` is given up. Unless
-    `by_any_name`, the request must name an address or a name of this machine."""
+async def serve_requests(site: Site, stream: trio.abc.Stream, *, at_loopback: bool = False) -> None:
+    """Read requests and answer them: one page, or queries until the client has no more. A request that takes over
+    `REQUEST_SECONDS` is given up. `at_loopback`: it must name an address or a name of this machine."""
+    received = b""
     try:
-        with trio.move_on_after(REQUEST_SECONDS):
-            await _answer(pages, stream, by_any_name)
-    except (trio.BrokenResourceError, trio.ClosedResourceError):
-        pass  # the client has gone
+        while True:
+            with trio.fail_after(REQUEST_SECONDS):
+                left = await _answer_one(site, stream, received, at_loopback)
+            if left is None:
+                return
+            received = left
+            if not received:
+                with trio.fail_after(IDLE_SECONDS):
+                    received = bytes(await stream.receive_some(MAX_REQUEST_BYTES))
+    except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+        pass  # the client has gone, or says nothing
     except Exception:
-        logger.exception("a request for metrics failed by an internal error")
+        logger.exception("an HTTP request failed by an internal error")
 
 
-async def _answer(pages: Pages, stream: trio.abc.Stream, by_any_name: bool) -> None:
-    head = b""
-    while b"\r\n\r\n" not in head:
-        received = await stream.receive_some(MAX_REQUEST_BYTES)
-        head += received
-        if not received or len(head) > MAX_REQUEST_BYTES:
-            return
-    method, _, rest = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
-    path = rest.partition(" ")[0].partition("?")[0]
-    if method not in ("GET", "HEAD"):
-        answer = text_answer(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD")
-    elif path not in pages:
-        answer = text_answer(HTTPStatus.NOT_FOUND, "there are " + ", ".join(pages))
-    elif path not in PROBES and not by_any_name and not _is_asked_by_own_name(head):
-        answer = text_answer(
+async def _answer_one(
+    site: Site, stream: trio.abc.Stream, received: bytes, at_loopback: bool
+) -> bytes | None:
+    """Answer the next request, of which some bytes may have been received. Returns those behind it; None: the
+    connection has ended."""
+    while b"\r\n\r\n" not in received:
+        more = await stream.receive_some(MAX_REQUEST_BYTES)
+        received += bytes(more)
+        if not more or len(received) > MAX_REQUEST_BYTES:
+            return None
+    head, _, left = received.partition(b"\r\n\r\n")
+    request = _Request.parse(head)
+    try:
+        if request.method == "POST":
+            _check_query(site, request, at_loopback)
+            body, left = await _body(request, stream, left)
+            answer = await _made(site.queries[request.path](body))
+            await stream.send_all(_head(answer, stay=request.keeps_alive) + answer.body)
+            return left if request.keeps_alive else None
+        _check_page(site, request, at_loopback)
+        answer = await _made(site.pages[request.path]())
+    except _Refused as refused:
+        answer = refused.answer
+    await stream.send_all(_head(answer) + (b"" if request.method == "HEAD" else answer.body))
+    return None
+
+
+async def _made(answer: Answer | Awaitable[Answer]) -> Answer:
+    return await answer if isinstance(answer, Awaitable) else answer
+
+
+def _check_page(site: Site, request: _Request, at_loopback: bool) -> None:
+    if request.method not in ("GET", "HEAD"):
+        raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "only GET, HEAD and POST")
+    if request.path not in site.pages:
+        raise _Refused(HTTPStatus.NOT_FOUND, "there are " + ", ".join(site.pages))
+    if request.path not in PROBES and at_loopback:
+        _check_name(request)
+
+
+def _check_query(site: Site, request: _Request, at_loopback: bool) -> None:
+    if request.path not in site.queries:
+        known = ", ".join(site.queries) or "none"
+        raise _Refused(HTTPStatus.NOT_FOUND, f"POST requests are answered at: {known}")
+    if site.token:
+        kind, _, token = request.header("authorization").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(
+            token.strip().encode("latin-1"), site.token.encode()
+        ):
+            raise _Refused(HTTPStatus.UNAUTHORIZED, "send the header Authorization: Bearer TOKEN")
+    elif not at_loopback:
+        raise _Refused(
+            HTTPStatus.FORBIDDEN,
+            "queries are answered at a loopback address only; a peer with --http-token-file answers them elsewhere",
+        )
+    if at_loopback:
+        _check_name(request)
+
+
+async def _body(request: _Request, stream: trio.abc.Stream, left: bytes) -> tuple[bytes, bytes]:
+    """The request's body, and what came behind it."""
+    length = request.header("content-length")
+    if "transfer-encoding" in request.headers or not length:
+        raise _Refused(HTTPStatus.LENGTH_REQUIRED, "send a body with its Content-Length")
+    if not length.isascii() or not length.isdigit():
+        raise _Refused(HTTPStatus.BAD_REQUEST, "Content-Length is a number")
+    if len(length) > 9 or int(length) > MAX_BODY_BYTES:
+        raise _Refused(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body may have {MAX_BODY_BYTES:,} bytes"
+        )
+    size, parts, count = int(length), [left], len(left)
+    if count < size and request.header("expect").lower() == "100-continue":
+        await stream.send_all(b"HTTP/1.1 100 Continue\r\n\r\n")
+    while count < size:
+        part = await stream.receive_some(max(MAX_REQUEST_BYTES, size - count))
+        if not part:
+            raise trio.BrokenResourceError
+        parts.append(bytes(part))
+        count += len(part)
+    whole = b"".join(parts)
+    return whole[:size], whole[size:]
+
+
+def _check_name(request: _Request) -> None:
+    machine = socket.gethostname().lower()
+    own_names = (machine, machine.partition(".")[0])
+    hosts = request.headers.get("host", [])  # none with HTTP/1.0, which browsers do not speak
+    if not all(is_own_name(host, own_names) for host in hosts):
+        raise _Refused(
             HTTPStatus.MISDIRECTED_REQUEST,
             "this page is not shown by that name at a loopback address: ask for it as localhost, or by its address",
         )
-    else:
-        made = pages[path]()
-        answer = await made if isinstance(made, Awaitable) else made
-    head_bytes = _head(answer)
-    await stream.send_all(head_bytes if method == "HEAD" else head_bytes + answer.body)
 
 
-def _is_asked_by_own_name(head: bytes) -> bool:
-    machine = socket.gethostname().lower()
-    own_names = (machine, machine.partition(".")[0])
-    return all(is_own_name(host, own_names) for host in hosts_asked_for(head))
-
-
-def _head(answer: Answer) -> bytes:
+def _head(answer: Answer, *, stay: bool = False) -> bytes:
     status = answer.status
     lines = [
         f"HTTP/1.1 {status.value} {status.phrase}",
@@ -188,7 +310,7 @@ def _head(answer: Answer) -> bytes:
         "Cache-Control: no-store",
         "X-Content-Type-Options: nosniff",
         *(f"{name}: {value}" for name, value in answer.headers),
-        "Connection: close",
+        f"Connection: {'keep-alive' if stay else 'close'}",
     ]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
@@ -207,13 +329,6 @@ def is_own_name(host: str, own_names: Collection[str]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def hosts_asked_for(head: bytes) -> list[str]:
-    """Values of a request's `Host` lines; none with HTTP/1.0, which browsers do not speak."""
-    lines = head.decode("latin-1").split("\r\n")[1:]
-    pairs = (line.partition(":") for line in lines)
-    return [value for name, _, value in pairs if name.strip().lower() == "host"]
 
 
 def _without_port(host: str) -> str:

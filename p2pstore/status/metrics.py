@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from prometheus_client.core import (
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
@@ -110,6 +108,10 @@ _CLIENTS: Final = (
     ("client_misses", "Gets that found nothing, or no reachable holder."),
     ("transport_fallbacks", "Reads for which a transport gave way to another one."),
     ("last_copies_dropped", "Objects given up without another known copy."),
+    ("copies_offered", "Last copies offered to other peers before they would be evicted."),
+    ("offers_taken", "Of these, taken."),
+    ("offers_refused", "Of these, refused or failed."),
+    ("offered_bytes", "Bytes of those that were taken."),
     ("holder_failures", "Reads at a holder that did not deliver."),
     ("holders_too_slow", "Of these, silent or slow holders."),
     ("version_signatures", "Signatures under what this peer wrote, for copies elsewhere."),
@@ -355,30 +357,17 @@ def _transfers(peer: Document) -> Iterator[Metric]:
 
 
 def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
-    members, failures = peer["gossip"]["members"], measures.message_failures
-    sent = sorted({kind for kind, _ in measures.messages})
     yield from _labelled(peer)
-    for name, text, labels, values in (
-        (
-            "member_changes",
-            "How often a member was found to be in this state.",
-            ["status"],
-            [((status,), measures.member_changes[status]) for status in members],
-        ),
-        (
-            "gossip_messages",
-            "Requests of gossip, sent and received; each has an answer.",
-            ["kind", "direction"],
-            sorted(measures.messages.items()),
-        ),
-        (
-            "gossip_message_failures",
-            "Requests of gossip that were not answered in time, or refused.",
-            ["kind"],
-            [((kind,), failures[kind]) for kind in sent],
-        ),
-    ):
-        yield counters(name, text, labels, values)
+    changes = [((each,), measures.member_changes[each]) for each in peer["gossip"]["members"]]
+    text = "How often a member was found to be in this state."
+    yield counters("member_changes", text, ["status"], changes)
+    text = "Requests of gossip, sent and received; each has an answer."
+    messages = sorted(measures.messages.items())
+    yield counters("gossip_messages", text, ["kind", "direction"], messages)
+    text = "Requests of gossip that were not answered in time, or refused."
+    sent = sorted({kind for kind, _ in measures.messages})
+    failures = [((kind,), measures.message_failures[kind]) for kind in sent]
+    yield counters("gossip_message_failures", text, ["kind"], failures)
     yield histogram(
         "gossip_ping_seconds",
         "Duration of pings of other members.",

@@ -271,6 +271,10 @@ def metrics_pages(peer: ObservedPeer, source: StatusSource) -> Pages:
         body += generate_latest(process)
         return Answer(HTTPStatus.OK, CONTENT_TYPE, body)
 
+    def openapi() -> Answer:
+        text = files("p2pstore.status").joinpath("openapi.json").read_bytes()
+        return Answer(HTTPStatus.OK, "application/json", text)
+
     def alive() -> Answer:
         return text_answer(HTTPStatus.OK, "alive")
 
@@ -285,6 +289,7 @@ def metrics_pages(peer: ObservedPeer, source: StatusSource) -> Pages:
         "/": page,
         "/status.json": status_document,
         "/metrics": metrics,
+        "/openapi.json": openapi,
         "/livez": alive,
         "/readyz": ready,
     }

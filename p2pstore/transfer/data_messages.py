@@ -11,8 +11,7 @@ The connecting side sends the preface `P2PSTORD`, then:
 See `p2pstore.transfer.read_tickets` for what a ticket proves. A client may pipeline requests right after
 its proof; a wrong proof closes the connection. Replies to GET and SNAPSHOT carry bulk bytes.
 
-Since version 2 requests may carry bulk bytes as well, and a value can be stored. No byte of it moves
-before there is room for it:
+Requests may carry bulk bytes as well, and a value can be stored. No byte of it moves before there is room for it:
 
     STORE Store(key, sums, ...)       ------->  room is reserved
                                       <-------  STORE|REPLY StoreReply(), or what became of it without
@@ -36,15 +35,9 @@ from p2pstore.objects import CHUNK_BYTES, DIGEST_BYTES
 from p2pstore.transfer import peer_messages as peer
 from p2pstore.wire import Code, Message, encode_failure
 
-MIN_DATA_VERSION: Final = 1
+MIN_DATA_VERSION: Final = 3
 MAX_DATA_VERSION: Final = 4
-"""Versions of the data protocol. 2: requests with bulk bytes. 3: GET_SMALL. 4: REPLICATE_MANY."""
-STORE_VERSION: Final = 2
-"""The first version in which values can be stored."""
-SMALL_VERSION: Final = 3
-"""The first version with GET_SMALL."""
-REPLICATE_MANY_VERSION: Final = 4
-"""The first version with REPLICATE_MANY; older peers are asked to REPLICATE each object."""
+"""Versions of the data protocol. 3: clients of the release before; its peers do not join. 4: REPLICATE_MANY."""
 
 
 class DataKind(IntEnum):
@@ -151,8 +144,7 @@ MAX_SMALL_BULK_BYTES: Final = 4 * 1024 * 1024
 
 
 class GetSmall(Message, frozen=True):
-    """Many objects of one chunk, of 1 to `most_bytes` bytes. `digests` are packed, at most 512. `keeps` as for GET.
-    Peers that know only of the digests answer with what has up to 64 KiB."""
+    """Many objects of one chunk, of 1 to `most_bytes` bytes. `digests` are packed, at most 512. `keeps` as for GET."""
 
     digests: Annotated[
         bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_SMALL_ITEMS)

@@ -26,7 +26,7 @@ LONGEST_LIFE_SECONDS = 0.4
 
 @dataclass
 class Known:
-    """What a process said of one key before it was killed, or what was found after that."""
+    """A process's last word on one key before it was killed, or the state found after that."""
 
     stored: int | None = None
     length: int = 0
@@ -37,7 +37,7 @@ class Known:
 
 @dataclass
 class Outcome:
-    """What all rounds came to."""
+    """The results of all rounds."""
 
     rounds: int = 0
     stored: int = 0

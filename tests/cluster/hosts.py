@@ -85,7 +85,7 @@ class Host:
         )
 
     def done(self, *arguments: str, input: str = "") -> str:
-        """What a command that succeeds prints."""
+        """The output of a command that succeeds."""
         result = self.run(*arguments, input=input)
         assert result.returncode == 0, result.stderr
         return result.stdout

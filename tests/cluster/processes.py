@@ -35,7 +35,7 @@ class Started(Protocol):
 
     stdout: IO[bytes] | None
     returncode: int | None
-    """What `poll` or `wait` saw last; of a process that was killed, minus the signal."""
+    """The status that `poll` or `wait` saw last; of a killed process, minus the signal."""
 
     @property
     def pid(self) -> int: ...

@@ -1,4 +1,4 @@
-"""`scripts/bench_trace` on real peers: they hit what the simulation hits, and every block is the right one."""
+"""`bench trace` on real peers: they hit what the simulation hits, and every block is the right one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from mooncake_p2p.exit_errors import ExitCode
-from tests.unit.trace_requests import bench_trace, conversations
+from mooncake_p2p.main import run
+from tests.unit.trace_requests import conversations
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
     file = tmp_path / "trace.jsonl"
-    file.write_bytes(b"\n".join(msgspec.json.encode(each) for each in conversations(150)))
+    file.write_bytes(b"\n".join(msgspec.json.encode(each) for each in conversations(80)))
     return str(file)
 
 
@@ -23,8 +24,8 @@ def trace(tmp_path: Path) -> str:
 def test_real_peers_hit_what_simulated_ones_hit(
     trace: str, routing: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--peers", "3", "--memory", "150blocks", "--policy", "lru", "--routing", routing]
-    assert bench_trace.run([trace, *arguments, "--json"]) == 0
+    arguments = ["--peers", "3", "--memory", "80blocks", "--policy", "lru", "--routing", routing]
+    assert run(["bench", "trace", trace, *arguments, "--json"]) == 0
     results = {each["name"]: each for each in json.loads(capsys.readouterr().out)["results"]}
     hits = results["hit rate"]
     assert hits["baseline"] > 0.1
@@ -38,9 +39,9 @@ def test_peers_are_killed_and_come_back_meanwhile(
 ) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "growth.png"
-    arguments = ["--peers", "3", "--memory", "100blocks", "--ssd", "400blocks"]
+    arguments = ["--peers", "3", "--memory", "60blocks", "--ssd", "250blocks"]
     arguments += ["--kill-every", "0.2", "--down", "0.1", "--json", "--plot", str(picture)]
-    assert bench_trace.run([trace, *arguments]) == 0
+    assert run(["bench", "trace", trace, *arguments]) == 0
     results = {
         each["name"]: each["value"] for each in json.loads(capsys.readouterr().out)["results"]
     }
@@ -55,5 +56,5 @@ def test_peers_are_killed_and_come_back_meanwhile(
 def test_what_cannot_be_replayed_is_said(
     trace: str, wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench_trace.run([trace, "--memory", "100blocks", *wrong]) == ExitCode.USAGE
+    assert run(["bench", "trace", trace, "--memory", "100blocks", *wrong]) == ExitCode.USAGE
     assert wrong[0] in capsys.readouterr().err

@@ -14,8 +14,9 @@ import pytest
 
 from p2pstore.checkpoint.client.group_calls import has_version
 from p2pstore.errors import FollowersLag
-from tests.cluster.test_cli import COMMAND, Machine, Peer, done, eventually, new_machine
+from tests.cluster.machines import COMMAND, Machine, Peer, done, new_machine
 from tests.contract.swarm_world import make_files
+from tests.waiting import eventually
 
 SECONDS = 90.0
 
@@ -117,7 +118,7 @@ def test_no_follower_switches_before_all_are_ready_although_some_are_stopped_or_
             c.process.send_signal(signal.SIGSTOP)
             second = publisher.client.checkpoints.publish("model", folder / "v2").version
             with pytest.raises(FollowersLag, match=r"1 of 2 followers have .* behind: c \("):
-                publisher.client.checkpoints.update("model", timeout=10)
+                publisher.client.checkpoints.update("model", timeout=5)
             assert (one.current, two.current) == (first, first)
             c.process.send_signal(signal.SIGCONT)
             until_verified(publisher, {"b", "c"}, second)

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from p2pstore.objects import MIB
-from tests.cluster.test_cli import COMMAND, Peer, done, eventually, failed, new_machine
+from tests.cluster.machines import COMMAND, Peer, done, failed, new_machine
 from tests.contract.swarm_world import make_files, same_files
+from tests.waiting import eventually
 
 SECONDS = 90.0
 PIECE = 128 * 1024

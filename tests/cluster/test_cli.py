@@ -2,171 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import select
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from p2pstore import blocking
-from p2pstore.blocking import BlockingClient
 from p2pstore.objects import MIB
-
-COMMAND = [sys.executable, "-m", "mooncake_p2p"]
-READY_SECONDS = 30.0
-COMMAND_SECONDS = 30.0
-
-
-class Peer:
-    """A `mooncake-p2p join` in its own process."""
-
-    def __init__(self, machine: Machine, name: str, *options: str) -> None:
-        self.machine = machine
-        self.name = name
-        self.log = machine.folder / f"{name}.log"
-        self.ready: dict[str, Any] = {}
-        self._client: BlockingClient | None = None
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*COMMAND, "join", "--name", name, *options],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=machine.environment,
-            )
-        machine.peers.append(self)
-
-    def wait_until_ready(self) -> Peer:
-        assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], READY_SECONDS)
-        line = self.process.stdout.readline() if readable else b""
-        assert line.startswith(b"ready "), self.log.read_text()
-        self.ready = json.loads(line.removeprefix(b"ready "))
-        return self
-
-    def run(self, *arguments: str, input: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-        """A command that talks to this peer."""
-        return self.machine.run(*arguments, socket=self.ready["socket"], input=input)
-
-    @property
-    def client(self) -> BlockingClient:
-        """To prepare and to wait, where the command is not what is tested."""
-        if self._client is None:
-            self._client = blocking.connect(self.ready["socket"])
-        return self._client
-
-    def alive(self) -> int:
-        """How many live members this peer sees."""
-        return sum(member.status == "alive" for member in self.client.peers())
-
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 10.0) -> int:
-        if self._client is not None:
-            self._client.close()
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        try:
-            return self.process.wait(seconds)
-        finally:
-            self.process.kill()
-            self.process.wait()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
-
-
-class Machine:
-    """A home, state and runtime directory of its own, and the peers that were started in it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.peers: list[Peer] = []
-        for name in ("run", "home"):
-            (folder / name).mkdir(mode=0o700)
-        kept = {key: value for key, value in os.environ.items() if "MOONCAKE_P2P_" not in key}
-        self.environment = {
-            **kept,
-            "HOME": str(folder / "home"),
-            "XDG_RUNTIME_DIR": str(folder / "run"),
-            "XDG_STATE_HOME": str(folder / "home"),
-            "MOONCAKE_P2P_CLUSTER": f"test-{folder.name}",
-            "MOONCAKE_P2P_MEMORY": "64MiB",
-            "MOONCAKE_P2P_LISTEN": "127.0.0.1:0",
-        }
-
-    def join(self, name: str, *options: str) -> Peer:
-        """A peer that serves."""
-        return Peer(self, name, *options).wait_until_ready()
-
-    def run(
-        self, *arguments: str, socket: str | None = None, input: bytes = b""
-    ) -> subprocess.CompletedProcess[bytes]:
-        """A command, with `input` on its stdin."""
-        extra = {"MOONCAKE_P2P_SOCKET": socket} if socket else {}
-        return subprocess.run(
-            [*COMMAND, *arguments],
-            capture_output=True,
-            timeout=COMMAND_SECONDS,
-            env={**self.environment, **extra},
-            input=input,
-        )
-
-
-@contextlib.contextmanager
-def new_machine() -> Iterator[Machine]:
-    folder = Path(tempfile.mkdtemp(prefix="p2p-"))
-    machine = Machine(folder)
-    try:
-        yield machine
-    finally:
-        for peer in machine.peers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                peer.stop(signal.SIGKILL)
-        shutil.rmtree(folder)
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    with new_machine() as machine:
-        yield machine
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Peer, Peer]]:
-    """Two peers that know each other, for tests that leave them as they are."""
-    with new_machine() as machine:
-        first = machine.join("first")
-        second = machine.join("second", "--bootstrap", first.ready["control"])
-        eventually(lambda: first.alive() == second.alive() == 2)
-        yield first, second
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not become so in time"
-        time.sleep(0.02)
-
-
-def done(result: subprocess.CompletedProcess[bytes]) -> subprocess.CompletedProcess[bytes]:
-    assert result.returncode == 0, result.stderr.decode()
-    return result
-
-
-def failed(result: subprocess.CompletedProcess[bytes], status: int) -> str:
-    """The one line on stderr of a command that ended with `status`."""
-    text = result.stderr.decode()
-    assert result.returncode == status, text
-    assert text.startswith("error: ")
-    assert text.count("\n") == 1
-    return text
+from tests.cluster.machines import COMMAND, COMMAND_SECONDS, Machine, Peer, done, failed
+from tests.waiting import eventually
 
 
 def test_three_peers_by_hand(machine: Machine) -> None:
@@ -330,22 +176,14 @@ def test_too_large_for_the_peer(pair: tuple[Peer, Peer]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_peer_cleanly(number: int, machine: Machine) -> None:
-    peer = machine.join("lone")
-    socket = Path(peer.ready["socket"])
-    assert socket.exists()
-    begin = time.monotonic()
-    assert peer.stop(number) == 0
-    assert time.monotonic() - begin < 3.0
-    assert not socket.exists()
-    assert "Traceback" not in peer.log.read_text()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_is_ended_by_a_signal_has_left(number: int, machine: Machine) -> None:
     stays = machine.join("stays")
     goes = machine.join("goes", "--bootstrap", stays.ready["control"])
+    socket = Path(goes.ready["socket"])
+    assert socket.exists()
     eventually(lambda: stays.alive() == goes.alive() == 2)
     assert goes.stop(number) == 0
+    assert not socket.exists()
+    assert "Traceback" not in goes.log.read_text()
     statuses = {member.name: member.status for member in stays.client.peers(everyone=True)}
     assert statuses == {"stays": "alive", "goes": "left"}
 
@@ -368,11 +206,7 @@ def test_a_full_disk_leaves_no_file(pair: tuple[Peer, Peer]) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--name", ".."], "name"),
         (["--max-objects", "0"], "--max-objects: 0 must be at least 1"),
-        (["--memory", "lots"], "memory"),
-        (["--bootstrap", "nowhere"], "bootstrap"),
-        (["--listen", "0.0.0.0:0"], "--insecure"),
         (["--listen", "203.0.113.9:0", "--insecure"], "error: --listen: 203.0.113.9: "),
         (["--log-file", "/nonexistent/log"], "error: --log-file: /nonexistent/log cannot be"),
         (["--cluster-key-file", "/nonexistent"], "/nonexistent"),

@@ -14,17 +14,8 @@ from pathlib import Path
 import pytest
 
 from p2pstore.objects import MIB
-from tests.cluster.test_cli import COMMAND, Peer, done, eventually, failed, new_machine
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Peer, Peer]]:
-    """Two peers that know each other, for tests that leave them as they are."""
-    with new_machine() as machine:
-        first = machine.join("first")
-        second = machine.join("second", "--bootstrap", first.ready["control"])
-        eventually(lambda: first.alive() == second.alive() == 2)
-        yield first, second
+from tests.cluster.machines import COMMAND, Peer, done, failed, new_machine
+from tests.waiting import eventually
 
 
 def keys_on(peer: Peer, prefix: str, *options: str) -> list[str]:
@@ -88,7 +79,7 @@ def test_everything_with_a_prefix_and_everything_in_a_namespace(pair: tuple[Peer
     for number in range(3):
         first.client.put(f"many/{number}", b"v")
     second.client.put("many/there", b"v")
-    second.client.put("kept", b"v")
+    second.client.put("untouched", b"v")
     eventually(lambda: len(first.client.list_keys("many/").keys) == 4)
     assert "--yes" in failed(first.run("rm", "--prefix", "many/"), 2)
     removed = done(first.run("rm", "--prefix", "many/", "--yes", "--json"))
@@ -99,7 +90,7 @@ def test_everything_with_a_prefix_and_everything_in_a_namespace(pair: tuple[Peer
     assert "--yes" in failed(first.run("flush", "job 17"), 2)
     done(first.run("flush", "job 17", "--yes"))
     eventually(lambda: keys_on(second, "", "--namespace", "job 17") == [])
-    assert second.client.get("kept") == b"v"
+    assert second.client.get("untouched") == b"v"
 
 
 def test_waiting_for_a_key(pair: tuple[Peer, Peer]) -> None:
@@ -119,7 +110,7 @@ def test_waiting_for_a_key(pair: tuple[Peer, Peer]) -> None:
 
 
 def open_files(process: subprocess.Popen[bytes]) -> list[str]:
-    """What the descriptors of a process lead to."""
+    """The targets of a process's descriptors."""
     found = []
     for each in Path(f"/proc/{process.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

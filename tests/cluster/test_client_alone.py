@@ -153,6 +153,7 @@ def test_commands_that_talk_to_a_peer_work(python: Path, socket: str, tmp_path: 
     assert json.loads(command("stats", "--json", *place))
     assert command("peers", *place)
     assert command("doctor", *place)
+    assert "p2pstore1:" in command("invite", *place)
     command("rm", "file", *place)
 
 

@@ -12,9 +12,9 @@ from tests.cluster.cold_crashes import Crashes
 @pytest.mark.slow
 def test_a_writing_process_is_killed(tmp_path: Path) -> None:
     """More of it: `scripts/crash_ssd`."""
-    outcome = Crashes(tmp_path, seed=1).run(30, tell=print)
+    outcome = Crashes(tmp_path, seed=1).run(12, tell=print)
     assert not outcome.complaints
-    assert outcome.rounds == 30
-    assert outcome.stored > 100
-    assert outcome.discarded > 30
-    assert outcome.found > 100
+    assert outcome.rounds == 12
+    assert outcome.stored > 40
+    assert outcome.discarded > 12
+    assert outcome.found > 40

@@ -49,7 +49,7 @@ SECONDS = 10.0
 
 @dataclass
 class Seen:
-    """What one host reported."""
+    """The reports of one host."""
 
     lost: list[PeerId] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)

@@ -32,11 +32,10 @@ from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
-from tests.cluster.test_cli import Machine, eventually, machine
-from tests.cluster.test_cli import Peer as Process
-from tests.cluster.test_open_peer import config, until
-
-__all__ = ["machine"]  # a fixture
+from tests.cluster.machines import Machine
+from tests.cluster.machines import Peer as Process
+from tests.cluster.peers import config
+from tests.waiting import eventually, until
 
 SECONDS = 10.0
 
@@ -70,7 +69,7 @@ class Work:
             self._thread.join(30)
             assert not self._thread.is_alive()
 
-    def more(self, rounds: int = 4) -> None:
+    def more(self, rounds: int = 2) -> None:
         """Wait until some more of it was done."""
         goal = self.rounds + rounds
         eventually(lambda: self.rounds >= goal or bool(self.failures))
@@ -130,11 +129,11 @@ def test_a_key_is_replaced_while_the_cluster_works(machine: Machine) -> None:
     assert len(parse_cluster_keys(key.read_text(), "key").keys) == 1
     assert all(peer.alive() == 3 for peer in peers)
 
-    # What is not a key file changes nothing.
+    # A file that holds no key changes nothing.
     (machine.folder / "a.key").write_text("nonsense\n")
     hang_up(peers[0], "everything stays as it was")
     peers[0].client.put("after", b"value", replicas=3)
-    # Who has only the old key is out.
+    # A peer that has only the old key is out.
     write_private(machine.folder / "late.key", old)
     late = Process(
         machine,

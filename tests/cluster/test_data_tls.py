@@ -15,9 +15,10 @@ from p2pstore import aio, blocking
 from p2pstore.errors import ConfigError
 from p2pstore.objects import MIB
 from p2pstore.peer import Peer, open_peer
-from tests.cluster.test_cli import done, eventually, new_machine
+from tests.cluster.machines import done, new_machine
+from tests.cluster.peers import config
 from tests.cluster.test_doctor import examine, findings
-from tests.cluster.test_open_peer import config, until
+from tests.waiting import eventually, until
 
 VALUE = os.urandom(2 * MIB + 3)
 

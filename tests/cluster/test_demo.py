@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from p2pstore.objects import MIB
-from tests.cluster.test_cli import eventually
+from tests.waiting import eventually
 
 DEMO = [sys.executable, "-m", "mooncake_p2p", "demo"]
 DEMO_SECONDS = 90.0
 
 
 class Traces:
-    """What a demo leaves: processes marked by a variable in their environment, and files."""
+    """The left-overs of a demo: processes marked by a variable in their environment, and files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

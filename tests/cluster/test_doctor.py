@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import test_cli
-from tests.cluster.test_cli import Machine, Peer, done, eventually, failed, new_machine
+from tests.cluster import machines
+from tests.cluster.machines import Machine, Peer, done, failed, new_machine
+from tests.waiting import eventually
 
 QUICK = ("--seconds", "0.3")
 
@@ -30,12 +31,6 @@ def pair() -> Iterator[tuple[Peer, Peer]]:
         second = machine.join("second", *key, "--bootstrap", first.ready["control"][0:])
         eventually(lambda: first.alive() == second.alive() == 2)
         yield first, second
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    with new_machine() as machine:
-        yield machine
 
 
 def examine(peer: Peer, *options: str, keyed: bool = True) -> subprocess.CompletedProcess[bytes]:
@@ -64,7 +59,7 @@ def patched_peer(
     """A peer in a process of its own in which `patch` ran first."""
     script = f"{patch}\nfrom mooncake_p2p.main import main\nmain()"
     with monkeypatch.context() as context:
-        context.setattr(test_cli, "COMMAND", [sys.executable, "-c", script])
+        context.setattr(machines, "COMMAND", [sys.executable, "-c", script])
         return machine.join("patched", *options)
 
 

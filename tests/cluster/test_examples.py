@@ -30,7 +30,7 @@ class Machine:
     control: str
 
     def run(self, *command: str) -> str:
-        """What a Python program prints; it must end well and complain of nothing."""
+        """The output of a Python program; it must end well, with nothing on stderr."""
         done = subprocess.run(
             [sys.executable, "-W", "error", *command],
             env=self.environment,

@@ -71,7 +71,7 @@ class Shell:
         )
 
     def run(self, step: Step) -> str:
-        """What the command prints, in the page's names."""
+        """The command's output, in the page's names."""
         command = step.command
         for theirs, ours in self.names.items():
             command = command.replace(theirs, ours)

@@ -40,10 +40,11 @@ from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.serving.serving_limits import ServerLimits
 from p2pstore.wire import HEADER, ONE_WAY, Message, encode_frame
-from tests.cluster.test_cli import Machine, eventually, new_machine
-from tests.cluster.test_cli import Peer as Process
-from tests.cluster.test_open_peer import cluster, config, until
+from tests.cluster.machines import Machine, new_machine
+from tests.cluster.machines import Peer as Process
+from tests.cluster.peers import cluster, config
 from tests.cluster.test_strangers import private_bytes_of
+from tests.waiting import eventually, until
 
 OPEN: Final = ("--transport", "tcp", "--insecure")
 SECONDS = 20.0

@@ -11,19 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from p2pstore import blocking
-from p2pstore.errors import DeadlineExceeded, Unavailable
+from p2pstore.errors import Unavailable
 from p2pstore.objects import MIB
 from p2pstore.results import ItemResult
-from tests.cluster.test_cli import Machine, Peer, eventually, new_machine
+from tests.cluster.machines import Machine, Peer
+from tests.waiting import eventually
 
 SPARE_SECONDS = 2.0
 """For a busy machine; a second wait for the same holder would take longer."""
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    with new_machine() as machine:
-        yield machine
 
 
 def cluster(machine: Machine, *names: str, transport: str = "auto") -> list[Peer]:
@@ -95,15 +90,3 @@ def test_another_holder_is_asked_soon(machine: Machine) -> None:
     eventually(on_both)
     with blocking.connect(reader.ready["socket"], timeout=20) as client, stopped(first):
         assert seconds_of(lambda: [client.get(key) for key in keys]) < 1.5 + SPARE_SECONDS
-
-
-def test_a_local_peer_that_hangs_is_given_up_after_the_timeout(machine: Machine) -> None:
-    peer = machine.join("alone")
-
-    def ask() -> None:
-        with pytest.raises(DeadlineExceeded), blocking.connect(peer.ready["socket"], timeout=1):
-            pass
-
-    with stopped(peer):
-        assert seconds_of(ask) < 1 + SPARE_SECONDS
-        assert seconds_of(lambda: peer.run("stats", "--timeout", "1")) < 2 + SPARE_SECONDS

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from p2pstore import blocking
-from tests.cluster.test_cli import eventually
+from tests.waiting import eventually
 
 COMMAND = [sys.executable, "-m", "mooncake_p2p"]
 COMMAND_SECONDS = 60.0

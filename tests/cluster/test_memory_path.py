@@ -17,7 +17,7 @@ END_SECONDS = 30.0
 
 
 def refused(folder: Path, *options: str) -> str:
-    """What a peer with these options says when it does not start."""
+    """The message of a peer with these options that does not start."""
     command = [
         sys.executable,
         "-m",

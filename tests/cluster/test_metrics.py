@@ -114,7 +114,7 @@ def test_probes(peer: PeerProcess) -> None:
 
 
 def test_the_status_page_and_its_json(peer: PeerProcess) -> None:
-    """What a browser makes of it: `test_status_page`."""
+    """How a browser shows it: `test_status_page`."""
     (line,) = peer.logged("status page: ")
     with urllib.request.urlopen(line.partition("status page: ")[2], timeout=SECONDS) as answer:
         assert answer.headers["Content-Type"] == "text/html; charset=utf-8"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Network, new_network, why_not
-from tests.cluster.test_cli import eventually
+from tests.waiting import eventually
 
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")

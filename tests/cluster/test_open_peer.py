@@ -3,20 +3,14 @@
 import gc
 import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import trio
 
 import p2pstore
-from p2pstore import PeerConfig, errors
+from p2pstore import errors
 from p2pstore.access.keyring import new_cluster_key
 from p2pstore.core.gets import key_pages as listing
 from p2pstore.core.gets import serving
@@ -32,65 +26,11 @@ from p2pstore.state.state_directory import StateDirectory
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations, Lookup, Replicate
 from simulation.segment_checks import check_segment
+from tests.cluster.peers import cluster, config
+from tests.present import present
+from tests.waiting import until
 
 MIB = 1024 * 1024
-
-
-async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    with trio.fail_after(seconds):
-        while not condition():
-            await trio.sleep(0.01)
-
-
-def config(folder: Path, name: str, *bootstrap: Peer | str, **settings: object) -> PeerConfig:
-    addresses = [each if isinstance(each, str) else each.control for each in bootstrap]
-    defaults: dict[str, object] = {
-        "name": name,
-        "memory": "32MiB",
-        "listen": "127.0.0.1:0",
-        "socket": str(folder / f"{name}.sock"),
-        "bootstrap": addresses,
-        "insecure": True,  # tests that attack as a member need no key then
-    }
-    return PeerConfig(**{**defaults, **settings})  # type: ignore[arg-type]  # settings of every type
-
-
-@asynccontextmanager
-async def cluster(folder: Path, count: int = 3, **settings: object) -> AsyncIterator[list[Peer]]:
-    """`count` peers that know each other."""
-    async with trio.open_nursery() as nursery:
-        peers: list[Peer] = []
-        done = trio.Event()
-
-        async def run(number: int) -> None:
-            bootstrap = peers[:1] if number else []
-            async with open_peer(config(folder, f"p{number}", *bootstrap, **settings)) as peer:
-                peers.append(peer)
-                await done.wait()
-
-        for number in range(count):
-            nursery.start_soon(run, number)
-            await until(lambda number=number: len(peers) > number)  # type: ignore[misc]  # bound now
-        await until(lambda: all(len(p.node.core.live_peers()) == count - 1 for p in peers))
-        try:
-            yield peers
-        finally:
-            done.set()
-
-
-async def test_what_one_puts_the_others_get(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as (a, b, c):
-        for size in (0, 1, 4096, MIB - 1, MIB + 1, 5 * MIB):
-            value = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
-            result = await a.put(f"k{size}", value)
-            assert (result.status, result.copies, result.wanted) == ("created", 1, 1)
-            assert await b.get(f"k{size}", wait=5) == value
-            into = bytearray(size + 10)
-            assert await c.get_into(f"k{size}", into, wait=5) == size
-            assert into[:size] == value
-            async with b.lease(f"k{size}", wait=5) as view:
-                assert view == value
-                assert view.readonly
 
 
 async def test_a_client_whose_reads_fall_back_is_counted(
@@ -104,22 +44,6 @@ async def test_a_client_whose_reads_fall_back_is_counted(
         await until(lambda: counters["transport_fallbacks"] == 1)
         assert "shm to p0 did not work" in caplog.text
         os.rename(tmp_path / "elsewhere", a.socket)
-
-
-async def test_statuses_and_overwrite(tmp_path: Path) -> None:
-    async with cluster(tmp_path, 2) as (a, b):
-        assert (await a.put("k", b"one")).status == "created"
-        assert (await a.put("k", b"one")).status == "unchanged"
-        assert (await a.put("k", b"two")).status == "kept_existing"
-        await until(lambda: b.contains_nowait("k"))
-        assert (await b.put("k", b"two")).status == "kept_existing"
-        assert (await b.put("k", b"one")).status == "unchanged"
-        assert (await b.put("k", b"two", overwrite=True)).status == "created"
-        with trio.fail_after(5):
-            while await a.get("k") != b"two":
-                await trio.sleep(0.01)
-        locations = await a.locate("k")
-        assert {place.peer for place in locations} == {"p1"}
 
 
 async def test_concurrent_first_puts_end_as_one_version(tmp_path: Path) -> None:
@@ -207,48 +131,6 @@ async def test_floors_outlive_a_restart(tmp_path: Path) -> None:
         assert len(peer.node.core.gossip.cluster_records) == 1
 
 
-async def test_wait_for_a_key_that_is_on_its_way(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as (a, b, _):
-        results = []
-
-        async def waiting() -> None:
-            results.append(await b.get("late", wait=10))
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(10):
-                nursery.start_soon(waiting)
-            await trio.sleep(0.05)
-            await a.put("late", b"here")
-        assert results == [b"here"] * 10
-
-
-async def test_batches_report_each_item(tmp_path: Path) -> None:
-    async with cluster(tmp_path, 2) as (a, b):
-        puts = await a.put_many([("x", b"1" * 5000), ("y", b"2" * 70_000), ("", b"3")])
-        assert [item.ok for item in puts] == [True, True, False]
-        assert isinstance(puts[2].error, ValueError)
-        await until(lambda: b.match_prefix_nowait(["x", "y", "z"]) == 2)
-        buffers = [bytearray(5000), bytearray(10), bytearray(10)]
-        got = await b.get_many_into([("x", buffers[0]), ("y", buffers[1]), ("z", buffers[2])])
-        assert got[0].value == 5000
-        assert buffers[0] == b"1" * 5000
-        assert isinstance(got[1].error, errors.BufferTooSmall)
-        assert got[1].error.needed == 70_000
-        assert isinstance(got[2].error, errors.NoSuchKey)
-        assert await b.contains_many(["x", "z"]) == [True, False]
-        assert await b.match_prefix(["x", "y", "z"]) == 2
-
-
-async def test_tensors_keep_dtype_and_shape(tmp_path: Path) -> None:
-    async with cluster(tmp_path, 2) as (a, b):
-        array = np.arange(24, dtype=np.float16).reshape(2, 3, 4)
-        await a.put_tensor("t", array)
-        await until(lambda: b.contains_nowait("t"))
-        back = await b.get_tensor("t")
-        assert back.dtype == array.dtype
-        assert np.array_equal(back, array)
-
-
 async def test_a_full_memory_says_so(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "a", memory="8MiB", max_leased="100%")) as peer:
         with pytest.raises(errors.CapacityExceeded, match="no other live peer takes values"):
@@ -265,15 +147,6 @@ async def test_errors_of_the_block_come_out_as_themselves(tmp_path: Path) -> Non
     with pytest.raises(errors.NoSuchKey, match="missing"):
         async with open_peer(config(tmp_path, "a")) as peer:
             await peer.get("missing")
-
-
-@pytest.mark.parametrize("key", ["", "x" * 1025, "\ud800"])
-async def test_bad_keys(tmp_path: Path, key: str) -> None:
-    async with open_peer(config(tmp_path, "a")) as peer:
-        with pytest.raises(ValueError, match="key"):
-            await peer.put(key, b"value")
-        with pytest.raises(ValueError, match="key"):
-            await peer.get(key)
 
 
 def open_files() -> int:
@@ -332,21 +205,6 @@ async def test_the_wrong_cluster_key_is_refused_and_said_on_both_sides(
     refused = [r for r in caplog.records if r.getMessage().startswith("not admitted by")]
     assert refused, said  # why, the error says
     assert any(line.startswith("dropped") for line in said), said
-
-
-async def test_the_right_cluster_key_joins(tmp_path: Path) -> None:
-    key = key_file(tmp_path, "key")
-    async with cluster(tmp_path, 2, cluster_key_file=key) as (a, b):
-        await a.put("k", bytes(2 * MIB))
-        assert await b.get("k", wait=5) == bytes(2 * MIB)
-
-
-async def test_another_cluster_is_refused(tmp_path: Path) -> None:
-    async with open_peer(config(tmp_path, "a", cluster="one")) as a:
-        with pytest.raises(errors.AuthenticationFailed):
-            async with open_peer(config(tmp_path, "b", a, cluster="two")) as b:
-                with trio.fail_after(15):
-                    await b.node.leave_requested.wait()
 
 
 def book(state: str) -> str:
@@ -449,25 +307,6 @@ async def test_places_that_are_taken(tmp_path: Path) -> None:
         await a.put("k", b"still here")
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"memory": "lots"}, "memory"),
-        ({"memory": "1KiB"}, "memory"),
-        ({"listen": "0.0.0.0:0", "insecure": False}, "cluster key"),
-        ({"listen": "127.0.0.1"}, "HOST:PORT"),
-        ({"bootstrap": ["nonsense"]}, "bootstrap"),
-        ({"cluster_key_file": "does-not-exist"}, "does-not-exist"),
-        ({"transport": "rdma"}, "rdma"),
-        ({"name": "a/b"}, "name"),
-    ],
-)
-async def test_bad_settings_are_named(tmp_path: Path, settings: dict, words: str) -> None:
-    with pytest.raises(errors.ConfigError, match=words):
-        async with open_peer(config(tmp_path, **{"name": "a", **settings})):
-            pass
-
-
 # --- strangers and broken clients ------------------------------------------------------------
 
 
@@ -510,46 +349,6 @@ async def test_garbage_costs_a_connection_and_nothing_else(
     assert any(record.name.startswith("p2pstore.") for record in caplog.records)
 
 
-CLIENT = """
-import sys, numpy as np
-from p2pstore import blocking
-from p2pstore.local.local_messages import Reserve, Reserved, ReserveItem
-from p2pstore.local.local_protocol import LocalKind
-from p2pstore.runtime.blocking_streams import run_blocking
-client = blocking.connect(sys.argv[1])
-lease = client.lease("k")
-view = lease.__enter__()
-link = client._session._link
-items = [ReserveItem(3_000_000, 1000)] * 3
-reply = run_blocking(link.request(LocalKind.RESERVE, Reserve(items), Reserved))
-print(len(view), len(reply.items), flush=True)
-sys.stdin.read()
-"""
-
-
-async def test_a_client_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    async with open_peer(config(tmp_path, "a")) as peer:
-        await peer.put("k", bytes(2 * MIB))
-        segment = peer.node.core.segment
-        used, leased = segment.used_bytes, segment.leased_bytes
-        process = subprocess.Popen(
-            [sys.executable, "-c", CLIENT, peer.socket],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        try:
-            assert process.stdout is not None
-            line = await trio.to_thread.run_sync(process.stdout.readline)
-            assert line.split() == [b"%d" % (2 * MIB), b"3"]
-            assert segment.used_bytes > used
-            assert segment.leased_bytes > leased
-        finally:
-            process.send_signal(signal.SIGKILL)
-            await trio.to_thread.run_sync(process.communicate)
-        await until(lambda: (segment.used_bytes, segment.leased_bytes) == (used, leased))
-        check_segment(segment)
-
-
 async def test_a_listing_longer_than_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -567,19 +366,6 @@ async def test_a_listing_longer_than_a_page(
         assert page.more
 
 
-async def test_it_is_an_object_store(tmp_path: Path) -> None:
-    async with open_peer(config(tmp_path, "a")) as peer:
-        assert isinstance(peer, p2pstore.ObjectStore)
-        async with p2pstore.connect(peer.socket) as client:
-            assert isinstance(client, p2pstore.ObjectStore)
-            await client.put("k", b"v")
-            assert [key.key for key in (await peer.list_keys()).keys] == ["k"]
-            assert [info.name for info in await client.peers()] == ["a"]
-            document = await client.statistics()
-            assert document["peer"]["objects"] == 1
-            assert document["cluster"]["peers"] == 1
-
-
 async def test_a_cancelled_peer_says_goodbye(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "stays")) as stays:
         with trio.CancelScope() as scope:
@@ -588,8 +374,7 @@ async def test_a_cancelled_peer_says_goodbye(tmp_path: Path) -> None:
                 gone = goes.node.core.peer_id
                 scope.cancel()
                 await trio.sleep_forever()
-        state = stays.node.core.gossip.membership.get(gone)
-        assert state is not None
+        state = present(stays.node.core.gossip.membership.get(gone))
         assert state.status.name == "LEFT"
 
 
@@ -599,8 +384,7 @@ async def test_floors_that_are_gone_do_not_fill_the_disk(
     monkeypatch.setattr(saving, "FLOORS_SLACK", 3)
     state = str(tmp_path / "state")
     async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
-        saver = peer.node.saver
-        assert saver is not None
+        saver = present(peer.node.saver)
         directory = saver.state
         floors = peer.node.core.gossip.cluster_records.floors
         for number in range(12):
@@ -723,8 +507,7 @@ async def test_a_peer_that_leaves_answers_lookups_to_the_end_but_takes_no_copies
 ) -> None:
     async with cluster(tmp_path, 2) as (first, second):
         await first.put("k", b"value")
-        entry = first.node.core.objects.find(key_digest("k", "default"), first.node.now)
-        assert entry is not None
+        entry = present(first.node.core.objects.find(key_digest("k", "default"), first.node.now))
         second.node.core.closing = True
         leaving = first.node.routes.remote_peer(second.node.core.peer_id)
         found = await first.node.pool.request(leaving, DataKind.LOOKUP, Lookup(entry.digest))

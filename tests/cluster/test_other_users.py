@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_cli import COMMAND, COMMAND_SECONDS, Machine, done, failed, machine
-
-__all__ = ["machine"]
+from tests.cluster.machines import COMMAND, COMMAND_SECONDS, Machine, done, failed
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -122,7 +120,7 @@ def test_a_key_that_another_user_planted_is_refused(machine: Machine) -> None:
 def test_others_may_read_at_the_socket_and_change_nothing(
     machine: Machine, home_of_nobody: Path
 ) -> None:
-    """What they map is read-only as well: a writable mapping of the peer's memory would change everything."""
+    """Their mapping is read-only as well: a writable mapping of the peer's memory would change everything."""
     place = Path(tempfile.mkdtemp(prefix="p2p-socket-"))
     place.chmod(0o755)
     socket = place / "peer.sock"

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -26,7 +25,7 @@ from p2pstore.local import local_messages as local
 from p2pstore.local.local_connection import LocalConnection
 from p2pstore.local.local_greeting import Opening
 from p2pstore.local.local_protocol import Access, LocalKind
-from p2pstore.objects import MIB, chunk_sums, clock_from_unix_seconds, key_digest, root_checksum
+from p2pstore.objects import MIB, chunk_sums, key_digest, root_checksum
 from p2pstore.peer import Peer, open_peer
 from p2pstore.peer import assembly as peer_api
 from p2pstore.runtime.trio_streams import TrioDriver
@@ -39,8 +38,9 @@ from p2pstore.transfer.ticket_desk import TicketOffice
 from p2pstore.transfer.transport import RemotePeer
 from p2pstore.wire import Empty
 from simulation.segment_checks import check_segment
-from tests.cluster.test_cli import eventually, new_machine
-from tests.cluster.test_open_peer import config, until
+from tests.cluster.machines import new_machine
+from tests.cluster.peers import config
+from tests.waiting import eventually, until
 
 NONE: Mapping[str, object] = {"memory": 0}
 HUGE = (1 << 64) - 1
@@ -238,15 +238,6 @@ async def test_replicas_are_made_by_peers_that_have_memory(tmp_path: Path) -> No
         assert offered == {"a": 0, "b": 32 * MIB, "c": 32 * MIB}
 
 
-async def test_the_version_is_above_all_that_the_putting_peer_has_seen(tmp_path: Path) -> None:
-    """Else a floor that only this peer has heard of, such as of a removal, would take the object away."""
-    async with peers(tmp_path, NONE, {}) as (a, _):
-        seen = a.node.core.clock.latest = clock_from_unix_seconds(time.time() + 5)
-        result = await a.put("k", b"value")
-        assert result.version[0] > seen
-        assert (await a.put("l", b"value")).version > result.version
-
-
 async def test_who_is_full_is_passed_over_for_the_next(tmp_path: Path) -> None:
     async with peers(tmp_path, NONE, {"memory": "24MiB"}, {"memory": "16MiB"}) as (a, b, c):
         await b.put("pinned", bytes(20 * MIB), pin="hard")
@@ -391,16 +382,8 @@ async def test_nonsense_with_a_valid_ticket(tmp_path: Path) -> None:
         assert a.node.core.operations_under_way == 0
 
 
-@pytest.mark.parametrize("scope", [Scope.READ, Scope.READ | Scope.PEER])
-async def test_only_a_ticket_to_write_stores(tmp_path: Path, scope: Scope) -> None:
-    async with peers(tmp_path, {}) as (a,), stranger(a, scope) as store:
-        with pytest.raises(errors.AuthenticationFailed, match="does not allow STORE"):
-            await store(store_request(b"value"), b"value")
-        assert used(a) == 0
-
-
 async def test_tickets_to_write_go_to_the_places_only(tmp_path: Path) -> None:
-    """What a plan to read carries stores nothing; what a place carries reads nothing."""
+    """A ticket in a plan to read stores nothing; one in a place reads nothing."""
     async with peers(tmp_path, NONE, {}) as (a, b):
         await a.put("k", b"value")
         digest = key_digest("k")
@@ -447,19 +430,6 @@ async def test_a_client_closed_in_the_middle_says_so(tmp_path: Path) -> None:
         with pytest.raises(errors.StoreClosed):
             await trio.to_thread.run_sync(put)
         await until(lambda: used(b) == 0)
-
-
-async def test_a_value_that_changes_while_it_is_put_is_the_callers_error(tmp_path: Path) -> None:
-    async with peers(tmp_path, NONE, {"memory": "64MiB"}) as (a, b):
-        value = bytearray(40 * MIB)
-
-        def change(done: int, total: int) -> None:
-            value[-1] = 7
-
-        with pytest.raises(ValueError, match="changed while"):
-            await a.put("k", value, progress=change)
-        await until(lambda: used(b) == 0)
-        assert not await a.contains("k")
 
 
 HALF_A_PUT = """

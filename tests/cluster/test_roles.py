@@ -50,12 +50,11 @@ from p2pstore.transfer.read_tickets import (
     ticket_secret,
 )
 from p2pstore.wire import Code, Empty, Message, decode_body, encode_body
-from tests.cluster.test_cli import Machine, done, failed, machine
-from tests.cluster.test_open_peer import cluster, config, until
+from tests.cluster.machines import Machine, done, failed
+from tests.cluster.peers import cluster, config
 from tests.cluster.test_put_elsewhere import store_request
 from tests.cluster.test_strangers import open_data
-
-__all__ = ["machine"]
+from tests.waiting import until
 
 SECONDS = 20.0
 VALUE = memoryview(b"value")

@@ -17,10 +17,11 @@ from p2pstore.objects import KIB
 from p2pstore.peer import Peer
 from p2pstore.peer.api import open_peer
 from p2pstore.transfer import transport
-from tests.cluster.test_open_peer import config, until
+from tests.cluster.peers import config
 from tests.cluster.test_put_elsewhere import client_of
 from tests.contract.test_slow_holders import NEVER, SPARE_SECONDS, Trickle
 from tests.ports import free_port
+from tests.waiting import until
 
 HASTE_SECONDS = 0.3
 KEYS = 12

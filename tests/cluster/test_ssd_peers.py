@@ -177,7 +177,7 @@ def test_durable_needs_an_ssd(cluster: ProcessCluster) -> None:
 
 
 def refused(folder: Path, *options: str) -> str:
-    """What a peer with these options says when it does not start."""
+    """The message of a peer with these options that does not start."""
     command = [sys.executable, "-m", "mooncake_p2p", "join", "--name", "refused"]
     command += ["--memory", "16MiB", "--state-dir", str(folder / "refused")]
     command += ["--socket", str(folder / "refused.sock"), *options]

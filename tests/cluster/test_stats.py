@@ -21,7 +21,8 @@ import pytest
 
 from p2pstore import blocking
 from p2pstore.objects import MIB
-from tests.cluster.test_cli import COMMAND, Machine, Peer, done, eventually, failed, new_machine
+from tests.cluster.machines import COMMAND, Machine, Peer, done, failed, new_machine
+from tests.waiting import eventually
 
 ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 HIDE_CURSOR, SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
@@ -36,12 +37,6 @@ def pair() -> Iterator[tuple[Peer, Peer]]:
         second = machine.join("second", *options, "--bootstrap", first.ready["control"])
         eventually(lambda: first.alive() == second.alive() == 2)
         yield first, second
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    with new_machine() as machine:
-        yield machine
 
 
 def statistics(peer: Peer) -> dict[str, Any]:
@@ -254,7 +249,7 @@ def test_watch_into_a_pipe_gives_a_line_of_json_per_interval(machine: Machine) -
 
 
 def read_until(terminal: int, wanted: bytes, seconds: float = 20.0) -> bytes:
-    """What the terminal shows up to something; fails when that does not come."""
+    """The terminal's output up to a text; fails when that does not come."""
     shown, deadline = b"", time.monotonic() + seconds
     while wanted not in shown:
         readable, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))

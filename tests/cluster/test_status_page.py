@@ -123,7 +123,7 @@ def test_the_page_of_a_peer(cluster: ProcessCluster, tmp_path: Path) -> None:
             assert fact in text_of(browser, "#peer")
         looks_well(browser)
 
-        # What others wrote is text, and nothing else.
+        # Text of others is text, and nothing else.
         assert browser.evaluate("document.querySelectorAll('script').length") == 1
         assert browser.evaluate("document.querySelectorAll('img, b[onclick]').length") == 0
         assert browser.evaluate("document.title").endswith("p0 \u2013 All is well")
@@ -137,7 +137,7 @@ def test_the_page_of_a_peer(cluster: ProcessCluster, tmp_path: Path) -> None:
         assert len(browser.asked_for) <= asked + 1  # one may have been under way
         show_or_hide(browser, hidden=False)
 
-        # Who is missing is the first that is said, and that the peer itself is silent, and since when.
+        # A missing member is named first, and that the peer itself is silent, and since when.
         third.kill()
         browser.wait_for("document.querySelector('#state').innerText.includes('1 member is dead')")
         row = browser.evaluate("document.querySelector('#members tbody tr').innerText")

@@ -91,13 +91,13 @@ from p2pstore.wire import (
     encode_frame,
 )
 from tests.cluster.flooding import flood, flooded
+from tests.cluster.machines import Machine
+from tests.cluster.machines import Peer as Process
+from tests.cluster.peers import cluster, config
 from tests.cluster.test_attacks import PATIENCE_SECONDS, still_well
-from tests.cluster.test_cli import Machine, eventually, machine
-from tests.cluster.test_cli import Peer as Process
 from tests.cluster.test_control_host import Attacker
-from tests.cluster.test_open_peer import cluster, config, until
-
-__all__ = ["machine"]  # a fixture
+from tests.present import present
+from tests.waiting import eventually, until
 
 SECONDS = 10.0
 MIB = 1024 * 1024
@@ -500,8 +500,7 @@ async def test_records_that_their_owner_did_not_sign(tmp_path: Path) -> None:
         await until(lambda: victim.contains_nowait("k"))
         mallory = liar.settings.identity
         gossip = victim.node.core.gossip
-        state = gossip.membership.get(neighbour.node.core.peer_id)
-        assert state is not None
+        state = present(gossip.membership.get(neighbour.node.core.peer_id))
         assert state.signed is not None
         honest = state.signed
         record = read_peer_record(honest)
@@ -569,8 +568,7 @@ async def test_an_old_record_does_not_come_back(tmp_path: Path) -> None:
             with suppress(LinkError) if leaving else nullcontext():  # who left is disconnected
                 await tell(liar, victim, Delta([old[-1]], [], [], []))
         await until(lambda: not liar.connected())
-        state = victim.node.core.gossip.membership.get(mallory.peer_id)
-        assert state is not None
+        state = present(victim.node.core.gossip.membership.get(mallory.peer_id))
         for signed in old:
             await tell(liar, victim, Delta([signed], [], [], []))
             assert state.record is not None
@@ -590,8 +588,7 @@ async def test_a_log_that_its_owner_did_not_write_is_not_believed(
         await neighbour.put("k", b"value")
         await until(lambda: victim.contains_nowait("k"))
         core, other = victim.node.core, neighbour.node.core
-        held = other.gossip.log.held(key_digest("k"))
-        assert held is not None
+        held = present(other.gossip.log.held(key_digest("k")))
         records = held[:-1] + bytes((held[-1] | REMOVED,))
         records += b"".join(
             key_digest(f"made up {number}") + Random(number).randbytes(LOCATION_BYTES - 17) + b"\0"
@@ -616,8 +613,7 @@ async def test_claims_that_a_living_peer_is_dead_are_refuted(tmp_path: Path) -> 
     async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as liar:
         accused = neighbour.node.core
         for status in (Status.SUSPECT, Status.DEAD, Status.LEFT):
-            state = victim.node.core.gossip.membership.get(accused.peer_id)
-            assert state is not None
+            state = present(victim.node.core.gossip.membership.get(accused.peer_id))
             claim = Claim(accused.peer_id, state.incarnation + 5, int(status), 1)
             await tell(liar, victim, Delta([], [], [], [claim]))
             await until(lambda: victim.node.core.live_peers() == [accused.peer_id])
@@ -635,8 +631,7 @@ async def test_what_a_living_peer_holds_is_read_while_a_member_says_that_it_is_d
         accused = neighbour.node.core
         incarnation = accused.gossip.membership.own.incarnation
         for number in range(50):
-            state = victim.node.core.gossip.membership.get(accused.peer_id)
-            assert state is not None
+            state = present(victim.node.core.gossip.membership.get(accused.peer_id))
             status = (Status.DEAD, Status.LEFT)[number % 2]
             claim = Claim(accused.peer_id, state.incarnation, int(status), 1)
             for peer in (victim, neighbour):
@@ -651,8 +646,7 @@ async def test_members_that_a_member_made_up_do_not_count_and_hide_no_newcomer(
     tmp_path: Path,
 ) -> None:
     async with cluster(tmp_path, 2) as (victim, neighbour), stranger_host() as liar:
-        template = victim.node.core.gossip.membership.own.record
-        assert template is not None
+        template = present(victim.node.core.gossip.membership.own.record)
         for start in range(1000, 1400, 40):
             records = []
             for number in range(start, start + 40):
@@ -782,7 +776,7 @@ def yamux(kind: int, flags: int, stream: int, length: int, payload: bytes = b"")
 
 
 def abuse() -> dict[str, Callable[[int], bytes]]:
-    """What an attacker may write after Noise, frame by frame."""
+    """Frames that an attacker may write after Noise, in turn."""
     rng = Random(3)
     return {
         "pings": lambda n: yamux(PINGED, SYN, 0, n),

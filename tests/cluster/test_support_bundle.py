@@ -10,7 +10,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.test_cli import COMMAND, Peer, done, eventually, new_machine
+from tests.cluster.machines import COMMAND, Peer, done, new_machine
+from tests.waiting import eventually
 
 SECONDS = 120.0
 """A bundle about a peer that hangs waits for it a few times."""
@@ -19,7 +20,7 @@ TICKET = bytes(range(7, 250, 5))
 
 
 def gathered(peer: Peer, path: Path, *options: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the command said, and the files in the bundle."""
+    """The command's output, and the files in the bundle."""
     result = subprocess.run(
         [*COMMAND, "support-bundle", "-o", str(path), "--json", *options],
         env={**peer.machine.environment, "MOONCAKE_P2P_SOCKET": peer.ready["socket"]},

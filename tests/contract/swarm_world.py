@@ -5,8 +5,7 @@ Gossip is instantaneous: the world knows all members and their parts in versions
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -263,14 +262,6 @@ def same_files(one: Path, other: Path) -> bool:
     return content(one) == content(other)
 
 
-async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait for something, which must come true in that time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        await trio.sleep(0.005)
-
-
 __all__ = [
     "PIECE",
     "MemberHere",
@@ -279,6 +270,5 @@ __all__ = [
     "open_world",
     "same_files",
     "signed_directory",
-    "until",
     "version_of",
 ]

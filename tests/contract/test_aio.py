@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,7 @@ from p2pstore.errors import DeadlineExceeded, NoLocalPeer, StoreClosed
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB
 from p2pstore.runtime.asyncio_streams import AsyncioDriver, AsyncioStream
-from tests.contract.small_peer import SmallPeer, small_peer
-
-
-@pytest.fixture
-def peer(tmp_path: Path) -> Iterator[SmallPeer]:
-    with small_peer(tmp_path / "peer.sock") as running:
-        yield running
+from tests.contract.small_peer import SmallPeer
 
 
 @contextlib.asynccontextmanager

@@ -17,24 +17,18 @@ from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.serving.read_thread import BRISK_READS
 from p2pstore.transfer.transport import BufferDestination, PullFailed
 from p2pstore.wire import Code
+from tests.contract.sides import Side
 from tests.contract.test_transport import (
-    DRIVERS,
     SEGMENT_BYTES,
-    Side,
     TcpHarness,
     _buffers,
     pattern,
     put,
     segment_of,
-    until,
 )
+from tests.waiting import until
 
 LENGTHS = [1, 4095, 4096, 65_536, 65_537, MIB - 1, MIB]
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @pytest.fixture(params=["tcp", "tls"])

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,17 +24,11 @@ from p2pstore.local.server import MAX_IN_FLIGHT, TURN_SECONDS
 from p2pstore.objects import DIGEST_BYTES
 from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.wire import PREFACE_LOCAL, Message, encode_frame
-from tests.contract.small_peer import SmallPeer, small_peer
+from tests.contract.small_peer import SmallPeer
 
 CONTAINS_KEYS = MOST_ITEMS[LocalKind.CONTAINS]
 KEYS = [f"k{number}" for number in range(3 * CONTAINS_KEYS + 100)]
 HELD = range(0, len(KEYS), 1000)
-
-
-@pytest.fixture
-def peer(tmp_path: Path) -> Iterator[SmallPeer]:
-    with small_peer(tmp_path / "peer.sock") as running:
-        yield running
 
 
 @pytest.fixture
@@ -166,7 +159,7 @@ def open_connection(peer: SmallPeer) -> LocalConnection:
 def test_a_reply_that_came_with_another_is_not_waited_for(
     peer: SmallPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who received before this one looked had its reply as well: to receive again would wait for nothing."""
+    """Another receiver took this reply as well before this one looked: to receive again would wait for nothing."""
     connection = open_connection(peer)
     whole = LocalConnection._send
 

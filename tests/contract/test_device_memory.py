@@ -16,10 +16,9 @@ import trio
 import p2pstore
 from p2pstore import blocking
 from p2pstore.client import device_memory
-from p2pstore.errors import BufferTooSmall, NoSuchKey, P2PStoreError, StoreClosed
+from p2pstore.errors import BufferTooSmall, GpuCopyFailed, NoSuchKey, P2PStoreError, StoreClosed
 from p2pstore.objects import MIB
 from p2pstore.results import TransferOperation, TransferRequest
-from p2pstore.values import GpuCopyFailed
 from tests.contract.small_peer import SmallPeer, small_peer
 from tests.contract.test_local import connected
 from tests.interrupts import interrupted_after_each_call, interrupted_at_each_line

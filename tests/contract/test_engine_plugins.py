@@ -15,6 +15,7 @@ import importlib.util
 import os
 import select
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,8 +30,9 @@ from p2pstore import blocking
 from p2pstore.errors import ConfigError
 from p2pstore.integrations.lasting_client import LastingClient, legal_key
 from p2pstore.objects import encode_key
-from tests.contract.worlds import PeerProcess, peer_process, until
+from tests.contract.worlds import PeerProcess, peer_process
 from tests.optional import require_torch
+from tests.waiting import eventually
 
 WEIGHTS = "model@v1"
 DEADLINE_SECONDS = 60.0
@@ -93,12 +95,18 @@ def test_engines_that_hash_otherwise_are_told(
     peer: PeerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = (LastingClient("hashes@v1", peer.socket) for _ in range(2))
-    assert one.hashes_agree("vllm", b"seed 1")
-    assert other.hashes_agree("vllm", b"seed 1")
-    assert other.hashes_agree("sglang", b"seed 2")
+    ends = threading.Semaphore(0)
+    for client, engine, seed in [
+        (one, "vllm", b"seed 1"),
+        (other, "vllm", b"seed 1"),
+        (other, "sglang", b"seed 2"),
+    ]:
+        client.compare_hashes(engine, seed)
+        client.later(lambda _: ends.release())
+        assert ends.acquire(timeout=DEADLINE_SECONDS)
     assert not caplog.records
-    assert not other.hashes_agree("vllm", b"seed 2")
-    assert "PYTHONHASHSEED" in caplog.text
+    other.compare_hashes("vllm", b"seed 2")
+    eventually(lambda: "PYTHONHASHSEED" in caplog.text)
     one.close()
     other.close()
 
@@ -112,9 +120,9 @@ def test_a_peer_that_comes_back_is_used_again_and_until_then_all_is_missing(
         running.process.kill()
         running.process.wait()
         # Mapped objects can be read for a moment more.
-        until(lambda: client.call(lambda each: each.get("k"), b"nothing") == b"nothing")
+        eventually(lambda: client.call(lambda each: each.get("k"), b"nothing") == b"nothing")
     with peer_process(tmp_path, "restarted"):
-        until(lambda: client.call(lambda each: each.put("k", b"new"), None) is not None)
+        eventually(lambda: client.call(lambda each: each.put("k", b"new"), None) is not None)
         assert client.call(lambda each: each.get("k"), b"nothing") == b"new"
         client.close()
         assert client.call(lambda each: each.get("k"), b"nothing") == b"nothing"
@@ -163,11 +171,20 @@ class PoolTransferResult:
     restorable_prefix_pages: list[int] | None = None
 
 
-SGLANG = {
+@dataclass
+class StorageMetrics:
+    prefetch_pgs: list[int] = field(default_factory=list)
+    backup_pgs: list[int] = field(default_factory=list)
+    prefetch_bandwidth: list[float] = field(default_factory=list)
+    backup_bandwidth: list[float] = field(default_factory=list)
+
+
+SGLANG: dict[str, dict[str, Any]] = {
+    "sglang.srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},
     "sglang.srt.mem_cache.hicache_storage": {
         "HiCacheStorage": HiCacheStorage,
         "PoolTransferResult": PoolTransferResult,
-    }
+    },
 }
 PAGE_SIZE = 4
 
@@ -190,7 +207,8 @@ def sglang_config(**changed: Any) -> Any:
     fields = {
         **{"tp_rank": 0, "tp_size": 2, "pp_rank": 0, "pp_size": 1, "model_name": "org/model"},
         **{"attn_cp_rank": 0, "attn_cp_size": 1, "dcp_rank": 0, "dcp_size": 1},
-        **{"is_mla_model": False, "should_split_heads": False, "is_storage_writer": True},
+        **{"is_mla_model": False, "tp_lcm_size": None, "is_storage_writer": True},
+        "enable_storage_metrics": False,
         "extra_config": {"weight_version": WEIGHTS},
     }
     return SimpleNamespace(**{**fields, **changed})
@@ -322,6 +340,112 @@ def test_sglang_side_pools_of_hybrid_models(
     assert asked(writer, "mamba") == (0, {}, [])
 
 
+class HeadsPool(HostPool):
+    """Pages that are cut by heads, as `page_head` has them: four heads of K, then four of V."""
+
+    layout = "page_head"
+
+    def __init__(self, pages: int, seed: int, heads: int = 4) -> None:
+        shape = (2, pages, heads, 300)
+        self.memory = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+    def get_split_heads_page_buffer_meta(
+        self, indices: Any, split_factor: int
+    ) -> tuple[list[int], list[int]]:
+        pages = [int(each) // PAGE_SIZE for each in indices[::PAGE_SIZE]]
+        heads = self.memory.shape[2] // split_factor
+        pieces = [
+            self.memory[half, page, first : first + heads]
+            for page in pages
+            for first in range(0, self.memory.shape[2], heads)
+            for half in (0, 1)
+        ]
+        return [int(piece.ctypes.data) for piece in pieces], [piece.nbytes for piece in pieces]
+
+
+def test_sglang_engines_of_other_sizes_share_what_is_cut_by_heads(
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = require_torch()
+    stand_in(monkeypatch, SGLANG)
+    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", peer.socket)
+    made = plugin(monkeypatch, "sglang").P2PHiCache
+
+    def engine(rank: int, size: int, pool: HostPool, lcm: int = 2) -> Any:
+        extra = {"weight_version": "heads@v1"}
+        config = sglang_config(tp_rank=rank, tp_size=size, tp_lcm_size=lcm, extra_config=extra)
+        store = made(config, {})
+        store.register_mem_pool_host(pool)
+        return store
+
+    whole = HeadsPool(3, 1)
+    halves = [HeadsPool(3, 2 + rank, heads=2) for rank in (0, 1)]
+    alone = engine(0, 1, whole)
+    ranks = [engine(rank, 2, pool) for rank, pool in enumerate(halves)]
+    other = engine(0, 1, HeadsPool(3, 9), lcm=4)
+    keys, indices = ["a", "b", "c"], torch.arange(3 * PAGE_SIZE)
+    assert alone.batch_set_v1(keys[:2], indices[: 2 * PAGE_SIZE]) == [True] * 2
+    assert [each.batch_exists(keys) for each in (alone, *ranks, other)] == [2, 2, 2, 0]
+    for number, rank in enumerate(ranks):
+        assert rank.batch_get_v1(keys[:2], indices[: 2 * PAGE_SIZE]) == [True] * 2
+        own = whole.memory[:, :2, 2 * number : 2 * number + 2]
+        assert (halves[number].memory[:, :2] == own).all()
+    assert ranks[0].batch_set_v1(keys[2:], indices[2 * PAGE_SIZE :]) == [True]
+    assert [each.batch_exists(keys) for each in (alone, *ranks)] == [2, 3, 2]
+    assert alone.batch_get_v1(keys[2:], indices[2 * PAGE_SIZE :]) == [False], "half of it is there"
+    assert ranks[1].batch_set_v1(keys[2:], indices[2 * PAGE_SIZE :]) == [True]
+    assert alone.batch_get_v1(keys[2:], indices[2 * PAGE_SIZE :]) == [True]
+    both = np.concatenate([halves[0].memory[:, 2], halves[1].memory[:, 2]], axis=1)
+    assert (whole.memory[:, 2] == both).all()
+    for store in (alone, *ranks, other):
+        store.close()
+
+
+def test_sglang_is_told_what_was_moved_and_which_settings_mean_nothing(
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch = require_torch()
+    stand_in(monkeypatch, SGLANG)
+    monkeypatch.setenv("MOONCAKE_P2P_SOCKET", peer.socket)
+    made = plugin(monkeypatch, "sglang").P2PHiCache
+    extra = {"weight_version": "figures@v1", "interface_v1": 1, "backend_name": "p2pstore"}
+    store = made(sglang_config(enable_storage_metrics=True, extra_config=extra), {})
+    assert "there is no setting" not in caplog.text
+    store.register_mem_pool_host(HostPool(3, 1))
+    indices = torch.arange(2 * PAGE_SIZE)
+    assert store.batch_set_v1(["a", "b"], indices) == [True] * 2
+    assert store.batch_get_v1(["a", "b"], indices) == [True] * 2
+    assert store.batch_get_v1(["none", "b"], indices) == [False, True]
+    figures = store.get_stats()
+    assert (figures.prefetch_pgs, figures.backup_pgs) == ([2, 1], [2])
+    assert all(rate > 0 for rate in (*figures.prefetch_bandwidth, *figures.backup_bandwidth))
+    assert store.get_stats().prefetch_pgs == []
+    store.close()
+    silent = made(sglang_config(extra_config={**extra, "weigth_version": "x"}), {})
+    assert silent.get_stats() is None
+    assert "did you mean 'weight_version'" in caplog.text
+    silent.close()
+
+
+def test_sglang_starts_without_a_peer_and_uses_the_one_that_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch = require_torch()
+    stand_in(monkeypatch, SGLANG)
+    extra = {"weight_version": WEIGHTS, "socket": str(tmp_path / "late.sock")}
+    store = plugin(monkeypatch, "sglang").P2PHiCache(sglang_config(extra_config=extra), {})
+    store.register_mem_pool_host(HostPool(2, 1))
+    indices = torch.arange(PAGE_SIZE)
+    assert store.batch_set_v1(["late"], indices) == [False]
+    assert store.batch_exists(["late"]) == 0
+    assert store.batch_get_v1(["late"], indices) == [False]
+    assert sum("until the peer answers" in each.getMessage() for each in caplog.records) == 1
+    with peer_process(tmp_path, "late"):
+        eventually(lambda: store.batch_set_v1(["late"], indices) == [True])
+        assert store.batch_exists(["late"]) == 1
+        store.close()
+
+
 def test_sglang_makes_the_backend_itself(
     peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,19 +522,74 @@ class JobResult:
 
 
 @dataclass
+class OffloadingEvent:
+    keys: list[bytes]
+    medium: Any
+    removed: bool
+    locality: Any = None
+    ownership: str | None = None
+    removal_expected: bool = False
+
+
+@dataclass
 class RequestOffloadingContext:
     fields: dict[str, Any] = field(default_factory=dict)
+
+
+class FileMapper:
+    """vLLM's own rule for which engines' blocks are alike, as far as it matters here."""
+
+    def __init__(self, spec: Any) -> None:
+        self.rank = 0
+        self.fields = {
+            "model_name": spec.config.model.name,
+            "dtype": spec.config.model.dtype,
+            "tp_size": spec.config.parallel.tp_size,
+        }
+
+    @classmethod
+    def from_offloading_spec(cls, *, offloading_spec: Any, **_: Any) -> FileMapper:
+        return cls(offloading_spec)
+
+    def get_run_config(self) -> dict[str, Any]:
+        return self.fields
+
+
+@dataclass
+class Metadata:
+    documentation: str
+
+
+class OffloadingConnectorStats:
+    def __init__(self) -> None:
+        self.gauges: dict[str, int] = {}
+
+    def set_gauge(self, name: str, value: int) -> None:
+        self.gauges[name] = value
+
+    def reduce(self) -> dict[str, int]:
+        return self.gauges
 
 
 class SecondaryTierManager:
     def __init__(self, spec: Any, view: memoryview, tier_type: str, detector: Any = None) -> None:
         self.tier_type = tier_type
+        self.locality = None
 
 
 VLLM: dict[str, dict[str, Any]] = {
     "vllm.v1.kv_offload.base": {
+        "Locality": enum.Enum("Locality", {"LOCAL": "LOCAL", "REMOTE": "REMOTE"}),
         "LookupResult": LookupResult,
+        "Medium": enum.Enum("Medium", {"CPU": "CPU", "STORAGE": "STORAGE"}),
+        "OffloadingEvent": OffloadingEvent,
+        "OffloadingGaugeMetadata": Metadata,
         "RequestOffloadingContext": RequestOffloadingContext,
+    },
+    "vllm.v1.kv_offload.file_mapper": {"FileMapper": FileMapper},
+    "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": SimpleNamespace(P2P="p2p")},
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": {
+        "OffloadingConnectorStats": OffloadingConnectorStats
     },
     "vllm.v1.kv_offload.tiering.base": {
         "JobResult": JobResult,
@@ -421,17 +600,19 @@ VLLM: dict[str, dict[str, Any]] = {
 }
 
 
-def vllm_spec(tp_size: int = 1) -> Any:
-    parallel = SimpleNamespace(tp_size=tp_size, pp_size=1, pcp_size=1, dcp_size=1, rank=0)
+def vllm_spec(tp_size: int = 1, name: str = "org/model") -> Any:
+    parallel = {"tp_size": tp_size, "pp_size": 1, "pcp_size": 1, "dcp_size": 1, "rank": 0}
     config = SimpleNamespace(
-        model=SimpleNamespace(name="org/model", dtype="bfloat16"),
+        model=SimpleNamespace(name=name, dtype="bfloat16"),
         cache=SimpleNamespace(tokens_per_hash=16),
         groups=[SimpleNamespace(tokens_per_block=16, layer_names=["l0", "l1"])],
-        parallel=parallel,
+        parallel=SimpleNamespace(**parallel, is_parallelism_agnostic=False),
+        replicated_layout=False,
         canonical_layout=False,
         kv_cache_layout=None,
     )
-    return SimpleNamespace(config=config, blocks_per_chunk=1)
+    events = SimpleNamespace(enable_kv_cache_events=True, self_describing_kv_events=True)
+    return SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=events)
 
 
 def finished(tier: Any) -> Any:
@@ -441,7 +622,7 @@ def finished(tier: Any) -> Any:
         found.extend(tier.get_finished_jobs())
         return bool(found)
 
-    until(came)
+    eventually(came)
     (result,) = found
     return result
 
@@ -494,6 +675,54 @@ def test_vllm_blocks_come_back_in_another_engine(
     writer.submit_load(module.TransferJob(8, keys[:1], np.array([1]), True, None))
     assert not finished(writer).success
     assert writer.lookup(keys[0], None) == miss
+
+
+def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand_in(monkeypatch, VLLM)
+    module = plugin(monkeypatch, "vllm")
+    memory = np.zeros((4, 5000), np.uint8)
+    named = {"weight_version": "events@v1", "socket": peer.socket, "enable_kv_events": True}
+    silent = vllm_spec()
+    silent.kv_events_config.enable_kv_cache_events = False
+    tiers = [
+        module.P2PTier(spec, memory.data, "P2PTier", **named)
+        for spec in (vllm_spec(), vllm_spec(), silent)
+    ]
+    writer, other, mute = tiers
+    assert "publishes no KV events" in caplog.text
+    keys = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(2)]
+
+    def stored_by(tier: Any) -> list[Any]:
+        tier.submit_store(module.TransferJob(1, keys, np.array([0, 1]), False, None))
+        assert finished(tier).success
+        return list(tier.take_events())
+
+    stored = [OffloadingEvent(keys, module.Medium.STORAGE, False, removal_expected=True)]
+    assert stored_by(writer) == stored
+    assert stored_by(writer) == []
+    assert stored_by(other) == stored, "what it found there is told of"
+    assert stored_by(mute) == []
+    with blocking.connect(peer.socket, namespace="events@v1") as client:
+        client.flush()
+
+    def next_events(tier: Any) -> list[Any]:
+        events: list[Any] = []
+
+        def came() -> bool:
+            events.extend(tier.take_events())
+            return bool(events)
+
+        eventually(came)
+        return events
+
+    for tier in (writer, other):
+        gone = [(sorted(event.keys), event.removed) for event in next_events(tier)]
+        assert gone == [(keys, True)]
+    assert stored_by(writer) == stored
+    for tier in tiers:
+        tier.shutdown()
 
 
 def test_vllm_makes_the_tier_itself(peer: PeerProcess) -> None:
@@ -580,7 +809,24 @@ class EventNotifier:
         os.close(self._descriptor)
 
 
+class ChunkedTokenDatabase:
+    """The parts of LMCache's that hash; making one gives vLLM another seed."""
+
+    NONE_HASH = 0
+    made = 0
+
+    def __init__(self) -> None:
+        raise AssertionError("a second database")
+
+    def _get_vllm_hash_func(self, name: str) -> Any:
+        return {"builtin": hash, "sha256_cbor": lambda value: hash((1, value))}[name]
+
+    def _hash_tokens(self, tokens: list[int]) -> int:
+        return int(self.hash_func((self.NONE_HASH, tuple(tokens), ())))  # type: ignore[attr-defined]
+
+
 LMCACHE: dict[str, dict[str, Any]] = {
+    "lmcache.v1.token_database": {"ChunkedTokenDatabase": ChunkedTokenDatabase},
     "lmcache.lmcache_native": {"Bitmap": Bitmap},
     "lmcache.v1.distributed.internal_api": {"L2StoreResult": L2StoreResult},
     "lmcache.v1.distributed.l2_adapters.base": {"L2AdapterInterface": L2AdapterInterface},
@@ -644,7 +890,7 @@ def test_lmcache_chunks_come_back(
     extra = {"p2pstore_weight_version": f"lm@{save_chunk_meta}", "p2pstore_socket": peer.socket}
 
     async def use() -> None:
-        config = SimpleNamespace(extra_config=extra)
+        config = SimpleNamespace(extra_config=extra, pre_caching_hash_algorithm="builtin")
         connector = module.P2PConnector(asyncio.get_running_loop(), backend, config)
         keys = [ChunkKey(f"model@1@0@{number}") for number in range(4)]
         values = [bytes([number]) * length for number, length in enumerate((1000, 300, 1000))]
@@ -659,8 +905,7 @@ def test_lmcache_chunks_come_back(
         prefix = await connector.batched_get_non_blocking("id", keys)
         assert [bytes(each.data) for each in prefix] == values[:1]
         assert sum(backend.counts) == 4, "what came behind the gap was given back"
-        listed = [key for key in await connector.list() if "hash probe" not in key]
-        assert listed == [keys[0].text, keys[2].text]
+        assert await connector.list() == [keys[0].text, keys[2].text]
         assert await connector.ping() == 0
         long = [ChunkKey(text) for text in KEYS_OF_ENGINES if text != "k"]
         await connector.batched_put(long, [MemoryObj(value, []) for value in [values[0]] * 5])
@@ -693,6 +938,35 @@ def test_lmcache_chunks_come_back(
         assert sum(backend.counts) == held, "the memory was given back"
 
     asyncio.run(use())
+
+
+def test_lmcache_engines_that_hash_otherwise_are_told_at_the_first_request(
+    peer: PeerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the hash that LMCache uses, with the seed that it has by then: not before, and not by Python's seed."""
+    if importlib.util.find_spec("lmcache") is not None:
+        pytest.skip("LMCache is installed: its own basic_check is the test")
+    stand_in(monkeypatch, LMCACHE)
+    module = plugin(monkeypatch, "lmcache")
+    extra = {"p2pstore_weight_version": "hashes@lm", "p2pstore_socket": peer.socket}
+
+    async def ask(algorithm: str, seed: int) -> None:
+        config = SimpleNamespace(extra_config=extra, pre_caching_hash_algorithm=algorithm)
+        connector = module.P2PConnector(asyncio.get_running_loop(), CpuBackend(False), config)
+        monkeypatch.setattr(ChunkedTokenDatabase, "NONE_HASH", seed)
+        for _ in range(2):
+            assert connector.batched_contains([ChunkKey("none")]) == 0
+        done = threading.Event()
+        connector._client.later(lambda _: done.set())
+        assert await asyncio.to_thread(done.wait, DEADLINE_SECONDS)
+        await connector.close()
+
+    asyncio.run(ask("builtin", 5))
+    asyncio.run(ask("builtin", 5))
+    assert "differs from those" not in caplog.text
+    asyncio.run(ask("builtin", 6))
+    asyncio.run(ask("sha256_cbor", 5))
+    assert caplog.text.count("this lmcache engine differs from those") == 2
 
 
 def test_lmcache_tasks_of_the_server_end_with_an_event(

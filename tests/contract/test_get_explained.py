@@ -22,16 +22,12 @@ from p2pstore.transfer.reading.shm import ShmTransport
 from p2pstore.transfer.transfer_trace import FetchTrace, ReadWatch
 from p2pstore.transfer.transport import BufferDestination, Transport, pull_with_failover
 from p2pstore.wire import Code
+from tests.contract.sides import Side
 from tests.contract.small_peer import PEER_ID, SmallPeer, small_peer
-from tests.contract.test_transport import DRIVERS, Side, TcpHarness, pattern, put, segment_of
+from tests.contract.test_transport import TcpHarness, pattern, put, segment_of
 
 VALUE = random.Random(7).randbytes(9 * MIB + 5)
 NOTHING = local.PlanItem([], error=local.ItemError(int(Code.NO_SUCH_KEY), "no holder"))
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from p2pstore.gossip.links.identity import Identity
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.runtime.trio_tasks import open_background_nursery
 from p2pstore.wire import Code, Empty, Message
+from tests.waiting import until
 
 SECONDS = 10.0
 """Longer than anything here takes."""
@@ -190,12 +191,6 @@ async def pair() -> AsyncIterator[Pair]:
     with trio.fail_after(60):
         async with control_hosts(Answerer()) as pair:
             yield pair
-
-
-async def until(condition: Callable[[], object]) -> None:
-    with trio.fail_after(SECONDS):
-        while not condition():
-            await trio.sleep(0.005)
 
 
 async def test_an_answer_comes_back_and_the_asker_is_known(pair: Pair) -> None:

@@ -30,17 +30,13 @@ from p2pstore import aio, blocking
 from p2pstore.client import answers, leasing
 from p2pstore.client import leases as leases_module
 from p2pstore.client.leases import LeaseBook
-from p2pstore.client.trio_client import Client
 from p2pstore.errors import (
     AmbiguousLocalPeer,
-    BufferTooSmall,
     CapacityExceeded,
-    ClientForked,
     ConfigError,
     DeadlineExceeded,
     LeaseLimitExceeded,
     NoLocalPeer,
-    NoSuchKey,
     ObjectTooLarge,
     StoreClosed,
     Unavailable,
@@ -126,38 +122,6 @@ async def eventually(peer: SmallPeer, condition: Any) -> None:
 # --- what the store does -----------------------------------------------------------------------
 
 
-async def test_put_and_get(store: Any) -> None:
-    first = await store.put("k", b"value")
-    assert (first.key, first.status, first.copies, first.wanted) == ("k", "created", 1, 1)
-    assert first.location == "small"
-    assert await store.get("k") == b"value"
-    assert (await store.put("k", b"value")).status == "unchanged"
-    assert (await store.put("k", b"other")).status == "kept_existing"
-    assert await store.get("k") == b"value"
-    again = await store.put("k", b"other", overwrite=True)
-    assert again.status == "created"
-    assert again.version > first.version
-    assert await store.get("k") == b"other"
-    assert await store.remove("k")
-    assert not await store.remove("k")
-    with pytest.raises(NoSuchKey, match="'k'"):
-        await store.get("k")
-
-
-@pytest.mark.parametrize("length", [0, 1, 4095, 65_537, MIB, MIB + 1, 5 * MIB + 3])
-async def test_values_of_all_sizes(store: Any, length: int) -> None:
-    value = random.Random(length).randbytes(length)
-    await store.put("k", value)
-    assert await store.get("k") == value
-    buffer = bytearray(length + 8)
-    assert await store.get_into("k", buffer) == length
-    assert buffer[:length] == value
-    assert buffer[length:] == bytes(8)
-    view = await store.take_lease("k")
-    assert view.readonly
-    assert view == value
-
-
 async def test_keys_at_their_limits(store: Any) -> None:
     for key in ("k", "k" * 1024, "\N{SNOWMAN}" * 341, "a/b c\n"):
         await store.put(key, key.encode())
@@ -168,37 +132,6 @@ async def test_keys_at_their_limits(store: Any) -> None:
                 await call
     with pytest.raises(TypeError):
         await store.get(7)
-
-
-async def test_values_that_cannot_be(store: Any, peer: SmallPeer) -> None:
-    for bad in (np.zeros((4, 4))[:, 1], memoryview(b"abcdef")[::2]):
-        with pytest.raises(ValueError, match="contiguous"):
-            await store.put("k", bad)
-        with pytest.raises(ValueError, match=r"contiguous|read-only"):
-            await store.get_into("k", bad)
-    for neither in ("text", 7, None, np.array([object()])):
-        with pytest.raises(TypeError):
-            await store.put("k", neither)
-    await store.put("k", b"value")
-    with pytest.raises(ValueError, match="read-only"):
-        await store.get_into("k", b"12345")
-    frozen = np.zeros(8, np.uint8)
-    frozen.flags.writeable = False
-    with pytest.raises(ValueError, match="read-only"):
-        await store.get_into("k", frozen)
-    for bad_option in ({"replicas": 0}, {"ttl": 0}, {"pin": "firm"}):
-        with pytest.raises(ValueError):  # noqa: PT011 # each says something else
-            await store.put("k", b"v", **bad_option)
-    assert peer.used_bytes() == 4096
-
-
-async def test_a_buffer_that_is_too_small_is_left_alone(store: Any) -> None:
-    await store.put("k", bytes(range(100)))
-    buffer = bytearray(b"\xff" * 99)
-    with pytest.raises(BufferTooSmall) as caught:
-        await store.get_into("k", buffer)
-    assert caught.value.needed == 100
-    assert buffer == b"\xff" * 99
 
 
 async def test_what_does_not_fit(store: Any, peer: SmallPeer) -> None:
@@ -223,68 +156,6 @@ async def test_a_peer_of_the_version_before_says_itself_that_it_is_full(
         await store.put("k", np.zeros(17 * MIB, np.uint8))
 
 
-async def test_batches(store: Any, peer: SmallPeer) -> None:
-    items = [(f"k{number}", bytes([number % 256]) * number) for number in range(1000)]
-    results = await store.put_many([*items, ("", b"x"), ("s", "text"), ("h", bytearray(17 * MIB))])
-    assert [each.value.status for each in results[:-3]] == ["created"] * 1000
-    assert [type(each.error) for each in results[-3:]] == [ValueError, ValueError, CapacityExceeded]
-    buffers = [(key, bytearray(len(value))) for key, value in items]
-    extra: list[Any] = [("nope", bytearray(9)), ("k9", bytearray(1)), ("k9", b"123456789")]
-    got = await store.get_many_into([*buffers, *extra])
-    assert [each.value for each in got[:-3]] == list(range(1000))
-    assert [bytes(buffer) for _, buffer in buffers] == [value for _, value in items]
-    assert [type(each.error) for each in got[-3:]] == [NoSuchKey, BufferTooSmall, ValueError]
-    assert await store.contains_many(["k1", "nope", "k999"]) == [True, False, True]
-    assert await store.match_prefix(["k1", "k2", "nope", "k3"]) == 2
-    removed = await store.remove_many(["k1", "nope", ""])
-    assert [each.value for each in removed] == [True, False, None]
-    assert await store.put_many([]) == await store.get_many_into([]) == []
-    assert peer.used_bytes() == 999 * 4096
-
-
-async def test_tensors(store: Any) -> None:
-    for tensor in (
-        np.arange(24, dtype=np.float32).reshape(2, 3, 4),
-        np.array(7, ">i4"),
-        np.zeros((0, 3), np.int8),
-        np.array([True, False]),
-    ):
-        await store.put_tensor("t", tensor, overwrite=True)
-        got = await store.get_tensor("t")
-        assert got.dtype == tensor.dtype
-        assert got.shape == tensor.shape
-        assert np.array_equal(got, tensor)
-    await store.put("plain", b"1234")
-    with pytest.raises(p2pstore.P2PStoreError, match="not a tensor"):
-        await store.get_tensor("plain")
-
-
-async def test_the_rest_of_the_requests(store: Any, peer: SmallPeer) -> None:
-    await store.put("a", b"1", pin="soft", ttl=60)
-    await store.put("b", b"22")
-    page = await store.list_keys(limit=1)
-    assert [each.key for each in page.keys] == ["a"]
-    assert page.more
-    assert page.keys[0].expires_unix == pytest.approx(time.time() + 60, abs=10)
-    assert page.keys[0].pin == "soft"
-    page = await store.list_keys(after="a")
-    assert [(each.key, each.length, each.expires_unix) for each in page.keys] == [("b", 2, None)]
-    (where,) = await store.locate("a")
-    assert (where.peer, where.tier, where.pin, where.local) == ("small", "dram", "soft", True)
-    assert where.peer_id.startswith("12D3Koo")
-    await store.pin("b", "hard")
-    assert (await store.locate("b"))[0].pin == "hard"
-    await store.unpin("b")
-    with pytest.raises(NoSuchKey, match="nope"):
-        await store.pin("nope")
-    assert [each.name for each in await store.peers()] == ["small"]
-    assert await store.statistics() == {"peer": {"objects": 2}}
-    with pytest.raises(p2pstore.P2PStoreError, match="does not do LEAVE"):
-        await store.leave()
-    await store.flush()
-    assert not await store.contains("a")
-
-
 @both
 async def test_namespaces_are_apart(kind: str, peer: SmallPeer) -> None:
     async with connected(kind, peer, namespace="a") as a, connected(kind, peer) as b:
@@ -297,32 +168,6 @@ async def test_namespaces_are_apart(kind: str, peer: SmallPeer) -> None:
         assert await a.contains("k")
     with pytest.raises(ValueError, match="namespace"):
         connected(kind, peer, namespace="")
-
-
-async def test_a_value_that_expired_is_not_delivered(store: Any) -> None:
-    await store.put("k", b"value", ttl=0.05)
-    with contextlib.suppress(NoSuchKey), trio.fail_after(10):
-        while await store.get("k") == b"value":
-            await trio.lowlevel.checkpoint()
-    for call in (store.get("k"), store.get_into("k", bytearray(5)), store.take_lease("k")):
-        with pytest.raises(NoSuchKey):
-            await call
-
-
-async def test_waiting_for_a_key(store: Any, peer: SmallPeer) -> None:
-    def put_soon() -> None:
-        peer.wait_until(lambda: LocalKind.PLAN in peer.backend.requests)
-        with blocking.connect(str(peer.path)) as other:
-            other.put("late", b"value")
-
-    thread = threading.Thread(target=put_soon)
-    thread.start()
-    assert await store.get("late", wait=5) == b"value"
-    await trio.to_thread.run_sync(thread.join)
-    started = time.monotonic()
-    with pytest.raises(NoSuchKey):
-        await store.get("never", wait=0.1)
-    assert 0.1 <= time.monotonic() - started < 3
 
 
 async def test_steady_puts_cost_one_request_each(store: Any, peer: SmallPeer) -> None:
@@ -643,24 +488,6 @@ async def test_a_cancelled_receive_loses_no_bytes() -> None:
         theirs.close()
 
 
-async def test_cancelled_at_any_point_nothing_leaks(peer: SmallPeer) -> None:
-    value = np.zeros(9 * MIB, np.uint8)
-    async with p2pstore.connect(str(peer.path)) as store:
-        await store.put("k", b"value")
-        rng = random.Random(3)
-        for number in range(60):
-            with trio.move_on_after(rng.uniform(0, 0.012)):
-                if number % 3:
-                    await store.put(f"x{number}", value, overwrite=True)
-                else:
-                    await store.take_lease("k")
-            await store.remove(f"x{number}")
-        await eventually(peer, lambda: peer.backend.segment.leased_bytes == 0)
-        assert await store.get("k") == b"value"
-        await eventually(peer, lambda: peer.backend.segment.used_bytes == 4096)
-    assert peer.used_bytes() == 4096
-
-
 @both
 @pytest.mark.parametrize("what", ["lease", "reserve", "commit"])
 async def test_what_is_granted_too_late_is_given_back(
@@ -830,40 +657,7 @@ def test_a_client_that_is_killed_leaves_nothing_behind(fork: str, peer: SmallPee
     assert peer.call(lambda: peer.backend.segment.leased_bytes) == 0
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_must_connect_for_itself(peer: SmallPeer) -> None:
-    client = blocking.connect(str(peer.path))
-    client.put("k", b"value")
-    view = client.take_lease("k")
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            for call in (client.contains, client.get, client.take_lease):
-                with pytest.raises(ClientForked):
-                    call("k")
-            client.close()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert client.get("k") == b"value"
-    assert client.locate("k")
-    client.close()
-    assert bytes(view) == b"value"
-
-
-async def test_clients_pickle(peer: SmallPeer) -> None:
-    with blocking.connect(str(peer.path), namespace="n") as client:
-        client.put("k", b"value")
-        with pickle.loads(pickle.dumps(client)) as copy:
-            assert copy.get("k") == b"value"
-    async with (
-        p2pstore.connect(str(peer.path), namespace="n") as first,
-        pickle.loads(pickle.dumps(first)) as second,
-    ):
-        assert isinstance(second, Client)
-        assert await second.get("k") == b"value"
+async def test_a_client_that_was_not_open_pickles_as_such(peer: SmallPeer) -> None:
     unopened = pickle.loads(pickle.dumps(p2pstore.connect(str(peer.path), namespace="n")))
     with pytest.raises(RuntimeError, match=r"not connected.*async with"):
         await unopened.get("k")
@@ -1170,13 +964,6 @@ def test_what_is_no_socket_is_said_and_left_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"socket: {path} is {what}"):
             trio.run(listen_at, path, 0o600, None)
     assert file.read_text() == "mine"
-
-
-def test_connecting_to_nobody(tmp_path: Path) -> None:
-    with pytest.raises(NoLocalPeer, match="mooncake-p2p join"):
-        blocking.connect(str(tmp_path / "nobody"))
-    with pytest.raises(ConfigError, match="107"):
-        blocking.connect("/" + "x" * 107)
 
 
 def test_finding_the_local_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

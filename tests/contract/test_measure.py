@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import trio
 
-from p2pstore.errors import AuthenticationFailed, P2PStoreError, ProtocolMismatch, Unavailable
+from p2pstore.errors import AuthenticationFailed, P2PStoreError, Unavailable
 from p2pstore.objects import MIB
 from p2pstore.runtime.streams import Driver
 from p2pstore.runtime.trio_streams import TrioDriver
@@ -24,15 +24,11 @@ from p2pstore.transfer.data_messages import (
 from p2pstore.transfer.read_tickets import Scope
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.transfer.serving.data_server import ServerLimits
-from tests.contract.test_transport import DRIVERS, Side, TcpHarness, grant, segment_of
+from tests.contract.sides import Side
+from tests.contract.test_transport import TcpHarness, grant, segment_of
 
 EVERYTHING = Scope.READ | Scope.PEER
 NOTHING = memoryview(b"")
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @pytest.fixture
@@ -113,15 +109,9 @@ async def test_a_connection_measures_only_so_much() -> None:
             await fresh.measure(target, NOTHING, lambda: False)
 
 
-async def test_an_older_peer_is_sent_no_bytes(
+async def test_an_older_peer_says_that_it_does_not_measure(
     tcp: TcpHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connection = await connect(tcp, TrioDriver())
-    connection.version = 1
-    with pytest.raises(ProtocolMismatch, match="too old"):
-        await connection.measure(memoryview(b"x"), NOTHING, lambda: False)
-    assert isinstance(await connection.request(DataKind.PING, Ping()), Pong)
-    connection.close()
     monkeypatch.delitem(REQUESTS, DataKind.MEASURE)
     connection = await connect(tcp, TrioDriver())
     with pytest.raises(P2PStoreError, match="unknown to this version"):

@@ -22,10 +22,11 @@ from p2pstore.integrations.mooncake.tensor_format import TensorHeader, encode_he
 from p2pstore.local import socket_paths as paths
 from p2pstore.values import Gathered
 from tests.contract import mooncake_calls
-from tests.contract.worlds import peer_process, until
+from tests.contract.worlds import peer_process
 from tests.odd_tensors import odd_arrays, odd_tensors
 from tests.optional import require_torch
 from tests.ports import free_port
+from tests.waiting import eventually
 
 RECORDED = json.loads(Path(__file__).with_name("mooncake_outcomes.json").read_text())
 """What Mooncake 0.3.13.post1 answered: `scripts/compare_with_mooncake --record`."""
@@ -443,17 +444,17 @@ def test_programs_that_name_one_address_find_each_other_and_leave_no_process(
     try:
         assert child.stdout is not None
         peer_id, hostname = child.stdout.readline().split()
-        until(lambda: store.get("of the child") == b"value" * 1000)
+        eventually(lambda: store.get("of the child") == b"value" * 1000)
         assert store.is_exist("of the child") == 1
         (replica,) = store.get_replica_desc("of the child")
         where = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
         assert where == hostname.decode()
         assert store.put("with a copy", b"value", replicated(2)) == 0
         child.send_signal(signal.SIGKILL)
-        until(lambda: not is_running(int(peer_id)))
+        eventually(lambda: not is_running(int(peer_id)))
         assert store.get("with a copy") == b"value"
         os.kill(own_peer(store).process_id, signal.SIGKILL)
-        until(lambda: store.put("with another peer", b"value") == 0)
+        eventually(lambda: store.put("with another peer", b"value") == 0)
         assert (store.get("with another peer"), store.health_check()) == (b"value", 0)
         assert own_peer(store).ready["control"] == address
         own = own_peer(store).process_id
@@ -503,10 +504,10 @@ def test_a_peer_that_was_restarted_is_used_again(tmp_path: Path) -> None:
         assert store.health_check() == 0
         running.process.kill()
         running.process.wait()
-        until(lambda: store.put("k", b"meanwhile") == -900)
+        eventually(lambda: store.put("k", b"meanwhile") == -900)
         assert (store.get("k"), store.is_exist("k"), store.health_check()) == (b"", 0, 2)
     with peer_process(tmp_path, "restarted"):
-        until(lambda: store.put("k", b"after") == 0)
+        eventually(lambda: store.put("k", b"after") == 0)
         assert (store.get("k"), store.health_check()) == (b"after", 0)
         store.close()
 
@@ -522,10 +523,10 @@ def test_a_copy_task_makes_copies_as_far_as_there_are_peers(peer: OwnPeer) -> No
     assert name == store.get_hostname()
     number, code = store.create_copy_task("copied", [name])
     assert code == 0
-    until(lambda: _status(store, number) == mooncake.TaskStatus.SUCCESS)
-    until(lambda: len(store.get_replica_desc("copied")) == 2)
+    eventually(lambda: _status(store, number) == mooncake.TaskStatus.SUCCESS)
+    eventually(lambda: len(store.get_replica_desc("copied")) == 2)
     number, code = store.create_copy_task("copied", [name])
-    until(lambda: _status(store, number) == mooncake.TaskStatus.FAILED)
+    eventually(lambda: _status(store, number) == mooncake.TaskStatus.FAILED)
     task, _ = store.query_task(number)
     assert task is not None
     assert "2 copies of 3" in task.message

@@ -16,8 +16,8 @@ from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake import segments
 from p2pstore.integrations.mooncake.own_peer import OwnPeer, ssd_folder
 from p2pstore.local import socket_paths as paths
-from tests.contract.worlds import until
 from tests.ports import free_port
+from tests.waiting import eventually
 
 DEADLINE_SECONDS = 60.0
 LENGTH = 100_000
@@ -289,7 +289,7 @@ def test_closing_while_others_call_gives_codes_and_never_wrong_bytes(peer: OwnPe
         each.start()
     for number in range(30):
         before = list(good)
-        until(
+        eventually(
             lambda before=before: (
                 problems  # type: ignore[misc]
                 or all(now > then for now, then in zip(good, before, strict=True))

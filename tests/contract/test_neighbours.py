@@ -37,19 +37,8 @@ from p2pstore.objects import MIB, key_digest
 from p2pstore.runtime.blocking_streams import BlockingDriver, BlockingStream, run_blocking
 from p2pstore.runtime.streams import ByteStream
 from tests.contract.small_peer import PEER_ID, small_peer
-from tests.contract.worlds import ASYNC_WORLDS, WORLDS, Cluster, Store, open_cluster, until
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with open_cluster() as running:
-        yield running
-
-
-@pytest.fixture(params=WORLDS)
-def store(request: pytest.FixtureRequest, cluster: Cluster) -> Store:
-    return cluster.stores[request.param]
-
+from tests.contract.worlds import ASYNC_WORLDS, WORLDS, Cluster, Store
+from tests.waiting import eventually
 
 _numbers = itertools.count()
 
@@ -59,10 +48,10 @@ def key(cluster: Cluster) -> Iterator[str]:
     """The beginning of keys that no other test uses. At the end nothing is leased, and they are removed."""
     prefix = f"{next(_numbers):04}/"
     yield prefix
-    until(lambda: nothing_is_leased(cluster))
+    eventually(lambda: nothing_is_leased(cluster))
     page = cluster.distant.list_keys(prefix)
     cluster.distant.remove_many([each.key for each in page.keys])
-    until(lambda: not cluster.stores["blocking"].list_keys(prefix).keys)
+    eventually(lambda: not cluster.stores["blocking"].list_keys(prefix).keys)
 
 
 def nothing_is_leased(cluster: Cluster) -> bool:
@@ -89,7 +78,7 @@ def put_far(cluster: Cluster, key: str, value: Any, **options: Any) -> None:
     cluster.distant.put(key, value, **options)
     version = cluster.distant.locate(key)[0].version
     store = cluster.stores["blocking"]
-    until(lambda: [each.version for each in store.locate(key)] == [version])
+    eventually(lambda: [each.version for each in store.locate(key)] == [version])
 
 
 def spoil(cluster: Cluster, key: str) -> None:
@@ -105,7 +94,7 @@ def spoil(cluster: Cluster, key: str) -> None:
 
 
 def live(store: Store) -> Any:
-    """What a store's client has open."""
+    """The files and mappings that a store's client has open."""
     session = store.real._session if store.world == "blocking" else store.real
     return session._live
 
@@ -117,7 +106,7 @@ def neighbours_of(store: Store) -> Neighbours:
 
 def until_known(store: Store, key: str) -> None:
     """The far peer is known to have it, and how to get there: the near one has nothing to say."""
-    until(lambda: live(store).fetcher.holders.known.only(key_digest(key)) is not None)
+    eventually(lambda: live(store).fetcher.holders.known.only(key_digest(key)) is not None)
 
 
 # --- in every world -----------------------------------------------------------------------------
@@ -177,7 +166,7 @@ def test_a_neighbours_copy_that_was_replaced_or_spoilt_or_is_too_old_is_not_deli
     spoil(cluster, key + "spoilt")
     with pytest.raises((errors.NoSuchKey, errors.Unavailable)):
         store.get_into(key + "spoilt", into)
-    until(lambda: time.time() > put_at + 3)
+    eventually(lambda: time.time() > put_at + 3)
     with pytest.raises(errors.NoSuchKey):
         store.get_into(key + "old", into)
 
@@ -212,7 +201,7 @@ def test_a_view_outlives_what_becomes_of_its_key(store: Store, key: str, cluster
     second = store.take_lease(key)
     assert (first, second) == (b"first" * 1000, b"second" * 1000)
     cluster.distant.remove(key)
-    until(lambda: not store.contains(key))
+    eventually(lambda: not store.contains(key))
     with pytest.raises(errors.NoSuchKey):
         store.take_lease(key)
     put_far(cluster, key, b"third" * 1000)
@@ -235,7 +224,7 @@ def test_an_object_expires_under_its_view(key: str, cluster: Cluster) -> None:
     store = cluster.stores["blocking"]
     cluster.distant.put(key, b"value", ttl=1.0)
     view = store.take_lease(key, wait=5)
-    until(lambda: not store.contains(key))
+    eventually(lambda: not store.contains(key))
     with pytest.raises(errors.NoSuchKey):
         store.take_lease(key)
     assert view == b"value"
@@ -255,7 +244,7 @@ def test_many_at_once(store: Store, key: str, cluster: Cluster) -> None:
     names = [f"{key}{number}" for number in range(40)]
     for number, name in enumerate(names):
         cluster.distant.put(name, bytes([number]) * 5000)
-    until(lambda: all(cluster.stores["blocking"].contains_many(names)))
+    eventually(lambda: all(cluster.stores["blocking"].contains_many(names)))
     views = store.together([("take_lease", name) for name in [*names, *names]])
     assert [bytes(view[:1]) for view in views] == [bytes([number]) for number in range(40)] * 2
     assert not any(is_near(cluster, name) for name in names)
@@ -287,7 +276,7 @@ def test_a_batch_of_copies(
     names = [f"{key}{number}" for number in range(100)]
     for name, value in zip(names, values, strict=True):
         cluster.distant.put(name, value)
-    until(lambda: all(store.contains_many(names)))
+    eventually(lambda: all(store.contains_many(names)))
     for _ in range(2):  # the second time its memory is mapped
         buffers = [bytearray(len(value)) for value in values]
         got = store.get_many_into(list(zip(names, buffers, strict=True)))
@@ -317,7 +306,7 @@ def test_a_batch_of_views(store: Store, key: str, cluster: Cluster) -> None:
     for number, name in enumerate(names):
         where = cluster.distant if number % 3 else store
         where.put(name, bytes([number % 251]) * (number * 50))
-    until(lambda: all(store.contains_many(names)))
+    eventually(lambda: all(store.contains_many(names)))
     first = store.take_lease(names[4])
     views = store.take_leases([*names, key + "never"])
     for number, each in enumerate(views[:-1]):
@@ -365,7 +354,7 @@ def test_batches_cancelled_at_any_point_leak_nothing(
     names = [f"{key}{number}" for number in range(200)]
     for number, name in enumerate(names):
         (cluster.distant if number % 2 else store).put(name, bytes([number]) * 5000)
-    until(lambda: all(store.contains_many(names)))
+    eventually(lambda: all(store.contains_many(names)))
     cut = rounds = 0
     until_seconds = time.monotonic() + 30
     while (
@@ -374,7 +363,7 @@ def test_batches_cancelled_at_any_point_leak_nothing(
         assert time.monotonic() < until_seconds
         new = f"{key}new {rounds}"  # an object that was leased once, and is still there, needs no request
         cluster.distant.put(new, b"new" * 1000)
-        until(partial(store.contains, new))
+        eventually(partial(store.contains, new))
         for call in ("take_leases", "get_many"):
             seconds = max(0.0, rng.uniform(-0.001, 0.004))
             cut += store.cancelled_after(seconds, call, [*rng.sample(names, 100), new])
@@ -407,7 +396,7 @@ def test_leases_end_with_the_store(world: str, cluster: Cluster, key: str) -> No
     view = store.take_lease(key)
     assert leased_bytes(cluster, "far") > 0
     store.aclose() if world == "asyncio" else store.close()
-    until(lambda: leased_bytes(cluster, "far") == 0)
+    eventually(lambda: leased_bytes(cluster, "far") == 0)
     assert view == b"value" * 1000
 
 
@@ -500,14 +489,14 @@ def test_a_neighbour_that_hangs_is_given_up_and_left_alone(
             scene.view(0, 2)
         assert held == scene.value(0)
     scene.houses[0].wait_until(lambda: len(scene.houses[0].backend.requests) > before)
-    until(lambda: 0 < scene.leased() < 200_000)  # unawaited leases were given back
+    eventually(lambda: 0 < scene.leased() < 200_000)  # unawaited leases were given back
     monkeypatch.setattr(neighbours, "RETRY_SECONDS", 0.0)
     scene.links._retry_at.clear()
     assert scene.view(0, 2) == scene.value(2)
     del held
     gc.collect()
-    until(lambda: not scene.links._retired)
-    until(lambda: scene.leased() == 0)
+    eventually(lambda: not scene.links._retired)
+    eventually(lambda: scene.leased() == 0)
     assert scene.view(0, 3) == scene.value(3)
 
 
@@ -532,14 +521,14 @@ def test_a_neighbour_that_has_gone(street: Callable[..., Street]) -> None:
     with pytest.raises(errors.NoSuchKey):
         scene.view(0, 1)
     assert view == scene.value(0)
-    until(lambda: not scene.links._retired and not scene.links._open)
+    eventually(lambda: not scene.links._retired and not scene.links._open)
 
 
 def test_what_is_older_than_was_said_is_not_shown(street: Callable[..., Street]) -> None:
     scene = street()
     with pytest.raises(errors.NoSuchKey):
         scene.view(0, clock=1_000_000)
-    until(lambda: scene.leased() == 0)
+    eventually(lambda: scene.leased() == 0)
     view = scene.view(0)
     with pytest.raises(errors.NoSuchKey):  # not even under a lease that is there
         scene.view(0, clock=1_000_000)
@@ -594,7 +583,7 @@ def test_a_link_is_not_closed_while_a_first_view_is_taken_by_it(
     view = scene.view(0)
     del view
     gc.collect()
-    until(lambda: scene.leased(0) == 0)
+    eventually(lambda: scene.leased(0) == 0)
     (companion,) = scene.links._open.values()
     assert companion.idle
     share = leasing.share
@@ -629,7 +618,7 @@ def test_links_are_limited(
 
     first = scene.view(0)
     assert scene.view(1) == scene.value(0)
-    until(lambda: scene.leased(1) == 0)
+    eventually(lambda: scene.leased(1) == 0)
     assert scene.view(2) == scene.value(0)  # instead of the second, which is idle
     assert connected() == [paths[0], paths[2]]
     third = scene.view(2, 1)
@@ -639,7 +628,7 @@ def test_links_are_limited(
     assert bytes(third) == scene.value(1)
     del first, third
     gc.collect()
-    until(lambda: scene.leased(0) == scene.leased(2) == 0)
+    eventually(lambda: scene.leased(0) == scene.leased(2) == 0)
     assert scene.view(3) == scene.value(0)
     assert connected() == [paths[2], paths[3]]
 
@@ -668,8 +657,8 @@ def test_an_interrupt_costs_a_link_but_no_view(
     assert len(scene.links._retired) == len(scene.links._open) == 1
     del view
     gc.collect()
-    until(lambda: not scene.links._retired)
-    until(lambda: scene.leased() == 0)
+    eventually(lambda: not scene.links._retired)
+    eventually(lambda: scene.leased() == 0)
 
 
 def test_threads_share_links(street: Callable[..., Street]) -> None:
@@ -696,7 +685,7 @@ def test_threads_share_links(street: Callable[..., Street]) -> None:
         assert not thread.is_alive()
     assert not wrong
     assert [len(house.backend.clients) for house in scene.houses] == [2, 2]
-    until(lambda: scene.leased(0) == scene.leased(1) == 0)
+    eventually(lambda: scene.leased(0) == scene.leased(1) == 0)
 
 
 def test_leases_end_as_the_program_does(street: Callable[..., Street]) -> None:
@@ -713,7 +702,7 @@ print(len(view))
     command = [sys.executable, "-c", program, str(scene.own.path)]
     done = subprocess.run(command, capture_output=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == (b"100000\n", b"")
-    until(lambda: scene.leased() == 0)
+    eventually(lambda: scene.leased() == 0)
 
 
 NOBODY = 65_534

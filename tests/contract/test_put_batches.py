@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +18,6 @@ from simulation.segment_checks import check_segment
 from tests.contract.small_peer import SmallPeer, small_peer
 
 SIZES = [0, 1, 4096, 70_000]
-
-
-@pytest.fixture
-def peer(tmp_path: Path) -> Iterator[SmallPeer]:
-    with small_peer(tmp_path / "peer.sock") as running:
-        yield running
 
 
 def values(count: int, name: str = "k") -> list[tuple[str, bytes]]:
@@ -105,26 +96,49 @@ async def test_a_batch_that_is_cancelled_anywhere_leaves_no_room_behind(peer: Sm
             await trio.to_thread.run_sync(peer.wait_until, lambda: reserved_now(peer) == 0, 20.0)
 
 
-PUTS_FOR_EVER = """
-import sys
+KILLED_AT_EACH_STEP = """
+import json, os, signal, sys
+from collections import Counter
 from p2pstore import blocking
-client = blocking.connect(sys.argv[1])
-print("begun", flush=True)
-for turn in range(1_000_000):
-    client.put_many([(f"{turn}-{number}", b"v" * 5000) for number in range(300)])
+
+MODULES = ("client/put_batches.py", "client/writing.py", "local/local_connection.py")
+
+def put(name, struck, told):
+    steps = Counter()
+    def step(frame, event, _):
+        if event in ("call", "return") and frame.f_code.co_filename.endswith(MODULES):
+            place = f"{frame.f_code.co_name} {event}"
+            steps[place] += 1
+            if (place, steps[place]) == struck:
+                os.kill(os.getpid(), signal.SIGKILL)
+    with blocking.connect(sys.argv[1]) as client:
+        sys.setprofile(step)
+        client.put_many([(f"{name}-{number}", b"v" * 5000) for number in range(150)])
+        sys.setprofile(None)
+    os.write(told, json.dumps(steps).encode())
+
+def run(*arguments):
+    reading, told = os.pipe()
+    child = os.fork()
+    if not child:
+        put(*arguments, told)
+        os._exit(0)
+    os.close(told)
+    with open(reading) as answer:
+        return answer.read(), os.waitpid(child, 0)[1]
+
+steps = json.loads(run("whole", None)[0])
+strikes = [(place, at) for place, count in steps.items() for at in {1, (count + 1) // 2, count}]
+for number, struck in enumerate(strikes):
+    assert run(number, struck) == ("", signal.SIGKILL), struck
+print(len(strikes))
 """
 
 
-@pytest.mark.parametrize("after", [0, 3, 17, 40])
-def test_a_client_killed_in_a_batch_leaves_whole_values_alone(peer: SmallPeer, after: int) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", PUTS_FOR_EVER, str(peer.path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"begun\n"
-        requests = peer.backend.requests
-        peer.wait_until(lambda: requests.count(LocalKind.COMMIT) > after, 20.0)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+def test_a_client_killed_at_any_step_of_a_batch_leaves_whole_values_alone(peer: SmallPeer) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", KILLED_AT_EACH_STEP, str(peer.path)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, timeout=120.0, check=True)
+    assert int(run.stdout) > 50
     peer.wait_until(lambda: reserved_now(peer) == 0, 20.0)
 
     def look() -> None:

@@ -16,7 +16,8 @@ from p2pstore import blocking, errors
 from p2pstore.blocking import BlockingClient
 from p2pstore.objects import MIB
 from p2pstore.results import TransferRequest
-from tests.contract.worlds import peer_process, until
+from tests.contract.worlds import peer_process
+from tests.waiting import eventually
 
 PLACES = ("nowhere", "here", "elsewhere", "both", "here_ssd", "elsewhere_ssd")
 POLICIES = ("keep", "overwrite", "error")
@@ -63,7 +64,7 @@ def _prepare(near: BlockingClient, far: BlockingClient, place: str) -> None:
         durable = place.endswith("ssd")
         made = holder.put_tensor(key, TENSOR, ttl=FIRST_TTL, durable=durable, **options)
         assert (made.status, made.copies) == ("created", made.wanted)
-    until(lambda: all(near.contains_many(keys)))
+    eventually(lambda: all(near.contains_many(keys)))
 
 
 def _key(place: str, policy: str, call: str, value: str) -> str:

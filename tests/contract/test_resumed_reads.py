@@ -27,29 +27,23 @@ from p2pstore.transfer.transport import (
     pull_with_failover,
 )
 from p2pstore.wire import Code
+from tests.contract.sides import Side
 from tests.contract.small_peer import small_peer
 from tests.contract.test_transport import (
-    DRIVERS,
     OWNER,
     READER,
     ROOT,
-    Side,
     TcpHarness,
     _buffers,
     grant,
     pattern,
     put,
     segment_of,
-    until,
 )
+from tests.waiting import until
 
 HEADS_BYTES = 16 * 1024
 """Headers, slots and trailers of a few answers."""
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @contextlib.asynccontextmanager

@@ -31,15 +31,9 @@ from p2pstore.transfer.transport import (
     pull_with_failover,
 )
 from p2pstore.wire import Code
+from tests.contract.sides import DRIVERS, Side
 from tests.contract.test_storing import Stores, store_request, writer
-from tests.contract.test_transport import (
-    DRIVERS,
-    Side,
-    TcpHarness,
-    pattern,
-    put,
-    segment_of,
-)
+from tests.contract.test_transport import TcpHarness, pattern, put, segment_of
 
 HASTE_SECONDS = 0.3
 """For each wait, where others have the object."""
@@ -48,11 +42,6 @@ SPARE_SECONDS = 3.0
 """For a busy machine."""
 LENGTH = 3 * MIB
 NEVER = float("inf")
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @pytest.fixture(autouse=True)

@@ -23,17 +23,16 @@ from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.data_messages import DataKind, GetSmall, SmallObjects
 from p2pstore.transfer.reading.data_pool import DataPool
 from p2pstore.transfer.reading.data_requests import Inbox
-from p2pstore.transfer.serving import data_server, data_session
+from p2pstore.transfer.serving import data_session
 from p2pstore.transfer.serving.data_server import ServerLimits
 from p2pstore.transfer.serving.read_answers import TAKE_IN_OBJECTS
 from p2pstore.transfer.serving.read_thread import BRISK_READS
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import ERROR, REPLY, Code, Failure, decode_body, encode_frame
 from simulation.segment_checks import check_segment
+from tests.contract.sides import DRIVERS, Side
 from tests.contract.test_transport import (
-    DRIVERS,
     SEGMENT_BYTES,
-    Side,
     TcpHarness,
     _buffers,
     answer,
@@ -47,9 +46,9 @@ from tests.contract.test_transport import (
     read_frame,
     scripted_owner,
     segment_of,
-    until,
 )
 from tests.readers.values import KEYS_PER_PEER, is_right, key_name, value_of
+from tests.waiting import until
 
 
 @pytest.fixture(params=DRIVERS)
@@ -166,45 +165,12 @@ async def test_a_holder_that_claims_more_than_an_answer_holds_is_not_believed(si
     frame = encode_frame(
         DataKind.GET_SMALL, 1, SmallObjects(slots), flags=REPLY, bulk_length=5 * MIB
     )
-    async with scripted_owner(answer(lambda _: frame), version=3) as bad:
+    async with scripted_owner(answer(lambda _: frame)) as bad:
         pool = DataPool(side.driver)
         lengths, failure = await side.run(lambda: pool.pull_small(bad, digests, views))
         assert lengths == []
         assert failure is not None
         assert failure.code == Code.MALFORMED
-        pool.close()
-
-
-async def test_a_holder_without_get_small_is_asked_by_get(side: Side) -> None:
-    """Of the version before: not one request that it does not know."""
-
-    async def nothing_is_asked(stream: Any, read: Any) -> None:
-        await read()
-        raise AssertionError("a request")
-
-    digests = [key_digest(f"key {i}") for i in range(3)]
-    views = [memoryview(bytearray(MIB)) for _ in digests]
-    async with scripted_owner(nothing_is_asked, version=2) as older:
-        pool = DataPool(side.driver)
-        for count in (1, 3):
-            lengths, failure = await side.run(
-                lambda count=count: pool.pull_small(older, digests[:count], views[:count])  # type: ignore[misc]  # mypy: defaults of a lambda
-            )
-            assert (lengths, failure) == ([-1] * count, None)
-        pool.close()
-
-
-async def test_a_holder_that_knows_no_limit_but_64_kib_is_asked_otherwise(side: Side) -> None:
-    """One of the first version that knew GET_SMALL."""
-    digests = [key_digest(f"key {i}") for i in range(3)]
-    views = [memoryview(bytearray(MIB)) for _ in digests]
-    values = pattern(64 * KIB), b"small"
-    slots = [object_reply(value, f"key {2 * i}").slot for i, value in enumerate(values)]
-    frame = small_frame(*values, slots=slots[0] + bytes(64) + slots[1])
-    async with scripted_owner(answer(frame), version=3) as older:
-        pool = DataPool(side.driver)
-        lengths, failure = await side.run(lambda: pool.pull_small(older, digests, views))
-        assert (lengths, failure) == ([64 * KIB, -1, 5], None)
         pool.close()
 
 
@@ -219,18 +185,6 @@ async def test_small_objects_into_one_buffer_are_delivered_or_asked_for_again(
     assert set(lengths[:-1]) <= {50_000, -1}
     assert lengths[-1] == 50_000
     assert view == values[-1]
-
-
-async def test_who_is_too_old_for_columns_is_asked_otherwise(
-    side: Side, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(data_server, "MAX_DATA_VERSION", 2)
-    async with TcpHarness.open(segment_of(SEGMENT_BYTES)) as harness:
-        digest = put(harness.segment, "key", b"value")
-        pool = harness.pool(side.driver)
-        views = [memoryview(bytearray(5))] * 2
-        told = await side.run(lambda: pool.pull_small(harness.copy(), [digest] * 2, views))
-        assert told == ([-1, -1], None)
 
 
 async def test_small_objects_read_in_a_row_are_answered_in_threads(tcp: TcpHarness) -> None:
@@ -310,7 +264,7 @@ async def test_a_holder_that_misbehaves_in_columns(side: Side, name: str) -> Non
     frame, code = SMALL_MISBEHAVIOUR[name]
     digests = [key_digest(f"key {i}") for i in range(3)]
     views = [memoryview(bytearray(100)) for _ in digests]
-    async with scripted_owner(answer(frame), version=3) as bad:
+    async with scripted_owner(answer(frame)) as bad:
         pool = DataPool(side.driver)
         lengths, failure = await side.run(lambda: pool.pull_small(bad, digests, views))
         assert lengths == ([-1] * 3 if code is None else [])
@@ -330,7 +284,7 @@ async def test_a_holder_that_refuses_columns_fails_the_pull_and_nothing_else(
     def refuse(request_id: int) -> bytes:
         return encode_frame(DataKind.GET_SMALL, request_id, failure, flags=REPLY | ERROR)
 
-    async with scripted_owner(answer(refuse), version=3) as bad:
+    async with scripted_owner(answer(refuse)) as bad:
         pool = DataPool(side.driver)
         view = memoryview(bytearray(100))
         for count in (0, 1, 100):
@@ -357,7 +311,7 @@ async def test_what_came_in_columns_before_the_connection_broke_stands(side: Sid
             await read()
         await stream.send(small_frame(*values[:34])(request_id)[:700_000])
 
-    async with scripted_owner(script, version=3) as bad:
+    async with scripted_owner(script) as bad:
         pool = DataPool(side.driver)
         lengths, failure = await side.run(lambda: pool.pull_small(bad, digests, views))
         pool.close()
@@ -378,7 +332,7 @@ async def test_who_does_not_read_what_was_lent_gets_it_unchanged_or_is_cut(in_th
     packed = b"".join(put(segment, f"key {seed}", value) for seed, value in enumerate(values))
     limits = ServerLimits(progress_seconds=1.0)
     async with TcpHarness.open(segment, limits) as harness:
-        stream = await authenticated(harness.address, max_version=3)
+        stream = await authenticated(harness.address)
         with socket.socket(
             fileno=os.dup(stream.fileno())
         ) as sock:  # an answer is more than it takes
@@ -438,7 +392,7 @@ async def test_a_reader_cancelled_anywhere_leaves_the_next_one_a_good_connection
         )
         assert (lengths, failure) == ([30_000] * 100, None)
         assert [bytes(view) for view in views] == before, "written to after it was over"
-    assert cancelled > 3
+    assert cancelled, "each read was over before its first turn"
     await until(lambda: nothing_is_lent(tcp.segment))
 
 

@@ -1,4 +1,4 @@
-"""What a store promises, in every world: a peer in this process, and clients for trio, threads and
+"""The promises of a store, in every world: a peer in this process, and clients for trio, threads and
 asyncio, against one real cluster of two peers."""
 
 from __future__ import annotations
@@ -38,29 +38,10 @@ from p2pstore.local.local_connection import LocalConnection
 from p2pstore.objects import KIB, MIB, chunk_sums
 from p2pstore.wire import Limits
 from simulation.segment_checks import check_segment
-from tests.contract.worlds import (
-    ASYNC_WORLDS,
-    WORLDS,
-    Cluster,
-    Store,
-    open_cluster,
-    peer_process,
-    until,
-)
+from tests.contract.worlds import ASYNC_WORLDS, WORLDS, Cluster, Store, peer_process
 from tests.odd_tensors import odd_arrays, odd_tensors
 from tests.optional import require_torch
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with open_cluster() as running:
-        yield running
-
-
-@pytest.fixture(params=WORLDS)
-def store(request: pytest.FixtureRequest, cluster: Cluster) -> Store:
-    return cluster.stores[request.param]
-
+from tests.waiting import eventually
 
 _numbers = itertools.count()
 
@@ -75,13 +56,13 @@ def key() -> str:
 def tidy(cluster: Cluster, key: str) -> Iterator[None]:
     """For tests with large values: afterwards their keys are removed, and no memory is missing."""
     segment = cluster.near.node.core.segment
-    until(lambda: leased_bytes(cluster) == 0)
+    eventually(lambda: leased_bytes(cluster) == 0)
     before = cluster.on_near(lambda: segment.used_bytes)
     yield
     page = cluster.distant.list_keys(key)
     cluster.distant.remove_many([each.key for each in page.keys])
-    until(lambda: cluster.on_near(lambda: segment.used_bytes) <= before)
-    until(lambda: leased_bytes(cluster) == 0)
+    eventually(lambda: cluster.on_near(lambda: segment.used_bytes) <= before)
+    eventually(lambda: leased_bytes(cluster) == 0)
     cluster.on_near(lambda: check_segment(segment))
 
 
@@ -112,7 +93,10 @@ def parameters(kind: type, name: str) -> list[tuple[str, Any, Any, Any]]:
 def test_all_worlds_have_the_same_methods(kind: type) -> None:
     assert public_methods(ObjectStore) <= public_methods(kind)
     beyond = public_methods(kind) - public_methods(Client)
-    assert beyond <= {"contains_nowait", "locate_nowait", "match_prefix_nowait", "reload", "aclose"}
+    assert beyond <= {
+        *("contains_nowait", "locate_nowait", "match_prefix_nowait", "reload", "aclose"),
+        *("contains_many_nowait", "touch"),
+    }
     for name in public_methods(Client) - {"open", "close"}:
         reference = ObjectStore if hasattr(ObjectStore, name) else Client
         assert parameters(kind, name) == parameters(reference, name), name
@@ -216,11 +200,11 @@ def test_the_ttl_of_a_second_put_is_that_of_all_copies(
     assert store.put(key, b"value").status == "unchanged"
     assert ends(store) == ends(cluster.distant) == [near], "without a ttl it stays"
     assert store.put(key, b"value", ttl=0.05).status == "unchanged"
-    until(lambda: not store.contains(key) and not cluster.distant.contains(key))
+    eventually(lambda: not store.contains(key) and not cluster.distant.contains(key))
 
 
 async def fill_falsely(driver: Any, target: memoryview, source: Any, *_: Any) -> bytes:
-    """What a client does that puts other bytes than it says."""
+    """Put other bytes than announced, as a broken client does."""
     target[:] = bytes(len(source))
     return chunk_sums(source)
 
@@ -235,12 +219,12 @@ def test_an_object_with_false_checksums_is_in_nobodys_way(
                 with monkeypatch.context() as patch:
                     patch.setattr(writing, "fill", fill_falsely)
                     assert attacker.put(where, value).status == "created"
-                until(lambda where=where: store.contains(where))  # type: ignore[misc]
+                eventually(lambda where=where: store.contains(where))  # type: ignore[misc]
                 assert store.put(where, honest).status in (status, "unchanged")
                 assert store.get(where) == honest
                 assert store.put(where, b"o" * length).status == "kept_existing"
                 assert store.remove(where)
-                until(lambda where=where: not cluster.distant.contains(where))  # type: ignore[misc]
+                eventually(lambda where=where: not cluster.distant.contains(where))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("length", [100, 5 * MIB])
@@ -251,12 +235,12 @@ def test_a_holder_drops_what_a_reader_found_spoilt(
         patch.setattr(writing, "fill", fill_falsely)
         cluster.distant.put(key, b"f" * length)
         cluster.stores["blocking"].put(key + "near", b"f" * length)
-    until(lambda: store.contains(key))
+    eventually(lambda: store.contains(key))
     for name in (key, key + "near"):
         with pytest.raises((errors.Unavailable, errors.NoSuchKey)):
             store.get(name)
-        until(lambda name=name: not cluster.distant.contains(name))  # type: ignore[misc]
-        until(lambda name=name: not store.contains(name))  # type: ignore[misc]
+        eventually(lambda name=name: not cluster.distant.contains(name))  # type: ignore[misc]
+        eventually(lambda name=name: not store.contains(name))  # type: ignore[misc]
 
 
 def test_batches_whose_answers_fit_no_frame_are_asked_for_in_parts(
@@ -264,7 +248,7 @@ def test_batches_whose_answers_fit_no_frame_are_asked_for_in_parts(
 ) -> None:
     keys = [f"{key}{number:03}".ljust(200, "k") for number in range(300)]
     assert all(each.ok for each in cluster.distant.put_many([(each, b"v") for each in keys]))
-    until(lambda: all(store.contains_many(keys)))
+    eventually(lambda: all(store.contains_many(keys)))
     monkeypatch.setattr(server, "LOCAL_LIMITS", Limits(20_000, 0))
     (run,) = store.match_prefix_by_peer(keys)
     assert (run.peer, run.blocks) == ("far", 300)
@@ -327,7 +311,7 @@ def test_a_buffer_that_is_too_small_is_left_alone(store: Store, key: str, cluste
 def test_replicas(store: Store, key: str, cluster: Cluster) -> None:
     result = store.put(key, b"value", replicas=2)
     assert (result.copies, result.wanted) == (2, 2)
-    until(lambda: {place.peer for place in store.locate(key)} == {"near", "far"})
+    eventually(lambda: {place.peer for place in store.locate(key)} == {"near", "far"})
     few = store.put(key + "few", b"value", replicas=5)
     assert (few.copies, few.wanted) == (2, 5)
     store.put(key + "later", b"value")
@@ -362,7 +346,7 @@ def test_each_waits_only_as_long_as_it_wants_to(store: Store, key: str, cluster:
     """Those who want the same absent object in place share its fetch, but not their patience."""
     with ThreadPoolExecutor(1) as pool:
         patient = pool.submit(cluster.stores["blocking"].take_lease, key, wait=20)
-        until(lambda: cluster.near.node.core.operations_under_way > 0)
+        eventually(lambda: cluster.near.node.core.operations_under_way > 0)
         started = time.monotonic()
         with pytest.raises(errors.NoSuchKey):
             store.take_lease(key)
@@ -409,7 +393,7 @@ def test_batches(store: Store, key: str, cluster: Cluster) -> None:
         assert bytes(got[302].unwrap()) == items[9][1]
     del got
     names = [f"{key}1", key + "nope", f"{key}299"]
-    until(lambda: store.contains_many(names) == [True, False, True])
+    eventually(lambda: store.contains_many(names) == [True, False, True])
     assert store.match_prefix([f"{key}1", f"{key}200", key + "nope", f"{key}3"]) == 2
     assert store.contains_many(["", f"{key}1", "k" * 1025]) == [False, True, False]
     assert store.match_prefix([f"{key}1", "", f"{key}3"]) == 1
@@ -463,7 +447,7 @@ def test_batches_of_values_of_all_sizes(
     assert all(each.ok for each in cluster.distant.put_many(items))
     store.put(f"{key}here", b"here")
     keys = [name for name, _ in items]
-    until(lambda: all(store.contains_many(keys)))
+    eventually(lambda: all(store.contains_many(keys)))
     for _ in range(2):  # the second time it is known how to get there
         got = store.get_many([*keys, f"{key}here", f"{key}nowhere"])
         assert [each.value for each in got] == [*(value for _, value in items), b"here", None]
@@ -481,7 +465,7 @@ def test_a_batch_of_one_gives_what_it_gives_among_others(
     for name, value in (("there", b"there"), ("empty", b""), ("large", bytes(2 * MIB))):
         cluster.distant.put(f"{key}{name}", value)
     names = [f"{key}{name}" for name in ("here", "there", "empty", "large")]
-    until(lambda: all(store.contains_many(names)))
+    eventually(lambda: all(store.contains_many(names)))
     keys: list[Any] = [*names, f"{key}there", f"{key}nope", "", "\ud800", 7]
     places: list[Any] = [*map(bytearray, (9, 5, 0, 2 * MIB, 1, 5, 5, 5, 5))]
     keys += [f"{key}here", f"{key}here", f"{key}there"]
@@ -528,7 +512,7 @@ def test_batches_of_few_and_of_many_say_the_same(
     keys = [f"{key}{number}" for number in range(count)]
     there = [number % 4 < 3 for number in range(count)]
     present = list(itertools.compress(keys, there))
-    until(lambda: all(store.contains(name) for name in present))
+    eventually(lambda: all(store.contains(name) for name in present))
     for _ in range(2):  # the second time it is known how to get there
         assert store.contains_many(keys) == there
         assert store.match_prefix(keys) == min(3, count)
@@ -544,7 +528,7 @@ def test_batches_of_few_and_of_many_say_the_same(
 def test_new_views_of_one(store: Store, key: str, cluster: Cluster) -> None:
     store.put(f"{key}here", b"here")
     cluster.distant.put(f"{key}there", b"there")
-    until(lambda: store.contains(f"{key}there"))
+    eventually(lambda: store.contains(f"{key}there"))
 
     def refuse(length: int) -> memoryview:
         raise ValueError(f"no memory for {length} bytes")
@@ -565,7 +549,7 @@ def test_results_that_are_errors_keep_no_buffers_and_no_views(
 ) -> None:
     store.put(f"{key}here", b"value")
     cluster.distant.put(f"{key}there", b"value")
-    until(lambda: store.contains(f"{key}there"))
+    eventually(lambda: store.contains(f"{key}there"))
     gc.disable()
     try:
         buffers = [bytearray(5) for _ in range(6)]
@@ -583,7 +567,7 @@ def test_results_that_are_errors_keep_no_buffers_and_no_views(
         assert len(errors_told) == 3
         assert leased_bytes(cluster)
         del views
-        until(lambda: leased_bytes(cluster) == 0)
+        eventually(lambda: leased_bytes(cluster) == 0)
     finally:
         gc.enable()
 
@@ -616,7 +600,7 @@ def test_contains_and_locate(store: Store, key: str, cluster: Cluster) -> None:
     assert store.contains(key) is False
     assert store.locate(key) == []
     cluster.distant.put(key, b"value")
-    until(lambda: store.contains(key))
+    eventually(lambda: store.contains(key))
     (place,) = store.locate(key)
     assert (place.peer, place.tier, place.local, place.reachable) == ("far", "dram", False, True)
     assert place.peer_id.startswith("12D3Koo")
@@ -652,13 +636,13 @@ def test_pins(store: Store, key: str) -> None:
 
 def test_a_pin_of_what_only_another_peer_holds(store: Store, key: str, cluster: Cluster) -> None:
     cluster.distant.put(key, b"value")
-    until(lambda: store.contains(key))
+    eventually(lambda: store.contains(key))
     there = store.pin(key, "hard", fetch=False)
     assert (there.copies, there.known) == (1, 1)
     assert [each.peer for each in store.locate(key)] == ["far"]
     both = store.pin(key, "hard")
     assert (both.copies, both.known) == (2, 2)
-    until(
+    eventually(
         lambda: (
             {(each.peer, each.pin) for each in store.locate(key)}
             == {("near", "hard"), ("far", "hard")}
@@ -673,7 +657,7 @@ def test_a_pin_of_what_only_another_peer_holds(store: Store, key: str, cluster: 
 def test_prefetch(store: Store, key: str, cluster: Cluster) -> None:
     cluster.distant.put(key, b"value")
     store.prefetch([key, key + "nope"])
-    until(lambda: {each.peer for each in store.locate(key)} == {"near", "far"})
+    eventually(lambda: {each.peer for each in store.locate(key)} == {"near", "far"})
 
 
 def test_peers_and_statistics(store: Store) -> None:
@@ -695,7 +679,7 @@ def test_flush_ends_a_namespace_and_no_other(world: str, cluster: Cluster, key: 
         store.put("l", b"near")
         cluster.distant.put(key, b"other namespace")
         store.flush()
-        until(lambda: not store.contains("k"))
+        eventually(lambda: not store.contains("k"))
         for name in ("k", "l"):
             with pytest.raises(errors.NoSuchKey):
                 store.get(name)
@@ -724,7 +708,7 @@ def leased_bytes(cluster: Cluster) -> int:
 def test_a_view_outlives_its_block_but_not_for_ever(
     store: Store, key: str, cluster: Cluster
 ) -> None:
-    until(lambda: leased_bytes(cluster) == 0)
+    eventually(lambda: leased_bytes(cluster) == 0)
     store.put(key, b"0123456789" * 1000)
     with store.lease(key) as view:
         assert bytes(view[:3]) == b"012"
@@ -736,7 +720,7 @@ def test_a_view_outlives_its_block_but_not_for_ever(
     store.remove(key)
     del another
     gc.collect()
-    until(
+    eventually(
         lambda: leased_bytes(cluster) < of_both
     )  # a release that came later than the view's would
     assert leased_bytes(cluster) > 0
@@ -746,7 +730,7 @@ def test_a_view_outlives_its_block_but_not_for_ever(
         part[0] = 1
     del part
     gc.collect()
-    until(lambda: leased_bytes(cluster) == 0)
+    eventually(lambda: leased_bytes(cluster) == 0)
 
 
 @pytest.mark.usefixtures("tidy")
@@ -1031,7 +1015,7 @@ def test_a_peer_that_hangs_and_dies(cluster: Cluster, tmp_path: Path, key: str) 
     with peer_process(tmp_path, "victim", "--bootstrap", cluster.near.control) as victim:
         clients = [cluster.store(world, victim.socket, timeout=0.4) for world in WORLDS[1:]]
         clients[0].put(key, b"value")
-        until(lambda: cluster.near.contains_nowait(key))
+        eventually(lambda: cluster.near.contains_nowait(key))
         views = [client.take_lease(key) for client in clients]
         victim.process.send_signal(signal.SIGSTOP)
         for client in clients:
@@ -1143,7 +1127,7 @@ def test_cancelled_at_any_point_nothing_leaks(world: str, cluster: Cluster, key:
         assert np.array_equal(buffer, after), "something wrote to the buffer after cancellation"
     assert wanted <= cancelled
     assert store.get(key + "small") == b"value"
-    until(lambda: leased_bytes(cluster) == 0)
+    eventually(lambda: leased_bytes(cluster) == 0)
 
 
 @pytest.mark.parametrize("world", ASYNC_WORLDS)

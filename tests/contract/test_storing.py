@@ -36,18 +36,15 @@ from p2pstore.transfer.data_messages import (
     StoreReply,
 )
 from p2pstore.transfer.read_tickets import Scope, TicketClaims
-from p2pstore.transfer.reading import data_requests
-from p2pstore.transfer.serving import data_server
 from p2pstore.transfer.serving.data_server import ServerLimits
 from p2pstore.transfer.serving.serving_backends import OpenedStore
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import HEADER, ONE_WAY, REPLY, Code, Failure, decode_body, encode_frame
 from simulation.segment_checks import check_segment
+from tests.contract.sides import Side
 from tests.contract.test_transport import (
-    DRIVERS,
     SEGMENT_BYTES,
     CancellingDriver,
-    Side,
     TcpHarness,
     assert_closed,
     authenticated,
@@ -56,8 +53,8 @@ from tests.contract.test_transport import (
     pattern,
     read_frame,
     segment_of,
-    until,
 )
+from tests.waiting import until
 
 STORED = Stored(0, 1, 1, 5, 6, 7, 42, b"record")
 
@@ -134,11 +131,6 @@ async def storing(
 async def tcp() -> AsyncIterator[tuple[TcpHarness, Stores]]:
     async with storing() as opened:
         yield opened
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 def store_request(value: bytes, key: str = "k") -> Store:
@@ -302,7 +294,7 @@ async def test_a_ticket_to_write_reads_nothing_and_is_no_peers(
     tcp: tuple[TcpHarness, Stores],
 ) -> None:
     harness, _ = tcp
-    stream = await authenticated(harness.address, grant(Scope.WRITE), 2)
+    stream = await authenticated(harness.address, grant(Scope.WRITE))
     for kind in DataKind:
         if kind in (DataKind.HELLO, DataKind.PROOF, *WRITE_KINDS):
             continue
@@ -318,48 +310,12 @@ async def test_a_server_that_takes_no_values_says_so(side: Side) -> None:
             await store(harness, side, b"value")
 
 
-async def test_a_server_of_version_1_is_not_asked(
-    tcp: tuple[TcpHarness, Stores], side: Side, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    harness, stores = tcp
-    monkeypatch.setattr(data_server, "MAX_DATA_VERSION", 1)
-    with pytest.raises(ProtocolMismatch, match="speaks version 1"):
-        await store(harness, side, b"value")
-    assert stores.requests == []
-
-
-async def test_a_client_of_version_1_is_served_as_before(
-    tcp: tuple[TcpHarness, Stores], side: Side, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    harness, stores = tcp
-    monkeypatch.setattr(data_requests, "MAX_DATA_VERSION", 1)
-    pool = harness.pool(side.driver)
-    pong = await side.run(lambda: pool.request(harness.copy(), DataKind.PING, Ping()))
-    assert pong == Pong(7, 42)
-    stream = await authenticated(harness.address, grant(Scope.WRITE), 1)
-    await stream.send(encode_frame(DataKind.STORE, 3, store_request(b"v")))
-    *_, body, _ = await read_frame(stream)
-    assert decode_body(Failure, body).code == Code.UNSUPPORTED
-    assert stores.requests == []
-    stream.close()
-
-
-async def test_requests_of_version_1_carry_no_bulk(tcp: tuple[TcpHarness, Stores]) -> None:
-    harness, _ = tcp
-    with caught_log() as lines:
-        stream = await authenticated(harness.address, grant(), 1)
-        await stream.send(encode_frame(DataKind.PING, 3, Ping(), bulk_length=1) + b"x")
-        await assert_closed(stream)
-        await until(lambda: harness.server.connections == 0)
-    assert len(lines) == 1
-
-
 # --- what goes wrong on the way ----------------------------------------------------------------
 
 
 async def begun(harness: TcpHarness, value: bytes) -> Any:
     """A raw stream on which room was made for a value."""
-    stream = await authenticated(harness.address, grant(Scope.WRITE | Scope.READ), 2)
+    stream = await authenticated(harness.address, grant(Scope.WRITE | Scope.READ))
     await stream.send(encode_frame(DataKind.STORE, 3, store_request(value)))
     kind, flags, _, body, _ = await read_frame(stream)
     assert (kind, flags, decode_body(StoreReply, body)) == (
@@ -424,7 +380,7 @@ async def test_nonsense_without_a_store_ends_its_connection(
 ) -> None:
     harness, stores = tcp
     with caught_log():
-        stream = await authenticated(harness.address, grant(Scope.WRITE), 2)
+        stream = await authenticated(harness.address, grant(Scope.WRITE))
         await stream.send(frame)
         await assert_closed(stream)
         await until(lambda: harness.server.connections == 0)
@@ -434,7 +390,7 @@ async def test_nonsense_without_a_store_ends_its_connection(
 async def test_a_one_way_store_is_refused(tcp: tuple[TcpHarness, Stores]) -> None:
     harness, stores = tcp
     with caught_log():
-        stream = await authenticated(harness.address, grant(Scope.WRITE), 2)
+        stream = await authenticated(harness.address, grant(Scope.WRITE))
         await stream.send(encode_frame(DataKind.STORE, 3, store_request(b"v"), flags=ONE_WAY))
         await assert_closed(stream)
         await until(lambda: harness.server.connections == 0)
@@ -539,7 +495,7 @@ async def test_a_request_with_bulk_that_nobody_wants_is_answered_all_the_same(
 ) -> None:
     """A kind of a newer version may carry bulk; so that it can be refused, its bulk is skipped."""
     harness, _ = tcp
-    stream = await authenticated(harness.address, grant(), 2)
+    stream = await authenticated(harness.address, grant())
     bulk = pattern(200_000)
     await stream.send(
         HEADER.pack(999, 0, 1, 0, len(bulk)) + bulk,

@@ -32,9 +32,11 @@ from p2pstore.transfer.data_messages import (
 )
 from p2pstore.transfer.reading.data_connection import DataConnection
 from p2pstore.wire import HEADER, ONE_WAY, encode_frame
-from tests.contract.swarm_world import PIECE, MemberHere, open_world, until
+from tests.contract.swarm_world import PIECE, MemberHere, open_world
 from tests.contract.test_slow_holders import NEVER, Trickle
 from tests.contract.test_swarm_run import complete, published, to
+from tests.present import present
+from tests.waiting import until
 
 HUGE = (1 << 63) - 1
 SLOW_SECONDS = 8.0
@@ -70,8 +72,7 @@ MESSAGES = {
 @asynccontextmanager
 async def linked(attacker: MemberHere, source: MemberHere) -> AsyncIterator[ByteStream]:
     """A link of the attacker's own."""
-    way = attacker.way_to(source.own)
-    assert way is not None
+    way = present(attacker.way_to(source.own))
     connection = await attacker.pool.dial(way)
     try:
         await connection.become_link(SwarmLink(source.run.version))
@@ -107,8 +108,7 @@ async def test_who_takes_pieces_and_never_says_so_holds_a_few_of_them(
         source, signed = await published(world, tmp_path)
         attacker = await world.add(host)
         honest = await world.add()
-        way = attacker.way_to(source.own)
-        assert way is not None
+        way = present(attacker.way_to(source.own))
         version, answers = source.run.version, list[PieceReply]()
         whole = [
             piece for piece, size in enumerate(source.run.manifest.layout.sizes) if size == PIECE

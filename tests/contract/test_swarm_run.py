@@ -27,8 +27,8 @@ from tests.contract.swarm_world import (
     open_world,
     same_files,
     signed_directory,
-    until,
 )
+from tests.waiting import until
 
 FILES = {"model.safetensors": 40 * PIECE + 17, "config.json": 900, "deep/tokenizer.json": 70_000}
 

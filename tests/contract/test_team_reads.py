@@ -35,28 +35,22 @@ from p2pstore.transfer.transport import (
     pull_with_failover,
 )
 from p2pstore.wire import Code
+from tests.contract.sides import DRIVERS, Side
 from tests.contract.test_transport import (
-    DRIVERS,
     CancellingDriver,
-    Side,
     TcpHarness,
     _buffers,
     pattern,
     put,
     segment_of,
-    until,
 )
+from tests.waiting import until
 
 DIGEST = key_digest("key")
 VALUE = pattern(24 * MIB + 5)
 SLICE = 2 * MIB
 ROOM = [(32 + 8 * number) * MIB for number in range(4)]
 HEADS_BYTES = 64 * 1024
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @pytest.fixture(autouse=True)
@@ -445,7 +439,7 @@ async def test_who_looks_on_sees_who_brought_what(side: Side) -> None:
 
 
 class Stop(Exception):
-    """What a callback raises."""
+    """An error raised by a callback."""
 
 
 @pytest.mark.parametrize("at", [1, 7, 20])

@@ -24,12 +24,11 @@ from p2pstore.transfer.serving.data_server import ServerLimits
 from p2pstore.transfer.tls.tls_streams import MAX_HANDSHAKE_BYTES, dial_tls
 from p2pstore.transfer.transport import BufferDestination, PullFailed, pull_with_failover
 from p2pstore.wire import Code, encode_frame
+from tests.contract.sides import Side
 from tests.contract.test_tls_streams import raw_server
 from tests.contract.test_transport import (
-    DRIVERS,
     OWNER,
     READER,
-    Side,
     TcpHarness,
     assert_closed,
     caught_log,
@@ -39,15 +38,10 @@ from tests.contract.test_transport import (
     put,
     read_frame,
     segment_of,
-    until,
 )
+from tests.waiting import until
 
 TRIO = Side("trio", TrioDriver())
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @pytest.fixture
@@ -178,7 +172,7 @@ async def test_a_proof_for_another_certificate_is_refused(harness: TcpHarness) -
 
 
 def hello_of(version: ssl.TLSVersion) -> bytes:
-    """What a TLS client says first."""
+    """The first message of a TLS client."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.maximum_version = version

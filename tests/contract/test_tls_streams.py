@@ -36,16 +36,12 @@ from p2pstore.transfer.tls.tls_streams import (
     dialling_context,
     serving_context,
 )
-from tests.contract.test_transport import DRIVERS, OWNER, Side, grant, read_exactly
+from tests.contract.sides import DRIVERS, Side
+from tests.contract.test_transport import OWNER, grant, read_exactly
 
 Script = Callable[[AcceptedTlsStream], Awaitable[None]]
 RawScript = Callable[[TrioStream], Awaitable[None]]
 SIZES = [0, 1, 16 * KIB - 1, 16 * KIB, 16 * KIB + 1, 300_000, 3 * MIB + 1]
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @contextlib.asynccontextmanager
@@ -143,7 +139,7 @@ async def test_small_views_get_what_a_record_holds_bit_by_bit(side: Side) -> Non
 
 
 async def test_nothing_is_read_after_a_farewell() -> None:
-    """What a stranger goes on to send would fill the memory."""
+    """Otherwise a stranger that goes on sending would fill the memory."""
     ended = trio.Event()
 
     async def script(stream: AcceptedTlsStream) -> None:
@@ -226,7 +222,7 @@ async def test_silence_is_a_deadline(side: Side) -> None:
 
 
 async def test_nobody_reads(side: Side) -> None:
-    """What could not be sent cannot be sent later: the stream is closed."""
+    """Bytes that could not be sent cannot be sent later: the stream is closed."""
 
     async def talk() -> None:
         for whole in (False, True):

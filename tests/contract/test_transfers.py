@@ -22,15 +22,11 @@ from p2pstore.results import ItemResult, OnConflict, PutResult, TransferRequest,
 from p2pstore.runtime.blocking_streams import run_blocking
 from p2pstore.runtime.streams import Event
 from p2pstore.transfer.transfer_trace import Progress
-from tests.contract.test_transport import DRIVERS, Side
-from tests.contract.worlds import WORLDS, Cluster, Store, open_cluster, until
+from tests.contract.sides import DRIVERS, Side
+from tests.contract.worlds import Cluster, Store
+from tests.waiting import eventually
 
 DEADLINE_SECONDS = 20.0
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +103,7 @@ class SlowStore:
 
 @asynccontextmanager
 async def batch(store: SlowStore, side: Side, limit: int = 8) -> AsyncIterator[TransferBatch]:
-    """What `ClientSession.transfers` does."""
+    """The same as `ClientSession.transfers`."""
     async with side.driver.helpers() as start:
         made = TransferBatch(store, side.driver, start, limit, in_threads=side.name == "blocking")
         try:
@@ -366,17 +362,6 @@ async def test_many_waiters_and_late_submissions(side: Side) -> None:
 # --- a real cluster --------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with open_cluster() as running:
-        yield running
-
-
-@pytest.fixture(params=WORLDS)
-def store(request: pytest.FixtureRequest, cluster: Cluster) -> Store:
-    return cluster.stores[request.param]
-
-
 class PlainFace:
     """A blocking client's batch as coroutines, for scenarios that are written once."""
 
@@ -416,7 +401,7 @@ def test_values_come_and_go(cluster: Cluster, store: Store) -> None:
         store.put(key, value)
     for key, value in there.items():
         cluster.distant.put(key, value)
-        until(lambda key=key: store.contains(key))  # type: ignore[misc]  # mypy: defaults of a lambda
+        eventually(lambda key=key: store.contains(key))  # type: ignore[misc]  # mypy: defaults of a lambda
     wanted = here | there
     buffers = {key: bytearray(len(value)) for key, value in wanted.items()}
     new = f"{store.world}/new"

@@ -1,4 +1,4 @@
-"""What every transport has to do, against real sockets and real memory, and in virtual time.
+"""The duties of every transport, against real sockets and real memory, and in virtual time.
 
 To add a transport: write a `Harness`, and add it to `HARNESSES`. Everything that takes the `harness`
 fixture then runs over it, under trio, under asyncio and with blocking sockets. Below that come the tests of TCP alone.
@@ -6,7 +6,6 @@ fixture then runs over it, under trio, under asyncio and with blocking sockets. 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import logging
@@ -21,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -55,14 +54,13 @@ from p2pstore.memory.segment_layout import (
     plan_geometry,
 )
 from p2pstore.objects import CHUNK_BYTES, KIB, MIB, Version, chunk_sums, key_digest, root_checksum
-from p2pstore.runtime.asyncio_streams import AsyncioDriver
-from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.runtime.streams import BytesLike, ByteStream, Driver
 from p2pstore.runtime.trio_streams import TrioDriver, TrioStream
 from p2pstore.transfer import transport as transport_module
 from p2pstore.transfer.data_addresses import over_tls
 from p2pstore.transfer.data_messages import (
     MAX_SMALL_BULK_BYTES,
+    MIN_DATA_VERSION,
     DataKind,
     Get,
     GetItem,
@@ -129,7 +127,10 @@ from p2pstore.wire import (
     decode_body,
     encode_frame,
 )
+from tests.contract.sides import Side
 from tests.contract.simulated import SimulatedHarness
+from tests.present import present
+from tests.waiting import until
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -192,13 +193,6 @@ def put(segment: Segment, key: str, value: bytes, clock: int = 1) -> bytes:
         now=time.time(),
     )
     return digest
-
-
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Wait for a condition that other tasks or processes bring about."""
-    with trio.fail_after(seconds):
-        while not condition():  # processes set no events
-            await trio.sleep(0.002)
 
 
 # --- harnesses -------------------------------------------------------------------------------
@@ -371,33 +365,6 @@ async def tcp() -> AsyncIterator[TcpHarness]:
         yield opened
 
 
-@dataclass
-class Side:
-    """One way to drive a reader."""
-
-    name: str
-    driver: Driver
-
-    async def run(self, action: Callable[[], Awaitable[T]]) -> T:
-        if self.name == "trio":
-            return await action()
-        run: Callable[..., Any] = run_blocking if self.name == "blocking" else asyncio.run
-        result: T = await trio.to_thread.run_sync(lambda: run(action()))
-        return result
-
-
-DRIVERS: dict[str, Callable[[], Driver]] = {
-    "trio": TrioDriver,
-    "blocking": BlockingDriver,
-    "asyncio": AsyncioDriver,
-}
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
-
-
 class Unprepared:
     """A destination that must not be asked."""
 
@@ -493,8 +460,7 @@ async def test_a_flipped_byte_in_the_owners_memory_is_refused(
     harness: Harness, side: Side, position: int
 ) -> None:
     digest = put(harness.segment, "key", pattern(3 * MIB))
-    entry = harness.segment.find(digest, time.time())
-    assert entry is not None
+    entry = present(harness.segment.find(digest, time.time()))
     memory = _buffers[SEGMENT_BYTES]
     memory[entry.offset + position] ^= 1
     transport = harness.transport(side.driver)
@@ -516,8 +482,7 @@ async def test_a_damaged_slot_or_trailer_is_refused(
     harness: Harness, side: Side, what: str
 ) -> None:
     digest = put(harness.segment, "key", pattern(5000))
-    entry = harness.segment.find(digest, time.time())
-    assert entry is not None
+    entry = present(harness.segment.find(digest, time.time()))
     slot = harness.segment.geometry.slots_offset + 64 * entry.slot
     position = slot + 20 if what == "slot" else entry.offset + 5000 + 30
     _buffers[SEGMENT_BYTES][position] ^= 1
@@ -551,8 +516,7 @@ async def test_memory_reused_under_the_reader_is_refused_or_exact(harness: Harne
     """The owner breaks its promise and overwrites what it is sending."""
     value = pattern(16 * MIB)
     digest = put(harness.segment, "key", value)
-    entry = harness.segment.find(digest, time.time())
-    assert entry is not None
+    entry = present(harness.segment.find(digest, time.time()))
     transport = harness.transport(TrioDriver())
     memory = _buffers[SEGMENT_BYTES]
     outcomes = set()
@@ -713,8 +677,7 @@ async def test_many_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
     ]
     items[5] = (key_digest("absent"), Unprepared())
     items[7] = (digests[7], BufferDestination(bytearray(10)))
-    entry = tcp.segment.find(digests[11], time.time())
-    assert entry is not None
+    entry = present(tcp.segment.find(digests[11], time.time()))
     _buffers[SEGMENT_BYTES][entry.offset] ^= 1
     results = await side.run(lambda: pool.pull_many(tcp.copy(), items))
     failed = {
@@ -742,8 +705,7 @@ async def test_larger_objects_in_one_frame(tcp: TcpHarness, side: Side) -> None:
     items = [(d, BufferDestination(b)) for d, b in zip(digests, buffers, strict=True)]
     damaged = range(3, 8)
     for number in damaged:
-        entry = tcp.segment.find(digests[number], time.time())
-        assert entry is not None
+        entry = present(tcp.segment.find(digests[number], time.time()))
         _buffers[SEGMENT_BYTES][entry.offset + entry.length - 1] ^= 1
     pool = tcp.pool(side.driver)
     results = await side.run(lambda: pool.pull_many(tcp.copy(), items))
@@ -953,16 +915,13 @@ async def connect(address: str) -> Any:
     return await TrioDriver().connect_tcp(host, int(port), 5.0)
 
 
-async def authenticated(
-    address: str, granted: GrantedTicket | None = None, max_version: int = 1
-) -> Any:
+async def authenticated(address: str, granted: GrantedTicket | None = None) -> Any:
     """A raw stream after a good hello."""
     stream = await connect(address)
     granted = granted or grant()
     nonce = os.urandom(32)
-    await stream.send(
-        PREFACE_DATA + encode_frame(DataKind.HELLO, 0, Hello(1, max_version, granted.ticket, nonce))
-    )
+    hello = Hello(MIN_DATA_VERSION, MIN_DATA_VERSION, granted.ticket, nonce)
+    await stream.send(PREFACE_DATA + encode_frame(DataKind.HELLO, 0, hello))
     *_, body, _ = await read_frame(stream)
     reply = decode_body(HelloReply, body)
     proof = Proof(prove(granted.secret, b"client", nonce, reply.nonce))
@@ -1189,7 +1148,7 @@ Script = Callable[
 
 
 @contextlib.asynccontextmanager
-async def scripted_owner(script: Script, version: int = 1) -> AsyncIterator[RemoteCopy]:
+async def scripted_owner(script: Script) -> AsyncIterator[RemoteCopy]:
     """A peer that shakes hands as it should and then does what `script` says."""
     (listener,) = await open_data_listeners(["127.0.0.1:0"])
 
@@ -1207,7 +1166,7 @@ async def scripted_owner(script: Script, version: int = 1) -> AsyncIterator[Remo
                 now_unix=time.time(),
             )
             proof = prove(secret, b"server", hello.nonce, bytes(32))
-            reply = HelloReply(version, bytes(32), proof, 7)
+            reply = HelloReply(MIN_DATA_VERSION, bytes(32), proof, 7)
             await stream.send(encode_frame(DataKind.HELLO, 0, reply, flags=REPLY))
             await read_frame(stream)
             await script(stream, lambda: read_frame(stream))

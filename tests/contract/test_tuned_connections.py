@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import socket
 
-import pytest
 import trio
 
 from p2pstore.runtime.streams import UNSENT_BYTES, tune_tcp
-from tests.contract.test_transport import DRIVERS, Side
+from tests.contract.sides import Side
 
 TCP_NOTSENT_LOWAT = 25
 """Of Linux' tcp.h."""
-
-
-@pytest.fixture(params=DRIVERS)
-def side(request: pytest.FixtureRequest) -> Side:
-    return Side(request.param, DRIVERS[request.param]())
 
 
 def options_of(sock: socket.socket) -> tuple[int, int, bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +13,7 @@ from libp2p.stream_muxer.yamux.yamux import Yamux
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.links.multiplexer import Multiplexer, MuxedStream
+from tests.waiting import until
 
 SECONDS = 20.0
 
@@ -54,7 +54,7 @@ async def echo(stream: Any, count: int) -> None:
 
 
 async def told(stream: Any, data: bytes) -> bytes:
-    """What an echo makes of `data`, sent while it is read."""
+    """The answer of an echo to `data`, sent while it is read."""
     received = b""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stream.write, data)
@@ -104,11 +104,6 @@ async def test_both_ways_between_the_two_implementations(
             await theirs.reset()
             await until(lambda: ours._session.streams[theirs.stream_id].ended is not None)
             nursery.cancel_scope.cancel()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await trio.sleep(0.005)
 
 
 @pytest.mark.parametrize("ours_says_it", [True, False])

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
@@ -27,6 +26,7 @@ import trio
 
 import p2pstore
 from p2pstore import PeerConfig, aio, blocking, open_peer
+from tests.waiting import eventually
 
 T = TypeVar("T")
 Call = tuple[Any, ...]
@@ -224,8 +224,8 @@ class Cluster:
         self.stores = {world: self.store(world) for world in WORLDS}
         stack.callback(self.stores["blocking"].close)
         stack.callback(self.stores["asyncio"].aclose)
-        until(lambda: len(self.near.node.core.live_peers()) == 1)
-        until(lambda: len(self.far.node.core.live_peers()) == 1)
+        eventually(lambda: len(self.near.node.core.live_peers()) == 1)
+        eventually(lambda: len(self.far.node.core.live_peers()) == 1)
 
     def config(self, name: str, **settings: Any) -> PeerConfig:
         return PeerConfig(
@@ -266,14 +266,6 @@ def open_cluster() -> Iterator[Cluster]:
     """A cluster for the length of the block."""
     with tempfile.TemporaryDirectory(prefix="p2p") as folder, ExitStack() as stack:
         yield Cluster(Path(folder), stack)
-
-
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait for what other threads and processes bring about."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        time.sleep(0.005)
 
 
 @dataclass(frozen=True)

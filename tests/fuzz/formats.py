@@ -35,12 +35,7 @@ from p2pstore.checkpoint.content.pieces import PieceLayout
 from p2pstore.checkpoint.content.safetensors import BrokenFile, read_header
 from p2pstore.errors import AuthenticationFailed, CheckpointRefused, ConfigError, ProtocolError
 from p2pstore.gossip.checkpoint_records import HeadBody, SwitchBody, checkpoint_digest
-from p2pstore.gossip.exchange.digests import (
-    check_runs,
-    read_runs,
-    unpack_digest,
-    unpack_positions,
-)
+from p2pstore.gossip.exchange.digests import check_runs, read_runs, unpack_digest, unpack_positions
 from p2pstore.gossip.floors.cluster_records import ClusterRecords
 from p2pstore.gossip.links.identity import Ed25519Verifier, Identity
 from p2pstore.gossip.locations.log import SIGNATURE_BYTES
@@ -334,7 +329,7 @@ def packed_lists(rng: Random, sent: list[bytes]) -> None:
 
 
 def texts(rng: Random, sent: list[bytes]) -> None:
-    """What people write."""
+    """Text that people write."""
     key = (b"k" * 32).hex() + " # a key\n"
     peer = format_peer_id(IDENTITY.peer_id) + "\n"
     address = rng.choice(("127.0.0.1:1", "[::1]:2", "host:3"))

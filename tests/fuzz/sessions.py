@@ -153,7 +153,9 @@ async def data_hellos(victim: Victim, rng: Random, sent: Sent) -> None:
     )
     nonce = rng.randbytes(32)
     hello = encode_frame(
-        DataKind.HELLO, 1, data.Hello(1, data.MAX_DATA_VERSION, granted.ticket, nonce)
+        DataKind.HELLO,
+        1,
+        data.Hello(data.MIN_DATA_VERSION, data.MAX_DATA_VERSION, granted.ticket, nonce),
     )
     proof = encode_frame(DataKind.PROOF, 2, data.Proof(rng.randbytes(32)))
     request = encode_frame(DataKind.STATISTICS, 3, peer_messages.Statistics())

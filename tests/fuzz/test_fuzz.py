@@ -15,12 +15,13 @@ from p2pstore.local.local_protocol import LocalKind
 from p2pstore.peer import open_peer
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.wire import PREFACE_LOCAL, FrameBuffer, Limits, encode_frame
-from tests.cluster.test_open_peer import config, until
+from tests.cluster.peers import config
 from tests.fuzz import runner, sessions
 from tests.fuzz.mutation import HEADER, Mutator
 from tests.fuzz.runner import fuzz
 from tests.fuzz.sessions import Sent
 from tests.fuzz.victim import Victim
+from tests.waiting import until
 
 MESSAGES = {"control": 20_000, "data": 20_000, "local": 20_000, "formats": 4_000}
 

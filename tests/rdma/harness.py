@@ -29,8 +29,8 @@ from tests.contract.test_transport import (
     Verifier,
     _buffers,
     grant,
-    until,
 )
+from tests.waiting import until
 
 STAGING_BYTES = 4 << 20
 

@@ -76,7 +76,7 @@ def start(cluster: ProcessCluster, peer: PeerProcess, transport: str, *more: str
 
 
 def eventually(action: Callable[[], T]) -> T:
-    """What `action` returns once nothing that passes stands in its way: on a busy machine a connection may take longer
+    """`action`'s result once no transient failure is in its way: on a busy machine a connection may take longer
     than peers wait for it, and is not tried again for a while."""
     outcome: list[T] = []
 

@@ -9,9 +9,9 @@ import pytest
 from p2pstore.objects import MIB
 from p2pstore.runtime.trio_streams import TrioDriver
 from p2pstore.transfer.transport import BufferDestination
+from tests.contract.sides import Side
 from tests.contract.test_transport import (
     SEGMENT_BYTES,
-    Side,
     pattern,
     put,
     segment_of,

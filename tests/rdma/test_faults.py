@@ -53,10 +53,11 @@ from tests.contract.test_transport import (
     pattern,
     put,
     segment_of,
-    until,
 )
+from tests.present import present
 from tests.rdma.harness import STAGING_BYTES, RdmaHarness, SomeCompletions, cables
 from tests.rdma.owner import Owner
+from tests.waiting import until
 
 
 def first_line(transport: RdmaTransport) -> rdma_reads.Line | None:
@@ -110,10 +111,8 @@ async def test_a_slot_that_leads_out_of_the_segment(
     rdma: RdmaHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = put(rdma.segment, "key", pattern(3000))
-    entry = rdma.segment.find(digest, 0.0)
-    assert entry is not None
-    slot = decode_slot(rdma.segment.table.slot_bytes(entry))
-    assert slot is not None
+    entry = present(rdma.segment.find(digest, 0.0))
+    slot = present(decode_slot(rdma.segment.table.slot_bytes(entry)))
     beyond = msgspec.structs.replace(slot, offset=rdma.segment.geometry.total_bytes - 4096)
     monkeypatch.setattr(rdma.segment.table, "slot_bytes", lambda _: encode_slot(beyond))
     copy = replace(rdma.copy(digest), slot=-1)
@@ -266,8 +265,7 @@ async def test_memory_that_is_written_to_stays_taken(
         await ended.wait()
     assert scope.cancelled_caught
     assert rdma.staging.large.taken == 0
-    line = first_line(transport)
-    assert line is not None
+    line = present(first_line(transport))
     assert line.failure is None
 
 
@@ -308,8 +306,7 @@ async def test_an_object_of_one_chunk_that_is_waited_for_no_more(
             await trio.lowlevel.checkpoint()
     assert scope.cancelled_caught
     assert (rdma.staging.small.taken, rdma.staging.large.taken) == (0, 0)
-    line = first_line(transport)
-    assert line is not None
+    line = present(first_line(transport))
     assert line.failure is None
 
 
@@ -323,8 +320,7 @@ async def test_a_device_that_takes_no_request(
     transport = rdma.transport(TrioDriver())
     buffer = bytearray(length)
     await transport.lines.connected(rdma.copy())
-    line = first_line(transport)
-    assert line is not None
+    line = present(first_line(transport))
     read = line.pair.read
     taken = ["slot", "trailer"] if length > MIB else ["slot"]
 

@@ -20,8 +20,9 @@ from p2pstore.transfer.rdma.rdma_reads import ReadEngine
 from p2pstore.transfer.rdma.rdma_transport import STRIPED_BYTES, RdmaTransport
 from p2pstore.transfer.rdma.rdma_verbs import LinkDown, QueuePair, ReadWork, Region
 from p2pstore.transfer.transport import BufferDestination, PullFailed
-from tests.contract.test_transport import OWNER, pattern, put, segment_of, until
+from tests.contract.test_transport import OWNER, pattern, put, segment_of
 from tests.rdma.harness import RdmaHarness, SomeCompletions, cables
+from tests.waiting import until
 
 LARGE_BYTES = 64 * MIB
 SECONDS = 60.0

@@ -70,7 +70,7 @@ _TO_BE_EXPECTED = (
 
 
 class Actor:
-    """What all of them have: random numbers, counts, a client of one peer after the other."""
+    """The common part of all actors: random numbers, counts, a client of one peer after the other."""
 
     def __init__(self, sockets: list[str], counts: Counts, rng: Random) -> None:
         self.sockets = sockets

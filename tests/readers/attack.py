@@ -18,15 +18,7 @@ from typing import Final
 import numpy as np
 
 from tests.cluster.processes import PeerProcess, ProcessCluster, new_cluster, until
-from tests.readers.actors import (
-    CHANGES,
-    COLUMNS,
-    FAILED,
-    LIMIT,
-    OWNERS,
-    READS,
-    WRONG,
-)
+from tests.readers.actors import CHANGES, COLUMNS, FAILED, LIMIT, OWNERS, READS, WRONG
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 CAST: Final = {
@@ -46,7 +38,7 @@ END_SECONDS: Final = 15.0
 
 @dataclass
 class Outcome:
-    """What became of an attack. `reads` are values compared to the last byte, by role."""
+    """The result of an attack. `reads` are values compared to the last byte, by role."""
 
     reads: dict[str, int] = field(default_factory=dict)
     wrong: int = 0

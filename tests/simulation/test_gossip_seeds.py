@@ -12,9 +12,13 @@ import pytest
 
 from p2pstore.gossip.locations import directory as directory_module
 from simulation.gossip_run import GossipOutcome, GossipScenario, run_gossip_seed
+from tests.long_runs import only_in_long_runs
 
 SEEDS = range(1000, 1200)
-BLOCKS = [SEEDS[start : start + 25] for start in range(0, len(SEEDS), 25)]
+BLOCKS = [
+    pytest.param(SEEDS[start : start + 25], marks=only_in_long_runs if start >= 100 else ())
+    for start in range(0, len(SEEDS), 25)
+]
 SCENARIO = GossipScenario()
 USUAL = ("snapshots", "denials", "deaths", "false_deaths", "checks")
 """Events that must happen in every block of seeds, or it shows nothing."""

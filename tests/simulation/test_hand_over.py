@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from p2pstore.core.copies.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
+from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
+from p2pstore.core.copies.offers import SPREAD_SECONDS
 from p2pstore.core.operation import PutEnd
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.directory_mode import DirectorySetting
 from p2pstore.objects import MIB, key_digest
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
 from simulation.kernel import Faults, FaultyNetwork, Kernel
+from tests.present import present
 
 VALUE = bytes(50_000)
 
@@ -67,7 +69,7 @@ class World:
 
 
 @pytest.mark.parametrize("directory", ["full", "partitioned"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_every_last_copy_is_found_at_once_after_the_leave(
     seed: int, directory: DirectorySetting
 ) -> None:
@@ -104,10 +106,8 @@ def test_a_soft_copy_elsewhere_becomes_a_firm_one() -> None:
     world.put("k")
     world.run(1.0)
     world.get(world.cluster.peers[1], "k")
-    core = world.cluster.peers[1].core
-    assert core is not None
-    entry = core.objects.find(key_digest("k", NAMESPACE), world.kernel.now)
-    assert entry is not None
+    core = present(world.cluster.peers[1].core)
+    entry = present(core.objects.find(key_digest("k", NAMESPACE), world.kernel.now))
     assert entry.soft
     operation, _ = world.hand_over()
     assert operation.handed_over == HandedOver(1, len(VALUE), 0, 0)
@@ -135,8 +135,7 @@ def test_peers_that_leave_as_well_take_nothing() -> None:
     assert [peer.number for peer in world.holders("k") if peer.number] == [2]
     both = World(7, 2)
     both.put("k")
-    other = both.cluster.peers[1].core
-    assert other is not None
+    other = present(both.cluster.peers[1].core)
     other.closing = True
     operation, _ = both.hand_over()
     assert operation.handed_over == HandedOver(0, 0, 1, len(VALUE))
@@ -151,8 +150,7 @@ def test_at_the_deadline_it_says_what_is_left() -> None:
     assert 0 < handed.objects < 60
     assert handed.objects + handed.left_objects == 60
     assert handed.bytes + handed.left_bytes == 60 * len(VALUE)
-    core = world.leaver.core
-    assert core is not None
+    core = present(world.leaver.core)
     assert core.operations_under_way == 0
     assert core.segment.leased_bytes == 0
 
@@ -161,8 +159,7 @@ def test_peers_with_free_memory_are_filled_before_anything_is_evicted() -> None:
     world = World(9, 4)
     full = world.cluster.peers[1]
     for number in range(60):
-        filler = full.put(f"filler-{number}", bytes(64_000))
-        assert filler is not None
+        present(full.put(f"filler-{number}", bytes(64_000)))
     world.run(2.0)
     assert full.core is not None
     evicted = full.core.counters["objects_withdrawn"]

@@ -38,7 +38,7 @@ def nothing_was_erased(world: World, liar: int, *numbers: int) -> None:
             assert world.read(number, f"kept {number} {index}") == b"%d" % index
 
 
-@pytest.mark.parametrize("peers", [2, 3, 4])
+@pytest.mark.parametrize("peers", [2, 4])
 def test_a_member_that_has_lived_here_for_long_erases_nothing(peers: int) -> None:
     world = World(peers)
     liar = peers - 1
@@ -50,7 +50,7 @@ def test_a_member_that_has_lived_here_for_long_erases_nothing(peers: int) -> Non
     nothing_was_erased(world, liar, *range(liar))
 
 
-@pytest.mark.parametrize("peers", [2, 3, 4])
+@pytest.mark.parametrize("peers", [2, 4])
 def test_nor_does_one_that_has_just_come(peers: int) -> None:
     world = World(peers, booted=peers - 1)
     liar = peers - 1
@@ -64,7 +64,7 @@ def test_nor_does_one_that_has_just_come(peers: int) -> None:
     nothing_was_erased(world, liar, *range(liar))
 
 
-@pytest.mark.parametrize("peers", [2, 3, 4])
+@pytest.mark.parametrize("peers", [2, 4])
 def test_nor_does_one_that_was_away_for_two_minutes(peers: int) -> None:
     world = World(peers)
     liar = peers - 1
@@ -99,7 +99,7 @@ def test_nor_is_anything_erased_by_a_restart_of_the_honest_peer(
     nothing_was_erased(world, liar, *range(liar))
 
 
-@pytest.mark.parametrize("peers", [3, 4, 5])
+@pytest.mark.parametrize("peers", [3, 5])
 def test_a_cluster_that_has_just_started_follows_nobody_alone(peers: int) -> None:
     """A horizon that moves all the time would leave each peer with another one."""
     world = World(peers)

@@ -192,7 +192,7 @@ def test_operations_across_a_gap_are_caught() -> None:
 
 
 class StubbornGossip(Gossip):
-    """What an owner denied is shown again and again."""
+    """A location that its owner denied is shown again and again."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

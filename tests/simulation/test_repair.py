@@ -15,6 +15,7 @@ from p2pstore.objects import MIB, key_digest
 from p2pstore.transfer.data_messages import DataKind
 from simulation.cluster import NAMESPACE, SimulatedCluster, SimulatedPeer
 from simulation.kernel import Faults, FaultyNetwork, Kernel
+from tests.present import present
 
 TIMING = RepairTiming()
 DETECTED_SECONDS = 20.0
@@ -325,8 +326,7 @@ def test_holders_that_heard_of_another_number_act_by_the_highest() -> None:
     world.put(0, "k", 2)
     holder = next(peer for peer in world.holders("k") if peer.number != 0)
     assert holder.core is not None
-    entry = holder.core.objects.find(key_digest("k", NAMESPACE), world.kernel.now)
-    assert entry is not None
+    entry = present(holder.core.objects.find(key_digest("k", NAMESPACE), world.kernel.now))
     assert entry.replicas == 2
     world.wanted["k"] = 3
     holder.core.objects.strengthen(entry, entry.pin, 3, world.kernel.now)

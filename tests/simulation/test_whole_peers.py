@@ -20,17 +20,17 @@ def check(seed: int, scenario: Scenario) -> None:
     assert outcome.delivered, f"seed {seed}: no get delivered anything"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_calm_clusters_agree(seed: int) -> None:
     check(seed, Scenario(peers=3 + seed % 4, seconds=10.0, crashes=0, partitions=0))
 
 
-@pytest.mark.parametrize("seed", [*range(100, 112), 1044])
+@pytest.mark.parametrize("seed", [*range(100, 106), 1044])
 def test_faulty_clusters_agree_after_healing(seed: int) -> None:
     check(seed, Scenario(peers=3 + seed % 6, seconds=12.0, faults=LOSSY))
 
 
-@pytest.mark.parametrize("seed", range(200, 206))
+@pytest.mark.parametrize("seed", range(200, 204))
 def test_very_faulty_clusters_agree_after_healing(seed: int) -> None:
     check(seed, Scenario(peers=5, seconds=15.0, crashes=4, partitions=4, faults=VERY_LOSSY))
 

@@ -31,14 +31,7 @@ from p2pstore.errors import NoLocalPeer, NoSuchKey, P2PStoreError, StoreClosed
 from p2pstore.results import ItemResult, PinName, PutResult, TransferRequest
 from tests.soak.checkpoints import follow, publish
 from tests.soak.plan import KEPT_AT_ONCE, Family, Operation, OperationKind, plan_load
-from tests.soak.values import (
-    LONGEST_BYTES,
-    key_name,
-    namespace_of,
-    number_in,
-    number_of,
-    value_of,
-)
+from tests.soak.values import LONGEST_BYTES, key_name, namespace_of, number_in, number_of, value_of
 
 CLIENT_SECONDS: Final = 15.0
 """Without progress, until an operation gives up."""

@@ -200,7 +200,7 @@ class Operation:
 
 
 def plan_load(seed: int, actor: int, epoch: int, writers: int, rate: float) -> Iterator[Operation]:
-    """What client `actor` does in its life number `epoch`, without end; `rate` operations a second. It writes only keys
+    """All operations of client `actor` in life number `epoch`; `rate` operations a second. It writes only keys
     of its own, and reads those of all. Of the kept families, numbers count from the newest key backwards."""
     rng = Random(f"load {seed} {actor} {epoch}")
     kinds = list(_LOAD)

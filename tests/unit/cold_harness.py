@@ -188,7 +188,7 @@ class Lockstep:
         self._thread.start()
 
     def call(self, function: Callable[[], Awaitable[Any]]) -> Any:
-        """What the function returns or raises, run in the loop."""
+        """The result or error of the function, run in the loop."""
         self._calls.put(function)
         answer, error = self._answers.get(timeout=60)
         if error is not None:

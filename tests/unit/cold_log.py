@@ -143,7 +143,7 @@ class Log:
         return bytes(self.disk[wanted.position : wanted.position + wanted.length])
 
     def find(self, read: Callable[[Read], bytes | None] | None = None) -> list[FoundSegment]:
-        """What recovery finds in each segment."""
+        """The records that recovery finds in each segment."""
         self.reads.clear()
         return [
             drive(read_segment(self.superblock, segment), read or self.read)

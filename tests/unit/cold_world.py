@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,14 @@ import msgspec
 from p2pstore.core.core_effects import LoadObject, PullOutcome, WriteObject
 from p2pstore.gossip.records import LocationRecord
 from p2pstore.memory.segment_layout import (
+    Pin,
     Slot,
     SlotState,
     TrailerBody,
     decode_trailer,
     encode_trailer,
 )
+from p2pstore.memory.segment_objects import SOFT_PIN_SECONDS
 from p2pstore.objects import Version, namespace_digest
 from p2pstore.ssd_tier.index import ColdEntry
 from tests.unit.core_harness import Harness, clock_at, digest_of
@@ -24,7 +26,7 @@ from tests.unit.core_harness import Harness, clock_at, digest_of
 
 @dataclass(frozen=True)
 class Stored:
-    """What the dictionary keeps of an object."""
+    """The dictionary's entry of an object."""
 
     entry: ColdEntry
     trailer: TrailerBody
@@ -191,9 +193,22 @@ class ColdWorld(Harness):
     def cool(self, key: str, value: bytes, **options: Any) -> LocationRecord:
         """An object that is on the SSD alone. The location that this peer announces of it."""
         self.stored(key, value, **options)
+        if options.get("pin") == Pin.SOFT:
+            self.pass_time(SOFT_PIN_SECONDS)
         self.cool_again(key)
         record = self.announced(key)
         assert record is not None, f"{key} left memory and is not on the SSD"
         assert digest_of(key) in self.store.objects
         self.forget_effects()
         return record
+
+    def cool_all(self, values: Mapping[str, bytes]) -> None:
+        """Many objects that are on the SSD alone."""
+        for key, value in values.items():
+            self.stored(key, value)
+            self.pass_time(0.05)
+            self.write()
+        for key in values:
+            self.cool_again(key)
+            assert digest_of(key) in self.store.objects
+        self.forget_effects()

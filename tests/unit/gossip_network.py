@@ -36,6 +36,7 @@ from p2pstore.gossip.records import (
 from p2pstore.objects import Version, clock_from_unix_seconds
 from p2pstore.wire import Failure, Message, decode_body, encode_body
 from simulation.signer import SimulatedVerifier, simulated_signature
+from tests.present import present
 
 UNIX = 1_800_000_000.0
 """Wall-clock time at the beginning of the virtual one."""
@@ -94,8 +95,7 @@ def bury(membership: Membership, numbers: Iterable[int], now: float, incarnation
     """These members are dead: another one says so (of the incarnation that is known, or a higher one), and this
     peer's own probes of them failed."""
     for number in numbers:
-        state = membership.get(peer_id_of(number))
-        assert state is not None
+        state = present(membership.get(peer_id_of(number)))
         inform_of_death(membership, state.peer_id, now, incarnation)
 
 
@@ -103,8 +103,7 @@ def inform_of_death(
     membership: Membership, peer_id: PeerId, now: float, incarnation: int = 0
 ) -> None:
     """`bury` for one of any name."""
-    state = membership.get(peer_id)
-    assert state is not None
+    state = present(membership.get(peer_id))
     claimed = max(incarnation, state.incarnation)
     if not state.alive:
         return
@@ -123,7 +122,7 @@ def location(number: int, clock: int = 1, writer: int = 1) -> LocationRecord:
 
 
 def operations_after(log: OwnLog, sequence: int, limit_bytes: int = 1 << 40) -> bytes:
-    """What a log's owner wrote after `sequence`, packed; nothing when the log is cut behind there."""
+    """The operations in a log after `sequence`, packed; none when the log is cut behind there."""
     while log.signed < log.sequence:
         log.sign(FakeSigner(peer_id_of(0)))
     runs = log.since(sequence, 1 << 40)

@@ -156,7 +156,7 @@ def get(number: int, *items: GetItem, flags: int = 0) -> bytes:
 
 
 def ended(serving: Served) -> bytes:
-    """What the thread left, once it has ended."""
+    """The requests that the thread left, once it has ended."""
     serving.ended.wait(30)
     assert serving.left is not None, serving.error
     return serving.left

@@ -17,6 +17,7 @@ from p2pstore.gossip.members.active_view import ActiveView
 from p2pstore.gossip.members.member_table import MembershipConfig, MemberState
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import PeerId, SignedRecord, member_of
+from tests.present import present
 from tests.unit.gossip_network import Network, bury, peer_id_of, peer_record
 
 SIGNED = SignedRecord(b"", b"")
@@ -113,8 +114,7 @@ def test_who_dies_is_replaced_at_once_and_who_is_suspected_stays() -> None:
     assert peer_id_of(victim) not in peer.neighbours
     assert len(peer.neighbours) == 4
     assert peer.view.version > before
-    gone = peer.membership.get(peer_id_of(doubted))
-    assert gone is not None
+    gone = present(peer.membership.get(peer_id_of(doubted)))
     peer.membership.forget(gone)
     assert peer_id_of(doubted) not in peer.neighbours
     assert len(peer.neighbours) == 4
@@ -163,8 +163,7 @@ def test_those_that_may_be_gone_are_chosen_seldom_but_not_never() -> None:
     peer.view.failed(peer_id_of(2), 6.0)
     counts: Counter[PeerId] = Counter()
     for _ in range(4_000):
-        state = peer.view.choose()
-        assert state is not None
+        state = present(peer.view.choose())
         counts[state.peer_id] += 1
     for doubtful in (1, 2):
         assert 20 < counts[peer_id_of(doubtful)] < 250  # 4,000 / 8 / 4 = 125
@@ -284,10 +283,11 @@ def parts_under_churn(seed: int, view: type[ActiveView], limit: int) -> int:
     return worst
 
 
+@pytest.mark.slow
 def test_the_graph_of_neighbours_stays_connected_under_any_churn() -> None:
     """With four neighbours each, where chance has much more say than with 32."""
-    assert max(parts_under_churn(seed, ActiveView, limit=4) for seed in range(12)) == 1
-    assert max(parts_under_churn(seed, NeverMended, limit=4) for seed in range(3)) > 1
+    assert max(parts_under_churn(seed, ActiveView, limit=4) for seed in range(6)) == 1
+    assert parts_under_churn(0, NeverMended, limit=4) > 1
 
 
 def test_a_change_costs_no_time_in_proportion_to_the_cluster() -> None:

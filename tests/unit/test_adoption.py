@@ -12,6 +12,7 @@ from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Proofs, Push
+from tests.present import present
 from tests.unit.core_harness import OTHER_INCARNATION, Harness, clock_at, digest_of, remote_object
 
 LONG_SECONDS: Final = 3_600
@@ -36,26 +37,22 @@ def tick_for(world: Harness, seconds: int) -> None:
 
 def test_a_copy_that_nobody_proves_is_adopted_with_its_old_stamp() -> None:
     world = with_unproved_copy()
-    before = world.find("k")
-    assert before is not None
+    before = present(world.find("k"))
     clock, root = before.version.clock, before.version.root
     tick_for(world, 1)
     assert world.core.counters["copies_adopted"] == 0, "not at once"
     tick_for(world, LONG_SECONDS)
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert world.core.counters["copies_adopted"] == 1
     assert entry.version == Version(clock, writer_of(world.core.peer_id), root)
     assert world.value("k") == b"value"
-    announced = world.announced("k")
-    assert announced is not None
+    announced = present(world.announced("k"))
     assert announced.version == entry.version
 
 
 def test_what_is_gone_meanwhile_is_not_adopted() -> None:
     world = with_unproved_copy()
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     world.core.objects.withdraw(entry, world.now)
     tick_for(world, LONG_SECONDS)
     assert world.core.counters["copies_adopted"] == 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -254,18 +254,3 @@ def utilisation(evict: Eviction) -> float:
 
 def test_memory_stays_full_under_a_mixed_load() -> None:
     assert utilisation(cheapest_windows) >= 0.97
-
-
-def test_evicting_one_by_one_does_not_keep_memory_full() -> None:
-    """The reason for windows; and the measure tells the difference."""
-    rng = random.Random(5)
-    assert utilisation(lambda _, born, now, size: [rng.choice(list(born))]) < 0.9
-
-
-@given(st.lists(st.integers(1, 8), min_size=1, max_size=12))
-def test_freeing_everything_leaves_one_extent(sizes: list[int]) -> None:
-    allocator = ExtentAllocator(96 * GRANULE, GRANULE)
-    offsets = [allocator.allocate(size * GRANULE) for size in sizes]
-    for offset in sorted((at for at in offsets if at is not None), key=lambda at: at % 7):
-        allocator.free(offset)
-    assert allocator.free_extents() == [(0, 96 * GRANULE)]

@@ -55,10 +55,6 @@ def test_the_shortest_time_is_one_copy_and_the_last_piece_doubled(figures: Modul
             shortest(*nonsense)
 
 
-def test_copies_are_counted_on_the_link(figures: ModuleType) -> None:
-    assert figures.copies(1500, 1000) == 1.5
-
-
 def test_uplinks_are_busy_as_far_as_their_counters_move(figures: ModuleType) -> None:
     sent = [0.0, 0.0, 0.5, 1.0, 1.0, 0.9, 0.0]
     totals = [round(100e6 * sum(sent[: number + 1])) for number in range(len(sent))]
@@ -68,22 +64,6 @@ def test_uplinks_are_busy_as_far_as_their_counters_move(figures: ModuleType) -> 
     assert [share for _, share in shares] == pytest.approx(sent[1:], abs=1e-3)
     assert figures.middle_share(shares) == pytest.approx(1.0, abs=1e-3)
     assert figures.middle_share([]) == 0.0
-
-
-def test_every_host_has_an_address_of_its_own(shaped: ModuleType) -> None:
-    addresses = [shaped.address_of(number) for number in range(1, shaped.MOST_HOSTS + 1)]
-    assert len(set(addresses)) == shaped.MOST_HOSTS
-    assert addresses[0] == "10.77.0.2"
-    assert not [each for each in addresses if each.endswith((".0", ".255"))]
-    with pytest.raises(ValueError, match="numbered from 1"):
-        shaped.address_of(0)
-
-
-def test_a_link_is_limited_and_its_queue_as_well(shaped: ModuleType) -> None:
-    qdisc, rate, queue = shaped.shape("eth0", 100_000_000, 250_000)
-    assert qdisc == "tc qdisc add dev eth0 root handle 1: htb default 1"
-    assert "rate 100000000bit ceil 100000000bit" in rate
-    assert queue.endswith("bfifo limit 250000")
 
 
 def test_counters_are_those_of_the_interface(shaped: ModuleType) -> None:

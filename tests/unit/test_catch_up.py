@@ -9,12 +9,7 @@ from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.views import STEP_RECORDS, DirectoryConfig
 from p2pstore.gossip.members.member_table import MembershipConfig, MemberState
 from p2pstore.gossip.members.membership import Membership
-from tests.unit.gossip_network import (
-    location,
-    operations_after,
-    peer_id_of,
-    run_at,
-)
+from tests.unit.gossip_network import location, operations_after, peer_id_of, run_at
 
 
 def setting() -> tuple[OwnLog, Directory, MemberState, CatchUp]:
@@ -26,7 +21,7 @@ def setting() -> tuple[OwnLog, Directory, MemberState, CatchUp]:
 
 
 def relay(log: OwnLog, directory: Directory, owner: MemberState) -> None:
-    """What the owner wrote since the view's place arrives."""
+    """The operations since the view's place arrive."""
     known = directory.position(owner.member)[1]
     directory.apply(owner.member, 1, run_at(known + 1, operations_after(log, known)))
 

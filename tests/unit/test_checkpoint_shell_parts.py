@@ -10,7 +10,6 @@ from p2pstore.checkpoint.peer.piece_flow import (
     BELIEVED_SECONDS,
     BURST_SECONDS,
     MAX_BELIEVED,
-    MOST_KEPT_BYTES,
     Introductions,
     PieceBuffers,
     TokenBucket,
@@ -56,16 +55,6 @@ def test_buffers_are_used_again_while_any_is_in_use() -> None:
     assert buffers.kept == 1
     buffers.give_back(second)
     assert not buffers.kept  # no transfer is under way: the memory is free
-
-
-def test_of_large_buffers_few_are_kept() -> None:
-    buffers = PieceBuffers(MOST_KEPT_BYTES // 2)
-    buffers._kept = [bytearray(1), bytearray(1)]  # as if they were that large
-    one, another = buffers.take(), buffers.take()
-    buffers._used += 2
-    for each in (one, another, bytearray(1)):
-        buffers.give_back(each)
-    assert buffers.kept == 2
 
 
 def test_who_comes_is_told_of_all_and_all_of_it() -> None:

@@ -30,7 +30,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 def press_tab(tmp_path: Path, *words: str) -> list[str]:
-    """What bash offers for the last of these words."""
+    """The words that bash offers for the last of these."""
     program = tmp_path / "mooncake-p2p"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mooncake_p2p "$@"\n')
     program.chmod(0o700)

@@ -364,6 +364,7 @@ FAILING = {
     "config": ["show", "--config", "/none/file"],
     "keygen": ["/none/file"],
     "bench": [],
+    "bench trace": ["/none/file", "--simulate"],
     "checkpoint publish": ["n", "/none"],
     "checkpoint fetch": ["n", "d"],
     "checkpoint follow": ["n", "d"],

@@ -18,7 +18,7 @@ OPERATORS = {"|", ">", "&&", ";"}
 
 
 def arguments_in(line: str) -> list[str]:
-    """What an example gives to the program, without the shell's part of it."""
+    """The arguments that an example gives to the program, without the shell's part of it."""
     inside = re.search(r"\$\((.*)\)", line)
     words = shlex.split(inside[1] if inside else line)
     words = words[words.index(PROGRAM) + 1 :]
@@ -56,12 +56,6 @@ def test_an_example_parses(name: str, line: str) -> None:
     command: Any = LazyCommands()[name]
     context = command.make_context(name, arguments_in(line)[len(name.split()) :])
     context.close()
-
-
-def test_an_example_that_does_not_parse_is_noticed() -> None:
-    command: Any = LazyCommands()["get"]
-    with pytest.raises(Exception, match="No such option"):
-        command.make_context("get", arguments_in(f"{PROGRAM} get k --await 3 | cat")[1:])
 
 
 @pytest.mark.parametrize("name", COMMANDS)

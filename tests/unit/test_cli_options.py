@@ -69,7 +69,7 @@ def test_a_timeout_is_positive_and_finite(text: str) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """What `run_peer` was called with; nothing is started."""
+    """The configurations that `run_peer` was called with; nothing is started."""
     configs: list[Any] = []
 
     def run_peer(config: Any, invite: Any, *, detached: bool, ready_text: Any = None) -> None:

@@ -24,7 +24,7 @@ LONG_KEY = "model/" + "x" * 120
 def on_terminal(
     monkeypatch: pytest.MonkeyPatch, stream: str, work: Callable[[], None], columns: int = 80
 ) -> str:
-    """What `work` writes to a terminal."""
+    """The text that `work` writes to a terminal."""
     primary, secondary = os.openpty()
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
@@ -101,7 +101,7 @@ def test_progress_is_silent_into_a_pipe(
 def shown_progress(
     monkeypatch: pytest.MonkeyPatch, work: Callable[[output.ProgressBar], None]
 ) -> str:
-    """What a bar that is there from the beginning shows while `work` goes on."""
+    """The text of a bar that is there from the beginning, while `work` goes on."""
     shown = threading.Event()
     show = output.ProgressBar.show
 

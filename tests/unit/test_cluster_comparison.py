@@ -40,7 +40,7 @@ def filled(keys: range) -> ClusterRecords:
 
 
 def said_by(other: ClusterRecords, buckets: list[int] | None = None) -> TheirRecords:
-    """What a peer with these records says, as it travels; with the cells of some buckets."""
+    """The summary of a peer with these records, as it travels; with the cells of some buckets."""
     return TheirRecords(
         read_buckets(pack_buckets(other.bucket_hashes)),
         read_cells(pack_cells(other, buckets or [])),

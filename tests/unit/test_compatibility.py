@@ -101,6 +101,7 @@ from tests.contract.test_transport import (
     read_frame,
     segment_of,
 )
+from tests.present import present
 from tests.unit.core_harness import Harness, remote_object
 from tests.unit.digest_rows import digest_from
 from tests.unit.gossip_network import Network, peer_record
@@ -193,8 +194,7 @@ def test_values_that_a_newer_version_made_up() -> None:
     members = Membership(ids[0], 1, MembershipConfig())
     members.observe_claims([Claim(ids[1], 1, Status.DEAD, 0), Claim(ids[1], 9, 17, 0)], 0.0)
     members.observe_claims([Claim(ids[0], 9, 17, 0)], 0.0)
-    state = members.get(ids[1])
-    assert state is not None
+    state = present(members.get(ids[1]))
     assert (state.status, state.incarnation, members.own.incarnation) == (Status.DEAD, 1, 1)
 
 
@@ -242,8 +242,7 @@ def test_a_copy_from_an_older_holder_fits_though_its_trailer_grows() -> None:
         operation = world.core.operations.fetch(slot.digest, world.now)
         destination = world.core.operations.copy_destination(operation.number, world.now)
         destination.prepare(slot, remote.trailer)[:] = bytes(length)
-        entry = destination.commit(world.now)
-        assert entry is not None
+        entry = present(destination.commit(world.now))
         world.segment.remove(entry.digest)
         world.core.operations.cancel(operation, world.now)
 

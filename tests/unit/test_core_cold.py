@@ -39,6 +39,7 @@ from p2pstore.transfer.peer_messages import (
 )
 from p2pstore.wire import Code
 from simulation.segment_checks import check_segment
+from tests.present import present
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import NAMESPACE, Harness, digest_of
 
@@ -58,8 +59,7 @@ def test_the_coldest_is_written_first_and_used_objects_last() -> None:
     world = ColdWorld(memory_bytes=256 * 1024)
     for number in range(12):
         world.stored(f"k{number}", VALUE + bytes([number]))
-    used = world.find("k0")
-    assert used is not None
+    used = present(world.find("k0"))
     world.segment.objects.used(used, 1, world.core.unix(world.now))
     for number in range(12, 20):
         world.stored(f"k{number}", VALUE + bytes([number]))
@@ -194,8 +194,7 @@ def test_a_fetch_loads_from_the_ssd_and_asks_nobody() -> None:
     assert (entry.soft, entry.on_ssd) == (False, True)
     assert world.value("k") == VALUE
     assert not world.effects(PullObject)
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     assert record.tier is Tier.BOTH
 
 
@@ -267,8 +266,7 @@ def test_a_pass_over_cold_objects_does_not_push_out_what_is_used() -> None:
     for name in names:
         world.core.operations.fetch(digest_of(name), world.now)
         assert world.load() == [name]
-        entry_of_it = world.find(name)
-        assert entry_of_it is not None
+        entry_of_it = present(world.find(name))
         world.segment.objects.used(entry_of_it, 1, world.core.unix(world.now))
         world.pass_time(0.01)
         world.write()
@@ -316,11 +314,11 @@ def test_a_floor_ends_it() -> None:
     assert world.announced("k") is None
 
 
+@pytest.mark.slow
 def test_the_floor_of_a_namespace_ends_all_in_steps_and_hides_them_at_once() -> None:
     world = ColdWorld(others=1)
     names = [f"k{number}" for number in range(80)]
-    for name in names:
-        world.cool(name, name.encode() * 1000)
+    world.cool_all({name: name.encode() * 1000 for name in names})
     world.learn_floor(world.others[0], namespace_digest(NAMESPACE), world.soon, SCOPE_NAMESPACE)
     assert not any(world.core.cold.find(digest_of(name), world.now) for name in names)
     assert world.store.objects, "all at once would hold the loop"
@@ -363,8 +361,7 @@ def test_what_the_tier_loses_is_withdrawn_unless_memory_has_it() -> None:
     lost = [world.store.objects.pop(digest_of(name)).entry for name in ("gone", "here")]
     world.core.cold.lost(lost, world.now)
     assert world.announced("gone") is None
-    entry = world.find("here")
-    assert entry is not None
+    entry = present(world.find("here"))
     assert not entry.on_ssd
     assert world.announced("here") is not None
 
@@ -374,11 +371,9 @@ def test_spoilt_memory_leaves_the_copy_on_the_ssd() -> None:
     world.cool("k", VALUE)
     world.core.operations.fetch(digest_of("k"), world.now)
     world.load()
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     world.core.objects.drop_spoilt(entry, world.now)
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     assert record.tier is Tier.SSD
 
 
@@ -398,20 +393,17 @@ def test_what_leaves_memory_is_kept_on_the_ssd_as_firmly_as_it_was_last() -> Non
     )
     world.core.operations.fetch(digest_of("k"), world.now)
     world.load()
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert (entry.on_ssd, entry.pin, entry.replicas) == (True, Pin.SOFT, 1)
     world.core.objects.set_pin(entry, Pin.NONE, 0.0, world.now)
     world.core.objects.strengthen(entry, 0, 3, world.now)
     world.cool_again("k")
-    held = world.gossip.log.held(digest_of("k"))
-    assert held is not None
+    held = present(world.gossip.log.held(digest_of("k")))
     record = decode_location(held)
     assert (record.tier, record.pin, record.replicas) == (Tier.SSD, 0, 3)
     world.core.operations.fetch(digest_of("k"), world.now)
     world.load()
-    back = world.find("k")
-    assert back is not None
+    back = present(world.find("k"))
     assert (back.pin, back.replicas) == (Pin.NONE, 3)
 
 
@@ -421,8 +413,7 @@ def test_the_same_bytes_come_back_to_memory_until_the_object_ends() -> None:
     world.cool("k", VALUE, ttl_seconds=60.0)
     put = world.put("k", VALUE, pin=1)
     assert put.result.status is PutStatus.UNCHANGED
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert (entry.expires_unix_ms, entry.pin, entry.soft) == (ends, 1, False)
 
 
@@ -436,12 +427,10 @@ def test_the_ttl_of_a_second_put_is_that_of_the_copy_on_the_ssd_too(
     world.core.tick(world.now)
     assert put.result.status is PutStatus.UNCHANGED
     ends = int((world.core.unix(world.now) + after) * 1000)
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert (entry.on_ssd, entry.expires_unix_ms) == (True, ends)
     world.cool_again("k")
-    cold = world.core.cold.find(digest_of("k"), world.now)
-    assert cold is not None
+    cold = present(world.core.cold.find(digest_of("k"), world.now))
     assert cold.expires_unix_ms == ends
     world.pass_time(after - 20.0)
     assert world.announced("k") is not None, "the end that it had before counts no more"
@@ -457,8 +446,7 @@ def test_a_holder_sets_the_end_of_what_is_on_its_ssd_alone() -> None:
     item = ExpiryItem(digest_of("k"), record.version.clock, record.version.writer, ends)
     request = SetExpiry([item])
     assert world.serve(world.others[0], DataKind.SET_EXPIRY, request) == ExpirySet(b"\1")
-    cold = world.core.cold.find(digest_of("k"), world.now)
-    assert cold is not None
+    cold = present(world.core.cold.find(digest_of("k"), world.now))
     assert cold.expires_unix_ms == ends
     world.pass_time(100.0)
     assert world.announced("k") is not None
@@ -482,8 +470,7 @@ def test_the_same_bytes_come_back_to_memory() -> None:
     record = world.cool("k", VALUE)
     put = world.put("k", VALUE)
     assert put.result.status is PutStatus.UNCHANGED
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert entry.on_ssd
     assert (entry.version.clock, entry.version.writer) == record.version[:2]
 
@@ -500,8 +487,7 @@ def test_the_bytes_of_a_tensor_come_back_as_that_tensor(given: dict[str, Any], t
     assert world.load() == ["k"]
     world.core.tick(world.now)
     assert put.result.status is PutStatus.UNCHANGED
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert (entry.dtype, entry.shape, entry.version[:2]) == (
         *("uint8", (len(VALUE),)),
         record.version[:2],
@@ -520,8 +506,7 @@ def test_the_same_bytes_in_another_shape_are_another_value(
     assert world.load() == ["k"]
     wanted = PutStatus.CREATED if overwrite else PutStatus.KEPT_EXISTING
     assert put.result.status is wanted
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert entry.shape == ((1, len(VALUE)) if overwrite else had.get("shape", ()))
 
 
@@ -551,8 +536,7 @@ def test_overwriting_ends_the_copy_on_the_ssd() -> None:
     assert put.result.status is PutStatus.CREATED
     assert put.result.version > record.version
     assert digest_of("k") not in world.store.objects
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert not entry.on_ssd
 
 
@@ -656,8 +640,7 @@ def test_alone_they_are_back_at_once() -> None:
     effect = returned(world)
     assert effect.good == (cold,)
     world.core.cold.announce(entry.digest, world.now)
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     assert record.tier is Tier.SSD
     assert world.core.cold.find(digest_of("k"), world.now) is not None
 
@@ -678,8 +661,7 @@ def test_without_a_tier_nothing_changes(many: int) -> None:
 def test_prefetching_goes_some_at_a_time() -> None:
     world = ColdWorld(memory_bytes=1024 * 1024)
     names = [f"cold{number:02}" for number in range(40)]
-    for name in names:
-        world.cool(name, VALUE + name.encode())
+    world.cool_all({name: VALUE + name.encode() for name in names})
     world.core.prefetching.add([digest_of(name) for name in names], world.now)
     brought: list[str] = []
     while len(world.core.prefetching):
@@ -723,17 +705,16 @@ def test_prefetching_many_that_are_nowhere() -> None:
 
 def test_without_its_ssd_a_peer_withdraws_what_was_there_and_goes_on() -> None:
     world = ColdWorld()
-    for number in range(100):
+    for number in range(50):
         world.cool(f"cold{number}", VALUE + bytes([number]))
     world.core.operations.fetch(digest_of("cold5"), world.now)
     world.load()
     world.core.cold.lose_store()
     assert world.core.cold.find(digest_of("cold1"), world.now) is None
     world.pass_time(0.5)
-    records = [world.announced(f"cold{number}") for number in range(100)]
+    records = [world.announced(f"cold{number}") for number in range(50)]
     assert [number for number, record in enumerate(records) if record is not None] == [5]
-    entry = world.find("cold5")
-    assert entry is not None
+    entry = present(world.find("cold5"))
     assert not entry.on_ssd
     for number in range(40):
         world.stored(f"new{number}", VALUE)
@@ -743,7 +724,7 @@ def test_without_its_ssd_a_peer_withdraws_what_was_there_and_goes_on() -> None:
 
 
 def test_what_a_fast_clock_left_on_the_ssd_alone_is_given_up_and_counted() -> None:
-    """What memory has as well gets a new stamp there."""
+    """An object that memory has as well gets a new stamp there."""
     world = ColdWorld(others=1)
     world.core.unix_offset_seconds += 3600.0
     world.unix_offset += 3600.0
@@ -760,6 +741,5 @@ def test_what_a_fast_clock_left_on_the_ssd_alone_is_given_up_and_counted() -> No
     assert not world.core.timekeeping.problem(world.now)
     assert world.core.counters["stamps_dropped"] > 0
     assert world.store.find(digest_of("ssd")) is None
-    kept = world.find("memory")
-    assert kept is not None
+    kept = present(world.find("memory"))
     assert world.core.is_in_time(kept.version.clock, world.now)

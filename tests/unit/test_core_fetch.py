@@ -15,6 +15,7 @@ from p2pstore.memory.segment import ObjectEntry
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations
 from p2pstore.wire import Code
+from tests.present import present
 from tests.unit.core_harness import (
     NAMESPACE,
     OTHER_INCARNATION,
@@ -48,8 +49,7 @@ def test_a_fetched_object_is_a_soft_copy_of_the_same_version() -> None:
     assert entry is not None
     assert (entry.version, entry.soft) == (thing.version, True)
     assert world.value("k") == b"value"
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     assert record.soft
     assert world.finished() >= {operation.number}
     world.check_idle()
@@ -60,8 +60,7 @@ def test_replicas_and_pin_travel_with_the_object() -> None:
     thing = remote_object("k", b"value", replicas=3, pin=2)
     world.push(world.others[0], thing)
     fetch(world)
-    entry = world.deliver(world.pull_wanted(), thing)
-    assert entry is not None
+    entry = present(world.deliver(world.pull_wanted(), thing))
     assert (entry.replicas, entry.pin) == (3, 2)
 
 
@@ -71,8 +70,7 @@ def test_a_copy_ends_when_the_object_does() -> None:
     thing = remote_object("k", b"value", expires_unix_ms=ends)
     world.push(world.others[0], thing)
     fetch(world)
-    entry = world.deliver(world.pull_wanted(), thing)
-    assert entry is not None
+    entry = present(world.deliver(world.pull_wanted(), thing))
     assert (entry.expires_unix_ms, world.find("k")) == (ends, entry)
     world.now += 5.0
     assert world.find("k") is None
@@ -113,14 +111,6 @@ def test_many_that_want_one_object_share_one_fetch() -> None:
     entry = world.deliver(world.pull_wanted(), thing)
     assert all(operation.result is entry for operation in operations)
     assert fetch(world) is not operations[0], "a finished fetch is not joined"
-
-
-def test_fetches_of_different_keys_are_separate() -> None:
-    world = Harness(others=1)
-    world.hold(world.others[0], "a", b"1")
-    world.hold(world.others[0], "b", b"2")
-    assert fetch(world, "a") is not fetch(world, "b")
-    assert {pull.digest for pull in world.effects(PullObject)} == {digest_of("a"), digest_of("b")}
 
 
 def test_a_shared_fetch_goes_on_while_anybody_wants_it() -> None:
@@ -170,8 +160,7 @@ def test_a_firm_copy_is_made_as_soon_as_one_wants_it() -> None:
     fetch(world)
     fetch(world, soft=False)
     fetch(world)
-    entry = world.deliver(world.pull_wanted(), thing)
-    assert entry is not None
+    entry = present(world.deliver(world.pull_wanted(), thing))
     assert not entry.soft
 
 
@@ -484,11 +473,9 @@ def test_an_older_version_here_is_replaced_by_what_arrives() -> None:
     pull = begin(world)
     newer = remote_object("k", b"newer", clock=clock_at(5.0))
     world.stored("k", b"older", overwrite=True)
-    entry = world.deliver(pull, newer)
-    assert entry is not None
+    present(world.deliver(pull, newer))
     assert world.value("k") == b"newer"
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     assert record.version == newer.version
     world.check_idle()
 

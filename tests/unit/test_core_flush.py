@@ -76,7 +76,7 @@ def test_all_live_peers_are_told_at_once() -> None:
 
 
 def test_who_was_ahead_of_the_floor_is_told_of_a_second_one() -> None:
-    """What it had put before it heard of the flush, by a clock that is ahead, goes as well."""
+    """Values that it put before it heard of the flush, by a clock that is ahead, go as well."""
     world = Harness(others=2)
     operation = flush(world)
     first = floor_of(world)

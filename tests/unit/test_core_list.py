@@ -31,7 +31,7 @@ HELD = st.lists(
 
 
 def page_of(held: Versions, prefix: str, after: str, limit: int) -> Keys:
-    """What a peer answers."""
+    """A peer's answer."""
     keys = sorted(key for key in held if key.startswith(prefix) and key > after)
     items = [KeyInfo(key, 1, *held[key], 0, 0, False, 0) for key in keys[:limit]]
     return Keys(items, len(keys) > limit)

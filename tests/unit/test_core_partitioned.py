@@ -283,7 +283,7 @@ def test_a_batch_goes_to_few_homes() -> None:
 
 
 def empty_partitions() -> Push:
-    """What a member says that holds nothing."""
+    """The answer of a member that holds nothing."""
     sets = [PartitionSet(partition, 0, 0, b"") for partition in range(PARTITION_COUNT)]
     return Push(OTHER_INCARNATION, [], b"", b"", 1, sets)
 
@@ -366,6 +366,20 @@ def test_of_two_first_puts_the_older_one_hears_of_the_newer_from_the_home() -> N
     reply = world.serve(second, DataKind.PUSH, numbered(world, new, 1, 70))
     assert [holding.member for holding in reply.rivals] == [first.member]
     assert reply.rivals[0].record == world.location(old)
+
+
+@pytest.mark.parametrize("mode", [KeptDirectory.PARTITIONED, KeptDirectory.FULL])
+def test_who_follows_no_logs_hears_of_what_a_full_peer_puts(mode: KeptDirectory) -> None:
+    """Else it would hold the older version for good."""
+    world = Harness(2)
+    first, second = world.others
+    world.offer(first, directory=int(mode))
+    old = remote_object("k", b"old", clock=clock_at(-50.0), writer=3)
+    new = remote_object("k", b"new", clock=clock_at(-40.0), writer=4)
+    world.serve(first, DataKind.PUSH, numbered(world, old, 1, 50))
+    reply = world.serve(second, DataKind.PUSH, numbered(world, new, 1, 70))
+    follows_none = mode is KeptDirectory.PARTITIONED
+    assert [holding.member for holding in reply.rivals] == [first.member] * follows_none
 
 
 FAR = 1 << 40

@@ -15,6 +15,7 @@ from p2pstore.memory.segment_layout import Pin
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Locations, PinItem, PinsSet, SetPins
 from p2pstore.wire import Code, Failure
+from tests.present import present
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import Harness, RemoteObject, clock_at, digest_of, remote_object
 
@@ -57,8 +58,7 @@ def test_all_holders_are_told_and_the_answer_says_how_many_took_it() -> None:
     assert not operation.done
     world.answer(asked[2], None)
     assert operation.result == [PinEnd(here=True, found=True, copies=2, known=4)]
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     assert record.pin == Pin.HARD
 
 
@@ -158,16 +158,14 @@ def test_a_soft_copy_that_is_pinned_here_is_a_firm_one_and_one_elsewhere_is_not(
     world = Harness(others=1)
     thing = world.hold(world.others[0], "k", b"value")
     world.core.operations.fetch(digest_of("k"), world.now)
-    entry = world.deliver(world.pull_wanted(), thing)
-    assert entry is not None
+    entry = present(world.deliver(world.pull_wanted(), thing))
     world.forget_effects()
     assert serve(world, SetPins([item_of(entry)], Pin.SOFT, 60_000)) == PinsSet(b"\1")
     assert (entry.soft, entry.pin) == (True, Pin.SOFT)
     assert entry.pin_until == world.core.unix(world.now) + 60
     pin(world, "k")
     assert (entry.soft, entry.pin, entry.pin_until) == (False, Pin.HARD, 0.0)
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     assert (record.soft, record.pin) == (False, 2)
 
 
@@ -183,8 +181,7 @@ def test_others_may_pin_only_what_is_here_in_that_version() -> None:
 
 
 def announced(world: Harness, key: str) -> tuple[Tier, int, int]:
-    held = world.gossip.log.held(digest_of(key))
-    assert held is not None
+    held = present(world.gossip.log.held(digest_of(key)))
     record = decode_location(held)
     return record.tier, record.pin, record.replicas
 
@@ -199,13 +196,13 @@ def test_what_is_on_the_ssd_alone_is_pinned_for_when_it_comes_back() -> None:
     assert announced(world, "k") == (Tier.SSD, 2, 1)
     world.core.operations.fetch(digest_of("k"), world.now)
     world.load()
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert entry.pin is Pin.HARD
     operation = pin(world, "k", pin=Pin.NONE)
     assert operation.result == [PinEnd(here=True, found=True, copies=1, known=1)]
 
 
+@pytest.mark.slow
 def test_unpinning_needs_no_copy_in_memory() -> None:
     world = ColdWorld()
     world.cool("k", b"v" * 9000, pin=1)

@@ -32,6 +32,7 @@ from p2pstore.transfer.peer_messages import (
 )
 from p2pstore.wire import Code, Failure
 from simulation.segment_checks import check_segment
+from tests.present import present
 from tests.unit.core_harness import (
     HOLDER,
     NAMESPACE,
@@ -59,8 +60,7 @@ def test_an_unknown_key_is_created_and_announced() -> None:
     operation = world.put("k", b"value", dtype="float32", shape=(5,))
     version = Version(clock_at(0.0), world.writer, operation.facts.root)
     assert end_of(operation) == PutEnd(PutStatus.CREATED, 1, 1, version)
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert (entry.version, entry.soft, entry.dtype, entry.shape) == (
         version,
         False,
@@ -68,8 +68,7 @@ def test_an_unknown_key_is_created_and_announced() -> None:
         (5,),
     )
     assert world.value("k") == b"value"
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     assert record.version == version
     assert world.finished() == {operation.number}
     world.core.flush_pushes(world.now)
@@ -96,11 +95,6 @@ def test_a_time_to_live_counts_from_the_put_in_wall_clock_time() -> None:
     assert world.announced("k") is None, "an expired object is withdrawn"
     assert world.core.counters["objects_withdrawn"] == 1
     world.check_idle()
-
-
-def test_without_a_time_to_live_an_object_stays() -> None:
-    world = Harness()
-    assert world.stored("k", b"value").expires_unix_ms == 0
 
 
 @pytest.mark.parametrize("change", [{"root": 1}, {"sums": b"12345678"}, {"length": 4}])
@@ -178,8 +172,7 @@ def test_overwriting_makes_a_new_version_and_a_floor_below_it() -> None:
     assert floor == Version(end.version.clock - 1, 0xFFFF)
     assert records.floors.forbids(digest_of("k"), None, old.version)
     assert not records.floors.forbids(digest_of("k"), None, end.version)
-    announced = world.announced("k")
-    assert announced is not None
+    announced = present(world.announced("k"))
     assert announced.version == end.version
     world.check_idle()
 
@@ -248,8 +241,7 @@ def test_a_firmer_pin_and_more_replicas_are_taken_over() -> None:
     assert entry.pin is Pin.HARD
     world.put("k", b"value", replicas=3)
     assert (entry.pin, entry.replicas) == (Pin.HARD, 3)
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     assert (record.pin, record.replicas) == (2, 3)
     assert world.gossip.log.sequence == sequence + 2
     world.check_idle()
@@ -270,8 +262,7 @@ def test_putting_what_is_here_as_a_soft_copy_makes_it_firm() -> None:
     assert operation.result.soft
     assert end_of(world.put("k", b"value")).status == PutStatus.UNCHANGED
     assert not operation.result.soft
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     assert not record.soft
 
 
@@ -306,7 +297,7 @@ def test_a_holder_is_asked_for_its_slot_only() -> None:
 
 
 def items_of(ask: AskPeer) -> list[Any]:
-    """What a question to a holder is about."""
+    """The items that a question to a holder is about."""
     assert isinstance(ask.request, Get | SetExpiry)
     return list(ask.request.items)
 
@@ -332,8 +323,7 @@ def test_a_copy_of_what_is_elsewhere_ends_when_that_does_unless_the_put_says_whe
         world.push(world.others[0], remote)
         _, ask = compare(world, "k", b"value", ttl_seconds=ttl)
         world.answer(ask, remote.reply)
-        entry = world.find("k")
-        assert entry is not None
+        entry = present(world.find("k"))
         assert entry.expires_unix_ms == (1_800_000_005_000 if ttl else ends)
         answer_homes(world)
         asks = world.asks(DataKind.SET_EXPIRY)
@@ -362,8 +352,7 @@ def test_the_ttl_of_a_second_put_replaces_that_of_the_object(before: float) -> N
     assert not put.done
     world.answer(ask, ExpirySet(b"\1"))
     assert end_of(put).status == PutStatus.UNCHANGED
-    trailer = decode_trailer(world.segment.table.trailer_bytes(entry))
-    assert trailer is not None
+    trailer = present(decode_trailer(world.segment.table.trailer_bytes(entry)))
     assert trailer.expires_unix_ms == entry.expires_unix_ms, "readers of the mapping see it, too"
     check_segment(world.segment)
     world.now += 6.9
@@ -380,8 +369,7 @@ def test_a_holder_sets_the_end_of_that_version_only() -> None:
     written = world.hold(author, "k", b"value", writer=writer_of(author.peer_id))
     world.core.operations.fetch(digest_of("k"), world.now)
     world.deliver(world.pull_wanted(), written)
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     clock, writer, _ = entry.version
     ends = int(world.core.unix(world.now) * 1000) + 5000
 
@@ -414,10 +402,8 @@ def test_who_shares_a_writers_short_name_ends_nothing() -> None:
     written = world.hold(author, "k", b"value", writer=writer_of(author.peer_id))
     world.core.operations.fetch(digest_of("k"), world.now)
     world.deliver(world.pull_wanted(), written)
-    entry = world.find("k")
-    assert entry is not None
-    state = world.gossip.membership.resolve(twin.member)
-    assert state is not None
+    entry = present(world.find("k"))
+    state = present(world.gossip.membership.resolve(twin.member))
     state.member = state.member & ~0xFFFF | entry.version.writer
     item = ExpiryItem(digest_of("k"), entry.version.clock, entry.version.writer, 1)
     for member in (author, twin):
@@ -454,8 +440,7 @@ def test_a_value_that_fills_its_extent_is_given_an_end() -> None:
         world = Harness()
         entry = world.stored("k", bytes(length))
         world.put("k", bytes(length), ttl_seconds=5.0)
-        trailer = decode_trailer(world.segment.table.trailer_bytes(entry))
-        assert trailer is not None
+        trailer = present(decode_trailer(world.segment.table.trailer_bytes(entry)))
         assert trailer.expires_unix_ms == entry.expires_unix_ms > 0
         check_segment(world.segment)
 
@@ -474,8 +459,7 @@ def test_a_tensor_of_another_shape_is_another_value() -> None:
     assert end_of(other).status == PutStatus.KEPT_EXISTING
     new = world.put("k", b"12345678", dtype="int32", shape=(2,), overwrite=True)
     assert end_of(new).status == PutStatus.CREATED
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert (entry.dtype, entry.shape) == ("int32", (2,))
 
 
@@ -487,8 +471,7 @@ def test_the_bytes_of_a_tensor_elsewhere_are_that_tensor_here_too() -> None:
     world.answer(ask, remote.reply)
     world.deliver(world.pull_wanted(), remote)
     assert end_of(operation).status == PutStatus.UNCHANGED
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert (entry.version, entry.dtype, entry.shape) == (remote.version, "float32", (2,))
     assert not entry.soft
     world.check_idle()
@@ -601,8 +584,7 @@ def test_a_copy_of_what_is_elsewhere_is_a_firm_one_when_it_is_pinned() -> None:
     remote = world.hold(world.others[0], "k", b"value")
     _, ask = compare(world, "k", b"value", pin=2)
     world.answer(ask, remote.reply)
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert (entry.soft, entry.pin) == (False, 2)
 
 
@@ -612,11 +594,9 @@ def test_the_same_root_elsewhere_makes_a_soft_additional_copy_of_that_version() 
     operation, ask = compare(world, "k", b"value")
     world.answer(ask, remote.reply)
     assert end_of(operation) == PutEnd(PutStatus.UNCHANGED, 2, 1, remote.version)
-    entry = world.find("k")
-    assert entry is not None
+    entry = present(world.find("k"))
     assert (entry.version, entry.soft) == (remote.version, True)
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     assert record.soft
     world.check_idle()
 

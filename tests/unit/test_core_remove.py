@@ -23,6 +23,7 @@ from p2pstore.wire import Empty
 from simulation.signer import SimulatedVerifier
 from tests.unit.core_harness import (
     NAMESPACE,
+    OTHER_INCARNATION,
     Harness,
     clock_at,
     digest_of,
@@ -108,6 +109,44 @@ def test_what_is_doubted_now_is_forbidden_as_well() -> None:
     again = remove(world, "k")
     answer_lookups(world)
     assert again.result == [False], "it is forbidden already"
+
+
+def test_what_only_a_peer_holds_that_is_not_known_yet_is_forbidden() -> None:
+    """A peer that has just begun has not heard of every member: the copies of those would be seen a moment later."""
+    world = Harness(others=2)
+    thing = remote_object("k", b"value", clock=clock_at(-5.0))
+    operation = remove(world, "k")
+    for ask in world.asks(DataKind.LOOKUP):
+        world.answer(ask, Locations([[Holding(77, OTHER_INCARNATION, 1, world.location(thing))]]))
+    finish_pushes(world)
+    assert operation.result == [True]
+    floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
+    assert floor.covers(thing.version)
+
+
+@pytest.mark.parametrize("answer", ["sure", "unsure", "silent"])
+def test_unless_a_home_vouches_that_it_is_nowhere_a_key_may_be_somewhere(answer: str) -> None:
+    world = Harness(others=2)
+    operation = remove(world, "k")
+    asks = world.asks(DataKind.LOOKUP)
+    assert len(asks) == 2
+    for ask in asks:
+        unsure = [0] if answer == "unsure" else []
+        world.answer(ask, None if answer == "silent" else Locations([[]], unsure))
+    finish_pushes(world)
+    assert operation.result == [False]
+    floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
+    assert floor.covers(Version(clock_at(0.0), 0)) == (answer != "sure")
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_peer_that_waits_for_others_cannot_tell_that_a_key_is_nowhere(alone: bool) -> None:
+    world = Harness()
+    if not alone:
+        world.gossip.contacts.add(["10.0.0.1:1"])
+    assert remove(world, "k").result == [False]
+    floor = world.gossip.cluster_records.floors.floor_for(digest_of("k"))
+    assert floor.covers(Version(clock_at(0.0), 0)) == (not alone)
 
 
 def test_holders_and_homes_are_told_at_once_and_others_are_not() -> None:
@@ -258,14 +297,6 @@ def test_a_lower_floor_after_a_higher_one_changes_nothing() -> None:
     assert world.gossip.cluster_records.floors.floor_for(digest_of("k")) == Version(
         entry.version.clock, entry.version.writer
     )
-
-
-def test_a_floor_raises_the_clock_of_whoever_hears_of_it() -> None:
-    world = Harness(others=1)
-    world.learn_floor(world.others[0], digest_of("k"), Version(clock_at(9.0), 1))
-    operation = world.put("k", b"value")
-    assert operation.result.status == PutStatus.CREATED
-    assert operation.result.version.clock > clock_at(9.0)
 
 
 def test_a_floor_from_the_future_is_refused() -> None:

@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 import p2pstore.core.copies.hand_over as hand_over_module
-from p2pstore.core.copies.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
+from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
+from p2pstore.core.copies.offers import SPREAD_SECONDS
 from p2pstore.core.copies.own_copies import LOOKED_AT, OwnCopies
 from p2pstore.core.copies.repair import MOST_FAILURES, RepairTiming
 from p2pstore.core.core_effects import AskPeer, LoadObject
@@ -21,6 +22,7 @@ from p2pstore.memory.segment_layout import Pin
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Push, Replicate, Replicated
 from p2pstore.wire import Code, Failure
+from tests.present import present
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import OTHER_INCARNATION, Harness, Other, digest_of, remote_object
 
@@ -51,8 +53,7 @@ def replications(world: Harness) -> list[AskPeer]:
 
 def hold_as_well(world: Harness, other: Other, key: str) -> None:
     """The other announces a copy in memory of what this peer has."""
-    record = world.announced(key)
-    assert record is not None
+    record = present(world.announced(key))
     version = record.version
     thing = remote_object(key, VALUE, version.clock, version.writer, replicas=record.replicas)
     world.push(other, thing)
@@ -141,8 +142,7 @@ def test_the_highest_number_of_copies_that_a_holder_heard_of_counts() -> None:
     world = Harness()
     world.stored("k", VALUE, replicas=2)
     with_others(world, 2)
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     packed = replace(record, replicas=3).encode()
     world.serve(world.others[0], DataKind.PUSH, Push(OTHER_INCARNATION, [1], packed))
     live(world, DELAY_SECONDS + TIMING.turn_seconds)
@@ -229,8 +229,7 @@ def test_a_peer_that_leaves_repairs_nothing() -> None:
 def test_evicted_soft_and_removed_copies_are_not_looked_for() -> None:
     world = Harness()
     world.stored("gone", b"value", replicas=2)
-    entry = world.find("gone")
-    assert entry is not None
+    entry = present(world.find("gone"))
     world.core.objects.withdraw(entry, world.now)
     world.stored("one", b"value", replicas=1)
     with_others(world, 1)
@@ -250,8 +249,7 @@ def test_a_walk_misses_nothing_that_stays() -> None:
     met: list[bytes] = []
     for number in range(0, 60, 3):
         met += walk.step(3)
-        entry = world.find(f"k{number}")
-        assert entry is not None
+        entry = present(world.find(f"k{number}"))
         world.core.objects.withdraw(entry, world.now)
     while not walk.done:
         met += walk.step(7)
@@ -317,8 +315,7 @@ def test_pinned_objects_go_first_then_those_that_are_asked_for_most() -> None:
         world.now += 10.0
     unix = world.core.unix(world.now)
     for key, hits, ago in (("seldom", 1, 50.0), ("often", 30, 20.0), ("now", 1, 0.5)):
-        entry = world.find(key)
-        assert entry is not None
+        entry = present(world.find(key))
         world.segment.objects.used(entry, hits, unix - ago)
     operation = hand_over(world)
     order = answer_all(world)

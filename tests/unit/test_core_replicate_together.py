@@ -21,7 +21,7 @@ from p2pstore.gossip.version_proofs import signed_proofs
 from p2pstore.memory.segment_layout import Pin, SlotState, decode_slot, digests_in_slots
 from p2pstore.objects import KIB
 from p2pstore.put_facts import PutStatus
-from p2pstore.transfer.data_messages import REPLICATE_MANY_VERSION, DataKind
+from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Replicate, Replicated, ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
 from simulation.signer import SimulatedVerifier
@@ -35,7 +35,7 @@ def world_of(others: int, memory_bytes: int = 1024 * KIB) -> Harness:
     """A peer among others that understand REPLICATE_MANY."""
     world = Harness(others, memory_bytes)
     for other in world.others:
-        world.offer(other, max_protocol=REPLICATE_MANY_VERSION)
+        world.offer(other)
     return world
 
 
@@ -171,7 +171,7 @@ def test_alone_there_is_one_copy_at_once() -> None:
 
 def test_a_target_without_memory_is_not_asked() -> None:
     world = world_of(2)
-    world.offer(world.others[0], memory_capacity=0, max_protocol=REPLICATE_MANY_VERSION)
+    world.offer(world.others[0], memory_capacity=0)
     put(world)
     (ask,) = asks_of(world)
     assert ask.peer_id == world.others[1].peer_id
@@ -195,16 +195,12 @@ def test_a_target_that_fails_is_passed_over(reply: Any) -> None:
     world.check_idle()
 
 
-@pytest.mark.parametrize("how", ["record", "answer", "mismatch"])
-def test_older_targets_are_asked_for_each_object(how: str) -> None:
+@pytest.mark.parametrize("code", [Code.UNSUPPORTED, Code.PROTOCOL_MISMATCH])
+def test_older_targets_are_asked_for_each_object(code: Code) -> None:
     world = world_of(1)
-    if how == "record":
-        world.offer(world.others[0], max_protocol=REPLICATE_MANY_VERSION - 1)
     ends = put(world)
-    if how != "record":
-        (ask,) = asks_of(world)
-        code = Code.UNSUPPORTED if how == "answer" else Code.PROTOCOL_MISMATCH
-        world.answer(ask, Failure(int(code), "no such kind"))
+    (ask,) = asks_of(world)
+    world.answer(ask, Failure(int(code), "no such kind"))
     alone = world.asks(DataKind.REPLICATE)
     assert len(alone) == len(KEYS)
     for ask in alone:
@@ -272,7 +268,7 @@ def test_cancelled_it_holds_nothing_and_the_objects_stay(when: str) -> None:
 @given(
     replicas=st.integers(2, 5),
     others=st.integers(0, 4),
-    fate=st.lists(st.sampled_from(["held", "full", "silent", "older"]), min_size=4, max_size=4),
+    fate=st.lists(st.sampled_from(["held", "full", "silent"]), min_size=4, max_size=4),
     rows=st.data(),
 )
 def test_copies_are_those_that_were_made(
@@ -281,9 +277,6 @@ def test_copies_are_those_that_were_made(
     """Whatever the targets answer, each object has as many copies as targets said that they hold it."""
     world = world_of(others)
     fates = {other.peer_id: how for other, how in zip(world.others, fate, strict=False)}
-    for other in world.others:
-        if fates[other.peer_id] == "older":
-            world.offer(other, max_protocol=1)
     keys = KEYS[:5]
     ends = put(world, keys, replicas=replicas)
     made: dict[bytes, set[PeerId]] = {digest_of(key): {world.core.peer_id} for key in keys}

@@ -12,7 +12,6 @@ from p2pstore.gossip.machine import Duplicate
 from p2pstore.gossip.records import decode_location, writer_of
 from p2pstore.gossip.version_proofs import sign_versions
 from p2pstore.memory.segment_layout import Pin
-from p2pstore.objects import Version
 from p2pstore.transfer.data_messages import DataKind, Ping, Pong
 from p2pstore.transfer.peer_messages import (
     MAX_LOOKUP_DIGESTS,
@@ -30,6 +29,7 @@ from p2pstore.transfer.peer_messages import (
 )
 from p2pstore.wire import Code, Empty, Failure
 from simulation.signer import SimulatedSigner
+from tests.present import present
 from tests.unit.core_harness import (
     NAMESPACE,
     OTHER_INCARNATION,
@@ -164,8 +164,7 @@ def test_a_replica_is_pulled_from_whoever_asks_and_is_firm() -> None:
         world.others[0].peer_id,
         thing.version.clock,
     )
-    entry = world.deliver(pull, thing)
-    assert entry is not None
+    entry = present(world.deliver(pull, thing))
     assert not entry.soft
     reply = reply_of(operation)
     assert reply == Replicated(thing.version.clock, thing.version.writer)
@@ -184,8 +183,7 @@ def test_a_proof_stays_beside_the_version_that_it_is_of(replaced: bool) -> None:
     )
     (proof,) = sign_versions([(older.slot.digest, older.version)], writer)
     assert isinstance(asked(world, older, proof=proof), FetchOperation)
-    entry = world.deliver(world.pull_wanted(), newer if replaced else older)
-    assert entry is not None
+    entry = present(world.deliver(world.pull_wanted(), newer if replaced else older))
     assert world.core.proofs.of(entry, world.now) == (b"" if replaced else proof)
 
 
@@ -193,14 +191,12 @@ def test_a_replica_that_is_here_needs_no_pull_and_becomes_firm() -> None:
     world = Harness(others=1)
     thing = world.hold(world.others[0], "k", b"value")
     world.core.operations.fetch(digest_of("k"), world.now)
-    entry = world.deliver(world.pull_wanted(), thing)
-    assert entry is not None
+    entry = present(world.deliver(world.pull_wanted(), thing))
     assert asked(world, thing, soft=True) == Replicated(thing.version.clock, thing.version.writer)
     assert entry.soft
     assert asked(world, thing) == Replicated(thing.version.clock, thing.version.writer)
     assert not entry.soft
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     assert not record.soft
 
 
@@ -211,8 +207,7 @@ def test_who_holds_it_hears_how_many_copies_are_wanted_and_says_so() -> None:
     for wanted, heard in ((3, 3), (2, 3), (1000, 64)):
         assert isinstance(asked(world, mine, replicas=wanted), Replicated)
         assert entry.replicas == heard
-    record = world.announced("k")
-    assert record is not None
+    record = present(world.announced("k"))
     assert record.replicas == 4, "4 or more"
 
 
@@ -459,9 +454,3 @@ def test_nobody_is_asked_about_a_lone_peer_s_keys() -> None:
     operation = world.core.operations.fetch(digest_of("k"), world.now)
     assert isinstance(operation.result, NoSuchKey)
     assert not world.effects(AskPeer)
-
-
-def test_a_put_takes_the_writer_into_its_version() -> None:
-    world = Harness()
-    assert world.stored("k", b"1").version.writer == world.writer
-    assert Version(1, 1) < Version(1, 2)

@@ -23,6 +23,7 @@ from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import ReplicatedMany, ReplicateMany
 from p2pstore.wire import Code, Failure
 from simulation.signer import SimulatedSigner
+from tests.present import present
 from tests.unit.cold_world import ColdWorld
 from tests.unit.core_harness import (
     NAMESPACE,
@@ -105,16 +106,13 @@ def test_copies_come_together_are_firm_and_keep_their_proofs() -> None:
     ]
     assert take(world, things) == [HELD] * 12
     for number, thing in enumerate(things):
-        entry = world.find(f"k{number}")
-        assert entry is not None
+        entry = present(world.find(f"k{number}"))
         assert (entry.version, entry.soft, entry.verified) == (thing.version, False, True)
         assert (entry.replicas, entry.pin) == (2, number % 3)
         assert world.value(f"k{number}") == thing.value
-        record = world.announced(f"k{number}")
-        assert record is not None
+        record = present(world.announced(f"k{number}"))
         assert (record.version, record.replicas) == (thing.version, 2)
-        trailer = decode_trailer(world.segment.table.trailer_bytes(entry))
-        assert trailer is not None
+        trailer = present(decode_trailer(world.segment.table.trailer_bytes(entry)))
         assert world.core.proofs.accept(entry.digest, entry.version, trailer.proof)
         assert msgspec.structs.replace(trailer, proof=b"") == thing.trailer
     assert world.core.counters["objects_published"] == 12
@@ -206,8 +204,7 @@ def test_what_is_on_the_ssd_is_not_pulled_and_an_older_version_there_goes() -> N
     assert [world.value(key) for key in ("newer", "older", "k")] == [None, b"theirs", b"theirs"]
     cold = world.core.cold.find(digest_of("older"), world.now)
     assert cold is None or cold.version == things[1].version
-    record = world.announced("older")
-    assert record is not None
+    record = present(world.announced("older"))
     assert (record.version, record.tier) == (things[1].version, Tier.DRAM)
     world.check_idle()
 

@@ -19,12 +19,7 @@ from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.views import STEP_RECORDS, Applied, DirectoryConfig, Outcome
 from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, LogHead
 from p2pstore.objects import Version
-from tests.unit.gossip_network import (
-    digest_of,
-    location,
-    operations_after,
-    run_at,
-)
+from tests.unit.gossip_network import digest_of, location, operations_after, run_at
 
 A, B = 111, 222
 

@@ -272,7 +272,7 @@ def test_python_uses_names_that_exist(block: Block) -> None:
 
 
 def find(name: str) -> object:
-    """What a dotted name stands for; raises when there is nothing."""
+    """The object that a dotted name stands for; raises when there is none."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:

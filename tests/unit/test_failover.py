@@ -24,6 +24,7 @@ from p2pstore.transfer.failover import (
 )
 from p2pstore.transfer.transport import RemoteCopy
 from p2pstore.wire import Code
+from tests.present import present
 
 
 class FakeTransport:
@@ -91,17 +92,14 @@ def test_ordering_loses_and_invents_nothing(
 
 def test_the_next_transport_is_tried_when_the_way_failed() -> None:
     attempts = PullAttempts([copy(1, same_host=True), copy(2)], [TCP, SHM])
-    first = attempts.next()
-    assert first is not None
+    first = present(attempts.next())
     assert (first.copy.member, first.transport) == (1, 1)
     attempts.failed(PullFailed(Code.UNAVAILABLE, "refused", retriable=True))
-    second = attempts.next()
-    assert second is not None
+    second = present(attempts.next())
     assert (second.copy.member, second.transport) == (1, 0)
     assert attempts.reports == []  # the holder is not to blame yet
     attempts.failed(PullFailed(Code.UNAVAILABLE, "refused as well", retriable=True))
-    third = attempts.next()
-    assert third is not None
+    third = present(attempts.next())
     assert (third.copy.member, third.transport) == (2, 0)
     assert [(report.member, report.transport) for report in attempts.reports] == [(1, "tcp")]
 
@@ -110,8 +108,7 @@ def test_a_holder_without_the_object_is_not_asked_twice() -> None:
     attempts = PullAttempts([copy(1, same_host=True), copy(2)], [TCP, SHM])
     attempts.next()
     attempts.failed(PullFailed(Code.NO_SUCH_KEY, "gone", incarnation=3, sequence=9))
-    second = attempts.next()
-    assert second is not None
+    second = present(attempts.next())
     assert second.copy.member == 2
     (report,) = attempts.reports
     assert (report.member, report.code, report.incarnation, report.sequence) == (
@@ -125,12 +122,10 @@ def test_a_holder_without_the_object_is_not_asked_twice() -> None:
 
 def test_holders_are_hurried_while_others_are_left() -> None:
     attempts = PullAttempts([copy(1, same_host=True), copy(2)], [TCP, SHM])
-    first = attempts.next()
-    assert first is not None
+    first = present(attempts.next())
     assert first.hurried
     attempts.failed(PullFailed(Code.DEADLINE_EXCEEDED, "hangs"))
-    last = attempts.next()
-    assert last is not None
+    last = present(attempts.next())
     assert (last.copy.member, last.hurried) == (2, False)
     attempts.failed(PullFailed(Code.DEADLINE_EXCEEDED, "hangs"))
     assert [(each.member, each.hurried) for each in attempts.reports] == [(1, True), (2, False)]
@@ -141,12 +136,10 @@ def test_busy_holders_are_asked_once_more_when_no_other_delivered() -> None:
     attempts = PullAttempts([copy(1), copy(2), copy(3)], [TCP])
     course = []
     for failure in (busy, PullFailed(Code.NO_SUCH_KEY, "gone"), busy, busy):
-        attempt = attempts.next()
-        assert attempt is not None
+        attempt = present(attempts.next())
         course.append((attempt.copy.member, attempt.hurried))
         attempts.failed(failure)
-    last = attempts.next()
-    assert last is not None
+    last = present(attempts.next())
     course.append((last.copy.member, last.hurried))
     assert course == [(1, True), (2, True), (3, True), (1, False), (3, False)]
     attempts.failed(PullFailed(Code.NO_SUCH_KEY, "gone"))
@@ -166,8 +159,7 @@ def test_those_that_were_too_slow_are_asked_once_more_when_no_other_delivered() 
     attempts = PullAttempts([copy(1), copy(2), copy(3)], [TCP])
     course = []
     for failure in (slow, gone, slow, slow, slow):
-        attempt = attempts.next()
-        assert attempt is not None
+        attempt = present(attempts.next())
         others = [each.member for each in attempt.others]
         course.append((attempt.copy.member, attempt.hurried, others))
         attempts.failed(failure)
@@ -190,8 +182,7 @@ def test_who_was_too_slow_is_told_even_if_another_delivers() -> None:
     attempts = PullAttempts([copy(1), copy(2)], [TCP])
     attempts.next()
     attempts.failed(TooSlow("too slow"))
-    delivers = attempts.next()
-    assert delivers is not None
+    delivers = present(attempts.next())
     assert (delivers.copy.member, delivers.hurried) == (2, True)
     assert [(each.member, each.code) for each in attempts.reports] == [(1, Code.DEADLINE_EXCEEDED)]
     assert is_silence(attempts.reports[0])
@@ -199,8 +190,7 @@ def test_who_was_too_slow_is_told_even_if_another_delivers() -> None:
 
 def test_the_only_holder_is_not_asked_twice() -> None:
     attempts = PullAttempts([copy(1)], [TCP])
-    first = attempts.next()
-    assert first is not None
+    first = present(attempts.next())
     assert not first.hurried
     attempts.failed(PullFailed(Code.BUSY, "much to send"))
     assert attempts.next() is None
@@ -297,8 +287,7 @@ def test_helpers_are_of_the_same_version_and_reached_the_same_way() -> None:
     ]
     attempts = PullAttempts(copies, [TCP, SHM])
     assert attempts.next_helper() is None  # no attempt is under way yet
-    first = attempts.next()
-    assert first is not None
+    present(attempts.next())
     assert attempts.has_helper
     helpers = [attempts.next_helper(), attempts.next_helper()]
     assert [each.member for each in helpers if each is not None] == [4, 5]
@@ -329,11 +318,9 @@ def test_who_replaced_the_object_is_asked_once_more() -> None:
 def test_a_helper_with_another_version_is_asked_when_the_rest_failed() -> None:
     attempts = PullAttempts([copy(1), copy(2)], [TCP])
     attempts.next()
-    helper = attempts.next_helper()
-    assert helper is not None
+    helper = present(attempts.next_helper())
     attempts.helper_failed(helper, 0, AnotherVersion())
     attempts.failed(PullFailed(Code.UNAVAILABLE, "broken"))
-    again = attempts.next()
-    assert again is not None
+    again = present(attempts.next())
     assert again.copy is helper
     assert [each.member for each in attempts.reports] == [1]

@@ -62,18 +62,6 @@ def test_a_crash_loses_keeps_or_tears_what_was_not_synced() -> None:
     assert fates == {"torn", "kept", "lost"}
 
 
-def test_the_same_seed_gives_the_same_disk() -> None:
-    def run(seed: int) -> bytes:
-        disk = FaultyDisk(seed, SIZE)
-        for page in range(16):
-            write(disk, page * PAGE, page + 1)
-        disk.crash()
-        return disk.peek(0, SIZE)
-
-    assert run(1) == run(1)
-    assert run(1) != run(2)
-
-
 def test_after_a_failed_sync_nothing_before_it_becomes_durable_any_more() -> None:
     """The kernel marks pages clean whose writing failed, so a second fsync that succeeds proves nothing."""
     lost = torn = hidden = 0
@@ -117,15 +105,6 @@ def test_a_write_that_fails_says_so(faults: DiskFaults, error: int) -> None:
     assert written == {0} if error == errno.EROFS else {0, 5} <= written
 
 
-@pytest.mark.parametrize("fault", ["read_error", "short_read"])
-def test_a_read_that_fails_says_so(fault: str) -> None:
-    disk = FaultyDisk(1, SIZE, DiskFaults(**{fault: 1.0}))
-    with pytest.raises(OSError, match=fault) as caught:
-        read(disk, 0)
-    assert caught.value.errno == errno.EIO
-    assert disk.happened[fault] == 1
-
-
 def test_rot_is_for_good_and_survives_a_crash() -> None:
     disk = FaultyDisk(1, SIZE)
     write(disk, 0, 1)
@@ -138,79 +117,8 @@ def test_rot_is_for_good_and_survives_a_crash() -> None:
     assert read(disk, 0) == rotten
 
 
-def test_a_lost_write_is_told_to_nobody() -> None:
-    disk = FaultyDisk(1, SIZE, DiskFaults(lost_write=1.0))
-    write(disk, 0, 1)
-    assert disk.peek(0, SIZE) == bytes(SIZE)
-
-
-def test_a_misdirected_write_is_found_elsewhere() -> None:
-    disk = FaultyDisk(3, SIZE, DiskFaults(misdirected_write=1.0))
-    write(disk, 0, 1)
-    content = disk.peek(0, SIZE)
-    assert content.count(1) == PAGE
-    assert content.index(1) % PAGE == 0
-    assert content.index(1) > 0
-
-
-def test_a_misdirected_read_brings_what_lies_elsewhere() -> None:
-    disk = FaultyDisk(3, SIZE)
-    for page in range(64):
-        write(disk, page * PAGE, page + 1)
-    disk.faults.misdirected_read = 1.0
-    assert read(disk, 0)[0] != 1
-    disk.faults.misdirected_read = 0.0
-    assert read(disk, 0)[0] == 1
-
-
-def test_damage_and_poke() -> None:
-    disk = FaultyDisk(1, SIZE)
-    disk.poke(5, b"hello")
-    disk.crash()
-    assert disk.peek(4, 7) == b"\0hello\0"
-    disk.damage(5, 2)
-    assert disk.peek(7, 3) == b"llo"
-    assert disk.peek(5, 1) != b"h"
-    assert disk.peek(6, 1) != b"e"
-
-
-def test_at_once_refuses_what_waits() -> None:
-    async def forever() -> None:
-        await trio.lowlevel.checkpoint()
-
-    with pytest.raises(RuntimeError, match="waits"):
-        at_once(forever())
-
-
 def slow_disk(seed: int) -> FaultyDisk:
     return FaultyDisk(seed, SIZE, DiskFaults(latency_seconds=1.0), pause=trio.sleep)
-
-
-async def test_requests_overlap_and_take_their_time(autojump_clock: MockClock) -> None:
-    disk, ended = slow_disk(1), []
-
-    async def one(byte: int) -> None:
-        await disk.write_from(byte * PAGE, [filled(byte)])
-        ended.append(byte)
-
-    async with trio.open_nursery() as nursery:
-        for byte in range(1, 10):
-            nursery.start_soon(one, byte)
-    assert sorted(ended) == list(range(1, 10))
-    assert ended != sorted(ended)
-    assert 0 < trio.current_time() < 9
-
-
-async def test_memory_of_a_read_is_rubbish_until_it_returns(autojump_clock: MockClock) -> None:
-    disk = slow_disk(1)
-    disk.poke(0, bytes([7]) * PAGE)
-    buffer = aligned_buffer(PAGE)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(disk.read_into, 0, [buffer])
-        await wait_all_tasks_blocked()
-        assert bytes(buffer) != bytes(PAGE)
-        assert bytes(buffer) != bytes([7]) * PAGE
-    assert bytes(buffer) == bytes([7]) * PAGE
 
 
 async def test_changing_memory_under_a_write_is_noticed(autojump_clock: MockClock) -> None:
@@ -225,25 +133,6 @@ async def test_changing_memory_under_a_write_is_noticed(autojump_clock: MockCloc
             nursery.start_soon(disk.write_from, 0, [buffer])
             nursery.start_soon(change)
     assert caught.group_contains(RuntimeError, match="changed")
-
-
-async def never(seconds: float) -> None:
-    await trio.sleep_forever()
-
-
-async def test_a_cancelled_write_is_done_in_part_or_not_at_all() -> None:
-    done = set()
-    for seed in SEEDS:
-        disk = FaultyDisk(seed, SIZE, pause=never)
-        buffer = filled(1)
-        with trio.CancelScope() as scope:
-            scope.cancel()
-            await disk.write_from(0, [buffer])
-        assert scope.cancelled_caught
-        done.add(disk.peek(0, PAGE).count(1))
-        buffer[:] = bytes(PAGE)
-        assert disk.peek(0, SIZE).count(1) in done
-    assert {0, PAGE} < done
 
 
 @pytest.mark.parametrize("request_name", ["read", "write", "sync"])
@@ -291,24 +180,3 @@ async def test_a_sync_does_not_cover_what_is_written_while_it_runs() -> None:
         assert read(disk, 0) == bytes([1]) * PAGE
         kept += read(disk, PAGE) == bytes([2]) * PAGE
     assert 0 < kept < len(SEEDS)
-
-
-async def test_a_sync_beside_one_that_fails_fails_as_well() -> None:
-    goes_on = trio.Event()
-    disk = FaultyDisk(1, SIZE, pause=lambda _: goes_on.wait())
-    disk.faults.sync_error = 1.0
-    failed = []
-
-    async def sync() -> None:
-        try:
-            await disk.sync()
-        except OSError as error:
-            failed.append(error)
-            disk.faults.sync_error = 0.0
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(sync)
-        nursery.start_soon(sync)
-        await wait_all_tasks_blocked()
-        goes_on.set()
-    assert len(failed) == 2

@@ -47,7 +47,7 @@ def clock(seconds: float) -> int:
 
 @dataclass
 class Shown:
-    """What a peer's record says."""
+    """The facts in a peer's record."""
 
     member: int
     floors_horizon: int = 0

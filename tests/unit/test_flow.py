@@ -58,6 +58,7 @@ def test_a_byte_now_and_then_is_no_progress(
         assert type(flow.too_slow()) is DeadlineExceeded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [100_000, 1_000_000, 10_000_000])
 @pytest.mark.parametrize("piece", [1460, 64 * KIB, 256 * KIB])
 def test_a_slow_link_is_fast_enough_where_there_is_no_other_way(rate: int, piece: int) -> None:

@@ -15,6 +15,7 @@ from p2pstore.gossip.homes.known_locations import Word
 from p2pstore.gossip.locations.log import MAX_OWN_RECORDS, REMOVED, SignedRun, sign_run
 from p2pstore.gossip.locations.snapshots import UNSIGNED_RECORDS, check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, PeerId, sign_peer_record
+from tests.present import present
 from tests.unit.gossip_network import (
     FakeVerifier,
     Network,
@@ -68,8 +69,7 @@ class World:
         return [self.name(each.member) for each in found if each.record == location(key)]
 
     def name(self, member: int) -> bytes:
-        state = self.reader.gossip.membership.resolve(member)
-        assert state is not None
+        state = present(self.reader.gossip.membership.resolve(member))
         return state.peer_id
 
     def check(self) -> None:
@@ -137,8 +137,7 @@ def test_a_run_of_an_earlier_life_is_none_of_the_next() -> None:
     world.owner.release(digest_of(0), world.net.now)
     world.owner.gossip.log.restart(world.owner.gossip.incarnation + 5)
     world.net.rest(world.owner)
-    state = world.reader.gossip.membership.get(world.owner.peer_id)
-    assert state is not None
+    state = present(world.reader.gossip.membership.get(world.owner.peer_id))
     assert world.net.run(5, lambda: state.record_incarnation == world.owner.gossip.incarnation)
     world.forge(world.chunk(earlier.operations, earlier.signature, first=1))
     assert world.net.run(5, lambda: world.reader.knows(world.owner))
@@ -209,8 +208,7 @@ def test_a_relay_passes_on_runs_of_which_it_knew_the_beginning() -> None:
 def fetching(world: World, count: int) -> FetchSnapshot:
     """The reader is behind a head of `count` records that the owner signed, and fetches its snapshot."""
     gossip = world.reader.gossip
-    state = gossip.membership.get(world.owner.peer_id)
-    assert state is not None
+    state = present(gossip.membership.get(world.owner.peer_id))
     incarnation = world.owner.gossip.incarnation
     record = peer_record(
         0,
@@ -263,8 +261,7 @@ def test_large_snapshots_are_fetched_one_at_a_time() -> None:
     assert net.run(20, net.converged)
     reader = nodes[0].gossip
     for node in nodes[1:]:
-        state = reader.membership.get(node.peer_id)
-        assert state is not None
+        state = present(reader.membership.get(node.peer_id))
         head = LogHead(1 << 40, MAX_OWN_RECORDS, 5)
         reader.directory.observe_head(node.gossip.member, state.record_incarnation, head)
     now = net.now

@@ -121,7 +121,7 @@ def test_digest_and_sums() -> None:
 
 
 def test_a_whole_segment() -> None:
-    """What the owner writes for one object is where, and what, the format says."""
+    """The owner's bytes for one object are those of the format, at its places."""
     geometry = plan_geometry(MIB)
     buffer = bytearray(geometry.total_bytes)
     segment = Segment(

@@ -43,6 +43,7 @@ from p2pstore.gossip.records import (
     sign_peer_record,
 )
 from p2pstore.wire import Code, Empty, Failure, Message
+from tests.present import present
 from tests.unit.digest_rows import digest_from
 from tests.unit.gossip_network import (
     UNIX,
@@ -70,8 +71,7 @@ def joined(count: int, seed: int = 1, **config: object) -> tuple[Network, list[N
 
 
 def status(node: Node, other: Node) -> Status:
-    state = node.gossip.membership.get(other.peer_id)
-    assert state is not None
+    state = present(node.gossip.membership.get(other.peer_id))
     return state.status
 
 
@@ -97,9 +97,10 @@ def test_peers_join_in_any_order() -> None:
     assert second.gossip.membership.name_of(peer_id_of(0)) == "peer-0"
 
 
+@pytest.mark.slow
 def test_an_operation_is_known_to_all_within_half_a_second() -> None:
     net, nodes = joined(20)
-    for trial in range(10):
+    for trial in range(5):
         node = nodes[trial]
         node.hold(location(trial), net.now)
         net.rest(node)
@@ -394,8 +395,7 @@ def test_a_snapshot_with_a_wrong_hash_is_refused_and_fetched_again() -> None:
         )
         for effect in reader.tick(net.now):
             fetch = effect if isinstance(effect, FetchSnapshot) else fetch
-    known = record.snapshot(fetch.member)
-    assert known is not None
+    known = present(record.snapshot(fetch.member))
     head, packed = known
     with pytest.raises(ProtocolError):
         reader.snapshot_fetched(fetch.token, head, packed[:-42], net.now)
@@ -584,6 +584,7 @@ digest_entries = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(digest_entries, max_size=6), st.integers(), st.binary(max_size=3))
 def test_any_digest_is_answered(
@@ -660,6 +661,7 @@ def single_writer(net: Network) -> None:
                     assert node.knows(other)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 3), st.integers(0, 1 << 30), actions)
 def test_after_any_schedule_all_agree_and_nothing_comes_back(
@@ -692,12 +694,13 @@ def test_after_any_schedule_all_agree_and_nothing_comes_back(
             assert found == held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [0.05, 0.2])
 def test_loss_alone_kills_nobody_for_long(loss: float) -> None:
     net, nodes = joined(8)
     net.loss = loss
     wrong = 0
-    for second in range(60):
+    for second in range(40):
         nodes[second % 8].hold(location(second), net.now)
         net.rest(nodes[second % 8])
         net.run(1)

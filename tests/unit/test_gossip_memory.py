@@ -1,4 +1,4 @@
-"""What gossip keeps does not grow with what has happened: only with what is there, for as long as it is needed.
+"""Gossip's memory does not grow with past events: only with present members and objects.
 
 `scripts/bench_gossip` does the same with real peers, many times as long.
 """
@@ -40,7 +40,7 @@ def network() -> Iterator[Network]:
 
 
 def settled_bytes(network: Network) -> int:
-    """What gossip's own lines have allocated when nothing is under way any more."""
+    """Bytes allocated by gossip's own lines when nothing is under way any more."""
     assert network.run(30, network.converged)
     for node in network.nodes.values():
         node.gossip.take_changes()
@@ -50,6 +50,7 @@ def settled_bytes(network: Network) -> int:
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([ours]).traces)
 
 
+@pytest.mark.slow
 def test_operations_leave_nothing_behind(network: Network) -> None:
     first, second = network.start_all(2)
     assert network.run(20, network.converged)
@@ -71,6 +72,7 @@ def test_operations_leave_nothing_behind(network: Network) -> None:
     assert growth < 2 * 1250 * MOST_LEFT_BYTES_AN_OPERATION
 
 
+@pytest.mark.slow
 def test_members_that_joined_and_left_are_forgotten(network: Network) -> None:
     network.start_all(2)
     assert network.run(20, network.converged)

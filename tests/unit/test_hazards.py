@@ -26,6 +26,7 @@ from p2pstore.objects import key_digest
 from p2pstore.runtime import memory_barrier
 from p2pstore.transfer.reading.segment_reader import SegmentReader, Sighting
 from simulation.segment_checks import check_segment
+from tests.present import present
 from tests.unit.test_segment import HARD, NAMESPACE, new_segment, one_granule, put
 
 KEYS = ["a", "b", "c"]
@@ -36,7 +37,7 @@ NOTHING = memoryview(b"")
 
 @dataclass
 class Seen:
-    """What a client saw of an object, and the view that it took, if it did."""
+    """A client's sight of an object, and the view that it took, if any."""
 
     client: str
     sighting: Sighting
@@ -61,7 +62,7 @@ class OwnerAndClients(RuleBasedStateMachine):
         self.views: list[Seen] = []
         self.books: dict[str, LeaseBook] = {}
         self.pages: dict[str, tuple[bytearray, bytearray]] = {}
-        """What each client stored, and how much of it shows."""
+        """Each client's stores, and how many of them are visible."""
         for client in CLIENTS:
             self.connect(client)
         looks = self.segment.references.hazards.settle
@@ -191,8 +192,7 @@ def test_what_is_viewed_stays_until_its_end(how: str) -> None:
     book, value = client_of(segment), one_granule(1)
     expires_unix_ms = 32_503_680_000_000 if how == "expired" else 0
     entry = put(segment, "k", value, expires_unix_ms=expires_unix_ms, now=100.0)
-    view = view_of(book, buffer, "k")
-    assert view is not None
+    view = present(view_of(book, buffer, "k"))
     assert segment.leased_bytes == entry.extent_bytes
     assert segment.views.leased_bytes_of("client") == len(value)
     if how == "removed":
@@ -241,8 +241,7 @@ def test_room_that_a_view_kept_is_used_before_anything_is_evicted(slots: int | N
     for name in others:
         put(segment, name, one_granule(2))
     entry = put(segment, "gone", one_granule(3))
-    view = view_of(book, buffer, "gone")
-    assert view is not None
+    view = present(view_of(book, buffer, "gone"))
     segment.remove(entry.digest)
     del view
     book.take_ended(everything=True)
@@ -272,8 +271,7 @@ def test_figures_may_be_asked_after_the_end() -> None:
     segment, buffer = new_segment(4)
     book = client_of(segment)
     entry = put(segment, "k", one_granule(3))
-    view = view_of(book, buffer, "k")
-    assert view is not None
+    present(view_of(book, buffer, "k"))
     segment.remove(entry.digest)
     assert segment.leased_bytes == entry.extent_bytes
     segment.close()

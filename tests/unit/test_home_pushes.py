@@ -22,12 +22,8 @@ from p2pstore.gossip.homes.home_updates import AUDIT_ENTRY
 from p2pstore.gossip.homes.home_views import HomeViews
 from p2pstore.gossip.homes.partition_homes import PartitionConfig, partition_of, table_of
 from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.records import (
-    LOCATION_BYTES,
-    LocationRecord,
-    decode_location,
-    location_hash,
-)
+from p2pstore.gossip.records import LOCATION_BYTES, LocationRecord, decode_location, location_hash
+from tests.present import present
 from tests.unit.gossip_network import digest_of, location, peer_id_of
 from tests.unit.location_set import check_update
 
@@ -55,15 +51,13 @@ class Owner:
         self.pushes.keepers(len(members) - 1 if keeps else 0, 0.0)
 
     def hold(self, number: int, clock: int = 1) -> None:
-        operation = self.log.add(location(number, clock))
-        assert operation is not None
+        operation = present(self.log.add(location(number, clock)))
         self.pushes.note([operation])
 
     def release(self, number: int) -> None:
         held = self.log.held(digest_of(number))
         if held is not None:
-            operation = self.log.remove(digest_of(number), decode_location(held).version)
-            assert operation is not None
+            operation = present(self.log.remove(digest_of(number), decode_location(held).version))
             self.pushes.note([operation])
 
     def take(self, now: float) -> list[Push]:
@@ -576,7 +570,7 @@ def test_a_home_never_vouches_for_less_than_the_owner_confirmed(
     everything arrives it is what the owner holds."""
     owner, home = Owner([OWNER, HOME]), views()
     hashes: dict[int, list[int]] = {}
-    """What each partition's set hash was after each of its operations."""
+    """Each partition's set hash after each of its operations."""
     clock, now = 0, 1.0
     late: list[Push] = []
 
@@ -628,8 +622,7 @@ def test_a_question_is_answered_once_or_given_up() -> None:
     assert questions.fetching() == {7}
     questions.give_up_lost(LOST_ANSWER_SECONDS + 1.0)
     assert questions.take(ping.token) is None
-    asked = questions.take(fetch.token)
-    assert asked is not None
+    asked = present(questions.take(fetch.token))
     assert asked.member == 7
     assert questions.take(fetch.token) is None
     assert (len(questions), questions.count) == (0, 2)

@@ -103,7 +103,7 @@ def test_nothing_is_kept_of_askers_that_are_no_members() -> None:
 
 
 def test_claims_wait_for_a_message_that_goes() -> None:
-    """Who brought the news is not told it; so no claim rides on that message either."""
+    """The bringer of news is not told it; so no claim rides on that message either."""
     net = formed(2)
     node, other = net.nodes[0], net.nodes[1]
     now = net.now + 1

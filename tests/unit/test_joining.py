@@ -29,7 +29,7 @@ class Known:
 
 @dataclass
 class FakeGossip:
-    """What `Joining` uses of the gossip machine; it and its membership in one."""
+    """The part of the gossip machine that `Joining` uses; it and its membership in one."""
 
     contacts: Contacts = field(default_factory=lambda: Contacts(Random(1)))
     members: dict[PeerId, Known] = field(default_factory=dict)

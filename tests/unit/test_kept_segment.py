@@ -4,8 +4,11 @@ memory that clients of earlier lives read, or may write to, is not reused."""
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import get_args
+from types import FrameType
+from typing import Any, get_args
 
 import pytest
 import xxhash
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from p2pstore.errors import CapacityExceeded
-from p2pstore.memory.entries import ObjectEntry
+from p2pstore.memory.entries import ObjectEntry, Written
 from p2pstore.memory.eviction_policies import PolicyName, make_policy
 from p2pstore.memory.kept_memory import (
     Expected,
@@ -39,11 +42,20 @@ from p2pstore.memory.segment_layout import (
     SlotState,
     plan_geometry,
 )
-from p2pstore.objects import chunk_sums, key_digest, root_checksum
+from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.reading.segment_reader import SegmentReader
 from simulation.segment_checks import check_segment
 from tests.mapped_copies import copy_one
-from tests.unit.test_segment import KEYS, NAMESPACE, SegmentAgainstDictionary, put, value_of
+from tests.unit.test_segment import (
+    KEYS,
+    ME,
+    NAMESPACE,
+    SegmentAgainstDictionary,
+    fill,
+    put,
+    trailer_for,
+    value_of,
+)
 
 BOOT = bytes(range(16))
 CLUSTER = checksum_of("cluster")
@@ -192,7 +204,59 @@ TestKeptSegmentAgainstDictionary.settings = settings(
 )
 
 
-# --- torn and damaged ------------------------------------------------------------------------
+# --- killed, torn and damaged ----------------------------------------------------------------
+
+
+def images_during(lives: Lives, action: Callable[[], object]) -> list[bytes]:
+    """What the memory was like at every line of the peer's own code on memory: what a `kill -9` there leaves."""
+    images = [bytes(lives.buffer)]
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if "p2pstore/memory" not in frame.f_code.co_filename:
+            return None
+        if event == "line" and lives.buffer != images[-1]:
+            images.append(bytes(lives.buffer))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return [*images, bytes(lives.buffer)]
+
+
+def test_a_peer_killed_at_any_step_of_a_batch_has_each_value_whole_or_not_at_all() -> None:
+    lives = Lives(12, 12)
+    values = {f"k{number}": value_of(number, 3000 + number) for number in range(4)}
+    put(lives.segment, "evicted", value_of(9, 7 * GRANULE_BYTES))
+    put(lives.segment, "before", b"kept", pin=Pin.HARD)
+
+    def put_batch() -> None:
+        rows = []
+        for key, value in values.items():
+            room = fill(lives.segment, value, key, ME, 100.0)
+            trailer = trailer_for(value, key)
+            version = Version(2, 1, root_checksum(len(value), trailer.sums))
+            digest = key_digest(key, NAMESPACE)
+            rows.append(Written(room.number, digest, version, trailer, len(value)))
+        assert all(lives.segment.commit_new(rows, holder=ME, now=100.0))
+
+    images = images_during(lives, put_batch)
+    found = set()
+    for image in images:
+        lives.buffer[:], lives.life = image, 1
+        segment = lives.restart()
+        keys = set(publish_all(segment))
+        found.add(frozenset(keys & values.keys()))
+        for entry in segment.entries():
+            assert is_whole(segment, entry)
+            if entry.key in values:
+                assert segment.payload(entry) == values[entry.key]
+        assert "before" in keys
+        check_segment(segment)
+    assert {frozenset(), frozenset(values)} < found, "some are struck in the middle"
 
 
 @given(seed=st.integers(0, 2**32), has_users=st.booleans(), where=st.sampled_from(["all", "slots"]))

@@ -26,6 +26,7 @@ from p2pstore.ssd_tier.kernel_aio import (
     command_bytes,
 )
 from tests.contract.disks import KIB, MIB, opened
+from tests.present import present
 
 SIZE = 4 * MIB
 System = Callable[..., int]
@@ -157,8 +158,7 @@ async def test_what_could_not_begin_at_once_goes_to_threads(
     disk: FileDisk, by_threads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel says so in the event; short and failed reads are done again as well, and judged there."""
-    aio = disk._small_reads
-    assert aio is not None
+    aio = present(disk._small_reads)
 
     for result in (-errno.EAGAIN, -errno.EIO, PAGE, 0):
 
@@ -293,8 +293,7 @@ def test_without_it_threads_do_all(
 async def test_reads_that_never_end_are_waited_for_no_more_once_abandoned(
     disk: FileDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    aio = disk._small_reads
-    assert aio is not None
+    aio = present(disk._small_reads)
     intercept(
         monkeypatch,
         lambda number, real, arguments: 0 if number == aio._get_events else real(*arguments),

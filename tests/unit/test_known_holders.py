@@ -24,6 +24,7 @@ from p2pstore.client.read_plan import remote_copy
 from p2pstore.local.local_messages import Holder, PlanItem
 from p2pstore.location_table import LOCATION
 from p2pstore.objects import Version
+from tests.present import present
 
 DIGEST = bytes(16)
 
@@ -76,8 +77,7 @@ def planned(holders: KnownHolders) -> list[int] | None:
 
 
 def test_the_record_says_where_the_plan_how() -> None:
-    plan = known(record(1)).plan(DIGEST)
-    assert plan is not None
+    plan = present(known(record(1)).plan(DIGEST))
     (found,) = plan.holders
     assert (found.slot, found.size_units, found.clock, found.writer, found.tier) == (3, 7, 5, 1, 0)
     assert (found.data, found.ticket_claims) == (["127.0.0.1:1"], b"c")
@@ -120,8 +120,7 @@ def test_readers_spread_and_this_host_comes_first() -> None:
 
 def test_the_only_holder_on_another_host_is_known_with_the_way_to_it() -> None:
     holders = known(record(1))
-    only = holders.only(DIGEST)
-    assert only is not None
+    only = present(holders.only(DIGEST))
     assert (only.copy.member, only.copy.data) == (1, ("127.0.0.1:1",))
     assert (only.slot_hint, only.expected_bytes) == (3, 7 * 4096)
     assert only.is_far
@@ -145,8 +144,7 @@ def test_otherwise_there_is_no_only_holder(holders: KnownHolders) -> None:
 def test_on_this_host_the_only_holder_is_known() -> None:
     holders = KnownHolders(Table(record(1)), Random(1))
     holders.note([PlanItem([holder(1, same_host=True)])])
-    only = holders.only(DIGEST)
-    assert only is not None
+    only = present(holders.only(DIGEST))
     assert not only.is_far
     assert holders.only_many([DIGEST]) == [only.copy]
     assert planned(holders) == [1]
@@ -156,8 +154,7 @@ def test_a_holder_named_for_what_is_on_its_ssd_is_read_in_its_memory_otherwise()
     holders = KnownHolders(Table(record(1)), Random(1))
     named = holder(1, same_host=True)  # tier 1, on the SSD alone
     holders.note([PlanItem([named])])
-    plan = holders.plan(DIGEST)
-    assert plan is not None
+    plan = present(holders.plan(DIGEST))
     assert not remote_copy(plan.holders[0]).on_ssd
     assert remote_copy(named).on_ssd, "nobody finds it in that memory"
 

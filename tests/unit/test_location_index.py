@@ -76,6 +76,19 @@ class Model:
         self.index.apply(slot, operations)
         self.sets[slot].apply(operations)
 
+    def take_out(self, count: int) -> None:
+        """Records of some keys, of which some are not held, or in another version."""
+        slot = self.any_slot()
+        records = self.sets[slot].records
+        keys = self.rng.sample(self.keys, min(count, len(self.keys)))
+        stamps = {key: records.get(key, b"")[16:26] or bytes(10) for key in keys}
+        wrong = self.rng.choice(keys)
+        stamps[wrong] = self.rng.randbytes(10)
+        held = [record for key in keys if key != wrong and (record := records.get(key))]
+        taken = self.index.take_out(slot, [key + stamp for key, stamp in stamps.items()])
+        assert taken == held
+        self.sets[slot].apply(b"".join(map(withdrawn, taken)))
+
     def operation(self, held: LocationSet, adds: float) -> bytes:
         rng, key = self.rng, self.rng.choice(self.keys)
         if rng.random() < adds:
@@ -125,6 +138,7 @@ steps = st.lists(
     st.one_of(
         st.tuples(st.just("apply"), st.sampled_from([1, 3, 20, 63, 64, 100, 400])),
         st.tuples(st.just("load"), st.sampled_from([1, 10, 40, 500])),
+        st.tuples(st.just("take_out"), st.sampled_from([1, 23, 24, 64, 300])),
         st.tuples(st.just("discard"), st.just(0)),
         st.tuples(st.just("sweep"), st.sampled_from([1, 50, 5_000])),
     ),
@@ -141,6 +155,8 @@ def test_it_holds_what_plain_sets_hold(seed: int, steps: Iterable[tuple[str, int
             model.apply(count)
         elif step == "load":
             model.load(count)
+        elif step == "take_out":
+            model.take_out(count)
         elif step == "discard":
             model.discard()
         else:
@@ -158,6 +174,8 @@ def test_many_rounds_of_everything() -> None:
             model.load(model.rng.randrange(1_500))
         elif step == 2:
             model.index.sweep(1_000)
+        elif step < 5:
+            model.take_out(model.rng.choice([1, 16, 100, 700]))
         else:
             model.apply(model.rng.choice([1, 10, 100, 300]))
     model.check()

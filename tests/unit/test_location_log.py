@@ -12,11 +12,7 @@ from p2pstore.gossip.locations.log import OperationRing, OwnLog, SignedRun, newe
 from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, iterate_locations, location_hash
 from p2pstore.objects import Version
-from tests.unit.gossip_network import (
-    digest_of,
-    location,
-    operations_after,
-)
+from tests.unit.gossip_network import digest_of, location, operations_after
 from tests.unit.location_set import LocationSet
 
 steps = st.lists(

@@ -34,6 +34,7 @@ from p2pstore.gossip.members.suspicion import (
     Accusers,
 )
 from p2pstore.gossip.records import PeerId, SignedRecord, member_of, sign_peer_record
+from tests.present import present
 from tests.unit.gossip_network import FakeSigner, Network, bury, peer_id_of, peer_record
 
 SIGNED = SignedRecord(b"", b"")
@@ -54,8 +55,7 @@ def claim(number: int, status: Status, incarnation: int = 1, by: int = 7) -> Cla
 
 
 def status_of(made: Membership, number: int) -> tuple[Status, int]:
-    state = made.get(peer_id_of(number))
-    assert state is not None
+    state = present(made.get(peer_id_of(number)))
     return state.status, state.incarnation
 
 
@@ -73,12 +73,10 @@ def test_claims_commute_and_the_incarnation_never_falls(evidence: list[Claim], r
     rng.shuffle(shuffled)
     one, other = membership(), membership()
     for item in evidence:
-        before = one.get(item.peer_id)
-        assert before is not None
+        before = present(one.get(item.peer_id))
         incarnation = before.incarnation
         one.observe_claims([item], 1.0)
-        after = one.get(item.peer_id)
-        assert after is not None
+        after = present(one.get(item.peer_id))
         assert after.incarnation == max(incarnation, item.incarnation)
     other.observe_claims(shuffled + shuffled, 1.0)
     for number in (1, 2):
@@ -415,8 +413,7 @@ def test_a_message_carries_a_bounded_number_of_claims() -> None:
 def test_a_death_is_told_to_others_as_a_suspicion() -> None:
     made = membership()
     bury(made, [1], 0.0, 3)
-    told = made.accusation(peer_id_of(1))
-    assert told is not None
+    told = present(made.accusation(peer_id_of(1)))
     assert (told.status, told.incarnation) == (Status.SUSPECT, 3)
 
 
@@ -462,8 +459,7 @@ def test_a_delta_with_one_member_too_many_is_taken_in_but_for_that() -> None:
     assert {state.peer_id for state in gossip.membership.live()} == {
         peer_id_of(number) for number in (0, 1, 3)
     }
-    state = gossip.membership.get(peer_id_of(1))
-    assert state is not None
+    state = present(gossip.membership.get(peer_id_of(1)))
     assert state.status == Status.SUSPECT
     assert gossip.directory.position(state.member) == (1, 0)
     assert gossip.membership.refused_count == 1
@@ -495,8 +491,7 @@ def test_an_accusation_so_high_that_it_leaves_no_room_to_refute_is_passed_over()
         [claim(1, Status.DEAD, highest + 1), claim(0, Status.DEAD, highest + 1)], 0.0
     )
     assert made.own.incarnation == year_ms
-    other = made.get(peer_id_of(1))
-    assert other is not None
+    other = present(made.get(peer_id_of(1)))
     assert (other.status, other.incarnation) == (Status.ALIVE, year_ms)
     made.observe_claims([claim(1, Status.DEAD, highest), claim(0, Status.DEAD, highest)], 0.0)
     assert made.own.incarnation == highest + 1
@@ -508,7 +503,7 @@ def test_an_accusation_so_high_that_it_leaves_no_room_to_refute_is_passed_over()
 def test_whoever_started_with_a_wrong_clock_can_be_accused_and_can_refute(
     wrong_by_days: int,
 ) -> None:
-    """What they signed themselves counts as well: incarnations never fall, and a clock may be set right, or wrong,
+    """Their own records count as well: incarnations never fall, and a clock may be set right, or wrong,
     later on."""
     day_ms = 86_400_000
     now_ms = 1_800_000_000_000

@@ -11,6 +11,7 @@ from p2pstore.gossip.members.member_table import MemberChange
 from simulation.gossip_cluster import GossipCluster
 from simulation.gossip_peer import GossipPeer
 from simulation.kernel import Faults
+from tests.present import present
 from tests.unit.gossip_network import inform_of_death
 
 Changes = list[tuple[GossipPeer, MemberChange]]
@@ -34,8 +35,7 @@ def watch(cluster: GossipCluster) -> Changes:
 
 
 def believes(peer: GossipPeer, other: GossipPeer) -> Status:
-    state = peer.gossip.membership.get(other.peer_id)
-    assert state is not None
+    state = present(peer.gossip.membership.get(other.peer_id))
     return state.status
 
 
@@ -98,11 +98,12 @@ def test_a_crash_without_a_word_is_known_in_time() -> None:
     cluster = settled(10, faults=Faults(loss=0.05))
     for victim in cluster.peers[:4]:
         victim.crash(silent=True)
-        took = cluster.run_until(
-            lambda v=victim: all(believes(p, v) is Status.DEAD for p in cluster.running),  # type: ignore[misc]
-            20.0,
+        took = present(
+            cluster.run_until(
+                lambda v=victim: all(believes(p, v) is Status.DEAD for p in cluster.running),  # type: ignore[misc]
+                20.0,
+            )
         )
-        assert took is not None
         assert took <= 9.0
 
 
@@ -110,10 +111,11 @@ def test_a_crash_that_resets_connections_is_suspected_at_once() -> None:
     cluster = settled(10)
     victim = cluster.peers[3]
     victim.crash()
-    took = cluster.run_until(
-        lambda: all(believes(p, victim) is not Status.ALIVE for p in cluster.running), 2.0, 0.05
+    took = present(
+        cluster.run_until(
+            lambda: all(believes(p, victim) is not Status.ALIVE for p in cluster.running), 2.0, 0.05
+        )
     )
-    assert took is not None
     assert took <= 0.5
 
 
@@ -182,8 +184,7 @@ def test_a_split_heals_without_any_seed(count: int, some: set[int]) -> None:
     cluster.run(75.0)
     assert len(cluster.peers[0].gossip.membership.live()) == len(some)
     cluster.network.heal()
-    took = cluster.run_until(all_see(cluster), 30.0, 0.1)
-    assert took is not None
+    took = present(cluster.run_until(all_see(cluster), 30.0, 0.1))
     assert took <= 5.0
 
 
@@ -191,8 +192,7 @@ def test_who_missed_a_refutation_hears_of_it_in_the_next_exchange() -> None:
     cluster = settled(24)
     for holder, victim in ((0, 1), (5, 9), (20, 3)):
         view = cluster.peers[holder].gossip.membership
-        state = view.get(cluster.peers[victim].peer_id)
-        assert state is not None
+        state = present(view.get(cluster.peers[victim].peer_id))
         before = state.incarnation
         accused = Claim(state.peer_id, before, int(Status.SUSPECT), 7)
         cluster.peers[victim].gossip.membership.observe_claims([accused], 0.0)

@@ -26,6 +26,7 @@ from p2pstore.gossip.members.suspicion import (
 )
 from p2pstore.gossip.records import PeerId, SignedRecord
 from p2pstore.wire import Code, Failure, Message
+from tests.present import present
 from tests.unit.gossip_network import bury, peer_id_of, peer_record
 
 NACK = Failure(int(Code.UNAVAILABLE), "not reached")
@@ -58,13 +59,11 @@ class Prober:
         return self.probing.tick(now, self.neighbours)
 
     def answer(self, ask: Ask, reply: Message | None) -> list[Answer]:
-        asked = self.questions.take(ask.token)
-        assert asked is not None
+        asked = present(self.questions.take(ask.token))
         return self.probing.answered(ask.token, asked, reply)
 
     def status(self, number: int) -> Status:
-        state = self.membership.get(peer_id_of(number))
-        assert state is not None
+        state = present(self.membership.get(peer_id_of(number)))
         return state.status
 
 

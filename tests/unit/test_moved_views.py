@@ -16,12 +16,7 @@ from p2pstore.gossip.locations.snapshots import check_snapshot
 from p2pstore.gossip.locations.views import Applied, DirectoryConfig, Outcome, Position
 from p2pstore.gossip.members.member_table import MemberState
 from p2pstore.gossip.records import LOCATION_BYTES, LogHead, Member
-from tests.unit.gossip_network import (
-    location,
-    operations_after,
-    peer_id_of,
-    run_at,
-)
+from tests.unit.gossip_network import location, operations_after, peer_id_of, run_at
 
 MEMBERS = range(1, 5)
 

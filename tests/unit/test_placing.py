@@ -11,12 +11,7 @@ import pytest
 from p2pstore.core.puts.placing import MAX_HOLDERS, MAX_TARGETS, Room, choose_rooms, place
 from p2pstore.errors import CapacityExceeded
 from p2pstore.objects import MIB
-from tests.unit.core_harness import (
-    Harness,
-    Other,
-    digest_of,
-    remote_object,
-)
+from tests.unit.core_harness import Harness, Other, digest_of, remote_object
 
 HOST = b"h" * 16
 
@@ -30,7 +25,7 @@ def chosen(rooms: list[Room], length: int = 10, count: int = 8, seed: int = 1) -
 
 
 def test_only_rooms_that_could_hold_the_value() -> None:
-    rooms = [room("small", capacity=9, free=9), room("old", takes_values=False), room("good")]
+    rooms = [room("small", capacity=9, free=9), room("good")]
     assert chosen(rooms) == ["good"]
     assert chosen(rooms, length=100) == ["good"]
     assert chosen(rooms, length=101) == []
@@ -62,8 +57,7 @@ def test_two_random_choices_prefer_the_emptier_and_spread() -> None:
 
 # --- with what gossip knows --------------------------------------------------------------------
 
-
-ROOMY: dict[str, Any] = {"memory_capacity": 64 * MIB, "max_protocol": 2}
+ROOMY: dict[str, Any] = {"memory_capacity": 64 * MIB}
 
 
 def offer(world: Harness, other: Other, **facts: Any) -> None:
@@ -76,10 +70,9 @@ def places(world: Harness, length: int = MIB) -> list[bytes]:
 
 
 def test_live_peers_with_room_that_take_values() -> None:
-    world = Harness(others=5)
-    roomy, old, small, leaving, here = world.others
+    world = Harness(others=4)
+    roomy, small, leaving, here = world.others
     offer(world, roomy)
-    offer(world, old, max_protocol=1)
     offer(world, small, memory_capacity=MIB - 1)
     offer(world, leaving, leaving=True)
     offer(world, here, host_id=HOST)
@@ -112,7 +105,7 @@ def test_a_holder_is_asked_first_even_when_it_is_full_or_far() -> None:
     world.push(holder, remote_object("k", b"value"))
     assert places(world)[0] == holder.peer_id
     assert len(places(world)) == 3
-    offer(world, holder, max_protocol=1)
+    offer(world, holder, leaving=True)
     assert holder.peer_id not in places(world)
 
 
@@ -144,7 +137,7 @@ def test_nobody_says_the_largest_room_and_where() -> None:
 
 def test_nobody_at_all() -> None:
     world = Harness(others=1)
-    offer(world, world.others[0], max_protocol=1)
+    offer(world, world.others[0], memory_capacity=0)
     with pytest.raises(CapacityExceeded, match="no other live peer takes values"):
         places(world)
     with pytest.raises(CapacityExceeded, match="no other live peer takes values"):

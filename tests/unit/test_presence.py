@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from p2pstore.core.gets.key_pages import is_known, known_keys
+from p2pstore.core.gets.prefixes import PrefixMatch, PrefixRun, match_copies, match_here
 from p2pstore.gossip.gossip_messages import Status
 from p2pstore.gossip.records import SCOPE_NAMESPACE
 from p2pstore.objects import Version, namespace_digest, newest_accepted_clock
@@ -21,9 +22,22 @@ def known_one_by_one(world: Harness, digests: list[bytes]) -> set[bytes]:
     }
 
 
+def check_matches(
+    world: Harness, digests: list[bytes], name: bytes = namespace_digest("other")
+) -> None:
+    """A chain that begins at any of these matches as the copies of each key say."""
+    copies = [world.core.copies.known(digest, world.now, name) for digest in digests]
+    for begin in range(0, len(digests), 5):
+        for pieces in (1, 3):
+            end = len(digests) - (len(digests) - begin) % pieces
+            here = match_here(world.core, digests[begin:end], world.now, name, pieces)
+            assert here == match_copies(copies[begin:end], pieces)
+
+
 def known(world: Harness, *keys: str) -> list[bool]:
     digests = [digest_of(key) for key in keys]
     found = known_keys(world.core, digests, world.now)
+    check_matches(world, digests)
     assert found == known_one_by_one(world, digests)
     assert found == {digest for digest in digests if is_known(world.core, digest, world.now)}
     return [digest in found for digest in digests]
@@ -35,6 +49,20 @@ def test_here_elsewhere_and_nowhere() -> None:
     world.hold(world.others[1], "theirs", b"2")
     assert known(world, "mine", "theirs", "nobody's", "mine") == [True, True, False, True]
     assert known_keys(world.core, [], world.now) == set()
+
+
+def test_runs_of_a_chain_by_holder() -> None:
+    world = Harness(others=2)
+    for key in ("a", "b", "d"):
+        world.stored(key, b"1")
+    for key in ("b", "c"):
+        world.hold(world.others[0], key, b"2")
+    digests = [digest_of(key) for key in "abcd"]
+    match = match_here(world.core, digests, world.now, namespace_digest(NAMESPACE))
+    assert match == PrefixMatch(4, [PrefixRun(world.core.member, 2, 2)])
+    halves = match_here(world.core, digests, world.now, namespace_digest(NAMESPACE), 2)
+    assert halves == PrefixMatch(1, [PrefixRun(world.core.member, 1, 1)])
+    assert match_here(world.core, [], world.now, b"") == PrefixMatch(0, [])
 
 
 def test_a_dead_holder_does_not_count_until_it_is_back() -> None:
@@ -119,6 +147,7 @@ def test_a_flushed_namespace_counts_for_nothing() -> None:
     world.core.floors.write(name, Version(clock_at(2), 1, 0), world.now, scope=SCOPE_NAMESPACE)
     digests = [digest_of("old"), digest_of("new")]
     assert known_keys(world.core, digests, world.now, name) == {digest_of("new")}
+    check_matches(world, digests, name)
     for digest in digests:
         copies = world.core.copies.known(digest, world.now, name)
         assert bool(copies) == (digest == digest_of("new"))

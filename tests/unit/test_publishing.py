@@ -16,6 +16,7 @@ from p2pstore.gossip.records import writer_of
 from p2pstore.memory.segment_layout import Pin, decode_trailer
 from p2pstore.put_facts import PutFacts, PutStatus
 from simulation.segment_checks import check_segment
+from tests.present import present
 from tests.unit.core_harness import HOLDER, NAMESPACE, Harness, clock_at, digest_of
 
 
@@ -42,13 +43,13 @@ def test_values_of_new_keys_are_published_under_one_stamp() -> None:
     assert b.follows is a
     assert b.expires_unix_ms == round(world.core.unix(world.now) * 1000) + 5000
     for key, entry in zip("abc", (a, b, c), strict=True):
-        location = world.announced(key)
-        assert location is not None
+        location = present(world.announced(key))
         assert location.version == entry.version
-        trailer = decode_trailer(world.segment.table.trailer_bytes(entry))
-        assert trailer is not None
+        trailer = present(decode_trailer(world.segment.table.trailer_bytes(entry)))
         assert trailer.key == key
     assert world.core.counters["objects_published"] == 3
+    assert all(world.core.proofs.of(each, world.now) for each in (a, b, c))
+    assert world.core.counters["version_signatures"] == 1, "one is for all that were put together"
     check_segment(world.segment)
 
 
@@ -121,8 +122,7 @@ def test_a_key_that_comes_twice_is_new_once() -> None:
     world = Harness()
     ends = publish(world, [world.facts("k", b"first"), world.facts("k", b"second")])
     assert [end is None for end in ends] == [False, True]
-    entry = world.segment.find(digest_of("k"), world.core.unix(world.now))
-    assert entry is not None
+    entry = present(world.segment.find(digest_of("k"), world.core.unix(world.now)))
     assert bytes(world.segment.payload(entry)) == b"first"
 
 

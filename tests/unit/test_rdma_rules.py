@@ -35,6 +35,7 @@ from p2pstore.transfer.rdma.rdma_rules import (
     same_network,
     split_read,
 )
+from tests.present import present
 
 
 def gid(text: str) -> bytes:
@@ -73,8 +74,7 @@ def test_the_chosen_address_is_the_best_that_there_is(table: list[GidEntry]) -> 
 
 def test_the_table_of_a_soft_device() -> None:
     table = [GidEntry(0, LINK_LOCAL, GidKind.ROCE_V2), GidEntry(1, MAPPED, GidKind.ROCE_V2)]
-    chosen = choose_gid(table)
-    assert chosen is not None
+    chosen = present(choose_gid(table))
     assert chosen.index == 1
 
 
@@ -85,8 +85,7 @@ def test_a_port_with_both_versions_of_roce() -> None:
         GidEntry(2, MAPPED, GidKind.ROCE_V1),
         GidEntry(3, MAPPED, GidKind.ROCE_V2),
     ]
-    chosen = choose_gid(table)
-    assert chosen is not None
+    chosen = present(choose_gid(table))
     assert chosen.index == 3
     assert choose_gid(table[:3]) is None
 

@@ -7,6 +7,7 @@ from typing import Final
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from p2pstore.client.read_plan import (
     FIRST_PLACES,
@@ -17,13 +18,19 @@ from p2pstore.client.read_plan import (
     ReadPlan,
     blamed,
     groups_by_holder,
+    has_ways,
+    is_far,
     places_of,
+    remote_copy,
+    version_of,
+    way_to,
 )
 from p2pstore.errors import NoSuchKey, Unavailable
 from p2pstore.local.local_messages import OWN_COPY, Holder, ItemError, PlanItem
 from p2pstore.objects import SIZE_UNIT_BYTES
 from p2pstore.transfer.data_messages import Keeps
 from p2pstore.transfer.failover import HolderReport, SilentHolders
+from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.transport import SLICED_BYTES, PullReport
 from p2pstore.wire import Code
 
@@ -123,6 +130,7 @@ def test_the_places_of_an_answer(item: PlanItem) -> None:
         assert places == (Place.UNDER_LEASE,)
     else:
         assert (Place.THROUGH_PEER in places) == item.through_peer
+        assert (Place.HOLDERS in places) == (not item.through_peer or has_ways(item))
 
 
 def test_a_hot_object_is_kept_by_the_local_peer_and_asked_for_again_when_that_fails() -> None:
@@ -138,6 +146,84 @@ def test_a_hot_object_is_kept_by_the_local_peer_and_asked_for_again_when_that_fa
     plan.planned(PlanItem([holder(1)]))
     assert plan.next() is Place.HOLDERS
     assert plan.keeps is Keeps.NO
+
+
+def test_what_a_batch_found_hot_is_brought_by_the_local_peer_before_holders_are_asked() -> None:
+    plan = ReadPlan("k", hot=True)
+    plan.planned(PlanItem([holder(1)]))
+    assert plan.next() is Place.KEPT
+    assert plan.next() is Place.HOLDERS
+    assert plan.keeps is Keeps.NO
+
+
+def test_an_own_plan_counts_for_none_of_the_local_peer() -> None:
+    plan = ReadPlan("k", (Place.OWN_PLAN,))
+    assert plan.is_own
+    assert plan.next() is Place.OWN_PLAN
+    plan.planned(OwnPlan([holder(1)]))
+    assert plan.is_own
+    assert plan.next() is Place.HOLDERS
+    for _ in range(PLANS):
+        plan.failed(report(1))
+        assert plan.next() is Place.PLAN
+        plan.planned(PlanItem([holder(1)]))
+        assert not plan.is_own
+        assert plan.next() is Place.HOLDERS
+    assert plan.next() is None
+
+
+def test_a_copy_here_is_read_whatever_else_went_wrong() -> None:
+    plan = ReadPlan("k")
+    assert plan.next() is Place.PLAN
+    plan.planned(PlanItem([], local=True, error=ItemError(int(Code.NO_SUCH_KEY), "unknown")))
+    assert plan.next() is Place.UNDER_LEASE
+
+
+def test_only_where_no_other_way_is_left_the_local_peer_s_failure_ends_the_read() -> None:
+    plan = ReadPlan("k")
+    assert plan.has_other_ways
+    plan.planned(PlanItem([holder(1)], through_peer=True))
+    assert plan.has_other_ways
+    plan.planned(PlanItem([holder(1, data=[])], through_peer=True))
+    assert not plan.has_other_ways
+
+
+def test_a_holder_that_did_not_answer_is_passed_over_and_the_first_error_stays() -> None:
+    plan = ReadPlan("k", (Place.ONLY_HOLDER,))
+    assert plan.next() is Place.ONLY_HOLDER
+    plan.failed(report(1, code=Code.DEADLINE_EXCEEDED))
+    error = plan.error
+    assert plan.next() is Place.PLAN
+    plan.planned(PlanItem([holder(1)]))
+    assert plan.next() is None
+    assert plan.error is error
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_of_holders_that_it_chose_itself_the_client_reports_only_what_is_theirs(code: Code) -> None:
+    failed = report(1, code=code)
+    assert blamed(failed, own=False) == list(failed.failures)
+    of_the_holder = code in (Code.NO_SUCH_KEY, Code.STALE, Code.DEADLINE_EXCEEDED)
+    assert blamed(failed, own=True) == list(failed.failures) * of_the_holder
+    assert blamed(report(1, code=code, keep=True), own=False) == []
+
+
+def test_a_way_to_a_holder_is_an_address_or_a_socket() -> None:
+    assert has_ways(PlanItem([holder(1, data=[]), holder(2)]))
+    assert has_ways(PlanItem([holder(1, data=[], socket="/s")]))
+    assert not has_ways(PlanItem([holder(1, data=[])]))
+    far = remote_copy(holder(1, clock=7, tier=SSD))
+    assert is_far(far)
+    assert (far.on_ssd, far.length_bytes) == (True, SIZE_UNIT_BYTES)
+    named = replace(holder(1, clock=7, size_units=3), member=0x3_0007)
+    assert remote_copy(named).announced == Announced(7, version_of(PlanItem([named])))
+    assert way_to(named).announced == Announced(7)
+    assert remote_copy(named).length_bytes == 3 * SIZE_UNIT_BYTES
+    assert not is_far(remote_copy(holder(1, data=[])))
+    assert not is_far(remote_copy(holder(1, same_host=True)))
+    way = way_to(holder(1, clock=7, tier=SSD))
+    assert not way.on_ssd, "to whatever is in memory there"
+    assert version_of(PlanItem([holder(1, clock=7), holder(2, clock=9)])).clock == 7
 
 
 def test_an_unknown_key_ends_the_read() -> None:
@@ -191,14 +277,19 @@ def test_groups_are_of_one_holder_each(plans: list[PlanItem]) -> None:
     by_number = dict(enumerate(plans))
     groups = groups_by_holder(by_number)
     numbers = [number for group in groups for number in group.numbers]
-    assert len(numbers) == len(set(numbers))
+    assert sorted(numbers) == [
+        number
+        for number, item in by_number.items()
+        if item.holders
+        and not item.through_peer
+        and (
+            item.holders[0].tier != SSD
+            if item.holders[0].same_host
+            else item.holders[0].size_units * SIZE_UNIT_BYTES < SLICED_BYTES
+        )
+    ]
     for group in groups:
         for number in group.numbers:
             first, *others = by_number[number].holders
             assert first.member == group.holder.member
             assert bool(others) == bool(group.others)
-            assert not by_number[number].through_peer
-            if first.same_host:
-                assert first.tier != SSD
-            else:
-                assert first.size_units * SIZE_UNIT_BYTES < SLICED_BYTES

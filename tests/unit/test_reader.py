@@ -31,6 +31,7 @@ from p2pstore.transfer.reading import segment_reader as reader_module
 from p2pstore.transfer.reading.segment_reader import SegmentReader
 from simulation.segment_checks import check_segment
 from tests.mapped_copies import copy_many, copy_one
+from tests.present import present
 from tests.threads import with_threads
 
 KEYS = [f"key {number}" for number in range(40)]
@@ -38,7 +39,7 @@ DIGESTS = {key: key_digest(key) for key in KEYS}
 
 
 def pattern(key: str, clock: int, length: int) -> bytes:
-    """What the owner stores under a key and version, and a reader can work out by itself."""
+    """The value that the owner stores under a key and version; a reader can compute it."""
     block = DIGESTS[key] + clock.to_bytes(8, "little")
     return (block * (length // len(block) + 1))[:length]
 
@@ -88,8 +89,7 @@ def test_a_copy_is_what_was_put(length: int) -> None:
     target = empty(length + 10)
     assert copy_one(reader, key_digest("k"), target) == length
     assert bytes(target) == value + bytes(10)
-    found = reader.find(key_digest("k"))
-    assert found is not None
+    found = present(reader.find(key_digest("k")))
     slot, trailer = found
     assert slot.version == entry.version
     assert trailer.key == "k"
@@ -314,8 +314,7 @@ def test_the_trailer_of_another_object_of_the_same_bytes_is_not_taken(
 
     monkeypatch.setattr(reader_module, "decode_slot", meanwhile)
     assert SegmentReader(view).find(DIGESTS[KEYS[0]]) is None
-    found = SegmentReader(view).find(DIGESTS[KEYS[1]])
-    assert found is not None
+    found = present(SegmentReader(view).find(DIGESTS[KEYS[1]]))
     assert found[1].key == KEYS[1]
 
 
@@ -428,7 +427,7 @@ def test_a_thread_never_reads_a_wrong_byte() -> None:
 
 
 def read_in_child(descriptor: int, length: int, attempts: int) -> None:
-    """What the other process does: waits for the first object, then reads."""
+    """The other process: it waits for the first object, then reads."""
     view = map_read_only(descriptor, length)
     reader = Unverified(view)
     deadline = time.monotonic() + 20

@@ -25,6 +25,7 @@ from p2pstore.objects import CHUNK_BYTES, MIB, Version, chunk_sums, key_digest, 
 from p2pstore.transfer.reading.arriving import Announced
 from p2pstore.transfer.reading.segment_reader import FEW_DIGESTS, NOWHERE, SegmentReader
 from tests.mapped_copies import copy_many, copy_one
+from tests.present import present
 from tests.unit.test_reader import empty, new_segment
 
 ENTRIES = 64
@@ -99,8 +100,7 @@ def test_one_that_changed_costs_the_others_nothing() -> None:
     digests = [put(segment, f"{n}", bytes([n]) * length) for n, length in enumerate(lengths)]
     reader = SegmentReader(view)
     for spoilt in (0, 1, 2, 11):
-        found = segment.find(digests[spoilt], 1.0)
-        assert found is not None
+        found = present(segment.find(digests[spoilt], 1.0))
         view[found.offset + found.length - 1] ^= 1
         got = copy_many(reader, digests, [empty(length) for length in lengths])
         view[found.offset + found.length - 1] ^= 1
@@ -122,10 +122,8 @@ def test_what_has_expired_is_not_there(
     for expires, there in ((now_ms - 1, None), (now_ms + 3_600_000, length), (0, length)):
         digest = put(segment, "k", bytes(length), expires_unix_ms=expires, clock=expires + 1)
         assert copy_one(reader, digest, empty(length)) == there
-        slot = segment.find(digest, 1.0)
-        assert slot is not None
-        packed = decode_slot(segment.table.slot_bytes(slot))
-        assert packed is not None
+        slot = present(segment.find(digest, 1.0))
+        packed = present(decode_slot(segment.table.slot_bytes(slot)))
         assert bool(packed.flags & SLOT_FLAG_LASTING) == (not expires)
         segment.remove(digest)
 
@@ -135,8 +133,7 @@ def test_a_time_to_live_that_is_given_later_counts(
 ) -> None:
     segment, reader, _ = held
     digest = put(segment, "k", b"value")
-    entry = segment.find(digest, 1.0)
-    assert entry is not None
+    entry = present(segment.find(digest, 1.0))
     segment.objects.set_expiry(entry, 1000)
     assert copy_one(reader, digest, empty(5)) is None
     segment.objects.set_expiry(entry, 0)
@@ -150,10 +147,8 @@ def test_an_owner_of_an_earlier_version_says_nothing_of_times_to_live(
     segment, reader, view = held
     for expires, there in ((0, 5), (1, None)):
         digest = put(segment, "k", b"value", expires_unix_ms=expires, clock=1 + expires)
-        entry = segment.find(digest, 0.0)
-        assert entry is not None
-        slot = decode_slot(segment.table.slot_bytes(entry))
-        assert slot is not None
+        entry = present(segment.find(digest, 0.0))
+        slot = present(decode_slot(segment.table.slot_bytes(entry)))
         older = type(slot)(
             *(slot.state, slot.digest, slot.version, slot.offset, slot.length), slot.trailer_length
         )
@@ -167,8 +162,7 @@ def test_only_what_was_announced_is_there(
 ) -> None:
     segment, reader, _ = held
     digests = [put(segment, f"k{number}", b"value", clock=5) for number in range(FEW_DIGESTS + 2)]
-    entry = segment.find(digests[0], 1.0)
-    assert entry is not None
+    entry = present(segment.find(digests[0], 1.0))
     newest, older, newer = (
         entry.version,
         entry.version._replace(clock=4),

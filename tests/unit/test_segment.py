@@ -41,6 +41,7 @@ from p2pstore.objects import Version, chunk_sums, key_digest, root_checksum
 from p2pstore.transfer.reading.segment_reader import SegmentReader
 from simulation.segment_checks import check_segment
 from tests.mapped_copies import copy_one
+from tests.present import present
 
 NONE, SOFT, HARD = PinKind.NONE, PinKind.SOFT, PinKind.HARD
 NAMESPACE = "tests"
@@ -112,7 +113,7 @@ def put(
 
 @dataclass
 class Expected:
-    """What the model knows of a live object."""
+    """The model's knowledge of a live object."""
 
     value: bytes
     entry: ObjectEntry
@@ -350,8 +351,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     def borrow_small(self, keys: list[str], room: int) -> None:
         """Many at once."""
         digests = [key_digest(key, NAMESPACE) for key in keys]
-        lent = self.segment.views.lend_small(b"".join(digests), room, 4 * room, self.now)
-        assert lent is not None
+        lent = present(self.segment.views.lend_small(b"".join(digests), room, 4 * room, self.now))
         expected, slots, total = [], [], 0
         for digest in digests:
             found = self.segment.find(digest, self.now)
@@ -388,8 +388,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
     def view(self, data: st.DataObject, holder: str) -> None:
         """A client that maps the memory leases without asking (more of that in test_hazards)."""
         expected = self.model[data.draw(st.sampled_from(sorted(self.model)))]
-        sighting = self.reader.sight(expected.entry.digest)
-        assert sighting is not None
+        sighting = present(self.reader.sight(expected.entry.digest))
         memory = memoryview(self.buffer)
         view = self.books[holder].take(expected.entry.digest, sighting, memory)
         assert (view is None) == sighting.expired
@@ -476,8 +475,7 @@ class SegmentAgainstDictionary(RuleBasedStateMachine):
             if copied is not None:  # by the clock of the reader it has expired, otherwise
                 assert target[:copied] == expected.value
             assert copied is not None or expected.expires_unix_ms
-            found = self.reader.find(digest)
-            assert found is not None
+            found = present(self.reader.find(digest))
             assert found[1].pin == expected.pin
 
     @invariant()
@@ -522,8 +520,7 @@ def test_what_is_lent_stays_until_its_end(how: str) -> None:
     value = one_granule(1)
     expires_unix_ms = 150_000 if how == "expired" else 0
     entry = put(segment, "lent", value, expires_unix_ms=expires_unix_ms, now=100.0)
-    lent = segment.views.lend(entry.digest, 101.0)
-    assert lent is not None
+    lent = present(segment.views.lend(entry.digest, 101.0))
     assert lent[1] is entry
     if how == "removed":
         segment.remove(entry.digest)
@@ -599,8 +596,7 @@ def test_a_lease_keeps_bytes_that_nobody_can_find_any_more() -> None:
     put(segment, "k", one_granule(2), clock=2)
     assert segment.objects.take_withdrawn() == [entry]
     assert entry.state is SlotState.DOOMED
-    doomed = decode_slot(segment.table.slot_bytes(entry))
-    assert doomed is not None
+    doomed = present(decode_slot(segment.table.slot_bytes(entry)))
     assert doomed.state is SlotState.DOOMED
     for number in range(20):
         put(segment, f"other {number}", one_granule(number))
@@ -700,8 +696,7 @@ def test_full_slots_evict_one_object() -> None:
     put(segment, "new", b"y", now=110)
     assert [entry.key for entry in segment.objects.take_withdrawn()] == ["0"]
     for key in ("1", "2", "new"):
-        entry = segment.find(key_digest(key, NAMESPACE), 111)
-        assert entry is not None
+        entry = present(segment.find(key_digest(key, NAMESPACE), 111))
         segment.references.acquire(entry)
     with pytest.raises(CapacityExceeded, match="3 object slots"):
         put(segment, "too many", b"z", now=112)
@@ -803,8 +798,7 @@ def test_the_highest_version_wins_in_any_order() -> None:
         segment, _ = new_segment(16)
         for clock in clocks:
             put(segment, "k", one_granule(clock), clock=clock)
-        entry = segment.find(key_digest("k", NAMESPACE), 100)
-        assert entry is not None
+        entry = present(segment.find(key_digest("k", NAMESPACE), 100))
         assert segment.payload(entry) == one_granule(3)
         assert segment.used_bytes == GRANULE_BYTES
         check_segment(segment)

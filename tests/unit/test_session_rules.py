@@ -4,7 +4,47 @@ from __future__ import annotations
 
 import pytest
 
-from p2pstore.transfer.serving.session_rules import TRANSITIONS, Event, Lifecycle, State
+from p2pstore.access.keyring import Role
+from p2pstore.errors import BufferTooSmall, ProtocolError
+from p2pstore.objects import DIGEST_BYTES
+from p2pstore.transfer.data_messages import (
+    DataKind,
+    Get,
+    GetItem,
+    GetSmall,
+    Hello,
+    Ping,
+    Refused,
+    StorePart,
+    Ticket,
+)
+from p2pstore.transfer.peer_messages import ClusterRecords, Remove
+from p2pstore.transfer.read_tickets import Rights, Scope, TicketClaims
+from p2pstore.transfer.serving.session_rules import (
+    TRANSITIONS,
+    Event,
+    Lifecycle,
+    Refusal,
+    RequestRules,
+    State,
+    failure_frame,
+    reply_frame,
+)
+from p2pstore.wire import (
+    DATA_REPLY_LIMITS,
+    ERROR,
+    HEADER_BYTES,
+    REPLY,
+    Code,
+    Failure,
+    FrameHeader,
+    Message,
+    decode_body,
+    decode_header,
+    encode_body,
+)
+
+DIGEST = bytes(DIGEST_BYTES)
 
 
 def test_every_state_but_the_last_can_end_and_none_goes_on_after_it() -> None:
@@ -21,6 +61,7 @@ def test_every_state_and_every_event_is_reached() -> None:
 
 def test_only_a_quiet_connection_is_idle() -> None:
     life = Lifecycle()
+    assert (life.state, life.since, life.retiring) == (State.ANSWERING, 0.0, False)
     assert life.quiet_since is None, "it answers what came along with the hello"
     life.happened(Event.ANSWERED, 3.0)
     assert life.quiet_since == 3.0
@@ -37,7 +78,7 @@ def test_a_connection_that_retires_has_its_pause_from_then_on() -> None:
     assert (life.retiring, life.quiet_since) == (True, 8.0)
     life.happened(Event.RECEIVED)
     life.retire(9.0)
-    assert life.quiet_since is None
+    assert (life.quiet_since, life.since) == (None, 0.0), "the pause has not begun"
 
 
 @pytest.mark.parametrize(
@@ -51,3 +92,117 @@ def test_while_another_has_the_connection_the_event_loop_takes_nothing(
     life.state = state
     with pytest.raises(KeyError):
         life.happened(event)
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def rules(scope: Scope, *, stores: bool = True, namespace: str = "") -> RequestRules:
+    claims = TicketClaims(1, b"key", b"issuer", b"audience", 1, b"ticket", int(scope), namespace)
+    return RequestRules(Rights(claims, Role.MEMBER), stores=stores)
+
+
+def header_of(kind: int, flags: int = 0) -> FrameHeader:
+    return FrameHeader(kind, flags, 7, 0, 0)
+
+
+def decode(
+    kind: int, message: Message, *, flags: int = 0, on: RequestRules | None = None
+) -> Message | Refusal:
+    every = Scope.READ | Scope.WRITE | Scope.PEER
+    return (on or rules(every)).decode(header_of(kind, flags), encode_body(message))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (DataKind.GET, Get([GetItem(DIGEST)])),
+        (DataKind.GET_SMALL, GetSmall(2 * DIGEST)),
+        (DataKind.PING, Ping()),
+    ],
+)
+def test_a_request_is_what_its_frame_says(kind: DataKind, message: Message) -> None:
+    assert decode(kind, message) == message
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "text"),
+    [
+        (DataKind.GET, Get([]), "without items"),
+        (DataKind.GET_SMALL, GetSmall(DIGEST + b"x"), "16 bytes each"),
+        (DataKind.GET_SMALL, Ping(), "malformed"),
+        (DataKind.STORE_PART, StorePart(0), "no STORE"),
+    ],
+)
+def test_a_malformed_request_ends_the_connection(
+    kind: DataKind, message: Message, text: str
+) -> None:
+    with pytest.raises(Refused, match=text) as refused:
+        decode(kind, message)
+    header = decode_header(refused.value.frame, DATA_REPLY_LIMITS)
+    assert (header.kind, header.request_id, header.flags) == (kind, 7, REPLY | ERROR)
+    assert decode_body(Failure, refused.value.frame[HEADER_BYTES:]).code == Code.MALFORMED
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"), [(DataKind.HELLO, 0), (DataKind.PROOF, 0), (DataKind.PING, REPLY)]
+)
+def test_no_request_is_nonsense(kind: DataKind, flags: int) -> None:
+    hello = Hello(1, 1, Ticket(b"", b""), b"")
+    with pytest.raises(ProtocolError, match="not a request"):
+        decode(kind, hello if kind == DataKind.HELLO else Ping(), flags=flags)
+
+
+@pytest.mark.parametrize(
+    ("kind", "on", "code"),
+    [
+        (DataKind.CLUSTER_RECORDS, rules(Scope.READ), Code.AUTHENTICATION_FAILED),
+        (DataKind.REMOVE, rules(Scope.READ), Code.AUTHENTICATION_FAILED),
+        (DataKind.REMOVE, rules(Scope.WRITE, namespace="mine"), Code.AUTHENTICATION_FAILED),
+        (DataKind.REMOVE, rules(Scope.WRITE, stores=False), Code.UNSUPPORTED),
+        (99, rules(Scope.READ), Code.UNSUPPORTED),
+    ],
+)
+def test_a_request_that_is_not_for_here_is_refused(kind: int, on: RequestRules, code: Code) -> None:
+    refusal = decode(kind, Remove("other", ["k"]), on=on)
+    assert isinstance(refusal, Refusal)
+    assert refusal.code is code
+    assert refusal.text
+
+
+def test_a_write_within_the_ticket_is_taken_by_a_peer_that_stores() -> None:
+    message = Remove("mine", ["k"])
+    assert decode(DataKind.REMOVE, message, on=rules(Scope.WRITE, namespace="mine")) == message
+    of_peers = ClusterRecords([], [])
+    peer = rules(Scope.PEER, stores=False)
+    assert decode(DataKind.CLUSTER_RECORDS, of_peers, on=peer) == of_peers
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def test_an_answer_has_the_kind_and_number_of_its_request() -> None:
+    header = decode_header(reply_frame(header_of(DataKind.PING), Ping()), DATA_REPLY_LIMITS)
+    assert (header.kind, header.flags, header.request_id) == (DataKind.PING, REPLY, 7)
+    assert header.bulk_length == 0
+    frame = reply_frame(header_of(DataKind.GET), Ping(), 5)
+    assert decode_header(frame, DATA_REPLY_LIMITS).bulk_length == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "detail", "text"),
+    [
+        (BufferTooSmall("too small", 77), Code.BUFFER_TOO_SMALL, 77, "too small"),
+        (ValueError("a bad key"), Code.INVALID_ARGUMENT, 0, "a bad key"),
+        (RuntimeError("secret"), Code.INTERNAL, 0, "internal error of the other peer"),
+    ],
+)
+def test_a_failure_is_told_and_an_internal_one_only_logged(
+    error: Exception, code: Code, detail: int, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    frame = failure_frame(header_of(DataKind.PING), error)
+    failure = decode_body(Failure, frame[HEADER_BYTES:])
+    assert (failure.code, failure.detail) == (code, detail)
+    assert text in failure.text
+    assert "secret" not in failure.text
+    assert ("PING" in caplog.text) == (code is Code.INTERNAL)

@@ -11,7 +11,7 @@ from simulation.tasks import Answer, Task, sleep
 
 
 def recorder(kernel: Kernel) -> tuple[list[tuple[float, str]], Callable[[str], None]]:
-    """What happened, each with its time, and how to add to it."""
+    """Events with their times, and a function that adds one."""
     seen: list[tuple[float, str]] = []
     return seen, lambda word: seen.append((kernel.now, word))
 
@@ -35,36 +35,6 @@ def test_a_task_begins_with_the_next_event_and_has_a_result_at_its_end() -> None
     kernel.run_until(9.0)
     assert seen == [(0.0, "begun"), (1.5, "woken"), (1.5, "ended with 7")]
     assert task.ended
-
-
-def test_tasks_that_wake_at_one_moment_go_on_in_the_order_of_their_waits() -> None:
-    kernel = Kernel(1)
-    seen, note = recorder(kernel)
-
-    async def main(name: str) -> None:
-        for turn in range(3):
-            note(f"{name}{turn}")
-            await sleep(1.0)
-
-    for name in "ab":
-        Task(kernel, lambda name=name: main(name))  # type: ignore[misc]  # mypy: defaults of a lambda
-    kernel.run_until(9.0)
-    assert [word for _, word in seen] == ["a0", "b0", "a1", "b1", "a2", "b2"]
-
-
-def test_an_error_is_the_result() -> None:
-    kernel = Kernel(1)
-    ended: list[bool] = []
-
-    async def main() -> None:
-        await sleep(1.0)
-        raise LookupError("lost")
-
-    task = Task(kernel, main, lambda: ended.append(True))
-    kernel.run_until(9.0)
-    assert ended == [True]
-    with pytest.raises(LookupError, match="lost"):
-        task.result()
 
 
 # --- answers ---------------------------------------------------------------------------------
@@ -94,39 +64,6 @@ def test_a_wait_ends_when_the_answer_comes_or_its_time_is_over() -> None:
     assert waits(Kernel(1), 5.0, timeout_seconds=5.0) == (5.0, True)
 
 
-def test_of_two_answers_the_first_counts() -> None:
-    assert waits(Kernel(1), 2.0, 2.0, 3.0, timeout_seconds=5.0) == (2.0, True)
-
-
-def test_what_was_brought_before_is_not_waited_for() -> None:
-    kernel = Kernel(1)
-    answer = Answer[str]()
-    answer.bring("early")
-
-    async def main() -> str:
-        assert await answer.wait(5.0)
-        return f"{answer.value} at {kernel.now}"
-
-    task = Task(kernel, main)
-    kernel.run_until(9.0)
-    assert task.result() == "early at 0.0"
-
-
-def test_the_deadline_of_an_earlier_wait_does_not_end_a_later_one() -> None:
-    kernel = Kernel(1)
-    first, second = Answer[int](), Answer[int]()
-    kernel.at(1.0, lambda: first.bring(1))
-
-    async def main() -> float:
-        assert await first.wait(3.0)
-        assert not await second.wait(10.0)
-        return kernel.now
-
-    task = Task(kernel, main)
-    kernel.run_until(99.0)
-    assert task.result() == 11.0
-
-
 # --- cancellation ----------------------------------------------------------------------------
 
 
@@ -152,40 +89,6 @@ def test_a_cancelled_task_runs_its_finally_blocks_and_nothing_else() -> None:
     assert seen == [(1.0, "let go")]
     with pytest.raises(RuntimeError, match="was cancelled"):
         task.result()
-
-
-def test_a_task_that_is_cancelled_before_it_begins_never_does() -> None:
-    kernel = Kernel(1)
-    seen, note = recorder(kernel)
-
-    async def main() -> None:
-        note("begun")
-
-    task = Task(kernel, main)
-    task.cancel()
-    kernel.run_until(9.0)
-    assert task.ended
-    assert not seen
-
-
-def test_a_task_that_was_woken_can_still_be_cancelled() -> None:
-    kernel = Kernel(1)
-    seen, note = recorder(kernel)
-    answer = Answer[int]()
-
-    async def main() -> None:
-        await answer.wait(5.0)
-        note("went on")
-
-    task = Task(kernel, main)
-
-    def bring_and_cancel() -> None:
-        answer.bring(1)
-        task.cancel()
-
-    kernel.after(1.0, bring_and_cancel)
-    kernel.run_until(9.0)
-    assert not seen
 
 
 @pytest.mark.parametrize("wait", [lambda: sleep(1.0), lambda: Answer[int]().wait(1.0)])

@@ -17,6 +17,7 @@ from p2pstore.status.slow_operations import (
     Watched,
     describe,
 )
+from tests.present import present
 
 ONE, TWO = b"1" * 16, b"2" * 16
 
@@ -53,8 +54,7 @@ def test_a_stage_says_what_its_time_went_to() -> None:
     slow = SlowOperations(0.1)
     watched = slow.begin([ONE], 0.0)
     slow.stage([ONE], stage, 1.5)
-    operation = end(slow, watched, 1.5)
-    assert operation is not None
+    operation = present(end(slow, watched, 1.5))
     assert "pull from b by tcp 1.500 s (queue 0.250 s, transfer 1.250 s); ok" in describe(operation)
 
 
@@ -83,8 +83,7 @@ def test_stages_at_the_same_time_are_not_counted_twice() -> None:
     for _ in range(3):
         slow.stage([ONE], Stage("lookup", 0.4), 10.5)
     slow.stage([ONE], Stage("lookup", 99.0), 10.2)  # began before the operation did
-    done = end(slow, watched, 11.0)
-    assert done is not None
+    done = present(end(slow, watched, 11.0))
     assert done.waiting_seconds == pytest.approx(0.5)
 
 

@@ -33,7 +33,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def as_stranger(action: Callable[[], str]) -> str:
-    """What `action` returns, or the error it raises, in a process of another user."""
+    """The result or error of `action` in a process of another user."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -25,6 +25,7 @@ from p2pstore.ssd_tier.log_layout import (
     part_count,
     record_bytes,
 )
+from tests.present import present
 from tests.unit.cold_objects import facts_of
 
 KEYS = ("a", "ab", "abc", "b", "ü", "z\0", "z")
@@ -263,8 +264,7 @@ def test_all_parts_of_an_object_are_kept_as_firmly() -> None:
     older = Version(4, facts.version.writer, facts.version.root)
     assert not index.set_care(facts.digest, older, pin=2, replicas=7, soft=True)
     assert index.set_care(facts.digest, facts.version, pin=2, replicas=7, soft=True)
-    entry = index.find(facts.digest)
-    assert entry is not None
+    entry = present(index.find(facts.digest))
     assert (entry.pin, entry.replicas, entry.soft, entry.length) == (2, 7, True, facts.length)
     assert entry.described
     rows = index.footer_of(0).rows
@@ -280,8 +280,7 @@ def test_an_entry_has_all_facts_but_sums_and_tensor() -> None:
         key_digest("k" * 1024), version, 4096, "n" * 255, "k" * 1024, (1,), 2**50, 70_000, 2, True
     )
     assert index.add(place(3), facts, 0, 100) == ()
-    entry = index.find(facts.digest)
-    assert entry is not None
+    entry = present(index.find(facts.digest))
     assert (entry.version, entry.length, entry.key) == (version, 4096, "k" * 1024)
     assert (entry.namespace, entry.expires_unix_ms) == ("n" * 255, 2**50)
     assert (entry.replicas, entry.pin, entry.soft) == (65_535, 2, True)
@@ -306,8 +305,7 @@ def test_a_segment_has_records_of_one_generation() -> None:
     index.drop(facts_of("a", 1).digest)
     assert not index._rows._texts._texts
     index.add(place(0, generation=2), facts_of("b", 1), 0, 1)
-    entry = index.find(facts_of("b", 1).digest)
-    assert entry is not None
+    entry = present(index.find(facts_of("b", 1).digest))
     assert entry.places[0].generation == 2
 
 
@@ -338,8 +336,7 @@ def test_text_of_dropped_keys_is_cut_out() -> None:
     text = index._rows._texts._texts[0]
     assert len(text) < 2 * 1000 * len(kept) + 66_000
     for digest, key in kept.items():
-        entry = index.find(digest)
-        assert entry is not None
+        entry = present(index.find(digest))
         assert entry.key == key
     assert len(index.footer_of(0).keys) == 1000 * len(kept)
 

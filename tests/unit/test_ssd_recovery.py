@@ -32,6 +32,7 @@ from p2pstore.ssd_tier.record_format import (
     encode_record_header,
 )
 from p2pstore.ssd_tier.recovery import FoundState, Read, SegmentSearch
+from tests.present import present
 from tests.unit.cold_log import Log
 from tests.unit.cold_objects import STORE_ID, facts_of
 
@@ -79,8 +80,7 @@ def test_records_are_found_with_and_without_a_footer(sealed: bool) -> None:
     assert [each.state for each in found] == [expected, FoundState.FREE, FoundState.FREE]
     assert (refilled.next_sequence, refilled.dead, refilled.superseded) == (4, 0, 0)
     for facts, place, value in written.values():
-        entry = index.find(facts.digest)
-        assert entry is not None
+        entry = present(index.find(facts.digest))
         assert (entry.key, entry.version, entry.places) == (facts.key, facts.version, (place,))
         assert read_object(log, entry) == value
     assert index.objects == 3
@@ -263,8 +263,7 @@ def test_the_highest_version_wins_and_the_other_is_dead_for_good(
     if sealed:
         log.seal(0)
     index, found, refilled = log.recover()
-    entry = index.find(new.digest)
-    assert entry is not None
+    entry = present(index.find(new.digest))
     assert (entry.version, entry.places) == (new.version, (places[new.version],))
     assert (index.objects, index.records, refilled.superseded) == (1, 1, 1)
     dead = places[old.version]
@@ -279,8 +278,7 @@ def test_of_equal_versions_the_record_written_first_wins() -> None:
     facts = facts_of("k", 100)
     first, second = log.append(1, facts), log.append(0, facts)
     index, found, refilled = log.recover()
-    entry = index.find(facts.digest)
-    assert entry is not None
+    entry = present(index.find(facts.digest))
     assert entry.places == (first,)
     assert refilled.superseded == 1
     assert found[second.segment].marks.is_dead(second.number)
@@ -292,8 +290,7 @@ def test_an_object_without_one_of_its_parts_is_dead_for_good() -> None:
     places = [log.append(segment, facts, part) for part, segment in ((2, 0), (0, 1), (1, 1))]
     missing = log.append(2, other, 1)
     index, found, refilled = log.recover()
-    entry = index.find(facts.digest)
-    assert entry is not None
+    entry = present(index.find(facts.digest))
     assert entry.places == (places[1], places[2], places[0])
     assert index.find(other.digest) is None
     assert (index.objects, index.records, refilled.incomplete) == (1, 3, 1)
@@ -305,8 +302,7 @@ def test_a_version_that_was_being_written_does_not_take_the_one_before_with_it()
     old, new = facts_of("k", 100, clock=1), facts_of("k", PART_BYTES + 1, clock=2)
     first, part = log.append(0, old), log.append(1, new, 0)
     index, found, refilled = log.recover()
-    entry = index.find(old.digest)
-    assert entry is not None
+    entry = present(index.find(old.digest))
     assert (entry.version, entry.places) == (old.version, (first,))
     assert (refilled.incomplete, refilled.superseded) == (1, 0)
     assert found[1].marks.is_dead(part.number)
@@ -319,8 +315,7 @@ def test_a_payload_that_is_torn_does_not_take_the_version_before_with_it(compres
     new, payload = facts_of("k", len(value), clock=2, value=value), value
     sizes: tuple[int, ...] = ()
     if compressed:
-        packed = compress_part(memoryview(value))
-        assert packed is not None
+        packed = present(compress_part(memoryview(value)))
         payload, sizes = b"".join(packed[0]), packed[1]
     for damaged in (None, 0, 4096, 200_000, len(payload) - 1):
         log = Log(segments=2, segment_bytes=8 * MIB)
@@ -329,8 +324,7 @@ def test_a_payload_that_is_torn_does_not_take_the_version_before_with_it(compres
         if damaged is not None:
             log.disk[record_position(places[1], 8 * MIB) + PAGE_BYTES + damaged] ^= 1
         index, found, _ = log.recover()
-        entry = index.find(old.digest)
-        assert entry is not None
+        entry = present(index.find(old.digest))
         assert entry.places == ((places[1],) if damaged is None else (places[0],))
         assert found[0].marks.is_dead(1) == (damaged is not None)
         assert found[0].marks.is_dead(0) == (damaged is None)

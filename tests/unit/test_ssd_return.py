@@ -22,6 +22,7 @@ from p2pstore.ssd_tier.cold_log import TierHooks
 from p2pstore.ssd_tier.tier import open_tier
 from p2pstore.ssd_tier.write_admission import AdmissionPolicy
 from simulation.faulty_disk import FaultyDisk
+from tests.present import present
 from tests.unit.cold_harness import SEGMENT_BYTES, simulated_disk
 from tests.unit.core_harness import NAMESPACE, Harness, clock_at, digest_of
 
@@ -131,12 +132,10 @@ async def test_after_a_shutdown_of_all_it_is_back_with_everything() -> None:
     async with life(disk, began=200.0) as second:
         assert await second.settled()
         for number in range(10):
-            record = second.world.announced(f"k{number}")
-            assert record is not None
+            record = present(second.world.announced(f"k{number}"))
             assert record.tier is Tier.SSD
             assert await second.get(f"k{number}") == VALUE + b"k%d" % number
-            entry = second.world.find(f"k{number}")
-            assert entry is not None
+            entry = present(second.world.find(f"k{number}"))
             assert (entry.dtype, entry.shape, entry.on_ssd) == ("float32", (3, 4), True)
 
 

@@ -19,6 +19,7 @@ from p2pstore.ssd_tier.log_segments import (
     SegmentTable,
     Stream,
 )
+from tests.present import present
 
 MIB = 1024 * 1024
 PAGES = MIB // PAGE_BYTES
@@ -37,8 +38,7 @@ def table_of(count: int, *, free: int | None = None) -> SegmentTable:
 
 def fill(table: SegmentTable, stream: Stream = Stream.NEW) -> RecordPlace:
     """Place one record that takes a segment almost whole, and end its write."""
-    place = table.place(table.usable_bytes // PAGE_BYTES - 1, 0, stream)
-    assert place is not None
+    place = present(table.place(table.usable_bytes // PAGE_BYTES - 1, 0, stream))
     table.written(place)
     return place
 
@@ -61,10 +61,8 @@ def test_records_follow_each_other_and_are_numbered() -> None:
 
 def test_a_full_segment_is_sealed_once_its_writes_are_over() -> None:
     table = table_of(4)
-    place = table.place(PAGES // 2, 0)
-    assert place is not None
-    other = table.place(PAGES // 2, 0)
-    assert other is not None
+    place = present(table.place(PAGES // 2, 0))
+    other = present(table.place(PAGES // 2, 0))
     assert other.segment == 1
     assert table[0].state.value == SegmentState.SEALING.value
     assert table.to_seal() == []
@@ -182,10 +180,8 @@ def test_a_segment_is_reused_only_after_its_reads_and_with_a_new_generation() ->
     with pytest.raises(ValueError, match="must rise"):
         table.started(table[0], 1)
     table.started(table[0], 2)
-    place = table.place(1, 0, Stream.KEPT)
-    assert place is not None
-    place = table.place(PAGES // 2, 0, Stream.KEPT)
-    assert place is not None
+    place = present(table.place(1, 0, Stream.KEPT))
+    place = present(table.place(PAGES // 2, 0, Stream.KEPT))
     assert (place.segment, place.generation, place.page) == (0, 2, FIRST_RECORD_PAGE)
 
 
@@ -195,8 +191,7 @@ def test_a_retired_segment_takes_nothing() -> None:
     table.retire(table[0])
     table.retire(table[1])
     assert table.place(1, 0) is None, "one is left, and that is for what is kept"
-    place = table.place(1, 0, Stream.KEPT)
-    assert place is not None
+    place = present(table.place(1, 0, Stream.KEPT))
     assert place.segment == 2
 
 
@@ -206,8 +201,7 @@ def test_steps_out_of_order_are_refused() -> None:
         table.drain(table[0])
     with pytest.raises(ValueError, match="no read"):
         table.end_read(0)
-    place = table.place(1, 0)
-    assert place is not None
+    place = present(table.place(1, 0))
     table.written(place)
     with pytest.raises(ValueError, match="no write"):
         table.written(place)
@@ -222,10 +216,9 @@ def test_recovery_goes_on_where_it_was() -> None:
     table.restore(2, 4, state=SegmentState.FREE)
     assert table.choose_reclaim(lambda segment: MIB) is None, "one is free, one is empty"
     table.started(table[3], 1)
-    place = table.place(1, 0)
-    assert place is not None
+    place = present(table.place(1, 0))
     assert (place.segment, place.generation, place.sequence) == (2, 4, 70)
-    place = table.place(1, 0, Stream.KEPT)
+    table.place(1, 0, Stream.KEPT)
     assert table.choose_reclaim(lambda segment: MIB) is table[1]
 
 

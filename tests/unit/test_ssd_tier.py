@@ -21,6 +21,7 @@ from p2pstore.ssd_tier.log_segments import SegmentState
 from p2pstore.ssd_tier.upkeep import Keeper
 from p2pstore.ssd_tier.write_admission import AdmissionPolicy, Refusal
 from simulation.faulty_disk import FaultyDisk
+from tests.present import present
 from tests.unit.cold_harness import (
     NAMESPACE,
     SEGMENT_BYTES,
@@ -85,8 +86,7 @@ async def test_long_values_are_worked_on_in_threads(
     async with running(disk, segment_bytes=4 * MIB) as harness:
         assert await harness.store("a", 5, value)
         assert (await harness.load("a"))[1] == value
-        entry = harness.tier.find(key_digest("a", NAMESPACE))
-        assert entry is not None
+        entry = present(harness.tier.find(key_digest("a", NAMESPACE)))
         disk.damage(record_position(entry.places[0], 4 * MIB) + 2 * PAGE_BYTES)
         assert await missing(harness, "a") is Miss.DAMAGED
 
@@ -95,8 +95,7 @@ async def test_damaged_compressed_bytes_are_a_miss(autojump_clock: object) -> No
     disk = simulated_disk()
     async with running(disk) as harness:
         assert await harness.store("a", 1, value_of("a", 1, 200_000, compressible=True))
-        entry = harness.tier.find(key_digest("a", NAMESPACE))
-        assert entry is not None
+        entry = present(harness.tier.find(key_digest("a", NAMESPACE)))
         disk.damage(record_position(entry.places[0], SEGMENT_BYTES) + PAGE_BYTES + 20)
         assert await missing(harness, "a") is Miss.DAMAGED
 
@@ -176,8 +175,7 @@ async def test_an_older_store_never_follows_a_newer_one(autojump_clock: object) 
             nursery.start_soon(harness.store, "a", 1, value_of("a", 1, 200_000))
             await trio.sleep(1)
             assert await harness.store("a", 2, VALUE)
-            entry = harness.tier.find(key_digest("a", NAMESPACE))
-            assert entry is not None
+            entry = present(harness.tier.find(key_digest("a", NAMESPACE)))
             disk.damage(record_position(entry.places[0], SEGMENT_BYTES))
             assert await missing(harness, "a") is Miss.DAMAGED
             go_on.set()
@@ -317,8 +315,7 @@ async def test_how_firmly_an_object_is_kept_may_change(autojump_clock: object) -
         assert not tier.set_care(facts.digest, older, pin=0, replicas=3, soft=True)
         assert not tier.set_care(bytes(16), version, pin=0, replicas=3, soft=True)
         assert tier.set_care(facts.digest, version, pin=0, replicas=3, soft=True)
-        entry = tier.find(facts.digest)
-        assert entry is not None
+        entry = present(tier.find(facts.digest))
         assert (entry.pin, entry.replicas, entry.soft) == (0, 3, True)
         loaded, value = await harness.load("a")
         assert value == VALUE
@@ -326,12 +323,10 @@ async def test_how_firmly_an_object_is_kept_may_change(autojump_clock: object) -
         log = tier._log
         [record] = log.index.records_of(entry.places[0].segment)
         assert await Keeper(log)._copy(record)
-        again = tier.find(facts.digest)
-        assert again is not None
+        again = present(tier.find(facts.digest))
         assert again.places != entry.places
     async with running(disk) as harness:
-        again = harness.tier.find(facts.digest)
-        assert again is not None
+        again = present(harness.tier.find(facts.digest))
         assert (again.pin, again.replicas, again.soft) == (0, 3, True)
 
 
@@ -417,8 +412,7 @@ async def test_a_damaged_payload_is_a_miss_and_dropped(autojump_clock: object) -
     disk = simulated_disk()
     async with running(disk) as harness:
         assert await harness.store("a", 1, VALUE)
-        entry = harness.tier.find(key_digest("a", NAMESPACE))
-        assert entry is not None
+        entry = present(harness.tier.find(key_digest("a", NAMESPACE)))
         disk.damage(record_position(entry.places[0], SEGMENT_BYTES) + PAGE_BYTES + 777)
         assert await missing(harness, "a") is Miss.DAMAGED
         assert await missing(harness, "a") is Miss.ABSENT
@@ -851,8 +845,7 @@ async def test_what_reclaim_moved_while_it_could_not_be_read_is_read_where_it_is
     async with running(disk) as harness:
         assert await harness.store("a", 1, VALUE)
         log = harness.tier._log
-        entry = harness.tier.find(key_digest("a", NAMESPACE))
-        assert entry is not None
+        entry = present(harness.tier.find(key_digest("a", NAMESPACE)))
         [record] = log.index.records_of(entry.places[0].segment)
         real, old, copied = disk.read_into, log.position(entry.places[0]), False
 

@@ -40,7 +40,7 @@ TASKS = 6
 
 @dataclass
 class Known:
-    """What must be true of one key."""
+    """The promises for one key."""
 
     newest: int | None = None
     """The version that is found, if any is."""

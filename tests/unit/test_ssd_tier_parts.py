@@ -12,6 +12,7 @@ from p2pstore.objects import MIB, PART_BYTES, key_digest
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
 from p2pstore.ssd_tier.health import ColdMiss, Miss
 from p2pstore.ssd_tier.log_layout import LOG_START_BYTES, PAGE_BYTES, record_position
+from tests.present import present
 from tests.unit.cold_harness import NAMESPACE, facts_of, running, value_of
 
 SEGMENT = 66 * MIB
@@ -48,8 +49,7 @@ async def test_an_object_without_one_of_its_parts_is_a_miss(disk: FileDisk) -> N
     value = value_of("a", 1, PART_BYTES + 100)
     async with running(disk, segment_bytes=SEGMENT) as harness:
         assert await harness.store("a", 1, value)
-        entry = harness.tier.find(key_digest("a", NAMESPACE))
-        assert entry is not None
+        entry = present(harness.tier.find(key_digest("a", NAMESPACE)))
         assert len(entry.places) == 2
         position = record_position(entry.places[1], SEGMENT)
         await disk.write_from(position, [bytes(PAGE_BYTES)])
@@ -58,8 +58,7 @@ async def test_an_object_without_one_of_its_parts_is_a_miss(disk: FileDisk) -> N
         assert caught.value.reason is Miss.DAMAGED
         assert harness.tier.statistics()["live_bytes"] == 0
         assert await harness.store("a", 2, value)
-        entry = harness.tier.find(key_digest("a", NAMESPACE))
-        assert entry is not None
+        entry = present(harness.tier.find(key_digest("a", NAMESPACE)))
         await disk.write_from(record_position(entry.places[0], SEGMENT), [bytes(PAGE_BYTES)])
     async with running(disk) as harness:
         assert harness.keys() == {}

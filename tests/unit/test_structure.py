@@ -58,6 +58,7 @@ JOIN = "cli/mooncake_p2p/commands/join.py"
 PURE = (
     "p2pstore/core/*.py",
     "p2pstore/memory/*.py",
+    "p2pstore/trace/*.py",
     "simulation/*.py",
     *(
         f"p2pstore/gossip/*{name}.py"

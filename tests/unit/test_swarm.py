@@ -8,13 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from p2pstore.checkpoint.content.pieces import (
-    Availability,
-    full_map,
-    map_of,
-    pack_map,
-    pieces_in,
-)
+from p2pstore.checkpoint.content.pieces import Availability, full_map, map_of, pack_map, pieces_in
 from p2pstore.checkpoint.swarm.selection import SwarmConfig
 from p2pstore.checkpoint.swarm.swarm import Swarm
 from p2pstore.checkpoint.swarm.swarm_messages import (
@@ -487,17 +481,6 @@ def test_who_refused_is_granted_nothing_before_that_changes() -> None:
         assert peer.granted() == [1, 1]
 
 
-def test_an_older_peer_that_had_no_room_is_granted_a_slot_with_its_next_piece() -> None:
-    peer = Peer([0, 1, 2])
-    peer.neighbour(1, 0)
-    assert peer.granted() == [1, 1]
-    for _ in range(2):
-        peer.on(Received(1, Refuse(Refusal.FULL)))
-    assert peer.granted() == []
-    peer.on(Received(1, NewPieces([1])))
-    assert peer.granted() == [1, 1]
-
-
 def test_free_slots_are_granted_to_those_who_lack_something() -> None:
     peer = Peer([0, 1])
     peer.neighbour(1, 0, 1, 2)
@@ -615,23 +598,6 @@ def test_slots_are_free_again_when_their_user_goes() -> None:
     peer.on(Served(1, 0))
     assert peer.machine.slots.free == 0
     assert not peer.machine.sending._serving_since
-
-
-def test_nothing_is_kept_of_a_neighbour_that_went() -> None:
-    peer = Peer([0])
-    peer.neighbour(1, 1)
-    peer.on(Received(1, Grant(1)))
-    peer.on(PieceArrived(1, 1))
-    peer.on(Asked(1, 0))
-    peer.on(Served(1, 0))
-    assert (
-        peer.machine.state.uploads._usual.keys()
-        == peer.machine.state.downloads._usual.keys()
-        == {1}
-    )
-    peer.on(Unlinked(1))
-    assert not peer.machine.state.uploads._usual
-    assert not peer.machine.state.downloads._usual
 
 
 # --- the publisher ---------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from random import Random
 
 from hypothesis import settings
@@ -213,12 +212,14 @@ class SwarmPeer(RuleBasedStateMachine):
         busy = {
             each for each in self.serving if not self.machine.state.neighbours[each[0]].same_host
         }
-        assert set(slots._sending) == busy == set(self.machine.sending._serving_since)
-        assert len(slots._sending) <= 2 * 8
-        assert slots._grants == sum(map(len, slots._granted.values()))
-        assert set(slots._granted) | set(slots._waiting) <= self.linked
-        used = Counter({member: len(grants) for member, grants in slots._granted.items()})
-        assert slots._used == used + Counter(member for member, _ in slots._sending)
+        assert len(busy) <= 2 * 8
+        assert all(slots.is_sending(*each) for each in busy)
+        used = {member: slots.used_by(member) for member in (*range(10), 99)}
+        assert all(member in self.linked for member, count in used.items() if count)
+        assert all(used[member] >= sum(to == member for to, _ in busy) for member in used)
+        granted = sum(used.values()) - len(busy)
+        assert granted <= slots.slots - slots.free <= granted + len(busy)
+        assert slots.waiting <= len(self.linked)
 
     def teardown(self) -> None:
         """One honest neighbour is enough."""

@@ -7,11 +7,11 @@ import re
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import eventually
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "test"
 
@@ -79,13 +79,6 @@ def notes(project: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_all_lanes_run_at_once_and_their_output_does_not_mix(project: Path) -> None:
     status, output = run(project, MEET="each other")
     assert status == 0, output
@@ -142,6 +135,17 @@ def test_an_interrupt_ends_all_lanes(project: Path) -> None:
     assert script.returncode == 130
     assert {f"{each} ended" for each in lanes} <= set(notes(project).splitlines())
     assert "said by computing" in output
+
+
+def test_fast_runs_each_unit_test_once_and_nothing_else(project: Path) -> None:
+    names = [f"tests/unit/test_{each}.py" for each in "abc"]
+    (project / "tests" / "unit").mkdir(parents=True)
+    for each in names:
+        (project / each).touch()
+    status, output = run(project, "--fast")
+    assert status == 0, output
+    assert sorted(re.findall(r"tests/\S+", notes(project))) == names
+    assert {"ruff", "mypy"} <= set(re.findall(r"said by (\w+)", output))
 
 
 def test_arguments_choose_tests_in_one_lane(project: Path) -> None:

@@ -170,7 +170,7 @@ def writers_ring(*namespaces: str, keys: Sequence[bytes] = (NEW_KEY,)) -> KeyRin
 
 
 def rights(granted: GrantedTicket, ring: KeyRing) -> Rights:
-    """What the holder of a ticket may do at a peer with that ring, once it has shown that it has the secret."""
+    """The rights of a ticket's holder at a peer with that ring, once it has proved the secret."""
     claims, secret = opened(granted.ticket, ring)
     assert secret == granted.secret
     return Rights(claims, ring.role_of(claims.key_id, claims.namespace))

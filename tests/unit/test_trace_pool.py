@@ -9,8 +9,8 @@ from typing import Any, get_args
 import pytest
 
 from p2pstore.memory.eviction_policies import PolicyName, make_policy
-from simulation.traces.block_cache import BlockCache, ColdBlocks, replay_one_cache
-from simulation.traces.pool import (
+from p2pstore.trace.block_cache import BlockCache, ColdBlocks, replay_one_cache
+from p2pstore.trace.pool import (
     PeerChange,
     Pool,
     PoolOutcome,
@@ -21,7 +21,7 @@ from simulation.traces.pool import (
     make_router,
     next_up,
 )
-from simulation.traces.trace_requests import Request
+from p2pstore.trace.trace_requests import Request
 from tests.unit.test_trace_one_cache import conversation_trace, oracle, published
 from tests.unit.trace_requests import conversations
 

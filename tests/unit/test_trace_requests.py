@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from p2pstore.errors import ConfigError
-from simulation.traces import trace_requests
-from simulation.traces.trace_requests import MAX_LINE_BYTES, Request, read_requests
+from p2pstore.trace import trace_requests
+from p2pstore.trace.trace_requests import MAX_LINE_BYTES, Request, read_requests
 from tests.unit.trace_requests import conversations
 
 LINE = b'{"timestamp": 27, "input_length": 600, "output_length": 1, "hash_ids": [0, 4]}\n'

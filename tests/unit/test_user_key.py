@@ -13,6 +13,7 @@ from p2pstore.config import USER_KEY_NAME, PeerConfig
 from p2pstore.errors import ConfigError
 from p2pstore.state import places as user_key
 from p2pstore.state.places import find_user_ring, ring_of_the_keyless, user_ring
+from tests.present import present
 
 
 @pytest.fixture
@@ -31,8 +32,7 @@ def test_the_first_peer_makes_it_and_the_others_find_it(place: Path) -> None:
     ring = user_ring()
     assert ring.of_user
     assert ring.role is Role.MEMBER
-    found = find_user_ring()
-    assert found is not None
+    found = present(find_user_ring())
     assert user_ring().keys == found.keys == ring.keys != (KEYLESS,)
     assert ring_of_the_keyless().keys == (*ring.keys, KEYLESS)
     assert (place / USER_KEY_NAME).stat().st_mode & 0o777 == 0o600
@@ -66,8 +66,7 @@ def test_it_goes_beside_the_sockets_where_the_first_place_cannot_be_used(
     place.parent.write_text("a file where a directory should be")
     ring = user_ring()
     assert (tmp_path / "second" / USER_KEY_NAME).exists()
-    found = find_user_ring()
-    assert found is not None
+    found = present(find_user_ring())
     assert found.keys == ring.keys
     (tmp_path / "second" / USER_KEY_NAME).unlink()
     (tmp_path / "second").chmod(0o777)

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from random import Random
 
-from simulation.traces.trace_requests import TOKENS_PER_BLOCK, Request
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-import trace_command as bench_trace  # a script's module
-
-__all__ = ["bench_trace", "conversations"]
+from p2pstore.trace.trace_requests import TOKENS_PER_BLOCK, Request
 
 
 def conversations(requests: int, seed: int = 1) -> list[Request]:

@@ -121,6 +121,9 @@ SETTINGS: Final[dict[str, Setting]] = {
         default="none; a port alone: on loopback",
     ),
     "metrics_keys": Setting("", "Show keys on the status page, not just namespaces", bool),
+    "http_token_file": Setting(
+        "FILE", "Token of routers' queries over HTTP; without one: on loopback only"
+    ),
     "slow_operation": Setting(
         "SECONDS", "Shortest operation that `stats --slow` keeps; 0: none", default="0.1"
     ),
@@ -148,7 +151,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
         *("socket", "socket_mode", "socket_group", "socket_others"),
     ),
     "Operation": (
-        *("state_dir", "drain_timeout", "metrics_keys", "slow_operation"),
+        *("state_dir", "drain_timeout", "metrics_keys", "http_token_file", "slow_operation"),
         *("log_level", "log_format", "log_file"),
     ),
 }

@@ -81,7 +81,7 @@ class FileEntry(Message, frozen=True, gc=False):
     shape: Annotated[list[int], msgspec.Meta(max_length=MAX_DIMENSIONS)] = []  # noqa: RUF012  # msgspec copies it
 
 
-class Manifest(Message, frozen=True, dict=True):
+class Manifest(Message, frozen=True, dict=True, gc=True):
     """The content of a version. `files` are in the order of their paths; `piece_hashes` are the concatenated hashes of
     all pieces. `file_hashes`: a number of `FileHashes`."""
 
@@ -143,7 +143,7 @@ class Manifest(Message, frozen=True, dict=True):
         return hash_of(data) == self.piece_hash(piece)
 
 
-class SignedManifest(Message, frozen=True, dict=True):
+class SignedManifest(Message, frozen=True, dict=True, gc=True):
     """A manifest as it travels and is stored: its exact bytes, the signer, and the signature."""
 
     body: bytes

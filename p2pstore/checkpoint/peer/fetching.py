@@ -15,12 +15,7 @@ import trio
 from msgspec import structs
 
 from p2pstore.checkpoint.checkpoint_messages import Fetch, Fetched
-from p2pstore.checkpoint.content.content_paths import (
-    WILDCARDS,
-    choose_files,
-    nearest,
-    unmatched,
-)
+from p2pstore.checkpoint.content.content_paths import WILDCARDS, choose_files, nearest, unmatched
 from p2pstore.checkpoint.content.directory_versions import kept_manifest, kept_versions
 from p2pstore.checkpoint.content.manifest import (
     MAX_MANIFEST_BYTES,
@@ -63,7 +58,7 @@ class Fetching:
     # --- to directories --------------------------------------------------------------------------
 
     async def fetch(self, order: Fetch, directory: HeldDirectory, job: Job) -> Fetched:
-        """Bring a version to a directory and put it in its place. Closes `directory` when its last user is done.
+        """Bring a version to a directory and put it in its place. The swarm has the directory from its beginning on.
 
         Raises `NoSuchKey` for an unknown checkpoint, `CheckpointRefused` for what its publisher did not sign,
         `CapacityExceeded` and `ConfigError` for a directory without room or permission, `Unavailable` when no peer
@@ -93,16 +88,18 @@ class Fetching:
             yield from target.finishing(order.keep, use=use)
             target.close()
 
-        store = Holding(target, directory)
+        store = Holding(target, directory.hand_over())
         bringing = Bringing(
             self._peer, self._parts, order, signed, target, job, store=store, finish=finish
         )
         fetched = await bringing.run()
-        if not order.flat:
-            await self._stop_forgotten(directory)
-        part = self._parts.get(version)
-        if part is None or part.run.store is not store:
-            store.close()
+        try:
+            if not order.flat:
+                await self._stop_forgotten(directory)
+        finally:
+            part = self._parts.get(version)
+            if part is None or part.run.store is not store:
+                store.close()
         where = "" if order.flat else format_version(version)
         return structs.replace(
             fetched, directory=where, whole=target.whole, unmatched=list(unmatched)
@@ -110,9 +107,9 @@ class Fetching:
 
     async def pass_on(
         self, order: Fetch, version: bytes, publisher: PeerId, directory: HeldDirectory
-    ) -> bool:
-        """Serve a version of the previous run, if the directory has all that was ordered. True when it does; the
-        directory then stays open. Raises `P2PStoreError`, `OSError`, and `ValueError` for an order of no file."""
+    ) -> None:
+        """Serve a version of the previous run, if the directory has all that was ordered. Raises `P2PStoreError`,
+        `OSError`, and `ValueError` for an order of no file."""
 
         def look() -> tuple[SignedManifest, frozenset[int] | None] | None:
             signed = kept_manifest(directory.path, version)
@@ -123,15 +120,15 @@ class Fetching:
 
         found = await trio.to_thread.run_sync(look)
         if found is None or self._parts.get(version) is not None:
-            return False
+            return
         signed, chosen = found
         target = await self._take_directory(order, signed, directory, chosen)
         target.close()  # it is only read
         if not target.committed:
-            return False
-        part = await self._parts.begin(order.namespace, signed, Holding(target, directory))
+            return
+        store = Holding(target, directory.hand_over())
+        part = await self._parts.begin(order.namespace, signed, store)
         part.say(TakesPart.SEEDING)
-        return True
 
     async def _open_target(
         self,

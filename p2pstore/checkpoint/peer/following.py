@@ -69,7 +69,7 @@ _FOLLOWED: Final = {"event": "checkpoint_followed"}
 
 
 class Preparer:
-    """Brings versions for followers. Closes the directory that it is given, at the latest when its part ends."""
+    """Brings versions for followers. Closes the directory that it is given, unless a swarm has it by then."""
 
     def __init__(self, fetching: Fetching) -> None:
         self._fetching = fetching
@@ -87,10 +87,8 @@ class Preparer:
         try:
             with directory.users_words():
                 await self._fetching.bring(fetch, version, publisher, directory, job, use=False)
-        except BaseException:
-            directory.close()
-            raise
         finally:
+            directory.close()
             job.end()
 
     async def pass_on(
@@ -98,13 +96,11 @@ class Preparer:
     ) -> None:
         """Serve a version that is complete in the directory, unless this peer does already. Raises `P2PStoreError`."""
         fetch = _fetch_order(order, publisher)
-        kept = False
         try:
             with directory.users_words():
-                kept = await self._fetching.pass_on(fetch, version, publisher, directory)
+                await self._fetching.pass_on(fetch, version, publisher, directory)
         finally:
-            if not kept:
-                directory.close()
+            directory.close()
 
 
 def _fetch_order(order: Follow, publisher: PeerId) -> Fetch:

@@ -121,17 +121,13 @@ class HeldDirectory:
 
     def __init__(self, descriptor: int, shown: str) -> None:
         """`shown` is the user's name for it. Raises `ConfigError` when the descriptor is not that of a directory."""
-        if descriptor < 0 or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor) if descriptor >= 0 else None
+        if status is None or not stat.S_ISDIR(status.st_mode):
             raise ConfigError("the request came without a directory")
+        self.identity = status.st_dev, status.st_ino
         self.shown = shown or "the directory"
         self._descriptor = os.dup(descriptor)
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """Device and inode."""
-        status = os.fstat(self._descriptor)
-        return status.st_dev, status.st_ino
 
     @property
     def place(self) -> Path | None:
@@ -150,7 +146,8 @@ class HeldDirectory:
     def hand_over(self) -> HeldDirectory:
         """Move the descriptor to a new handle: `close` of this one has no effect any more."""
         other = object.__new__(HeldDirectory)
-        other.shown, other.path, other._descriptor = self.shown, self.path, self._descriptor
+        other.shown, other.path, other.identity = self.shown, self.path, self.identity
+        other._descriptor = self._descriptor
         self._descriptor = -1
         return other
 

@@ -7,7 +7,7 @@ live, and objects that stay hidden until the peer knows the removals made while 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
@@ -173,32 +173,32 @@ class ColdCopies:
 
     def left_memory(self, entries: Iterable[ObjectEntry], now: float) -> None:
         """Memory gave objects up: they were evicted, expired or replaced. Say where they are now, if anywhere."""
-        core = self._core
         gone: dict[bytes, ObjectEntry] = {}
+        withdrawn = 0
         for entry in entries:
             cold = self.find_only_here(entry.digest, now) if entry.on_ssd else None
             if cold is not None and cold.version == entry.version:
                 self._set_care(cold, entry.pin, entry.replicas, entry.soft, now)
-                core.counters["objects_left_to_ssd"] += 1
+                self._core.counters["objects_left_to_ssd"] += 1
                 continue
-            core.counters["objects_withdrawn"] += 1
             if entry.digest in gone:  # an older version of the same key
                 self._gone(list(gone.values()), now)
                 gone.clear()
             gone[entry.digest] = entry
-        self._gone(list(gone.values()), now)
+            withdrawn += 1
+        if withdrawn:
+            self._core.counters["objects_withdrawn"] += withdrawn
+            self._gone(list(gone.values()), now)
 
     def _gone(self, entries: Sequence[ObjectEntry | ColdEntry], now: float) -> None:
         """This peer has these no longer. Count them by what that costs."""
-        if not entries:
-            return
-        core, counters = self._core, self._core.counters
+        core = self._core
         core.gossip.release_many([(entry.digest, entry.version) for entry in entries], now)
         mentioned = core.gossip.locations.mentioned({entry.digest for entry in entries})
-        for entry in entries:
-            why = self._why_gone(entry, entry.digest in mentioned, now)
-            counters[f"gone_{why}"] += 1
-            counters["last_copies_dropped"] += why is Gone.LAST_COPY
+        reasons = Counter([self._why_gone(each, each.digest in mentioned, now) for each in entries])
+        for why, count in reasons.items():
+            core.counters[f"gone_{why}"] += count
+        core.counters["last_copies_dropped"] += reasons[Gone.LAST_COPY]
 
     def _why_gone(self, gone: ObjectEntry | ColdEntry, mentioned: bool, now: float) -> Gone:
         core = self._core

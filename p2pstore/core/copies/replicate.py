@@ -13,7 +13,7 @@ from p2pstore.gossip.records import PeerId
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.objects import MIB, Version
 from p2pstore.put_facts import PutStatus
-from p2pstore.transfer.data_messages import REPLICATE_MANY_VERSION, DataKind
+from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import (
     MAX_REPLICATED,
     Replicate,
@@ -210,12 +210,11 @@ class ReplicateTogether(Operation):
     def start(self, now: float) -> None:
         core, by_target = self.core, dict[PeerId, list[_Row]]()
         able = [peer_id for peer_id in core.live_peers() if offers_memory(core, peer_id)]
-        understanding = set(filter(self._understands, able))
         for row in self._rows:
             self.core.segment.references.acquire(
                 row.entry
             )  # not evicted before its copies are made
-            for target in filter(understanding.__contains__, self._targets_of(row, able)):
+            for target in self._targets_of(row, able):
                 row.waiting += 1
                 by_target.setdefault(target, []).append(row)
         for target, rows in by_target.items():
@@ -234,11 +233,6 @@ class ReplicateTogether(Operation):
         while len(chosen) < row.wanted - 1 and candidates:
             chosen.append(take_target(self.core, candidates, chosen))
         return chosen
-
-    def _understands(self, peer_id: PeerId) -> bool:
-        state = self.core.gossip.membership.get(peer_id)
-        record = None if state is None else state.record
-        return record is not None and record.max_protocol >= REPLICATE_MANY_VERSION
 
     def _ask_next(self, target: PeerId, now: float) -> None:
         """Ask for the next window of what a target is to pull."""

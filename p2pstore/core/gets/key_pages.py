@@ -206,16 +206,9 @@ def known_keys(
     here = wanted & core.segment.digests()
     here |= core.cold.held_only_here(wanted - here, now)
 
-    flushed = core.gossip.cluster_records.floors.floor_for(b"", namespace).clock
-    end = newest_accepted_clock(core.believed_unix(now)) + 1
-
-    def believed(member: Member) -> range:
-        state = core.gossip.membership.resolve(member)
-        if state is None or not state.alive:
-            return range(0)
-        return range(max(flushed, core.gossip.doubted_up_to(member, now) + 1), end)
-
-    elsewhere = core.gossip.locations.held(wanted - here, believed, now)
+    elsewhere = core.gossip.locations.held(
+        wanted - here, believed_clocks(core, now, namespace), now
+    )
     floors = core.gossip.cluster_records.floors
     under_a_floor = (
         [digest for digest in elsewhere if floors.floor_for(digest) is not ZERO_VERSION]
@@ -226,3 +219,19 @@ def known_keys(
         if not any(copy.reachable for copy in core.copies.known(digest, now, namespace)):
             elsewhere.discard(digest)
     return here | elsewhere
+
+
+def believed_clocks(
+    core: PeerCore, now: float, namespace: bytes | None
+) -> Callable[[Member], range]:
+    """The clocks of versions that are believed of each member: none of one that is not alive."""
+    flushed = core.gossip.cluster_records.floors.floor_for(b"", namespace).clock
+    end = newest_accepted_clock(core.believed_unix(now)) + 1
+
+    def believed(member: Member) -> range:
+        state = core.gossip.membership.resolve(member)
+        if state is None or not state.alive:
+            return range(0)
+        return range(max(flushed, core.gossip.doubted_up_to(member, now) + 1), end)
+
+    return believed

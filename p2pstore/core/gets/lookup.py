@@ -17,7 +17,7 @@ from p2pstore.gossip.records import (
     decode_location,
     member_of,
 )
-from p2pstore.objects import DIGEST_BYTES
+from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.transfer.data_messages import DataKind
 from p2pstore.transfer.peer_messages import Holding, Locations, Lookup
 
@@ -92,6 +92,10 @@ class LookupOperation(Operation):
         """Keys of this round without a definite answer yet, and the homes left to ask; in partitioned mode."""
         self._told_of: set[bytes] = set()
         """Keys for which a home answered, though it may not know all records; in partitioned mode."""
+        self.vouched: set[bytes] = set()
+        """Keys of which a home knows all there is."""
+        self.at_strangers: dict[bytes, list[Version]] = {}
+        """By key: versions that homes know at members of which this peer has not heard yet, as when it has begun."""
         self._unsure_until = 0.0
         self._asked: dict[int, tuple[PeerId, list[bytes]]] = {}
         """Questions under way."""
@@ -151,11 +155,13 @@ class LookupOperation(Operation):
             self.core.copies.learn_locations(home, digests, reply, now)
             self._told_of.update(self._homes_left.keys() & digests)
             unsure = [place for place in reply.unsure if 0 <= place < len(digests)]
-            unsure += [
-                place
-                for place, holdings in enumerate(reply.items[: len(digests)])
-                if self._names_strangers(holdings)
-            ]
+            for place, holdings in enumerate(reply.items[: len(digests)]):
+                if self._names_strangers(holdings):
+                    unsure.append(place)
+                    records = [holding_record(each.record) for each in holdings]
+                    versions = [each.version for each in records if each is not None]
+                    self.at_strangers.setdefault(digests[place], []).extend(versions)
+            self.vouched.update(set(digests).difference(digests[place] for place in unsure))
             doubtful = {digests[place] for place in unsure} if self._ask_always else frozenset()
             for digest in digests:
                 if digest in self._missed and digest not in doubtful and self._usable(digest, now):

@@ -17,7 +17,7 @@ from p2pstore.memory.segment_layout import EXPIRY_BYTES, MAX_TRAILER_BYTES, enco
 from p2pstore.objects import format_bytes, key_digest, root_checksum
 from p2pstore.put_facts import PutFacts
 from p2pstore.runtime.stepping import Steps
-from p2pstore.transfer.data_messages import STORE_VERSION, Store, Stored
+from p2pstore.transfer.data_messages import Store, Stored
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -35,7 +35,6 @@ class Room:
     free_bytes: int
     same_host: bool = False
     doubtful: bool = False
-    takes_values: bool = True
 
 
 def choose_rooms(rooms: Sequence[Room], length: int, count: int, rng: Random) -> list[Room]:
@@ -45,7 +44,7 @@ def choose_rooms(rooms: Sequence[Room], length: int, count: int, rng: Random) ->
     network is free. Among equals, the emptier of two chosen at random comes next, repeatedly:
     gossip's figures of free room are a little old, and not all writers shall choose the emptiest peer.
     """
-    fitting = [room for room in rooms if room.takes_values and room.capacity_bytes >= length]
+    fitting = [room for room in rooms if room.capacity_bytes >= length]
     chosen: list[Room] = []
     for group in _grouped(fitting, length):
         while group and len(chosen) < count:
@@ -76,20 +75,17 @@ def place(
     no peer could hold the value.
     """
     rooms = _rooms(core, host_id, now)
+    able = {core.peer_id, *(room.peer_id for room in rooms)}
     holders = [
         copy.peer_id
         for copy in core.copies.known(digest, now)
-        if copy.reachable and (copy.local or _takes_values(rooms, copy.peer_id))
+        if copy.reachable and copy.peer_id in able
     ]
     others = [room.peer_id for room in choose_rooms(rooms, length, MAX_TARGETS, core.rng)]
     targets = list(dict.fromkeys(holders[:MAX_HOLDERS] + others))
     if not targets:
         raise CapacityExceeded(_no_room(core, rooms, length))
     return targets[:MAX_TARGETS]
-
-
-def _takes_values(rooms: Sequence[Room], peer_id: PeerId) -> bool:
-    return any(room.peer_id == peer_id and room.takes_values for room in rooms)
 
 
 def _rooms(core: PeerCore, host_id: bytes, now: float) -> list[Room]:
@@ -100,7 +96,6 @@ def _rooms(core: PeerCore, host_id: bytes, now: float) -> list[Room]:
             record.memory_capacity - record.memory_used,
             same_host=record.host_id == host_id,
             doubtful=state.status != Status.ALIVE or core.holders.is_avoided(state.member, now),
-            takes_values=record.max_protocol >= STORE_VERSION,
         )
         for state in core.gossip.membership.others()
         if (record := state.record) is not None
@@ -108,7 +103,7 @@ def _rooms(core: PeerCore, host_id: bytes, now: float) -> list[Room]:
 
 
 def _no_room(core: PeerCore, rooms: Sequence[Room], length: int) -> str:
-    taking = [room for room in rooms if room.takes_values and room.capacity_bytes]
+    taking = [room for room in rooms if room.capacity_bytes]
     if not taking:
         return "no other live peer takes values: start one with more --memory"
     largest = max(taking, key=lambda room: room.capacity_bytes)

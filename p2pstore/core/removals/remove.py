@@ -13,7 +13,7 @@ from p2pstore.core.gets.lookup import AfterLookup
 from p2pstore.core.removals.floor_budget import WAIT_SECONDS, WAIT_STEP_SECONDS
 from p2pstore.errors import Unavailable
 from p2pstore.gossip.records import MAX_KEYS_OF_FLOOR, PeerId, SignedRecord
-from p2pstore.objects import Version, key_digest, namespace_digest
+from p2pstore.objects import ZERO_VERSION, Version, key_digest, namespace_digest
 
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
@@ -28,6 +28,9 @@ RECORDS_PER_PUSH: Final = 40
 
 class RemoveOperation(AfterLookup):
     """Remove keys everywhere: write floors, tell holders and home peers at once, gossip tells the rest.
+
+    A key of which no copy is known gets no floor where it is certain that there is none (`_is_nowhere`). A peer that
+    has just begun would forget the removal of what only peers hold that it does not know yet.
 
     The result is a list of whether any copy was known, or `Unavailable` when this peer's clock is wrong. Many keys are
     removed some at a time, one step a tick. Where floors are crowded, steps are put off; `CapacityExceeded` when the
@@ -91,16 +94,30 @@ class RemoveOperation(AfterLookup):
         self._settle(now)
 
     def _judge(self, digest: bytes, copies: list[KnownCopy], now: float) -> None:
+        lookup = self._lookup
+        assert lookup is not None
         self.core.timekeeping.check_key(digest, self._namespace, now)
         versions = [copy.record.version for copy in copies]
         if not versions:  # a version in doubt now may be believed later
-            versions = self.core.copies.versions_heard_of(digest, self._namespace, now)
+            others = lookup.at_strangers.get(digest, ())
+            versions = self.core.copies.versions_heard_of(digest, self._namespace, now, others)
         held_back = self.core.copies.held_back(digest)
         if held_back is not None:
             versions.append(held_back)
         self._existed.append(bool(versions))
-        if versions:
-            self._to_remove.append((digest, max(versions), copies))
+        if versions or not self._is_nowhere(digest, now):
+            self._to_remove.append((digest, max(versions, default=ZERO_VERSION), copies))
+
+    def _is_nowhere(self, digest: bytes, now: float) -> bool:
+        """Whether there can be no copy of a key of which none is known, by a home's word or this peer's own. A peer
+        that has just begun, or has lost all others, cannot tell."""
+        core, lookup = self.core, self._lookup
+        assert lookup is not None
+        if digest in lookup.vouched:
+            return True
+        if not core.live_peers():
+            return core.gossip.contacts.is_empty
+        return core.gossip.partitions.vouches(digest, now)
 
     def _remove(self, keys: list[tuple[bytes, Version, list[KnownCopy]]], now: float) -> None:
         version = self.core.version_above(max(newest for _, newest, _ in keys), now)

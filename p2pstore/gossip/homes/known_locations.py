@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -28,7 +28,7 @@ from p2pstore.gossip.homes.directory_mode import DirectoryMode, Phase
 from p2pstore.gossip.homes.home_views import HomeViews
 from p2pstore.gossip.homes.partition_homes import PartitionConfig
 from p2pstore.gossip.locations.directory import Directory
-from p2pstore.gossip.locations.location_lookups import Denials
+from p2pstore.gossip.locations.location_lookups import Denials, Holding
 from p2pstore.gossip.locations.log import OwnLog
 from p2pstore.gossip.locations.views import Location, Position
 from p2pstore.gossip.members.member_table import MAX_INCARNATION, MemberTable
@@ -184,6 +184,14 @@ class KnownLocations:
                     break
         return found
 
+    def holdings(
+        self, digests: Sequence[bytes], believed: Callable[[Member], range]
+    ) -> dict[Member, Holding] | None:
+        """By member, which of the keys it holds. None where logs do not tell all."""
+        if self._mode.phase is not Phase.FULL:
+            return None
+        return self._directory.holdings(digests, believed)
+
     def mentioned(self, digests: Set[bytes]) -> set[bytes]:
         """The keys that any member said anything of."""
         found = self._directory.mentioned(digests)
@@ -242,7 +250,6 @@ def _position(location: Location) -> Position:
 
 
 HOLDERS_PER_KEY: Final = 64
-
 
 _Source = tuple[Member, bool]
 """Of whom something was said, and whether by itself."""

@@ -19,25 +19,15 @@ from p2pstore.gossip.gossip_effects import Push
 from p2pstore.gossip.homes.directory_mode import ClusterLoad, DirectoryMode, KeptDirectory, Phase
 from p2pstore.gossip.homes.home_pushes import HomePushes
 from p2pstore.gossip.homes.home_updates import CheckedUpdate, WholePartition
-from p2pstore.gossip.homes.known_locations import (
-    HotKeyNews,
-    KnownLocations,
-    Word,
-)
+from p2pstore.gossip.homes.known_locations import HotKeyNews, KnownLocations, Word
 from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable, partition_of
 from p2pstore.gossip.locations.catch_up import FollowedLogs
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.views import Location, Position
+from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.members.membership import Membership
-from p2pstore.gossip.records import (
-    LOCATION_BYTES,
-    Member,
-    PeerId,
-    PeerRecord,
-    member_of,
-)
+from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId, PeerRecord, member_of
 from p2pstore.objects import DIGEST_BYTES
 
 MODE_SECONDS: Final = 1.0
@@ -50,7 +40,6 @@ FOLLOW_SECONDS: Final = 50e-6
 """For each member: shortest time between two looks at who is home now, which cost more the more there are."""
 STEP_SECONDS: Final = 1e-3
 """An event within this time of another may be handled in one step with it."""
-_NEVER: Final[Position] = (-1, 0)
 _REMOVED: Final = 0x80
 _FLAGS: Final = LOCATION_BYTES - 1
 
@@ -174,8 +163,11 @@ class PartitionedDirectory:
         limit: int,
         now: float,
     ) -> list[Location]:
-        """Other versions of the same keys at others: their holders may have no other way to hear of it."""
-        if not limit or not self.current.keeps_partitions(owner):
+        """Other versions of the same keys at others, where one of the two holders is in partitioned mode: it may not
+        hear of the other one otherwise."""
+        keeps = self.current.keeps_partitions
+        owner_keeps = keeps(owner)
+        if not limit or not (owner_keeps or self.current.any_keeps_partitions):
             return []
         digests = [
             operation[:DIGEST_BYTES]
@@ -184,7 +176,8 @@ class PartitionedDirectory:
         ]
         found: list[Location] = []
         for digest in dict.fromkeys([*digests, *self.known.views.contested(sets)]):
-            found += self._other_versions(owner, digest, now)
+            others = self._other_versions(owner, digest, now)
+            found += [each for each in others if owner_keeps or keeps(each.member)]
             if len(found) >= limit:
                 break
         return found[:limit]
@@ -376,6 +369,11 @@ class CurrentHomes:
     def logs_are_read(self) -> bool:
         """Whether any other member follows whole logs: only then are operations worth gossiping."""
         return self.table is not NO_HOMES and self.full_members > 0
+
+    @property
+    def any_keeps_partitions(self) -> bool:
+        """Whether any other member is in partitioned mode."""
+        return self.table is not NO_HOMES and self.partitioned_members > 0
 
     def of(self, digest: bytes) -> tuple[Member, ...]:
         """The key's home members, best first."""

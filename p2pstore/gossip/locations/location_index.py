@@ -44,10 +44,14 @@ _REMOVED: Final = 0x80
 _FLAGS: Final = LOCATION_BYTES - 1
 _VERSION_START: Final = DIGEST_BYTES
 _VERSION_END: Final = DIGEST_BYTES + 10
+_STAMPED: Final = np.dtype(
+    [("first", "<u8"), ("second", "<u8"), ("clock", "<u8"), ("writer", "<u2")]
+)
+"""Digest and stamp: the beginning of a record."""
 _FEW: Final = 64
 """Fewer operations than this are quicker one by one."""
-_FEW_NEW: Final = 16
-"""The same for records of new digests."""
+_FEW_NEW: Final = 24
+"""The same for records of new digests, and for records that go."""
 DEFAULT_SALT: Final = 0x9E3779B97F4A7C15F39CC0605CEDC835
 """For tables whose digests are this process's own."""
 
@@ -130,21 +134,6 @@ class LocationRows:
         row, _ = self._locate(slot, digest)
         return self._table.record(row) if row else None
 
-    def get_many(self, slot: int, digests: Sequence[bytes]) -> list[bytes | None]:
-        """`get` of each."""
-        found: list[bytes | None] = [None] * len(digests)
-        if len(digests) <= FEW_DIGESTS:
-            for number, owner, record in self._table.find_few(b"".join(digests)):
-                if owner == slot:
-                    found[number] = record
-            return found
-        matches = self._table.find_many(b"".join(digests))
-        own = matches.slots == slot
-        rows = matches.rows[own].tolist()
-        for number, row in zip(matches.queries[own].tolist(), rows, strict=True):
-            found[number] = self._table.record(row)
-        return found
-
     def find(self, digest: bytes) -> list[tuple[int, bytes]]:
         """Which slots hold a record of the digest, and the packed records."""
         return self._table.find(digest)
@@ -155,6 +144,8 @@ class LocationRows:
 
     def known(self, digests: bytes) -> set[int]:
         """The numbers of those packed digests that any slot has a record of."""
+        if not self.record_count:
+            return set()
         if len(digests) <= FEW_DIGESTS * DIGEST_BYTES:
             return {number for number, _, _ in self._table.find_few(digests)}
         return set(self._table.find_many(digests).queries.tolist())
@@ -166,6 +157,10 @@ class LocationRows:
     def versions(self, rows: Rows) -> npt.NDArray[np.void]:
         """The packed versions in these rows."""
         return self._table.versions(rows)
+
+    def tiers(self, rows: Rows) -> npt.NDArray[np.uint8]:
+        """The tiers of the copies in these rows."""
+        return self._table.tiers(rows)
 
     @property
     def any_discarded(self) -> bool:
@@ -196,26 +191,25 @@ class LocationRows:
         """The slot's row of each record's digest (0 where there is none), and the links to the rows."""
         first, second = fields["first"], fields["second"]
         found, links = np.zeros(fields.size, np.intp), np.zeros(fields.size, np.intp)
-        queries = np.arange(fields.size)
-        at = self._table.heads_of(mixed)
-        while True:
-            rows = self._table.following(at)
-            live = np.flatnonzero(rows)
-            if not live.size:
-                return found, links
-            if live.size < rows.size:
-                rows, at, queries = rows[live], at[live], queries[live]
-            same = np.flatnonzero(self._table.first[rows] == first[queries])
+        table, queries = self._table, np.arange(fields.size)
+        at = table.heads_of(mixed)
+        rows = table.following(at)
+        while live := np.count_nonzero(rows):
+            if 2 * live < rows.size:  # finished chains stay in row 0, whose link is 0
+                going_on = rows.nonzero()[0]
+                rows, at, queries = rows[going_on], at[going_on], queries[going_on]
+                first, second = first[going_on], second[going_on]
+            same = (table.first[rows] == first).nonzero()[0]
             if same.size:
                 there = rows[same]
-                right = (self._table.second[there] == second[queries[same]]) & (
-                    self._table.owners(there) == slot
-                )
-                same = same[right]
-                found[queries[same]] = rows[same]
-                links[queries[same]] = at[same]
-                rows[same] = 0  # found: go no further (the link of row 0 leads nowhere)
-            at = rows
+                right = (table.second[there] == second[same]) & (table.owners(there) == slot)
+                right &= there != 0
+                if not right.all():
+                    same, there = same[right], there[right]
+                found[queries[same]], links[queries[same]] = there, at[same]
+                rows[same] = 0
+            at, rows = rows, table.following(rows)
+        return found, links
 
     def _move(self, row: int, to: int) -> None:
         record = self._table.record(row)
@@ -341,16 +335,43 @@ class LocationIndex(LocationRows):
             self._close(slot, dropped[added.size :])
         self.record_count += added.size - dropped.size
 
+    def take_out(self, slot: int, stamped: Sequence[bytes]) -> list[bytes]:
+        """Remove the records that begin with these digests and stamps, each of another digest. Returns them."""
+        if len(stamped) < _FEW_NEW:
+            return [held for each in stamped if (held := self._take_one_out(slot, each))]
+        fields = np.frombuffer(b"".join(stamped), _STAMPED)
+        mixed = self._table.mix(fields["first"], fields["second"])
+        self._slots.use_blocks(slot)
+        rows, links = self._locate_many(slot, fields, mixed)
+        old = self._fields[rows]
+        same = (old["clock"] == fields["clock"]) & (old["writer"] == fields["writer"]) & (rows != 0)
+        if not same.all():
+            rows, links = rows[same], links[same]
+        taken: list[bytes] = self._whole[rows].tolist()
+        self._hashes[slot] ^= hash_of(taken)
+        self._chains.remove_many(rows, links)
+        self.record_count -= rows.size
+        self._close(slot, rows)
+        return taken
+
+    def _take_one_out(self, slot: int, stamped: bytes) -> bytes:
+        row, at = self._locate(slot, stamped[:DIGEST_BYTES])
+        held = self._table.record(row)
+        if not row or not held.startswith(stamped):
+            return b""
+        self._withdraw(slot, row, at, held)
+        return held
+
     def _close(self, slot: int, holes: Rows) -> None:
         """Move the last rows of a slot into unlinked ones, and free those at the end."""
         count = self._slots.count(slot)
         last = self._slots.rows(slot, count - holes.size, count)
-        moving = last[~np.isin(last, holes)]
-        if moving.size:
-            to = holes[~np.isin(holes, last)]
-            self._chains.remove_many(moving)
-            self._whole[to] = self._whole[moving]
-            self._chains.add_many(to)
+        at_end, free = set(last.tolist()), set(holes.tolist())
+        moving, to = at_end - free, free - at_end
+        if moving:
+            rows, places = np.array([*moving], np.intp), np.array([*to], np.intp)
+            self._whole[places] = self._whole[rows]
+            self._chains.replace_many(rows, places)
         self._slots.drop_last(slot, holes.size)
 
     def _apply_one(self, slot: int, operation: bytes) -> None:

@@ -10,30 +10,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import compress, starmap
+from itertools import compress, pairwise, starmap
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from p2pstore.errors import ProtocolError
 from p2pstore.gossip.locations.location_index import DEFAULT_SALT, digests_of
 from p2pstore.gossip.locations.location_slots import ApartKeys, PublishedLocations
 from p2pstore.gossip.locations.log import REMOVED, check_run
 from p2pstore.gossip.locations.log import Position as Position
-from p2pstore.gossip.locations.views import (
-    DirectoryConfig,
-    Location,
-    View,
-    ViewTable,
-    exclusive,
-)
-from p2pstore.gossip.records import (
-    LOCATION_BYTES,
-    Member,
-    decode_location,
-)
-from p2pstore.location_table import VERSION_BYTES, Matches
+from p2pstore.gossip.locations.views import DirectoryConfig, Location, View, ViewTable, exclusive
+from p2pstore.gossip.records import LOCATION_BYTES, Member, Tier, decode_location
+from p2pstore.location_table import TIER_FLAGS, VERSION_BYTES, Matches
 from p2pstore.objects import DIGEST_BYTES, Version
 
 _FLAGS: Final = LOCATION_BYTES - 1
@@ -45,6 +36,18 @@ _VERSION: Final = Struct("<QHQ")
 _VERSION_PLACE: Final = slice(DIGEST_BYTES, DIGEST_BYTES + VERSION_BYTES)
 
 _MAX_CLOCK: Final = (1 << 64) - 1
+
+
+class Holding(NamedTuple):
+    """Which of some keys a member holds, and which of these in its memory: a boolean each."""
+
+    held: npt.NDArray[np.bool_]
+    in_memory: npt.NDArray[np.bool_]
+
+    @staticmethod
+    def of_none(count: int) -> Holding:
+        """Of none of `count` keys."""
+        return Holding(np.zeros(count, np.bool_), np.zeros(count, np.bool_))
 
 
 class LocationLookups(ViewTable):
@@ -141,6 +144,47 @@ class LocationLookups(ViewTable):
             if self._is_held(digest, believed):
                 found.add(digest)
         return found
+
+    @exclusive
+    def holdings(
+        self, digests: Sequence[bytes], believed: Callable[[Member], range]
+    ) -> dict[Member, Holding]:
+        """By member, which of the keys it holds, in versions as `held` counts them."""
+        found: dict[Member, Holding] = {}
+        matches = self._index.find_many(b"".join(digests))
+        some = self._believed(matches, believed).nonzero()[0]
+        some = some[np.argsort(matches.slots[some], kind="stable")]
+        slots, queries = matches.slots[some], matches.queries[some]
+        in_memory = self._index.tiers(matches.rows[some]) != Tier.SSD
+        borders = np.flatnonzero(np.diff(slots, prepend=0, append=0)).tolist()
+        for begin, end in pairwise(borders):
+            holding = Holding.of_none(len(digests))
+            holding.held[queries[begin:end]] = True
+            holding.in_memory[queries[begin:end]] = in_memory[begin:end]
+            found[self._of_slot[int(slots[begin])].member] = holding
+        if self._any_apart:
+            self._correct_holdings(found, digests, believed)
+        return found
+
+    def _correct_holdings(
+        self,
+        found: dict[Member, Holding],
+        digests: Sequence[bytes],
+        believed: Callable[[Member], range],
+    ) -> None:
+        """A push ahead of the log counts instead, and a denied location does not: of few keys."""
+        early, denied = self._early.digests, self._denials.digests
+        for place, digest in enumerate(digests):
+            if digest not in early and digest not in denied:
+                continue
+            for holding in found.values():
+                holding.held[place] = holding.in_memory[place] = False
+            for member, _, packed, hidden in self._standing(digest):
+                if not hidden and int.from_bytes(packed[_CLOCK], "little") in believed(member):
+                    if member not in found:
+                        found[member] = Holding.of_none(len(digests))
+                    found[member].held[place] = True
+                    found[member].in_memory[place] = packed[_FLAGS] & TIER_FLAGS != Tier.SSD
 
     @exclusive
     def mentioned(self, digests: Set[bytes]) -> set[bytes]:

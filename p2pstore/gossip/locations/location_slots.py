@@ -325,10 +325,22 @@ class RowChains:
             if at is None:
                 at = self._links_to(rows)
             # Where the row before goes as well, that one goes first.
-            after = np.isin(at, rows)
+            going = set(rows.tolist())
+            after = np.array([each in going for each in at.tolist()])
             now = ~after
             links[at[now]] = links[rows[now]]
             rows, at = rows[after], None
+
+    def replace_many(self, rows: Rows, to: Rows) -> None:
+        """Put each row `to`, which is in no chain, where the row with the same digest is in its chain."""
+        links, at = self._table.links, self._links_to(rows)
+        links[to] = links[rows]
+        links[at] = to
+        # Where two of these follow each other, the link between them is that of the row before in its new place.
+        places = dict(zip(rows.tolist(), to.tolist(), strict=True))
+        for before, place in zip(at.tolist(), places.values(), strict=True):
+            if before in places:
+                links[places[before]] = place
 
     def _links_to(self, rows: Rows) -> Rows:
         links = self._table.links

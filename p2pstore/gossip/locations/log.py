@@ -51,7 +51,6 @@ REMOVED: Final = 0x80
 """In the flags of a withdrawal, which are the record's last byte."""
 _FLAGS: Final = LOCATION_BYTES - 1
 _FEW: Final = 64
-_STAMP: Final = slice(DIGEST_BYTES, DIGEST_BYTES + 10)
 _STAMPED: Final = struct.Struct("<QH")
 """Clock and writer of a record's version."""
 _CLOCK_ONLY: Final = struct.Struct(f"<{DIGEST_BYTES}xQ{LOCATION_BYTES - DIGEST_BYTES - 8}x")
@@ -231,18 +230,15 @@ class OwnLog:
 
     def remove_many(self, gone: Sequence[tuple[bytes, Version]]) -> list[bytes]:
         """`remove` of many, each of another digest: the packed operations."""
-        records = self._records.get_many(self._slot, [digest for digest, _ in gone])
-        operations = [
-            held[:_FLAGS] + bytes((held[_FLAGS] | REMOVED,))
-            for held, (_, (clock, writer, _)) in zip(records, gone, strict=True)
-            if held is not None and held[_STAMP] == _STAMPED.pack(clock, writer)
-        ]
+        stamped = [digest + _STAMPED.pack(clock, writer) for digest, (clock, writer, _) in gone]
         if self._copies:  # the last record fills the gap of each that goes
-            for operation in operations:
-                self._tell_copies(operation[:DIGEST_BYTES])
-                self._records.apply(self._slot, operation)
-        elif operations:
-            self._records.apply(self._slot, b"".join(operations))
+            taken = []
+            for each in stamped:
+                self._tell_copies(each[:DIGEST_BYTES])
+                taken += self._records.take_out(self._slot, [each])
+        else:
+            taken = self._records.take_out(self._slot, stamped)
+        operations = [held[:_FLAGS] + bytes((held[_FLAGS] | REMOVED,)) for held in taken]
         self._ring.extend(b"".join(operations))
         return operations
 

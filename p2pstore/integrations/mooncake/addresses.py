@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import cast
 
 import numpy as np
 
 from p2pstore.blocking import BlockingClient
 from p2pstore.errors import P2PStoreError
+from p2pstore.integrations.mooncake.cuda_memory import (
+    DeviceMemory,
+    Place,
+    copy_all,
+    value_in,
+)
 from p2pstore.integrations.mooncake.memory import (
     MooncakeHostMemAllocator,
     Scratch,
-    copy,
-    scatter,
-    view_at,
-    views_at,
+    in_groups,
+    scattered,
 )
 from p2pstore.integrations.mooncake.mooncake_types import (
     DEFAULT_CONFIG,
@@ -31,30 +38,35 @@ from p2pstore.integrations.mooncake.object_calls import (
     ObjectCalls,
     is_key,
 )
-from p2pstore.values import Gathered
-
-GROUP_BYTES = 64 * 1024 * 1024
-"""Most bytes gathered or scattered at one time."""
 
 
 class AddressCalls(ObjectCalls):
-    """Calls that move each byte once, between the caller's memory and a peer's."""
+    """Calls that move each byte once, between the caller's memory and a peer's. A GPU copies its own memory: straight
+    to the peer's when it is put, by way of pinned memory when it is read."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._scratch = Scratch()
+        self._scratch = Scratch(self._buffers.pinned)
         self._allocator = MooncakeHostMemAllocator()
 
     # --- registering -------------------------------------------------------------------------
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Tell the store of memory that is used again and again: its pages are provided. Returns 0, or -600 when a
-        part of it is registered already. Memory that is not registered may be used as well."""
+        """Tell the store of memory that is used again and again, of this process or of an NVIDIA GPU: its pages are
+        provided. Returns 0, or -600 when a part of it is registered already, or is neither's. Memory that is not
+        registered may be used as well, for 1 to 3 us more a place. With the first of a GPU and where the program uses
+        torch, the peer's memory is page-locked: some 0.1 s a GiB."""
         try:
-            self._live  # noqa: B018 - raises when there is no connection
-            return 0 if self._buffers.add(buffer_ptr, size) else INVALID
+            client = self._live
+            region = self._buffers.add(buffer_ptr, size)
         except FAILURES as error:
             return self._code(error)
+        if isinstance(region, DeviceMemory) and "torch" in sys.modules:
+            try:
+                client.register_gpu()
+            except P2PStoreError as error:
+                self._say_once(f"puts from GPUs are slower than they might be: {error}")
+        return INVALID if region is None else 0
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
         """Undo `register_buffer`: 0, or -600 when no registered buffer begins there."""
@@ -85,7 +97,8 @@ class AddressCalls(ObjectCalls):
             if not size:
                 self._live  # noqa: B018 - raises when there is no connection
                 return 0
-            return self._store(key, view_at(buffer_ptr, size), config, overwrite=overwrite)
+            value = value_in([self._buffers.place(buffer_ptr, size)])
+            return self._store(key, value, config, overwrite=overwrite)
         except FAILURES as error:
             return self._code(error)
 
@@ -105,11 +118,11 @@ class AddressCalls(ObjectCalls):
         try:
             if not size:
                 return 0
-            value = view_at(buffer_ptr, size)
+            value = self._buffers.place(buffer_ptr, size)
             if not metadata_size:
                 return -self._put_from(False, key, buffer_ptr, size, config)
-            parts = [view_at(metadata_buffer_ptr, metadata_size), value]
-            return self._store(key, Gathered(parts), config)
+            parts = [self._buffers.place(metadata_buffer_ptr, metadata_size), value]
+            return self._store(key, value_in(parts), config)
         except FAILURES as error:
             return -self._code(error)
 
@@ -117,7 +130,10 @@ class AddressCalls(ObjectCalls):
         """Write the value to an address where `size` bytes have room. Returns its length, -704 for an unknown
         key, -600 for one that has no room there, -800 when none of its holders could be read."""
         try:
-            return self._live.get_into(key, view_at(buffer_ptr, size))
+            place = self._buffers.place(buffer_ptr, size, writes=True)
+            if isinstance(place, DeviceMemory):
+                return self._get_many_into([key], [place])[0]
+            return self._live.get_into(key, place)
         except FAILURES as error:
             return self._read_code(error)
 
@@ -134,17 +150,11 @@ class AddressCalls(ObjectCalls):
         """`put_from` for many, in few requests; a code for each. Size 0 is -600 here."""
         if not alike(keys, buffer_ptrs, sizes):
             return [INVALID] * len(keys)
-        codes = [INVALID] * len(keys)
-        views: dict[int, memoryview] = {}
-        for number, (pointer, size) in enumerate(zip(buffer_ptrs, sizes, strict=True)):
-            try:
-                if size:
-                    views[number] = view_at(pointer, size)
-            except ITEM_FAILURES as error:
-                codes[number] = self._item_code(error)
-        good = [keys[number] for number in views]
-        stored = self._store_many(good, list(views.values()), config, overwrite=overwrite)
-        return _filled(codes, views, stored)
+        codes, places = self._places(buffer_ptrs, sizes)
+        values = {number: value_in([place]) for number, place in places.items() if len(place)}
+        good = [keys[number] for number in values]
+        stored = self._store_many(good, list(values.values()), config, overwrite=overwrite)
+        return _filled(codes, values, stored)
 
     batch_put_from, batch_upsert_from = put_and_upsert(_batch_put_from)
 
@@ -155,11 +165,9 @@ class AddressCalls(ObjectCalls):
         key."""
         if not alike(keys, buffer_ptrs, sizes):
             return [INVALID] * len(keys)
-        try:
-            views = views_at(buffer_ptrs, sizes)
-        except (ValueError, TypeError):
-            return self._get_into_places(keys, list(zip(buffer_ptrs, sizes, strict=True)))
-        return self._get_many_into(keys, views)
+        codes, places = self._places(buffer_ptrs, sizes, writes=True)
+        got = self._get_many_into([keys[number] for number in places], list(places.values()))
+        return _filled(codes, places, got)
 
     def _batch_put_from_multi_buffers(
         self,
@@ -172,8 +180,8 @@ class AddressCalls(ObjectCalls):
         """Store objects of which each lies in several places, one after the other; a code for each."""
         if not alike(keys, all_buffer_ptrs, all_sizes):
             return [INVALID] * len(keys)
-        good = _several_views(all_buffer_ptrs, all_sizes)
-        some, values = [keys[number] for number in good], [Gathered(each) for each in good.values()]
+        good = self._buffers.several(all_buffer_ptrs, all_sizes)
+        some, values = [keys[number] for number in good], [value_in(each) for each in good.values()]
         stored = self._store_many(some, values, config, overwrite=overwrite, same_node=True)
         return _filled([INVALID] * len(keys), good, stored)
 
@@ -193,21 +201,8 @@ class AddressCalls(ObjectCalls):
         case, whatever `prefer_alloc_in_same_node` says."""
         if not alike(keys, all_buffer_ptrs, all_sizes):
             return [INVALID] * len(keys)
-        codes = [INVALID] * len(keys)
-        good = _several_views(all_buffer_ptrs, all_sizes)
-        for group in groups({number: sum(map(len, views)) for number, views in good.items()}):
-            lengths = [sum(map(len, good[number])) for number in group]
-            with self._scratch.room(sum(lengths)) as room:
-                values, at = [], 0
-                for length in lengths:
-                    values.append(room[at : at + length])
-                    at += length
-                got = self._get_many_into([keys[number] for number in group], values)
-                for number, code, value in zip(group, got, values, strict=True):
-                    codes[number] = code
-                    if code > 0:
-                        scatter(value[:code], good[number])
-        return codes
+        good = self._buffers.several(all_buffer_ptrs, all_sizes, writes=True)
+        return self._get_scattered(keys, good)
 
     def get_into_ranges(
         self,
@@ -263,38 +258,87 @@ class AddressCalls(ObjectCalls):
             return [INVALID]
         if isinstance(value, int):
             return [value] * len(lengths)
-        codes = []
+        codes: list[int] = []
+        pairs: list[tuple[Place, Place]] = []
         for target, source, length in zip(into, out_of, lengths, strict=True):
             try:
                 inside = min(source, length) >= 0 and source + length <= len(value)
                 if not inside or target < 0 or (room is not None and target + length > room):
                     codes.append(INVALID)
                     continue
-                copy(view_at(pointer + target, length), value[source : source + length])
+                place = self._buffers.place(pointer + target, length, writes=True)
+                pairs.append((place, value[source : source + length]))
             except (ValueError, TypeError):
                 codes.append(INVALID)
             else:
                 codes.append(length)
-        return codes
+        failed = self._copied(pairs)
+        return [failed if failed and code >= 0 else code for code in codes]
 
-    def _get_into_places(self, keys: Sequence[str], places: Sequence[tuple[int, int]]) -> list[int]:
-        """Read values into places (address and size), some of which may be wrong; a length or a code for each."""
-        codes = [INVALID] * len(keys)
-        views: dict[int, memoryview] = {}
-        for number, place in enumerate(places):
+    def _copied(self, pairs: Iterable[tuple[Place, Place]]) -> int:
+        """`copy_all`: 0, or the code of the GPU's failure."""
+        try:
+            copy_all(pairs)
+        except P2PStoreError as error:
+            return self._code(error)
+        return 0
+
+    def _places(
+        self, pointers: Sequence[int], sizes: Sequence[int], *, writes: bool = False
+    ) -> tuple[list[int], dict[int, Place]]:
+        """The places of a batch, by their numbers, without those that cannot be; and a code for each of these."""
+        codes = [INVALID] * len(pointers)
+        try:
+            return codes, dict(enumerate(self._buffers.places(pointers, sizes, writes=writes)))
+        except ITEM_FAILURES:
+            found: dict[int, Place] = {}
+        for number, each in enumerate(zip(pointers, sizes, strict=True)):
             try:
-                views[number] = view_at(*place)
+                found[number] = self._buffers.place(*each, writes=writes)
             except ITEM_FAILURES as error:
                 codes[number] = self._item_code(error)
-        got = self._get_many_into([keys[number] for number in views], list(views.values()))
-        return _filled(codes, views, got)
+        return codes, found
 
-    def _get_many_into(self, keys: Sequence[str], views: Sequence[memoryview]) -> list[int]:
+    def _get_many_into(self, keys: Sequence[str], places: Sequence[Place]) -> list[int]:
+        on_gpu = {
+            number: [place]
+            for number, place in enumerate(places)
+            if isinstance(place, DeviceMemory)
+        }
+        if on_gpu:
+            codes = self._get_scattered(keys, on_gpu)
+            left = [number for number in range(len(keys)) if number not in on_gpu]
+            got = self._get_many_into([keys[n] for n in left], [places[n] for n in left])
+            return _filled(codes, left, got)
         try:
-            outcomes = self._live.get_into_views(keys, views)
+            outcomes = self._live.get_into_views(keys, cast(Sequence[memoryview], places))
         except (P2PStoreError, ValueError) as error:
             return [self._read_code(error)] * len(keys)
         return [self._read_code(each) if isinstance(each, Exception) else each for each in outcomes]
+
+    def _get_scattered(
+        self, keys: Sequence[str], places_of: Mapping[int, Sequence[Place]]
+    ) -> list[int]:
+        """Read the values of some keys, by their numbers, to their places by way of scratch memory; a length or a code
+        for each key, -600 for the others."""
+        codes = [INVALID] * len(keys)
+        sizes = {number: sum(map(len, places)) for number, places in places_of.items()}
+        for_gpu = any(
+            isinstance(each, DeviceMemory) for some in places_of.values() for each in some
+        )
+        for group in in_groups(sizes):
+            with self._scratch.room(sum(sizes[n] for n in group), for_gpu=for_gpu) as room:
+                ends = list(accumulate(sizes[n] for n in group))
+                values = [room[end - sizes[n] : end] for n, end in zip(group, ends, strict=True)]
+                got = self._get_many_into([keys[number] for number in group], values)
+                pairs = [
+                    pair
+                    for number, code, value in zip(group, got, values, strict=True)
+                    for pair in scattered(value[: max(code, 0)], places_of[number])
+                ]
+                failed = self._copied(pairs)
+            _filled(codes, group, [failed if failed and code >= 0 else code for code in got])
+        return codes
 
 
 def _filled(codes: list[int], places: Iterable[int], answers: Sequence[int]) -> list[int]:
@@ -302,33 +346,6 @@ def _filled(codes: list[int], places: Iterable[int], answers: Sequence[int]) -> 
     for number, code in zip(places, answers, strict=True):
         codes[number] = code
     return codes
-
-
-def _several_views(
-    all_pointers: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]]
-) -> dict[int, list[memoryview]]:
-    """The places of each object, by its number; those of objects that were named wrongly are missing."""
-    found = {}
-    for number, (pointers, sizes) in enumerate(zip(all_pointers, all_sizes, strict=True)):
-        try:
-            if len(pointers):
-                found[number] = [view_at(*each) for each in zip(pointers, sizes, strict=True)]
-        except (ValueError, TypeError):  # also lists of different lengths
-            continue
-    return found
-
-
-def groups(lengths: dict[int, int]) -> list[list[int]]:
-    """The numbers, cut into runs of at most 64 MiB, or one."""
-    groups: list[list[int]] = []
-    total = 0
-    for number, length in lengths.items():
-        if not groups or total + length > GROUP_BYTES:
-            groups.append([])
-            total = 0
-        groups[-1].append(number)
-        total += length
-    return groups
 
 
 MAX_BYTES = 2**32
@@ -389,13 +406,8 @@ class SessionCalls(AddressCalls):
             keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True
         ):
             held = self._read.get(key) if is_key(key) else None
-            places = None if held is None else _places(held, pointers, sizes, offsets)
-            if places is None:
-                codes.append(INVALID)
-                continue
-            for outside, inside in places:
-                copy(outside, inside)
-            codes.append(sum(sizes))
+            pairs = self._buffers.pairs(held, pointers, sizes, offsets, writes=True)
+            codes.append(INVALID if pairs is None else self._copied(pairs) or sum(sizes))
         if self._client is not client:  # its leases have ended: the bytes may be another object's
             return [int(ErrorCode.RPC_FAIL)] * len(keys)
         return codes
@@ -449,13 +461,9 @@ class SessionCalls(AddressCalls):
             keys, all_buffer_ptrs, all_sizes, all_dst_offsets, strict=True
         ):
             begun = self._written.get(key) if is_key(key) else None
-            places = None if begun is None else _places(begun[0], pointers, sizes, offsets)
-            if places is None:
-                codes.append(INVALID)
-                continue
-            for outside, inside in places:
-                copy(inside, outside)
-            codes.append(sum(sizes))
+            pairs = self._buffers.pairs(begun and begun[0], pointers, sizes, offsets)
+            turned = [(inside, outside) for outside, inside in pairs or ()]
+            codes.append(INVALID if pairs is None else self._copied(turned) or sum(sizes))
         return codes
 
     def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
@@ -480,18 +488,3 @@ class SessionCalls(AddressCalls):
             0 if is_key(key) and self._written.pop(key, None) is not None else INVALID
             for key in keys
         ]
-
-
-def _places(
-    whole: memoryview, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
-) -> list[tuple[memoryview, memoryview]] | None:
-    """Pairs of the caller's memory and the object's part. None when one of them cannot be."""
-    pairs = []
-    try:
-        for pointer, size, offset in zip(pointers, sizes, offsets, strict=True):
-            if offset < 0 or size < 0 or offset + size > len(whole):
-                return None
-            pairs.append((view_at(pointer, size), whole[offset : offset + size]))
-    except (ValueError, TypeError):  # also lists of different lengths
-        return None
-    return pairs

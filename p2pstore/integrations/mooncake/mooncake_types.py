@@ -55,6 +55,7 @@ _CODES: Final[Sequence[tuple[type[Exception], ErrorCode]]] = (
     (errors.NoSuchKey, ErrorCode.OBJECT_NOT_FOUND),
     (errors.KeyExists, ErrorCode.OBJECT_ALREADY_EXISTS),
     (errors.Unavailable, ErrorCode.TRANSFER_FAIL),
+    (errors.GpuCopyFailed, ErrorCode.TRANSFER_FAIL),
     (errors.DeadlineExceeded, ErrorCode.RPC_TIMEOUT),
     (errors.BufferTooSmall, ErrorCode.INVALID_PARAMS),
     (errors.ObjectTooLarge, ErrorCode.INVALID_PARAMS),

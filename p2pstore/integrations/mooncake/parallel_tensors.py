@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from p2pstore.errors import NoSuchKey
-from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.integrations.mooncake.mooncake_types import (
     DEFAULT_CONFIG,
     ReplicateConfig,
@@ -165,7 +164,7 @@ class ParallelTensorCalls(TensorCalls):
         `writer_partition`; -600 for a value that is no tensor."""
         try:
             encode_key(key)
-            memory = view_at(buffer_ptr, size)
+            memory = self._buffers.host(buffer_ptr, size)
             header = decode_header(memory)
             if header.total_bytes != size:
                 return INVALID
@@ -412,7 +411,11 @@ class ParallelTensorCalls(TensorCalls):
             return None
         if place is not None and place[1] < header.total_bytes:
             return None
-        memory = fresh_memory(header.total_bytes) if place is None else view_at(*place)
+        memory = (
+            fresh_memory(header.total_bytes)
+            if place is None
+            else self._buffers.host(*place, writes=True)
+        )
         memory = memory[: header.total_bytes]
         memory[:HEADER_BYTES] = encode_header(header)
         target = _by_rows(memory, shape, split)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from p2pstore.integrations.mooncake.memory import view_at
 from p2pstore.integrations.mooncake.mooncake_types import (
     DEFAULT_CONFIG,
     ReplicateConfig,
@@ -86,7 +85,7 @@ class ShardCalls(TensorCalls):
     ) -> int:
         """`put_tensor_with_tp` of a whole tensor that lies in memory, header and elements."""
         try:
-            memory = view_at(buffer_ptr, size)
+            memory = self._buffers.host(buffer_ptr, size)
             header = decode_header(memory)
             if header.total_bytes != size:
                 return INVALID

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from p2pstore.integrations.mooncake.addresses import AddressCalls, groups
-from p2pstore.integrations.mooncake.memory import view_at
+from p2pstore.integrations.mooncake.addresses import AddressCalls
+from p2pstore.integrations.mooncake.memory import in_groups
 from p2pstore.integrations.mooncake.mooncake_types import (
     DEFAULT_CONFIG,
     ErrorCode,
@@ -96,7 +96,7 @@ class TensorCalls(AddressCalls):
         memory: dict[int, memoryview] = {}
         for number, place in enumerate(zip(buffer_ptrs, sizes, strict=True)):
             try:
-                view = view_at(*place)
+                view = self._buffers.host(*place)
                 if decode_header(view).total_bytes == len(view):
                     memory[number] = view
             except ITEM_FAILURES as error:
@@ -155,7 +155,7 @@ class TensorCalls(AddressCalls):
                 lengths[number] = describe(tensor).data_bytes
             except FAILURES as error:
                 codes[number] = self._code(error)
-        for some in groups(lengths):  # limits the host memory in use
+        for some in in_groups(lengths):  # limits the host memory in use
             got = self._read_tensors([keys[number] for number in some])
             for number, found in zip(some, got, strict=True):
                 codes[number] = self._copy_to(tensors_list[number], found)
@@ -209,7 +209,7 @@ class TensorCalls(AddressCalls):
         rooms: dict[int, memoryview] = {}
         for number, place in enumerate(places):
             try:
-                rooms[number] = view_at(*place)
+                rooms[number] = self._buffers.host(*place, writes=True)
             except ITEM_FAILURES as error:
                 found[number] = self._item_code(error)
         lengths = self._get_many_into([keys[number] for number in rooms], list(rooms.values()))
@@ -271,7 +271,7 @@ class TensorCalls(AddressCalls):
                 lengths[number] = about[number].total_bytes
             except FAILURES as error:
                 codes[number] = self._code(error)
-        for some in groups(lengths):
+        for some in in_groups(lengths):
             packed: dict[int, Gathered] = {}
             for number in some:
                 try:

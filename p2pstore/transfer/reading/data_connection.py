@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from p2pstore.errors import DeadlineExceeded, ProtocolError, ProtocolMismatch
+from p2pstore.errors import DeadlineExceeded, ProtocolError
 from p2pstore.memory.segment_layout import (
     Slot,
     TrailerBody,
@@ -22,7 +22,6 @@ from p2pstore.runtime.flow import NO_HASTE, Haste
 from p2pstore.runtime.streams import ByteStream
 from p2pstore.transfer.data_messages import (
     REPLIES,
-    STORE_VERSION,
     DataKind,
     GetItem,
     GetPiece,
@@ -141,11 +140,8 @@ class DataConnection(DataRequests):
         """Send `send` and have `receive` filled, again and again with one request ahead, until `enough()`:
         the bytes that were moved, and the last answer. Either view may be empty.
 
-        Raises `ProtocolMismatch` for `send` to a peer that takes no bulk, and what the other side answers:
-        `P2PStoreError` (UNSUPPORTED) when it is too old to measure.
+        Raises what the other side answers.
         """
-        if send and self.version < STORE_VERSION:
-            raise ProtocolMismatch("the other peer is too old to be sent bytes to measure")
         under_way: deque[int] = deque()
         moved, last = 0, None
         with self.operation():
@@ -176,14 +172,8 @@ class DataConnection(DataRequests):
         the other side may need, beyond the usual, once it has all bytes. `progress` hears of each part.
 
         Raises `CapacityExceeded` or `ObjectTooLarge` when there is no room there, before any byte of the
-        value was sent; `ValueError` when `source` changed meanwhile; `ProtocolMismatch` when the other
-        side is too old to take values.
+        value was sent; `ValueError` when `source` changed meanwhile.
         """
-        if self.version < STORE_VERSION:
-            raise ProtocolMismatch(
-                f"the other peer speaks version {self.version} of the data protocol and takes no "
-                "values: upgrade it"
-            )
         with self.operation():
             number = await self.send(DataKind.STORE, request)
             reply = await self.receive(DataKind.STORE, number, StoreReply)

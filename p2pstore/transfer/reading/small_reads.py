@@ -21,8 +21,6 @@ from p2pstore.runtime.streams import MAX_GATHER
 from p2pstore.transfer.data_messages import (
     MAX_SMALL_BULK_BYTES,
     MAX_SMALL_ITEMS,
-    SMALL_OBJECT_BYTES,
-    SMALL_VERSION,
     DataKind,
     GetSmall,
     Keeps,
@@ -92,9 +90,6 @@ async def pull_small(
     A view whose length is not told is undefined. `haste` and `keeps` as for `pull_many`; a version that is not
     `announced` counts as not there. Raises as every operation, for all that is left."""
     steps = parts()
-    if connection.version < SMALL_VERSION:
-        lengths += [-1 for step in steps for part in step for _ in part.digests]
-        return
     inbox = connection.inbox
     with connection.operation(haste):
         asked: deque[tuple[int, GetSmall, Part]] = deque()
@@ -129,8 +124,6 @@ async def pull_one(
     announced: Announced | None,
 ) -> int:
     """`pull_small` of one object, in as few steps as possible: the columns of one row take 10 us more."""
-    if connection.version < SMALL_VERSION:
-        return -1
     inbox, most_bytes = connection.inbox, len(view)
     with connection.operation(haste):
         inbox.expect(most_bytes)
@@ -141,9 +134,9 @@ async def pull_one(
         length = connection.bulk_left
         if not length:
             return -1
-        if len(slot) != SLOT_BYTES or length > max(most_bytes, SMALL_OBJECT_BYTES):
+        if len(slot) != SLOT_BYTES or length > most_bytes:
             raise ProtocolError("the reply to GET_SMALL has other objects than were asked for")
-        target = _room(view, length)
+        target = view[:length]
         if length >= INBOX_BYTES:
             payload = target
             payload_sum = await inbox.read_summed(target, soon=True)
@@ -151,7 +144,7 @@ async def pull_one(
             payload = await inbox.take(length)
             payload_sum = chunk_sum(payload)
         connection.bulk_left = 0
-        if length > most_bytes or not is_only_chunk(slot, digest, length, payload_sum):
+        if not is_only_chunk(slot, digest, length, payload_sum):
             return -1
         if announced is not None and not announced.allows(slot_version(slot)):
             return -1
@@ -187,14 +180,17 @@ async def _receive(
     """One answer: the lengths, as `pull_small` tells them. `writer`: the holder's hash, when it matters who wrote what
     it sends."""
     views = part.views
-    most_bytes = max(asked.most_bytes, SMALL_OBJECT_BYTES)  # older peers know no other limit
     answer = await connection.receive(DataKind.GET_SMALL, number, SmallObjects)
     if len(answer.slots) != SLOT_BYTES * len(views):
         raise ProtocolError("the reply to GET_SMALL has another number of slots than digests")
     slots = SlotRows(answer.slots)
     lengths, room = slots.lengths, list(map(len, views))
     in_all = sum(lengths)
-    if in_all != connection.bulk_left or in_all > MAX_SMALL_BULK_BYTES or max(lengths) > most_bytes:
+    if (
+        in_all != connection.bulk_left
+        or in_all > MAX_SMALL_BULK_BYTES
+        or max(lengths) > asked.most_bytes
+    ):
         raise ProtocolError(
             "a reply's slots do not add up to its bulk, or to more than was asked for"
         )

@@ -35,7 +35,6 @@ from p2pstore.transfer.data_frames import next_frame, receive_some
 from p2pstore.transfer.data_messages import (
     MAX_DATA_VERSION,
     MIN_DATA_VERSION,
-    STORE_VERSION,
     DataKind,
     Hello,
     HelloReply,
@@ -70,7 +69,6 @@ from p2pstore.wire import (
     REPLY,
     Code,
     FrameBuffer,
-    Limits,
     code_of,
     decode_body,
     encode_frame,
@@ -88,8 +86,6 @@ __all__ = [
 ]
 
 LISTEN_BACKLOG: Final = 512
-FIRST_VERSION_LIMITS: Final = Limits(DATA_REQUEST_LIMITS.body_bytes, 0)
-"""Requests of version 1 carry no bulk bytes."""
 MAX_SUBJECTS: Final = 1024
 """What `QuietLog` remembers: strangers may come from any number of hosts."""
 RETIRE_SECONDS: Final = 5.0
@@ -286,15 +282,13 @@ class DataServer:
                     if hello.cancelled_caught
                     else f"no hello within {self._limits.hello_seconds:g} s"
                 )
-            claims, version, owner = met
-            bulk = version >= STORE_VERSION
-            frames.limits = DATA_REQUEST_LIMITS if bulk else FIRST_VERSION_LIMITS
+            claims, owner = met
+            frames.limits = DATA_REQUEST_LIMITS
             account = self._budget.open(owner, stream_ender(stream, self._log))
             session = DataSession(
                 stream,
                 frames,
                 claims,
-                version=version,
                 account=account,
                 backends=self._backends,
                 limits=self._limits,
@@ -340,8 +334,8 @@ class DataServer:
 
     async def _shake_hands(
         self, stream: AcceptedStream, frames: FrameBuffer, host: str
-    ) -> tuple[TicketClaims, int, Owner]:
-        """Preface, hello and proof; what the ticket claims, the version spoken, and who it is. Raises `Refused` when
+    ) -> tuple[TicketClaims, Owner]:
+        """Preface, hello and proof; what the ticket claims, and who it is. Raises `Refused` when
         the ticket or the proof is not good, and when there is no place."""
         buffer = memoryview(bytearray(RECEIVE_BYTES))
         preface = bytearray()
@@ -392,7 +386,7 @@ class DataServer:
                 "whom"
             )
             raise Refused(header.kind, header.request_id, Code.BUSY, text)
-        return claims, version, owner
+        return claims, owner
 
 
 def stream_ender(stream: AcceptedStream, log: QuietLog) -> Callable[[str], None]:

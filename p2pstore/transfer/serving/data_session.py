@@ -88,7 +88,6 @@ class DataSession:
         frames: FrameBuffer,
         claims: TicketClaims,
         *,
-        version: int,
         role: Role,
         account: Account,
         backends: Backends,
@@ -103,9 +102,7 @@ class DataSession:
         self._backends = backends
         self._limits = limits
         self._traffic = traffic
-        self._rules = RequestRules(
-            Rights(claims, role), version, stores=backends.stores is not None
-        )
+        self._rules = RequestRules(Rights(claims, role), stores=backends.stores is not None)
         self._life = Lifecycle()
         self._answers = ReadAnswers(
             backends.objects, claims.issuer, traffic, limits.reply_bulk_bytes

@@ -10,7 +10,6 @@ from p2pstore.errors import P2PStoreError, ProtocolError
 from p2pstore.objects import DIGEST_BYTES
 from p2pstore.transfer.data_messages import (
     REQUESTS,
-    STORE_VERSION,
     WRITE_KINDS,
     DataKind,
     Get,
@@ -127,15 +126,15 @@ class Refusal(NamedTuple):
 
 
 class RequestRules:
-    """Which requests of a connection are answered, by the version spoken and by the ticket's rights."""
+    """Which requests of a connection are answered, by what this peer does and by the ticket's rights."""
 
-    def __init__(self, rights: Rights, version: int, *, stores: bool) -> None:
+    def __init__(self, rights: Rights, *, stores: bool) -> None:
         """`stores`: whether this peer takes values in."""
         self._rights = rights
         self._known = {
             int(kind): message_type
             for kind, message_type in REQUESTS.items()
-            if kind not in WRITE_KINDS or (stores and version >= STORE_VERSION)
+            if stores or kind not in WRITE_KINDS
         }
         self._allowed = {
             kind: message_type for kind, message_type in self._known.items() if rights.allow(kind)

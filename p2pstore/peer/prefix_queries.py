@@ -1,0 +1,160 @@
+"""Queries of routers over HTTP: how much of a chain of blocks the pool has, and which peer how much of it.
+
+`POST /v1/prefix` speaks of blocks, `POST /query` of tokens, in the shape of Mooncake's RFC 1403. Both take keys, or
+what keys are made of: `prefix`, a hash a block, and `suffixes` where a block is several objects (a rank or a piece
+each), of which a holder must have all. Where this peer does not know all locations, it asks the keys' homes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
+from itertools import product
+from typing import Any, Final
+
+import msgspec
+
+from p2pstore.core.gets.lookup import LookupOperation
+from p2pstore.core.gets.prefixes import PrefixMatch, match_copies, match_here
+from p2pstore.errors import P2PStoreError
+from p2pstore.objects import DEFAULT_NAMESPACE, batch_key_hasher, format_peer_id, namespace_digest
+from p2pstore.peer.node import Node
+from p2pstore.status.http_server import Answer, Queries, text_answer
+
+MAX_KEYS: Final = 4096
+MAX_SUFFIXES: Final = 256
+MAX_NAMESPACES: Final = 64
+"""Of which hashers are kept."""
+
+
+class PrefixRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A chain of blocks, first one first: `keys`, or `prefix` + hash + suffix for each of `hashes` and `suffixes`."""
+
+    namespace: str = DEFAULT_NAMESPACE
+    keys: list[str] = []
+    prefix: str = ""
+    hashes: list[str] = []
+    suffixes: list[str] = msgspec.field(default_factory=lambda: [""])
+
+
+class TokenRequest(PrefixRequest, forbid_unknown_fields=True):
+    """The same in tokens: of `block_size` tokens a block."""
+
+    block_size: int = 0
+
+
+class PrefixQueries:
+    """Answers of one peer. Answers are hints: a block may have gone since, or just have come."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._core = node.core
+        self._hashers: OrderedDict[str, Callable[[Sequence[str]], list[bytes]]] = OrderedDict()
+
+    def by_path(self) -> Queries:
+        """The queries, by their paths."""
+        return {"/v1/prefix": self.prefix, "/query": self.query}
+
+    def prefix(self, body: bytes) -> Answer | Awaitable[Answer]:
+        """`PrefixRequest` to `{matched, complete, holders: [{peer_id, peer, blocks, memory_blocks, local}], as_of}`."""
+        return self._answer(body, PrefixRequest, self._prefix_document)
+
+    def query(self, body: bytes) -> Answer | Awaitable[Answer]:
+        """`TokenRequest` to `{namespace: {peer: {longest_matched, GPU, DP, CPU, DISK}}}` in tokens."""
+        return self._answer(body, TokenRequest, self._token_document)
+
+    def _answer(
+        self, body: bytes, kind: type[PrefixRequest], document: Callable[[Any, PrefixMatch], Any]
+    ) -> Answer | Awaitable[Answer]:
+        try:
+            request = msgspec.json.decode(body, type=kind)
+            keys = _keys_of(request)
+            digests = self._hasher(request.namespace)(keys)
+        except (msgspec.DecodeError, ValueError) as error:
+            return text_answer(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
+        pieces = 1 if request.keys else len(request.suffixes)
+        space = namespace_digest(request.namespace)
+        match = match_here(self._core, digests, self._node.now, space, pieces)
+        if match is not None:
+            return _json(document(request, match))
+
+        async def asked() -> Answer:
+            operation = LookupOperation(self._core, digests, namespace=space)
+            try:
+                self._core.operations.start(operation, self._node.now)
+                copies = await self._node.complete(operation)
+            except P2PStoreError as error:
+                return text_answer(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+            return _json(document(request, match_copies(copies, pieces)))
+
+        return asked()
+
+    def _hasher(self, namespace: str) -> Callable[[Sequence[str]], list[bytes]]:
+        hasher = self._hashers.get(namespace)
+        if hasher is None:
+            hasher = self._hashers[namespace] = batch_key_hasher(namespace)
+            if len(self._hashers) > MAX_NAMESPACES:
+                self._hashers.popitem(last=False)
+        return hasher
+
+    def _prefix_document(self, request: PrefixRequest, match: PrefixMatch) -> dict[str, Any]:
+        core = self._core
+        holders = []
+        for run in match.runs:
+            state = core.gossip.membership.resolve(run.member)
+            peer_id = core.peer_id if run.member == core.member else state and state.peer_id
+            if peer_id:
+                holders.append(
+                    {
+                        "peer_id": format_peer_id(peer_id),
+                        "peer": core.name_of(peer_id),
+                        "blocks": run.blocks,
+                        "memory_blocks": run.memory_blocks,
+                        "local": run.member == core.member,
+                    }
+                )
+        return {
+            "matched": match.matched,
+            "complete": match.matched == len(request.keys or request.hashes),
+            "holders": holders,
+            "as_of": {"peer": core.name_of(core.peer_id), "unix": round(time.time(), 3)},
+        }
+
+    def _token_document(self, request: TokenRequest, match: PrefixMatch) -> dict[str, Any]:
+        tokens = request.block_size
+        document = self._prefix_document(request, match)
+        return {
+            request.namespace: {
+                each["peer"]: {
+                    "longest_matched": each["blocks"] * tokens,
+                    "GPU": 0,
+                    "DP": {},
+                    "CPU": each["memory_blocks"] * tokens,
+                    "DISK": each["blocks"] * tokens,
+                }
+                for each in document["holders"]
+            }
+        }
+
+
+def _keys_of(request: PrefixRequest) -> list[str]:
+    if bool(request.keys) == bool(request.hashes):
+        raise ValueError("give either keys or hashes")
+    if not 1 <= len(request.suffixes) <= MAX_SUFFIXES:
+        raise ValueError(f"suffixes: 1 to {MAX_SUFFIXES}, not {len(request.suffixes)}")
+    if isinstance(request, TokenRequest) and request.block_size < 1:
+        raise ValueError("block_size: the number of tokens a block, at least 1")
+    pieces = 1 if request.keys else len(request.suffixes)
+    count = len(request.keys or request.hashes) * pieces
+    if count > MAX_KEYS:
+        raise ValueError(f"{count:,} keys; at most {MAX_KEYS:,} are allowed")
+    if request.keys:
+        return request.keys
+    prefix = request.prefix
+    return [prefix + each + suffix for each, suffix in product(request.hashes, request.suffixes)]
+
+
+def _json(document: Any) -> Answer:
+    return Answer(HTTPStatus.OK, "application/json", msgspec.json.encode(document))

@@ -1,0 +1,34 @@
+"""Fixtures of several modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.sides import DRIVERS, Side
+from tests.contract.small_peer import SmallPeer, small_peer
+from tests.contract.worlds import WORLDS, Cluster, Store, open_cluster
+
+
+@pytest.fixture(params=DRIVERS)
+def side(request: pytest.FixtureRequest) -> Side:
+    return Side(request.param, DRIVERS[request.param]())
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[SmallPeer]:
+    with small_peer(tmp_path / "peer.sock") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with open_cluster() as running:
+        yield running
+
+
+@pytest.fixture(params=WORLDS)
+def store(request: pytest.FixtureRequest, cluster: Cluster) -> Store:
+    return cluster.stores[request.param]

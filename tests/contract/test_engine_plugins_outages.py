@@ -1,0 +1,144 @@
+"""vLLM's tier while its peer hangs, is away or comes late: its scheduler goes on, and nothing is said falsely."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2pstore.integrations import lasting_client
+from p2pstore.local.local_connection import LocalConnection
+from tests.contract.test_engine_plugins import VLLM, finished, plugin, stand_in, vllm_spec
+from tests.contract.worlds import peer_process
+from tests.waiting import eventually
+
+KEYS = [bytes([number]) * 32 + b"\0\0\0\0" for number in range(4)]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    stand_in(monkeypatch, VLLM)
+    module = plugin(monkeypatch, "vllm")
+    short = functools.partial(lasting_client.LastingClient, timeout=1.0)
+    monkeypatch.setattr(module, "LastingClient", short)
+    monkeypatch.setattr(module, "kv_cache_utils", SimpleNamespace(NONE_HASH=b"seed"), raising=False)
+    return module
+
+
+@pytest.fixture
+def askers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the threads that made requests of a peer."""
+    names: set[str] = set()
+    register = LocalConnection._register
+
+    def noted(self: LocalConnection, *arguments: Any) -> Any:
+        names.add(threading.current_thread().name)
+        return register(self, *arguments)
+
+    monkeypatch.setattr(LocalConnection, "_register", noted)
+    return names
+
+
+def tier_of(module: Any, socket: str, *, spec: Any = None, **options: Any) -> Any:
+    memory = np.arange(6 * 5000, dtype=np.uint8).reshape(6, 5000)
+    options = {"weight_version": "outages@v1", "socket": socket, **options}
+    return module.P2PTier(spec or vllm_spec(), memory.data, "P2PTier", **options)
+
+
+def store(module: Any, tier: Any, keys: list[bytes]) -> bool:
+    job = module.TransferJob(1, keys, np.arange(len(keys)), False, None)
+    tier.submit_store(job)
+    return bool(finished(tier).success)
+
+
+def test_a_scheduler_is_answered_while_the_peer_hangs(
+    tmp_path: Path, vllm: Any, askers: set[str]
+) -> None:
+    hit, miss, retry = (vllm.LookupResult[name] for name in ("HIT", "MISS", "RETRY"))
+    with peer_process(tmp_path, "hung") as peer:
+        tier = tier_of(vllm, peer.socket)
+        tier.on_new_request(None)
+        assert store(vllm, tier, KEYS[:1])
+        assert [tier.lookup(key, None) for key in KEYS[:2]] == [hit, miss]
+        peer.process.send_signal(signal.SIGSTOP)
+        # Its table is trusted for a moment more. Then a question is open, and then late.
+        eventually(lambda: tier.lookup(KEYS[2], None) is retry)
+        eventually(lambda: tier.lookup(KEYS[2], None) is miss)
+        assert tier.lookup(KEYS[3], None) is miss, "nothing else waits"
+        eventually(lambda: not tier._client.answers)
+        assert tier.lookup(KEYS[0], None) is miss
+        assert not store(vllm, tier, KEYS[1:2])
+        assert tier.get_stats().reduce() == {vllm.PEER_ANSWERS: 0}
+        peer.process.send_signal(signal.SIGCONT)
+        eventually(lambda: tier.lookup(KEYS[0], None) is hit)
+        assert tier.get_stats().reduce() == {vllm.PEER_ANSWERS: 1}
+        assert tier.get_stats() is None
+        tier.shutdown()
+    assert threading.current_thread().name not in askers
+    assert askers
+
+
+def test_an_engine_starts_without_a_peer_and_uses_it_when_it_comes(
+    tmp_path: Path, vllm: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = tier_of(vllm, str(tmp_path / "late.sock"))
+    tier.on_new_request(None)
+    assert tier.lookup(KEYS[0], None) is vllm.LookupResult.MISS
+    assert not store(vllm, tier, KEYS[:1])
+    assert len([each for each in caplog.records if "nothing is found" in each.message]) == 1
+    with peer_process(tmp_path, "late"):
+        eventually(lambda: store(vllm, tier, KEYS[:1]))
+        assert tier.lookup(KEYS[0], None) is vllm.LookupResult.HIT
+        tier.shutdown()
+    assert "the peer answers" in caplog.text
+
+
+def test_engines_that_can_share_nothing_are_told_at_the_first_request_and_no_others(
+    tmp_path: Path, vllm: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with peer_process(tmp_path, "told") as peer:
+        ends = threading.Semaphore(0)
+
+        def ask(seed: bytes, **options: Any) -> None:
+            tier = tier_of(vllm, peer.socket, **options)
+            vllm.kv_cache_utils.NONE_HASH = seed  # vLLM chooses it after it made the tier
+            for _ in range(2):
+                tier.on_new_request(None)
+            tier._client.later(lambda _: ends.release())
+            assert ends.acquire(timeout=60)
+            tier.shutdown()
+            del vllm.kv_cache_utils.NONE_HASH
+
+        del vllm.kv_cache_utils.NONE_HASH
+        ask(b"seed", spec=vllm_spec(name="/models/of/one/model"))
+        ask(b"seed", spec=vllm_spec(name="/cache/models--org--model/snapshots/0f1e"))
+        ask(b"seed", model="model", spec=vllm_spec(name="another"), locality="REMOTE")
+        assert not caplog.records
+        ask(b"other", spec=vllm_spec())
+        ask(b"seed", spec=vllm_spec(tp_size=2, name="another"))
+    hashes, layout = (each.message for each in caplog.records)
+    assert "PYTHONHASHSEED" in hashes
+    assert "model_name ('another' here, 'model' there)" in layout
+    assert "tp_size (2 here, 1 there)" in layout
+    assert "PYTHONHASHSEED" not in layout
+
+
+def test_after_its_end_a_tier_holds_nothing_of_the_engine_s_memory(
+    tmp_path: Path, vllm: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with peer_process(tmp_path, "end") as peer:
+        view = np.zeros((6, 5000), np.uint8).data
+        options = {"weight_version": "end@v1", "socket": peer.socket, "thread": 3}
+        tier = vllm.P2PTier(vllm_spec(), view, "P2PTier", **options)
+        assert "did you mean 'threads'?" in caplog.text
+        assert store(vllm, tier, KEYS)
+        tier.shutdown()
+        view.release()
+        assert set(tier.config_info()) == set(vllm.P2PTier.config_info_keys({}))
+        assert set(vllm.P2PTier.build_metric_definitions({})) == {vllm.PEER_ANSWERS}
