@@ -54,8 +54,7 @@ class KnownCopies:
         hearsay: bool = False,
     ) -> tuple[list[KnownCopy], list[KnownCopy]]:
         """`known`, and the copies that their holders have to prove. Records that contradict a writer are in neither.
-        With `hearsay` also copies of which only a home spoke: to look there, not to judge by them what is to be kept.
-        """
+        With `hearsay` also copies of which only a home spoke: to look there, not to judge what is kept."""
         copies: list[KnownCopy] = []
         others: list[KnownCopy] = []
         vouched: set[Version] = set()

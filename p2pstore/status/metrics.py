@@ -357,30 +357,17 @@ def _transfers(peer: Document) -> Iterator[Metric]:
 
 
 def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
-    members, failures = peer["gossip"]["members"], measures.message_failures
-    sent = sorted({kind for kind, _ in measures.messages})
     yield from _labelled(peer)
-    for name, text, labels, values in (
-        (
-            "member_changes",
-            "How often a member was found to be in this state.",
-            ["status"],
-            [((status,), measures.member_changes[status]) for status in members],
-        ),
-        (
-            "gossip_messages",
-            "Requests of gossip, sent and received; each has an answer.",
-            ["kind", "direction"],
-            sorted(measures.messages.items()),
-        ),
-        (
-            "gossip_message_failures",
-            "Requests of gossip that were not answered in time, or refused.",
-            ["kind"],
-            [((kind,), failures[kind]) for kind in sent],
-        ),
-    ):
-        yield counters(name, text, labels, values)
+    changes = [((each,), measures.member_changes[each]) for each in peer["gossip"]["members"]]
+    text = "How often a member was found to be in this state."
+    yield counters("member_changes", text, ["status"], changes)
+    text = "Requests of gossip, sent and received; each has an answer."
+    messages = sorted(measures.messages.items())
+    yield counters("gossip_messages", text, ["kind", "direction"], messages)
+    text = "Requests of gossip that were not answered in time, or refused."
+    sent = sorted({kind for kind, _ in measures.messages})
+    failures = [((kind,), measures.message_failures[kind]) for kind in sent]
+    yield counters("gossip_message_failures", text, ["kind"], failures)
     yield histogram(
         "gossip_ping_seconds",
         "Duration of pings of other members.",
