@@ -17,11 +17,6 @@ SCRIPT = ROOT / "scripts" / "bench_broadcast"
 
 
 @pytest.fixture(scope="module")
-def figures() -> ModuleType:
-    return _module("broadcast_figures")
-
-
-@pytest.fixture(scope="module")
 def shaped() -> ModuleType:
     return _module("shaped_hosts")
 
@@ -43,39 +38,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=200,
         check=False,
     )
-
-
-def test_the_shortest_time_is_one_copy_and_the_last_piece_doubled(figures: ModuleType) -> None:
-    shortest = figures.shortest_seconds
-    assert shortest(1000, 10.0, 1, 10) == 100.0, "to one receiver: a copy"
-    assert shortest(1000, 10.0, 15, 10) == 130.0
-    assert shortest(1000, 10.0, 16, 10) == 140.0
-    for nonsense in ((1, 1.0, 0, 1), (1, 1.0, 1, 0), (1, 0.0, 1, 1)):
-        with pytest.raises(ValueError, match="there must be a receiver"):
-            shortest(*nonsense)
-
-
-def test_uplinks_are_busy_as_far_as_their_counters_move(figures: ModuleType) -> None:
-    sent = [0.0, 0.0, 0.5, 1.0, 1.0, 0.9, 0.0]
-    totals = [round(100e6 * sum(sent[: number + 1])) for number in range(len(sent))]
-    samples = [figures.Sample(float(number), (total, total)) for number, total in enumerate(totals)]
-    shares = figures.busy_shares(samples, 100e6)
-    assert [at for at, _ in shares] == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5]
-    assert [share for _, share in shares] == pytest.approx(sent[1:], abs=1e-3)
-    assert figures.middle_share(shares) == pytest.approx(1.0, abs=1e-3)
-    assert figures.middle_share([]) == 0.0
-
-
-def test_counters_are_those_of_the_interface(shaped: ModuleType) -> None:
-    text = (
-        "Inter-|   Receive                            |  Transmit\n"
-        " face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets\n"
-        "    lo:     100 1 0 0 0 0 0 0 100 1 0 0 0 0 0 0\n"
-        "  eth0:12345678 9 0 0 0 0 0 0 87654321 8 0 0 0 0 0 0\n"
-    )
-    assert shaped.counters(text, "eth0") == (12_345_678, 87_654_321)
-    with pytest.raises(ValueError, match="no interface eth1"):
-        shaped.counters(text, "eth1")
 
 
 @pytest.mark.parametrize(
