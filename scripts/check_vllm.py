@@ -20,8 +20,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from p2pstore import blocking
+from p2pstore.integrations.lasting_client import PROBE_KEY
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+WEIGHTS = "tiny@v1"
 PROMPT_TOKENS = 1500
 CACHED_TOKENS = PROMPT_TOKENS // 32 * 32
 START_SECONDS = 300.0
@@ -125,7 +129,8 @@ class World:
     ) -> tuple[subprocess.Popen[str], Path]:
         """A program of the engines' Python, and its log."""
         paths = f"{HERE / 'vllm_cpu'}:{ROOT}:{ROOT / 'cli'}"
-        variables = {**os.environ, "PYTHONPATH": paths, **environment}
+        quiet = {"LMCACHE_TRACK_USAGE": "false"}
+        variables = {**os.environ, "PYTHONPATH": paths, **quiet, **environment}
         variables.pop("PYTHONHASHSEED", None)
         log = self.folder / f"{name}.log"
         process = subprocess.Popen(
@@ -138,13 +143,30 @@ class World:
         self._stack.callback(process.kill)
         return process, log
 
+    def held(self, name: str, namespace: str) -> int:
+        """The number of blocks that this peer knows of."""
+        with blocking.connect(self.socket(name), namespace=namespace) as client:
+            keys = [each.key for each in client.list_keys(limit=100_000).keys]
+            there = client.contains_many([key for key in keys if not key.startswith(PROBE_KEY)])
+        return sum(there)
+
+    def ask_cold(
+        self, engine: Engine, tokens: list[int], name: str, namespace: str = WEIGHTS
+    ) -> dict[str, Any]:
+        """The answer of an engine that computes it, once its blocks are known to the peer of this name."""
+        wanted = self.held(name, namespace) + len(tokens) // (64 if "lmcache" in namespace else 32)
+        answer = engine.ask(tokens)
+        assert cached(answer) == 0, cached(answer)
+        until(lambda: self.held(name, namespace) >= wanted, "the blocks are announced")
+        return answer
+
     def socket(self, name: str) -> str:
         return str(self.folder / f"{name}.sock")
 
     def tier(self, name: str) -> dict[str, Any]:
         """The configuration of an engine beside this peer."""
         ours = {"type": "P2PTier", "module_path": "p2pstore.integrations.vllm"}
-        ours |= {"weight_version": "tiny@v1", "socket": self.socket(name)}
+        ours |= {"weight_version": WEIGHTS, "socket": self.socket(name)}
         extra = {"spec_name": "CPUTieringSpec", "spec_module_path": "cpu_spec"}
         extra |= {"cpu_bytes_to_use": 128 << 20, "secondary_tiers": [ours]}
         return {
@@ -187,16 +209,19 @@ class Engine:
         say(f"  engine {self.name}: {cached(answer)} cached, {answer['seconds']:.3f} s")
         return answer
 
-    def until_cached(self, tokens: list[int], *, least: int = CACHED_TOKENS) -> dict[str, Any]:
-        """The answer once the blocks are announced here, which takes a moment."""
-        answers: list[dict[str, Any]] = []
+    def ask_warm(self, tokens: list[int]) -> dict[str, Any]:
+        """The answer, which has to come from the pool. Asked once: the engine stores blocks of its own, too."""
+        answer = self.ask(tokens)
+        assert cached(answer) == CACHED_TOKENS, cached(answer)
+        return answer
 
-        def hits() -> bool:
-            answers.append(self.ask(tokens))
-            return cached(answers[-1]) >= least
+    def times(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/times") as response:
+            times: dict[str, Any] = json.load(response)
+        return times
 
-        until(hits, f"engine {self.name} finds what another one computed")
-        return answers[-1]
+    def until_peer_answers(self) -> None:
+        until(lambda: bool(self.times()["peer answers"]), f"engine {self.name} has its peer")
 
     def end(self, *, allowed: str = "") -> None:
         """Ctrl-C, and a look through the log."""
@@ -212,9 +237,8 @@ class Engine:
 
 def check_pool(world: World, a: Engine, b: Engine, peers: dict[str, Any]) -> None:
     """Cold, from the pool, a part of it, the holder killed, and started again."""
-    cold = a.ask(prompt(1))
-    assert cached(cold) == 0
-    check_same(cold, b.until_cached(prompt(1)))
+    cold = world.ask_cold(a, prompt(1), "b")
+    check_same(cold, b.ask_warm(prompt(1)))
     part = prompt(1)[:800] + prompt(7)[:700]
     reads = b.ask(part)
     assert cached(reads) == 800, cached(reads)
@@ -225,8 +249,9 @@ def check_pool(world: World, a: Engine, b: Engine, peers: dict[str, Any]) -> Non
     check_same(cold, b.ask(prompt(1)))
     lone = a.ask(prompt(2))
     peers["a"] = world.peer("a")
-    again = a.ask(prompt(3))
-    check_same(again, b.until_cached(prompt(3)))
+    a.until_peer_answers()
+    until(lambda: world.held("a", WEIGHTS) == world.held("b", WEIGHTS), "the peers agree")
+    check_same(world.ask_cold(a, prompt(3), "b"), b.ask_warm(prompt(3)))
     check_same(lone, b.ask(prompt(2)))
     say("holder killed and started again")
 
@@ -244,7 +269,8 @@ def check_stopped(b: Engine, alone: Engine, peers: dict[str, Any]) -> None:
     say(f"time to the first token: {stopped:.3f} s with a stopped peer, {none:.3f} s without one")
     assert stopped < none + MOST_MORE_SECONDS, times
     peers["b"].send_signal(signal.SIGCONT)
-    b.until_cached(prompt(3))
+    b.until_peer_answers()
+    b.ask_warm(prompt(3))
     say("stopped peer, which went on")
 
 
@@ -309,7 +335,9 @@ def check_mooncake(world: World) -> None:
     connector = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
     connector["kv_load_failure_policy"] = "recompute"
     share_through(
+        world,
         "Mooncake's API",
+        "default",
         *(
             Engine(
                 world,
@@ -336,23 +364,22 @@ def check_lmcache(world: World) -> None:
         ours = {"weight_version": "lmcache@v1", "socket": world.socket(name)}
         program = ["-m", "lmcache.v1.multiprocess.server", "--port", str(port), "--l1-size-gb", "1"]
         program += ["--supported-transfer-mode", "engine_driven", "--no-l1-use-lazy"]
-        program += ["--eviction-policy", "LRU", "--chunk-size", "64", "--l2-adapter"]
-        program += [json.dumps({**adapter, "adapter_params": ours})]
+        program += ["--eviction-policy", "LRU", "--chunk-size", "64", "--disable-observability"]
+        program += ["--l2-adapter", json.dumps({**adapter, "adapter_params": ours})]
         world.start(f"lmcache-server-{name}", program)
         connector = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
         connector["kv_load_failure_policy"] = "recompute"
         extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
         config = {**connector, "kv_connector_extra_config": extra}
         engines.append(Engine(world, f"lmcache-{name}", config))
-    share_through("LMCache's server", *engines)
+    share_through(world, "LMCache's server", "lmcache@v1", *engines)
 
 
-def share_through(what: str, one: Engine, other: Engine) -> None:
+def share_through(world: World, what: str, namespace: str, one: Engine, other: Engine) -> None:
+    """Two engines share a prompt's blocks by this way."""
     for each in (one, other):
         each.wait_ready()
-    cold = one.ask(prompt(50))
-    assert cached(cold) == 0
-    check_same(cold, other.until_cached(prompt(50), least=CACHED_TOKENS - 64))
+    check_same(world.ask_cold(one, prompt(50), "b", namespace), other.ask_warm(prompt(50)))
     for each in (one, other):
         each.end()
     say(what)
@@ -370,11 +397,12 @@ def run(python: str, *options: str) -> None:
         check_pool(world, a, b, peers)
         check_stopped(b, c, peers)
         peers["c"] = world.peer("c")
-        c.until_cached(prompt(3))
+        c.until_peer_answers()
+        until(lambda: world.held("c", WEIGHTS) >= world.held("a", WEIGHTS), "all is announced")
+        c.ask_warm(prompt(3))
         say("no peer at start")
         for each in (a, b, c):
-            with urllib.request.urlopen(f"http://127.0.0.1:{each.port}/times") as response:
-                times = json.load(response)
+            times = each.times()
             say(f"calls of engine {each.name}'s scheduler: {times}")
             busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
             assert times["p99_seconds"] < MOST_CALL_SECONDS * (100 if busy else 1)

@@ -12,6 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from p2pstore.core.copies.hand_over import HandOverOperation
+from p2pstore.core.copies.offers import coldest_use
 from p2pstore.core.copies.replicate import PutAmongMany
 from p2pstore.core.core_effects import (
     AskPeer,
@@ -217,6 +218,7 @@ class SimulatedPeer:
             segments=[],
             memory_capacity=segment.data_bytes,
             memory_used=segment.used_bytes,
+            memory_coldest=coldest_use(segment),
             ssd_capacity=0,
             ssd_used=0,
             load_permille=0,

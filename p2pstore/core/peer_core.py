@@ -15,6 +15,7 @@ from typing import Final
 from p2pstore.core.checkpoints import Checkpoints, TrustedPublishers
 from p2pstore.core.copies.cold_copies import ColdCopies
 from p2pstore.core.copies.memory_return import EarlierLife
+from p2pstore.core.copies.offers import Offers
 from p2pstore.core.copies.own_copies import Checks
 from p2pstore.core.copies.proofs import VersionProofs
 from p2pstore.core.copies.repair import Repair, RepairTiming
@@ -104,6 +105,7 @@ class PeerCore:
         self.prefetching = Prefetching(self)
         self.hot_objects = HotObjects()
         self.repair = Repair(self, repair)
+        self.offers = Offers(self, repair.bytes_per_second)
         self.read_reports = ReadReports(self)
         self.publishers = TrustedPublishers()
         self.participations = Participations(self)
@@ -157,6 +159,7 @@ class PeerCore:
         self.earlier_life.tick(now)
         self.write_back.tick(now)
         self.repair.tick(now)
+        self.offers.tick(now)
         self.read_reports.tick(now)
         self.prefetching.tick(now)
         self.participations.tick(now)
@@ -181,6 +184,7 @@ class PeerCore:
             self.earlier_life.next_tick(now),
             self.write_back.next_tick(),
             self.repair.next_tick(),
+            self.offers.next_tick(),
             self.read_reports.next_tick(),
             self.prefetching.next_tick(),
             self.participations.next_tick(),

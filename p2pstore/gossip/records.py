@@ -246,7 +246,8 @@ class PeerRecord(Message, frozen=True):
     hash of the floors' horizon that the peer has taken in (`floor_stamps`), 0 while there is none.
     `directory` is a `directory_mode.KeptDirectory`. `checkpoints` are those that the peer takes part in.
     `floors_end`, `floors_hash`, `floors_seen`: see `floor_sync`; an end of 0 comes from an older peer, which does not
-    know floors of several keys.
+    know floors of several keys. `memory_coldest`: when the object that would be evicted first was used last, in Unix
+    seconds, as its policy has it; 0: not told.
     """
 
     format: int
@@ -278,6 +279,7 @@ class PeerRecord(Message, frozen=True):
     floors_end: int = 0
     floors_hash: int = 0
     floors_seen: int = 0
+    memory_coldest: int = 0
 
 
 class ClusterRecordKind(IntEnum):

@@ -273,7 +273,7 @@ class Segment:
         if existing is not None and existing.version >= version and not existing.expired(now):
             self.abort(number, holder=holder)
             if existing.soft and not soft:
-                self.objects.make_firm(existing)
+                self.objects.set_soft(existing, False)
             return existing
         self.reservations.end(reservation)
         self.objects.publish([(reservation, entry, packed, follows)], now)

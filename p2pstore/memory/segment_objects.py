@@ -177,9 +177,9 @@ class SegmentObjects:
         self.table.write_slot(entry)
         self.set_pin(entry, pin, now + SOFT_PIN_SECONDS if pin is Pin.SOFT else 0.0)
 
-    def make_firm(self, entry: ObjectEntry) -> None:
-        """Make a soft copy a firm one."""
-        entry.soft = False
+    def set_soft(self, entry: ObjectEntry, soft: bool) -> None:
+        """Make a copy a soft or a firm one."""
+        entry.soft = soft
         self.table.write_slot(entry)
         self.order.update(entry)
 

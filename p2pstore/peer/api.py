@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
@@ -23,8 +22,6 @@ from p2pstore.peer.lifetime.credentials import (
 from p2pstore.peer.node import Node
 from p2pstore.results import Location
 from p2pstore.state.state_directory import StateDirectory
-
-logger = logging.getLogger("p2pstore.peer")
 
 
 class Peer(Client):

@@ -20,6 +20,7 @@ import p2pstore
 from p2pstore.access.keyring import Role
 from p2pstore.checkpoint.peer.client_requests import ClientRequests, PeerCheckpoints
 from p2pstore.config import PeerConfig
+from p2pstore.core.copies.offers import coldest_use
 from p2pstore.core.copies.repair import TIMING, RepairTiming
 from p2pstore.core.peer_core import PeerCore
 from p2pstore.errors import ConfigError, ProtocolError
@@ -280,6 +281,7 @@ class Assembly:
             segments=[SegmentOffer(segment.segment_id, segment.data_bytes)],
             memory_capacity=segment.data_bytes,
             memory_used=segment.used_bytes,
+            memory_coldest=coldest_use(segment),
             ssd_capacity=ssd.capacity_bytes if ssd is not None else 0,
             ssd_used=ssd.used_bytes if ssd is not None else 0,
             load_permille=self.node.load.told_permille if self.node is not None else 0,

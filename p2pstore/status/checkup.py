@@ -33,6 +33,7 @@ MAX_NAMES_LOOKED_AT: Final = 1000
 SHOWN_COUNTERS: Final = (
     *("client_puts", "client_put_bytes", "client_puts_failed", "client_reads", "client_leases"),
     *("client_reads_elsewhere", "client_reads_from_ssd", "client_misses", "last_copies_dropped"),
+    *("copies_offered", "offers_taken", "offers_refused", "offered_bytes"),
     *("transport_fallbacks", "objects_spoilt", "repairs", "repaired_bytes"),
 )
 _ADDED_UP: Final = (

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from prometheus_client.core import (
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
@@ -110,6 +108,10 @@ _CLIENTS: Final = (
     ("client_misses", "Gets that found nothing, or no reachable holder."),
     ("transport_fallbacks", "Reads for which a transport gave way to another one."),
     ("last_copies_dropped", "Objects given up without another known copy."),
+    ("copies_offered", "Last copies offered to other peers before they would be evicted."),
+    ("offers_taken", "Of these, taken."),
+    ("offers_refused", "Of these, refused or failed."),
+    ("offered_bytes", "Bytes of those that were taken."),
     ("holder_failures", "Reads at a holder that did not deliver."),
     ("holders_too_slow", "Of these, silent or slow holders."),
     ("version_signatures", "Signatures under what this peer wrote, for copies elsewhere."),

@@ -14,7 +14,9 @@ from p2pstore.objects import DIGEST_BYTES, Version
 from p2pstore.ssd_tier.log_segments import KEPT_SHARE, Candidate, choose_kept
 from p2pstore.trace.trace_requests import HitCounts, Request, leading_hits
 
-_VERSION = Version(1, 1)
+OWN: Final = Version(1, 1)
+OFFERED: Final = Version(1, 2)
+"""Of a block that came from another peer."""
 
 
 class BlockCache:
@@ -54,19 +56,20 @@ class BlockCache:
         *,
         soft: bool = False,
         on_ssd: bool = False,
+        version: Version = OWN,
     ) -> list[ObjectEntry]:
         """Take in a block, which follows `before` in its chain; returns the victims."""
         gone = [self._evict() for _ in range(len(self._entries) + 1 - self.capacity)]
-        entry = _entry(block, self._placed, now, soft, on_ssd)
+        entry = _entry(block, self._placed, now, soft, on_ssd, version)
         self._placed += GRANULE_BYTES
         self._entries[block] = entry
         self.order.admit(entry, now, None if before is None else self._entries.get(before))
         return gone
 
-    def strengthen(self, block: int) -> None:
-        """A soft copy is the last one now."""
+    def set_soft(self, block: int, soft: bool) -> None:
+        """A soft copy is the last one now, or there is a firm one elsewhere."""
         entry = self._entries[block]
-        entry.soft = False
+        entry.soft = soft
         self.order.update(entry)
 
     def left_ssd(self, block: int) -> None:
@@ -88,10 +91,12 @@ def block_of(entry: ObjectEntry) -> int:
     return int.from_bytes(entry.digest, "little")
 
 
-def _entry(block: int, offset: int, now: float, soft: bool, on_ssd: bool) -> ObjectEntry:
+def _entry(
+    block: int, offset: int, now: float, soft: bool, on_ssd: bool, version: Version
+) -> ObjectEntry:
     return ObjectEntry(
         digest=block.to_bytes(DIGEST_BYTES, "little"),
-        version=_VERSION,
+        version=version,
         slot=0,
         offset=offset,
         length=GRANULE_BYTES,

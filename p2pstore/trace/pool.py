@@ -13,18 +13,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
+from math import inf
 from random import Random
 from typing import Final, Literal
 
+from p2pstore.core.copies.offers import READY_PART, ROOMS_SECONDS, Room, Rooms, choose_offers
 from p2pstore.core.copies.write_back import WRITTEN_SHARE
 from p2pstore.memory.entries import ObjectEntry
 from p2pstore.memory.eviction_policies import DEFAULT_POLICY, PolicyName, make_policy
-from p2pstore.trace.block_cache import BlockCache, ColdBlocks, block_of
+from p2pstore.memory.segment_layout import GRANULE_BYTES
+from p2pstore.objects import Version
+from p2pstore.trace.block_cache import OFFERED, OWN, BlockCache, ColdBlocks, block_of
 from p2pstore.trace.trace_requests import LLAMA3_70B, HitCounts, Model, Request, leading_hits
 
 DEFAULT_LOAD_BOUND: Final = 1.05
 """With a looser bound those that had the first block first get as many new conversations as it lets them, and the
 memory of the others is not used."""
+
+
+UNEQUAL_TENTHS: Final = 7
+"""Of the requests, with unequal load, that the first peer serves."""
 
 
 class Source(StrEnum):
@@ -39,7 +47,8 @@ class Source(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
     """`memory_blocks` and `ssd_blocks` are those of each peer. Unless `shared`, each uses what it has alone.
-    `keep_after`: times that a holder served a block after which the reader keeps a soft copy; 0: never."""
+    `keep_after`: times that a holder served a block after which the reader keeps a soft copy; 0: never. `offers`: last
+    copies are offered to peers with room before they are evicted."""
 
     peers: int = 10
     memory_blocks: int
@@ -49,6 +58,7 @@ class PoolSettings:
     load_bound: float = DEFAULT_LOAD_BOUND
     shared: bool = True
     keep_after: int = 10
+    offers: bool = True
     seed: int = 1
 
 
@@ -62,6 +72,8 @@ class PoolOutcome:
     """Soft ones."""
     blocks_lost: int = 0
     """Last copies that were evicted, from memory or from the SSD."""
+    blocks_offered: int = 0
+    """Copied to another peer before they were evicted."""
     ssd_blocks_written: int = 0
 
 
@@ -80,6 +92,14 @@ class _Peer:
         self.memory, self.up = self._empty_memory(), False
 
 
+def _room_of(peer: _Peer, number: int) -> Room[int]:
+    memory = peer.memory
+    first = next(memory.order.coldest(cheap=False), None)
+    free = memory.capacity - len(memory)
+    coldest = 0.0 if first is None else memory.order.policy.stays_until(first)
+    return Room(number, memory.capacity * GRANULE_BYTES, free * GRANULE_BYTES, coldest)
+
+
 class Pool:
     """Peers and their blocks. `replay` once."""
 
@@ -93,6 +113,8 @@ class Pool:
         self._router = make_router(settings.routing, settings.load_bound, self._rng)
         self._in_memory: dict[int, list[int]] = {}
         self._on_ssd: dict[int, list[int]] = {}
+        self._rooms: dict[int, Rooms[int]] = {}
+        self._rooms_told_at = -inf
         self.outcome = PoolOutcome()
 
     def replay(
@@ -125,6 +147,10 @@ class Pool:
                     self.outcome.tokens_from[source] += tokens
             else:
                 self._put(block, before, reader, now)
+        if self._settings.offers and self._settings.shared and not self._settings.ssd_blocks:
+            for number, peer in enumerate(self._peers):
+                while peer.up and self._offer(peer.memory, number, now):
+                    pass
 
     # --- where blocks are ------------------------------------------------------------------------
 
@@ -195,11 +221,43 @@ class Pool:
         *,
         soft: bool = False,
         on_ssd: bool = False,
+        version: Version = OWN,
     ) -> None:
         memory = self._peers[number].memory
         self._in_memory.setdefault(block, []).append(number)
-        for gone in memory.put(block, now, before, soft=soft, on_ssd=on_ssd):
+        for gone in memory.put(block, now, before, soft=soft, on_ssd=on_ssd, version=version):
             self._evicted(gone, number)
+
+    # --- what is offered -------------------------------------------------------------------------
+
+    def _offer(self, memory: BlockCache, number: int, now: float) -> bool:
+        """A step of the real peers' offers, without their bound on bytes. Whether there may be more."""
+        free = memory.capacity - len(memory)
+        short_bytes = (memory.capacity // READY_PART - free) * GRANULE_BYTES
+        short_bytes -= memory.order.cheap_bytes
+        if short_bytes <= 0:
+            return False
+        if now >= self._rooms_told_at + ROOMS_SECONDS:
+            self._rooms_told_at = now
+            self._rooms.clear()
+        if number not in self._rooms:
+            others = enumerate(self._peers)
+            rooms = [_room_of(peer, other) for other, peer in others if other != number and peer.up]
+            self._rooms[number] = Rooms(rooms, self._rng)
+        coldest = memory.order.coldest(cheap=False)
+        offers = choose_offers(
+            coldest, short_bytes, self._is_last, self._rooms[number], memory.order.policy, now
+        )
+        for entry, room in offers:
+            block = block_of(entry)
+            self.outcome.blocks_offered += 1
+            self._put(block, None, room.peer, now, version=OFFERED)
+            memory.set_soft(block, True)
+        return bool(offers)
+
+    def _is_last(self, entry: ObjectEntry) -> bool:
+        unread = entry.version == OFFERED and not entry.hits
+        return not unread and len(self._in_memory[block_of(entry)]) == 1
 
     # --- who dies and returns --------------------------------------------------------------------
 
@@ -240,7 +298,7 @@ class Pool:
     def _keep_a_firm_copy(self, block: int) -> None:
         left = self._in_memory.get(block)
         if left and all(self._is_soft(block, each) for each in left):
-            self._peers[left[0]].memory.strengthen(block)
+            self._peers[left[0]].memory.set_soft(block, False)
 
     # --- what had to go --------------------------------------------------------------------------
 
@@ -287,7 +345,7 @@ def next_up(chosen: int, up: Sequence[bool]) -> int:
     raise ValueError("no peer is up")
 
 
-RoutingName = Literal["round-robin", "random", "affine"]
+RoutingName = Literal["round-robin", "random", "affine", "unequal"]
 
 
 class Router(ABC):
@@ -320,6 +378,19 @@ class AtRandom(Router):
         return self._rng.randrange(len(local))
 
 
+class Unequal(Router):
+    """The first peer in 70 of 100 cases, else the others in turns."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def choose(self, local: Sequence[int]) -> int:
+        self._count += 1
+        if self._count % 10 < UNEQUAL_TENTHS or len(local) == 1:
+            return 0
+        return 1 + self._count % (len(local) - 1)
+
+
 class PrefixAffine(Router):
     """The peer that has most of the prefix, among those that were sent less than `load_bound` times the mean of all
     requests so far, this one among them. Without a bound one peer would get all, since all share their first block."""
@@ -343,4 +414,6 @@ def make_router(name: RoutingName, load_bound: float, rng: Random) -> Router:
     """A new router."""
     if name == "affine":
         return PrefixAffine(load_bound)
-    return RoundRobin() if name == "round-robin" else AtRandom(rng)
+    return (
+        RoundRobin() if name == "round-robin" else Unequal() if name == "unequal" else AtRandom(rng)
+    )

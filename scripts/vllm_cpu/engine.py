@@ -36,6 +36,7 @@ CALLS = [
     "get_stats",
 ]
 TIMES: list[float] = []
+TIERS: list[Any] = []
 
 
 def timed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,6 +57,13 @@ def made(folder: str, config: dict[str, Any], algorithm: str) -> LLM:
 
         for name in CALLS:
             setattr(P2PTier, name, timed(getattr(P2PTier, name)))
+        begin = P2PTier.__init__
+
+        def noted(self: P2PTier, *arguments: Any, **options: Any) -> None:
+            begin(self, *arguments, **options)
+            TIERS.append(self)
+
+        P2PTier.__init__ = noted
     return LLM(
         model=folder,
         load_format="dummy",
@@ -80,7 +88,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         times = sorted(TIMES) or [0.0]
         p99, most = times[int(0.99 * len(times))], times[-1]
-        self._answer({"calls": len(TIMES), "p99_seconds": p99, "max_seconds": most})
+        answers = all(each._client.answers for each in TIERS)
+        self._answer(
+            {"calls": len(TIMES), "p99_seconds": p99, "max_seconds": most, "peer answers": answers}
+        )
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-from p2pstore.objects import MIB
+from p2pstore.core.copies.offers import READY_PART
+from p2pstore.objects import KIB, MIB
 from tests.cluster.machines import Machine, Peer, done, new_machine
 from tests.waiting import eventually
 
@@ -96,3 +98,27 @@ def test_a_peer_that_is_asked_to_stop_hands_over_as_well(trio_of_peers: list[Pee
     assert third.stop(signal.SIGTERM) == 0
     assert first.client.get("k") == value_of(1)
     assert "handed over 1 object (256.0 KiB) that only this peer held" in third.log.read_text()
+
+
+def test_last_copies_move_to_a_neighbour_with_room_instead_of_being_dropped() -> None:
+    size, extent, count = 128 * KIB, 132 * KIB, 300
+    with new_machine() as machine:
+        first = machine.join("first", "--network", "local", "--memory", "24MiB")
+        contact = ("--bootstrap", first.ready["control"])
+        second = machine.join("second", "--network", "local", "--memory", "24MiB", *contact)
+        eventually(lambda: first.alive() == 2)
+
+        def counted(what: str) -> int:
+            return int(first.client.statistics()["peer"]["counters"].get(what, 0))
+
+        ready = 24 * MIB * (READY_PART - 1) // READY_PART
+        for number in range(count):
+            first.client.put(f"k{number}", bytes([number % 256]) * size)
+            if number % 4 == 3:  # a put does not wait for another peer: here the test does
+                needed = number + 1 - ready // extent
+                eventually(partial(lambda least: counted("offers_taken") >= least, needed))
+        assert counted("last_copies_dropped") == 0
+        assert counted("offers_refused") == 0
+        for number in range(count):
+            assert second.client.get(f"k{number}") == bytes([number % 256]) * size
+        assert "offered" in done(first.run("stats", "--json")).stdout.decode()

@@ -1,8 +1,10 @@
-"""vLLM's tier while its peer hangs, is away or comes late: its scheduler goes on, and nothing is said falsely."""
+"""Plug-ins whose peer hangs, is away or comes late: schedulers go on, and nothing is said falsely."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import importlib.util
 import signal
 import threading
 from pathlib import Path
@@ -14,7 +16,17 @@ import pytest
 
 from p2pstore.integrations import lasting_client
 from p2pstore.local.local_connection import LocalConnection
-from tests.contract.test_engine_plugins import VLLM, finished, plugin, stand_in, vllm_spec
+from tests.contract.test_engine_plugins import (
+    LMCACHE,
+    VLLM,
+    ChunkKey,
+    CpuBackend,
+    MemoryObj,
+    finished,
+    plugin,
+    stand_in,
+    vllm_spec,
+)
 from tests.contract.worlds import peer_process
 from tests.waiting import eventually
 
@@ -142,3 +154,68 @@ def test_after_its_end_a_tier_holds_nothing_of_the_engine_s_memory(
         view.release()
         assert set(tier.config_info()) == set(vllm.P2PTier.config_info_keys({}))
         assert set(vllm.P2PTier.build_metric_definitions({})) == {vllm.PEER_ANSWERS}
+
+
+def test_a_request_waits_for_blocks_that_another_engine_has_just_computed(
+    tmp_path: Path, vllm: Any
+) -> None:
+    hit, miss, retry = (vllm.LookupResult[name] for name in ("HIT", "MISS", "RETRY"))
+
+    def request(name: str, **parameters: Any) -> Any:
+        return SimpleNamespace(req_id=name, kv_transfer_params=parameters or None)
+
+    with peer_process(tmp_path, "wait") as peer:
+        tier = tier_of(vllm, peer.socket)
+        plain = request("plain")
+        patient = request("patient", p2pstore_wait_seconds=600)
+        hasty = request("hasty", p2pstore_wait_seconds=0.01)
+        for each in (plain, patient, hasty):
+            tier.on_new_request(each)
+        assert [tier.lookup(KEYS[0], each) for each in (plain, patient)] == [miss, retry]
+        eventually(lambda: tier.lookup(KEYS[0], hasty) is miss)
+        assert store(vllm, tier, KEYS[:1])
+        assert tier.lookup(KEYS[0], patient) is hit
+        tier.on_request_finished(patient)
+        assert tier.lookup(KEYS[1], patient) is miss
+        tier.touch(KEYS, plain)
+        tier.shutdown()
+
+
+def test_lmcache_starts_without_a_peer_and_is_answered_while_it_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, askers: set[str]
+) -> None:
+    if importlib.util.find_spec("lmcache") is not None:
+        pytest.skip("LMCache is installed: its own basic_check is the test")
+    stand_in(monkeypatch, LMCACHE)
+    module = plugin(monkeypatch, "lmcache")
+    short = functools.partial(lasting_client.LastingClient, timeout=1.0)
+    monkeypatch.setattr(module, "LastingClient", short)
+    extra = {"p2pstore_weight_version": "hung@lm", "p2pstore_socket": str(tmp_path / "hung.sock")}
+    config = SimpleNamespace(extra_config=extra, pre_caching_hash_algorithm="builtin")
+    keys = [ChunkKey("chunk")]
+
+    async def use() -> None:
+        connector = module.P2PConnector(asyncio.get_running_loop(), CpuBackend(False), config)
+        assert connector.batched_contains(keys) == 0
+        assert not await connector.exists(keys[0])
+        with peer_process(tmp_path, "hung") as peer:
+            async with asyncio.timeout(60):
+                while not connector.exists_sync(keys[0]):
+                    await connector.batched_put(keys, [MemoryObj(bytes(1000), [])])
+            peer.process.send_signal(signal.SIGSTOP)
+            # Its table is trusted for a moment more. Then a question is open for 0.1 s.
+            other = [ChunkKey("other")]
+            eventually(
+                lambda: not connector.batched_contains(other) and not connector._client.answers
+            )
+            assert connector.batched_contains(keys) == 0
+            assert await connector.batched_async_contains("", keys) == 0
+            assert await connector.batched_get(keys) == [None]
+            peer.process.send_signal(signal.SIGCONT)
+            eventually(lambda: connector.batched_contains(keys) == 1)
+            assert await connector.batched_async_contains("", keys) == 1
+            await connector.close()
+
+    asyncio.run(use())
+    assert threading.current_thread().name not in askers
+    assert askers

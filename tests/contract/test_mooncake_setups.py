@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
+import signal
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +16,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from p2pstore import blocking
 from p2pstore.integrations import mooncake
 from p2pstore.integrations.mooncake import segments
 from p2pstore.integrations.mooncake.own_peer import OwnPeer, ssd_folder
 from p2pstore.local import socket_paths as paths
+from p2pstore.local.local_connection import LocalConnection
+from p2pstore.objects import MIB
 from tests.ports import free_port
 from tests.waiting import eventually
 
@@ -383,3 +390,35 @@ def test_ranks_of_one_host_may_name_one_folder_and_one_port(
         each.close()
     with ssd_folder(str(tmp_path)) as (folder, _):
         assert folder.endswith("store-0")
+
+
+def test_only_the_first_call_waits_for_a_peer_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connect = functools.partial(blocking.connect, timeout=1.0)
+    monkeypatch.setattr(blocking, "connect", connect)
+    asking: list[str] = []
+    register = LocalConnection._register
+
+    def noted(self: LocalConnection, *arguments: Any) -> Any:
+        asking.append(threading.current_thread().name)
+        return register(self, *arguments)
+
+    monkeypatch.setattr(LocalConnection, "_register", noted)
+    peer = OwnPeer(["--memory", str(64 * MIB), "--listen", "127.0.0.1:0"])
+    store = Store()
+    assert store.setup({"local_hostname": "localhost", "socket": peer.socket}) == 0
+    assert (store.put("k", b"value"), store.is_exist("k")) == (0, 1)
+    os.kill(peer.process_id, signal.SIGSTOP)
+    eventually(lambda: store.put("new", b"value") == -901)
+    eventually(lambda: time.monotonic() >= store.current._hung_from)
+    asking.clear()
+    assert store.put("new", b"value") == -901
+    assert store.batch_is_exist(["k", "new"]) == [-1, -1]
+    assert (store.is_exist("k"), store.get("k"), store.health_check()) == (0, b"", 2)
+    assert threading.current_thread().name not in asking
+    os.kill(peer.process_id, signal.SIGCONT)
+    eventually(lambda: store.put("new", b"value") == 0)
+    assert (store.get("k"), store.health_check()) == (b"value", 0)
+    store.close()
+    peer.close()

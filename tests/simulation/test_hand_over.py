@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from p2pstore.core.copies.hand_over import SPREAD_SECONDS, HandedOver, HandOverOperation
+from p2pstore.core.copies.hand_over import HandedOver, HandOverOperation
+from p2pstore.core.copies.offers import SPREAD_SECONDS
 from p2pstore.core.operation import PutEnd
 from p2pstore.gossip.gossip_config import GossipConfig
 from p2pstore.gossip.homes.directory_mode import DirectorySetting

@@ -193,14 +193,15 @@ def test_peer_record() -> None:
         floors_end=12,
         floors_hash=13,
         floors_seen=14,
+        memory_coldest=15,
     )
     signer = RecordingSigner()
     signed = sign_peer_record(record, signer)
     assert signed.body.hex() == (
-        "dc001d01c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
+        "dc001e01c426002408011220000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
         "1c1d1e1fa764656661756c74a46e6f6465cf0000018bcfe5680002c4016891ae31302e302e302e31"
         "3a313739343691ae31302e302e302e313a3137393437a22f739192a3746370c401709192c4037365"
-        "67cd100003040506079308090ac3a1780101c401740b019198c4016ec4017601cd01f4c3c40163a177070c0d0e"
+        "67cd100003040506079308090ac3a1780101c401740b019198c4016ec4017601cd01f4c3c40163a177070c0d0e0f"
     )
     assert signer.message == b"p2pstore peer record 1\0" + signed.body
     assert decode_body(PeerRecord, signed.body) == record

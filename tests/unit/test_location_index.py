@@ -138,7 +138,7 @@ steps = st.lists(
     st.one_of(
         st.tuples(st.just("apply"), st.sampled_from([1, 3, 20, 63, 64, 100, 400])),
         st.tuples(st.just("load"), st.sampled_from([1, 10, 40, 500])),
-        st.tuples(st.just("take_out"), st.sampled_from([1, 15, 16, 64, 300])),
+        st.tuples(st.just("take_out"), st.sampled_from([1, 23, 24, 64, 300])),
         st.tuples(st.just("discard"), st.just(0)),
         st.tuples(st.just("sweep"), st.sampled_from([1, 50, 5_000])),
     ),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from p2pstore.integrations import mooncake
-from p2pstore.integrations.mooncake.standing_in import install, uninstall
+from p2pstore.integrations.as_mooncake import install, uninstall
 
 PROGRAM = """
 import subprocess, sys

@@ -37,6 +37,7 @@ class Routing(StrEnum):
     round_robin = "round-robin"
     random = "random"
     affine = "affine"
+    unequal = "unequal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,10 @@ class PoolOptions:
     )
     policy: Annotated[Policy, typer.Option(help="Order of eviction from memory.")] = Policy.prefix
     routing: Annotated[
-        Routing, typer.Option(help="Which peer a request goes to; affine: has its prefix.")
+        Routing,
+        typer.Option(
+            help="Which peer a request goes to; affine: has its prefix; unequal: 70 % to the first."
+        ),
     ] = Routing.round_robin
     load_bound: Annotated[
         float, typer.Option(metavar="F", help="affine: at most F times the mean of requests.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from p2pstore.core.copies.offers import SPREAD_SECONDS, MemberRooms
 from p2pstore.core.copies.own_copies import OwnCopies, held_here, other_firm_copies
 from p2pstore.core.copies.replicate import ReplicateOperation
 from p2pstore.core.gets.fetch_operation import FetchOperation
@@ -32,10 +33,6 @@ MOST_ORDERED: Final = 32_768
 left out."""
 MAX_TARGETS: Final = 4
 """Peers that are asked to take an object, one after the other."""
-ROOMS_SECONDS: Final = 1.0
-"""Time for which the free memory announced by other peers is trusted."""
-SPREAD_SECONDS: Final = 0.5
-"""Wait after the last hand-over, in which gossip tells nearly all peers of the new holder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,7 @@ class HandOverOperation(Operation):
         return HandedOver(self._objects, self._bytes, self._left_objects, self._left_bytes)
 
     def start(self, now: float) -> None:
-        if not self._rooms.any_offered(now):
+        if not self._rooms.all(now):
             self._left_objects = self.core.gossip.log.count
             self._left_bytes = self.core.segment.used_bytes
             self.finish(self.handed_over, now)
@@ -223,47 +220,21 @@ class HandOverOperation(Operation):
         self.core.operations.start(operation, now)
 
 
-class _Rooms:
-    """Free memory announced by the other members, less the bytes handed to them since the announcement."""
-
-    def __init__(self, core: PeerCore) -> None:
-        self._core = core
-        self._capacity: dict[PeerId, int] = {}
-        self._free: dict[PeerId, int] = {}
-        self._said: dict[PeerId, tuple[int, int]] = {}
-        self._read_at = float("-inf")
-
-    def any_offered(self, now: float) -> bool:
-        """Whether any other peer offers memory."""
-        self._read(now)
-        return bool(self._capacity)
+class _Rooms(MemberRooms):
+    """Chooses among them."""
 
     def choose(self, digest: bytes, length: int, now: float, *, only_free: bool) -> list[PeerId]:
         """Targets for an object of that length, best first; its bytes are taken off the first one's free memory."""
-        self._read(now)
+        rooms = self.all(now)
         needed = round_up(length, GRANULE_BYTES) + GRANULE_BYTES  # with a trailer, as a rule
         ranked = [
-            peer_id
+            room
             for peer_id in self._core.ranked_peers(digest)
-            if self._capacity.get(peer_id, 0) >= needed
+            if (room := rooms.get(peer_id)) is not None and room.capacity_bytes >= needed
         ]
-        chosen = [peer_id for peer_id in ranked if self._free[peer_id] >= needed]
+        chosen = [room for room in ranked if room.free_bytes >= needed]
         if not only_free:
-            chosen += [peer_id for peer_id in ranked if self._free[peer_id] < needed]
+            chosen += [room for room in ranked if room.free_bytes < needed]
         if chosen:
-            self._free[chosen[0]] -= needed
-        return chosen[:MAX_TARGETS]
-
-    def _read(self, now: float) -> None:
-        if now < self._read_at + ROOMS_SECONDS:
-            return
-        self._read_at = now
-        self._capacity.clear()
-        for state in self._core.gossip.membership.others():
-            if not state.memory_capacity:
-                continue
-            self._capacity[state.peer_id] = state.memory_capacity
-            said = state.record_incarnation, state.record_sequence
-            if self._said.get(state.peer_id) != said:
-                self._said[state.peer_id] = said
-                self._free[state.peer_id] = state.memory_capacity - state.memory_used
+            chosen[0].free_bytes -= needed
+        return [room.peer for room in chosen[:MAX_TARGETS]]

@@ -48,11 +48,6 @@ class WriteBack:
     def _most_bytes(self) -> int:
         return min(UNDER_WAY_BYTES, self._core.segment.data_bytes // UNDER_WAY_SHARE)
 
-    @property
-    def under_way_bytes(self) -> int:
-        """Memory of the objects that are being written."""
-        return self._under_way_bytes
-
     def memory_taken(self, now: float) -> None:
         """Something took room."""
         if self._core.cold.store is not None and self._core.segment.free_bytes < self._wanted_bytes:

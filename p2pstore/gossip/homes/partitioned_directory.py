@@ -24,7 +24,7 @@ from p2pstore.gossip.homes.partition_homes import NO_HOMES, HomeTable, partition
 from p2pstore.gossip.locations.catch_up import FollowedLogs
 from p2pstore.gossip.locations.directory import Directory
 from p2pstore.gossip.locations.log import OwnLog
-from p2pstore.gossip.locations.views import Location, Position
+from p2pstore.gossip.locations.views import Location
 from p2pstore.gossip.members.member_table import MemberTable
 from p2pstore.gossip.members.membership import Membership
 from p2pstore.gossip.records import LOCATION_BYTES, Member, PeerId, PeerRecord, member_of
@@ -40,7 +40,6 @@ FOLLOW_SECONDS: Final = 50e-6
 """For each member: shortest time between two looks at who is home now, which cost more the more there are."""
 STEP_SECONDS: Final = 1e-3
 """An event within this time of another may be handled in one step with it."""
-_NEVER: Final[Position] = (-1, 0)
 _REMOVED: Final = 0x80
 _FLAGS: Final = LOCATION_BYTES - 1
 

@@ -50,7 +50,7 @@ _STAMPED: Final = np.dtype(
 """Digest and stamp: the beginning of a record."""
 _FEW: Final = 64
 """Fewer operations than this are quicker one by one."""
-_FEW_NEW: Final = 16
+_FEW_NEW: Final = 24
 """The same for records of new digests, and for records that go."""
 DEFAULT_SALT: Final = 0x9E3779B97F4A7C15F39CC0605CEDC835
 """For tables whose digests are this process's own."""

@@ -84,6 +84,7 @@ class MemberState:
     """How many it held there."""
     memory_capacity: int = 0
     memory_used: int = 0
+    memory_coldest: int = 0
     ssd_capacity: int = 0
     ssd_used: int = 0
     packed_control: str = ""
@@ -122,6 +123,7 @@ class MemberState:
         self.record_incarnation, self.record_sequence = record.incarnation, record.sequence
         self.log_sequence, self.location_count = record.head.sequence, record.head.count
         self.memory_capacity, self.memory_used = record.memory_capacity, record.memory_used
+        self.memory_coldest = record.memory_coldest
         self.ssd_capacity, self.ssd_used = record.ssd_capacity, record.ssd_used
         self.packed_control = "\n".join(record.control)
         self.directory, self.floors_horizon = record.directory, record.floors_horizon

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from p2pstore.blocking import BlockingClient
 from p2pstore.errors import (
     AmbiguousLocalPeer,
     ConfigError,
+    DeadlineExceeded,
     NoLocalPeer,
     NoSuchKey,
     P2PStoreError,
@@ -37,6 +39,8 @@ LOG: Final = logging.getLogger("p2pstore.mooncake")
 RECONNECT_SECONDS: Final = 1.0
 RESTART_SECONDS: Final = 10.0
 QUIET_SECONDS: Final = 10.0
+ANSWER_SECONDS: Final = 0.1
+"""Time that a peer has for the answer to a probe, after it let a call time out."""
 START_ATTEMPTS: Final = 16
 """Of starting a peer, when other programs of this host take the addresses that were free."""
 HEALTHY, NOT_SET_UP, UNREACHABLE = 0, 1, 2
@@ -67,6 +71,8 @@ class StoreBase:
         """Memory of buffer pools, by its address: it must be there as long as it is registered."""
         self._pools: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._closed = False
+        self._hung_from = math.inf
+        """From then on no call waits for the peer, which has let one time out and not answered since."""
 
     def _begin(self, settings: SetupSettings, *, may_start: bool = True) -> None:
         """Connect to this machine's peer; where none runs, start one if that `may_start`. Raises `P2PStoreError`,
@@ -135,12 +141,11 @@ class StoreBase:
 
     def health_check(self) -> int:
         """0 when the peer answers, 1 before `setup` and after `close`, 2 when it does not answer."""
-        client = self._client
-        if client is None:
+        if self._client is None:
             return NOT_SET_UP
         try:
-            client.statistics(cluster=False)
-        except P2PStoreError as error:
+            self._live.statistics(cluster=False)
+        except (P2PStoreError, ValueError) as error:
             self._code(error)
             return NOT_SET_UP if self._closed else UNREACHABLE
         return HEALTHY
@@ -163,10 +168,13 @@ class StoreBase:
 
     @property
     def _live(self) -> BlockingClient:
-        """The connection. Raises `ValueError` before `setup` and after `close`."""
+        """The connection. Raises `ValueError` before `setup` and after `close`, and `DeadlineExceeded` while the
+        peer hangs: only the first calls wait for it."""
         client = self._client
         if client is None:
             raise ValueError("the store is not set up, or was closed")
+        if time.monotonic() >= self._hung_from:
+            raise DeadlineExceeded("the peer does not answer: until it does, no call waits for it")
         return client
 
     def _code(self, error: Exception) -> int:
@@ -174,9 +182,26 @@ class StoreBase:
         code = code_of(error)
         if isinstance(error, StoreClosed):
             self._reconnect()
+        elif isinstance(error, DeadlineExceeded) and self._hung_from == math.inf:
+            self._hung_from = time.monotonic() + ANSWER_SECONDS
+            probe = threading.Thread(target=self._probe, name="p2pstore-probe", daemon=True)
+            probe.start()
         if not isinstance(error, NoSuchKey):
             self._say(str(error))
         return code
+
+    def _probe(self) -> None:
+        """Ask the peer for something small until it answers, or the connection ends."""
+        client = self._client
+        while client is not None and self._client is client:
+            try:
+                client.statistics(cluster=False)
+            except DeadlineExceeded:
+                continue
+            except P2PStoreError:
+                pass  # it has gone, which the next call finds
+            break
+        self._hung_from = math.inf
 
     def _read_code(self, error: Exception) -> int:
         """`_code` for reads and removals: a text that cannot be a key is an unknown key. Any other `ValueError`

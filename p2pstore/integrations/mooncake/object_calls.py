@@ -132,11 +132,10 @@ class ObjectCalls(StoreBase):
         negative otherwise: callers take the answer for a truth value. It costs no round trip, may lag behind by a
         moment, and does not keep the object from being evicted or removed, as Mooncake's does."""
         self._say_lease(options)
-        client = self._client
-        if client is None:
+        if self._client is None:
             return INVALID
         try:
-            return 1 if client.contains(key) else 0
+            return 1 if self._live.contains(key) else 0
         except FAILURES as error:
             self._read_code(error)
             return 0

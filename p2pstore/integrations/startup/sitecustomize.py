@@ -24,7 +24,7 @@ class _OnFirstImport(importlib.abc.MetaPathFinder):
         if fullname != "mooncake":
             return None
         sys.meta_path.remove(self)
-        from p2pstore.integrations.mooncake.standing_in import install
+        from p2pstore.integrations.as_mooncake import install
 
         install()
         return sys.modules["mooncake"].__spec__

@@ -51,6 +51,10 @@ class EvictionPolicy(ABC):
     def cost(self, entry: ObjectEntry, now: float) -> float:
         """The cost of losing the entry, above 0; compared within a rank, and summed over windows."""
 
+    def stays_until(self, entry: ObjectEntry) -> float:
+        """The larger, the longer it stays; of the dimension of Unix seconds."""
+        return entry.last_access
+
     @abstractmethod
     def admitted(self, entry: ObjectEntry, now: float) -> None:
         """A new entry, before it is queued."""

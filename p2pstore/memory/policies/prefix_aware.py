@@ -55,7 +55,6 @@ class PrefixAware(EvictionPolicy):
         return _CreditQueue(self)
 
     def stays_until(self, entry: ObjectEntry) -> float:
-        """The larger, the longer it stays; of the dimension of Unix seconds."""
         return entry.last_access + entry.standing * self.gap_seconds
 
     def cost(self, entry: ObjectEntry, now: float) -> float:

@@ -22,7 +22,6 @@ from p2pstore.memory.entries import SmallObjectsLent
 from p2pstore.memory.references import Loan
 from p2pstore.memory.segment import ObjectEntry
 from p2pstore.memory.segment_layout import Slot, SlotState, TrailerBody, encode_slot, encode_trailer
-from p2pstore.objects import KIB
 from p2pstore.peer.for_clients.local_backend import Erasing
 from p2pstore.peer.node import Node
 from p2pstore.runtime.streams import BytesLike
@@ -57,8 +56,6 @@ if TYPE_CHECKING:
 
 BRING_SECONDS: Final = 4.0
 """For objects that are asked for before they are in memory. Who asks gives up after 5 s without progress."""
-COPIED_BYTES: Final = 16 * KIB
-"""Values up to this are copied before they are sent: that takes less time than to keep them where they are."""
 
 
 class PeerDataBackend:
