@@ -117,12 +117,16 @@ def offered(world: Harness) -> list[Replicate]:
     return [ask.request for ask in world.asks(DataKind.REPLICATE)]  # type: ignore[misc]
 
 
-def answer_all(world: Harness, reply: object = None) -> list[bytes]:
+def take_all(world: Harness, *, announces: bool = True) -> list[bytes]:
+    """The other peer takes what it is offered: the digests."""
     asks = world.asks(DataKind.REPLICATE)
     for ask in asks:
         request = ask.request
         assert isinstance(request, Replicate)
-        world.answer(ask, reply or Replicated(request.clock, request.writer))
+        world.answer(ask, Replicated(request.clock, request.writer))
+        found = [each.key for each in world.segment.entries() if each.digest == request.digest]
+        for key in found if announces else ():
+            world.hold(world.others[0], key, VALUE, request.clock, request.writer)
     return [ask.request.digest for ask in asks]  # type: ignore[attr-defined]
 
 
@@ -130,7 +134,7 @@ def test_the_coldest_is_offered_before_memory_is_full_and_is_a_soft_copy_then() 
     world = world_with(free_bytes=2 * MIB)
     entries = fill(world)
     world.pass_time(2 * LOOK_SECONDS)
-    digests = answer_all(world)
+    digests = take_all(world)
     assert not any(entry.soft for entry in entries), "not all have heard of the other copy"
     world.pass_time(SPREAD_SECONDS)
     assert digests == [entry.digest for entry in entries[: len(digests)]] != []
@@ -161,6 +165,16 @@ def test_an_offer_that_was_not_taken_changes_nothing(reply: Failure | None) -> N
     world.pass_time(10.0)
     assert offered(world) == [], "it has told nothing new"
     world.check_idle()
+
+
+def test_a_copy_that_is_never_announced_does_not_count() -> None:
+    world = world_with(free_bytes=2 * MIB)
+    entries = fill(world)
+    world.pass_time(2 * LOOK_SECONDS)
+    assert take_all(world, announces=False)
+    world.pass_time(SPREAD_SECONDS)
+    assert not any(entry.soft for entry in entries)
+    assert world.core.counters["offers_taken"] == 0 < world.core.counters["offers_refused"]
 
 
 def test_full_peers_are_offered_only_what_is_much_younger_than_theirs() -> None:
@@ -198,11 +212,11 @@ def test_what_changed_meanwhile_is_not_made_soft(change: str) -> None:
         world.core.objects.withdraw(first, world.now)
     else:
         world.core.objects.set_pin(first, Pin.HARD, 0.0, world.now)
-    assert first.digest in answer_all(world)
+    assert first.digest in take_all(world)
     world.pass_time(SPREAD_SECONDS)
     assert not first.soft
     assert (world.find("k0") is None) is (change == "removed")
-    answer_all(world)  # in place of the pinned one another is offered
+    take_all(world)  # in place of the pinned one another is offered
     world.check_idle()
 
 
@@ -223,7 +237,7 @@ def test_offers_stay_within_the_share_of_the_link() -> None:
     world.core.offers._bytes_per_second = len(VALUE)
     fill(world)
     world.pass_time(2 * LOOK_SECONDS)
-    count = len(answer_all(world))
+    count = len(take_all(world))
     world.pass_time(SPREAD_SECONDS)
     world.stored("more", VALUE)
     world.pass_time(count - 1.0)

@@ -208,6 +208,16 @@ def test_the_pool_on_the_published_trace(routing: RoutingName) -> None:
     assert cold.counts.ratio >= 0.364
 
 
+@published
+def test_unequal_load_uses_the_memory_of_all_on_the_published_trace() -> None:
+    requests = conversation_trace()
+    one = replay(requests, peers=1, memory_blocks=4 * 5859).counts.ratio
+    alone = replay(requests, peers=4, memory_blocks=5859, routing="unequal", offers=False)
+    offering = replay(requests, peers=4, memory_blocks=5859, routing="unequal")
+    assert alone.counts.ratio < 0.93 * one
+    assert offering.counts.ratio > 0.975 * one
+
+
 # --- who dies and returns ------------------------------------------------------------------------
 
 

@@ -231,15 +231,11 @@ class Offers:
         3. Copies that came from another peer and were not read since.
         4. Objects of which another peer keeps a copy, or a newer version.
         """
-        core = self._core
         if entry in self._taken or entry.on_ssd or entry.references or entry.pin is not Pin.NONE:
             return False
-        if not entry.hits and not core.is_own(entry.version):
+        if not entry.hits and not self._core.is_own(entry.version):
             return False
-        if not core.gossip.locations.mentioned({entry.digest}):
-            return True
-        others = other_firm_copies(core, entry, now)
-        return others is not None and not any(copy.reachable for copy in others)
+        return not self._is_kept_elsewhere(entry, now)
 
     def _offer(self, entry: ObjectEntry, room: Room[PeerId], now: float) -> None:
         core = self._core
@@ -265,9 +261,21 @@ class Offers:
             self._next_look = max(now, self._rested_at)
 
     def _end(self, entry: ObjectEntry, now: float) -> None:
-        """The copy elsewhere is known: the one here goes first from now on."""
+        """The others have heard of the copy by now: the one here goes first. Unless it was not announced, as far as
+        this peer would know."""
+        core = self._core
         del self._taken[entry]
-        self._core.counters["offers_taken"] += 1
-        if entry.state is SlotState.LIVE and entry.pin is Pin.NONE:
-            self._core.segment.objects.set_soft(entry, True)
-            self._core.objects.announce(entry, now)
+        if entry.state is not SlotState.LIVE or entry.pin is not Pin.NONE:
+            return
+        if core.gossip.partitions.knows_all and not self._is_kept_elsewhere(entry, now):
+            core.counters["offers_refused"] += 1
+            return
+        core.counters["offers_taken"] += 1
+        core.segment.objects.set_soft(entry, True)
+        core.objects.announce(entry, now)
+
+    def _is_kept_elsewhere(self, entry: ObjectEntry, now: float) -> bool:
+        if not self._core.gossip.locations.mentioned({entry.digest}):
+            return False
+        others = other_firm_copies(self._core, entry, now)
+        return others is None or any(copy.reachable for copy in others)
