@@ -24,7 +24,7 @@ from p2pstore import errors
 from p2pstore.access.keyring import KeyRing
 from p2pstore.client.trio_client import Client
 from p2pstore.gossip.links.identity import Identity
-from p2pstore.gossip.records import LocationRecord, SignedRecord, member_of
+from p2pstore.gossip.records import LocationRecord, SignedRecord
 from p2pstore.local import local_messages as local
 from p2pstore.local.local_protocol import LocalKind
 from p2pstore.objects import MIB, Version, chunk_sums, key_digest, root_checksum
@@ -254,28 +254,6 @@ async def test_a_read_ticket_does_not_open_what_is_for_peers(tmp_path: Path) -> 
                 with pytest.raises(errors.AuthenticationFailed):
                     await ask(peer, kind, message)
         await still_well(peer)
-
-
-async def test_a_clock_from_the_far_future_is_not_taken_over(tmp_path: Path) -> None:
-    """Not from a location that was pushed here: the peer could write nothing any more."""
-    async with cluster(tmp_path, 2) as (a, b):
-        member = member_of(b.node.core.peer_id)
-        far = location(DIGEST, HUGE, 1)
-        incarnation = b.node.core.incarnation
-
-        async with stranger() as ask:
-            with suppress(errors.P2PStoreError):
-                await ask(a, DataKind.PUSH, Push(incarnation, [10_000], far))
-        b.node.core.serve = lambda sender, kind, request, now: (  # type: ignore[method-assign]
-            Locations([[Holding(member, incarnation, 10_000, far)]])
-            if isinstance(request, Lookup)
-            else Empty()
-        )
-        with trio.fail_after(10):
-            await a.locate("k")
-            await a.remove("k")
-        assert a.node.core.clock.latest < HUGE // 2
-        await still_well(a)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 from p2pstore import NoSuchKey
 from p2pstore.client.destinations import COPIED_BYTES, MOST_COPIED, BytesDestination
 from p2pstore.objects import KIB, MIB
-from tests.cluster.test_hung_ssd import peer, until
+from tests.cluster.test_hung_ssd import peer
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("first", [0, 10, COPIED_BYTES, 100_000])

@@ -104,22 +104,6 @@ def test_streams(pair: tuple[Peer, Peer]) -> None:
     assert done(second.run("get", "empty", "-o", "-", "--wait", "5")).stdout == b""
 
 
-def test_put_keeps_what_is_there(pair: tuple[Peer, Peer]) -> None:
-    first, _ = pair
-    first.client.put("kept", b"one")
-    assert b"unchanged" in done(first.run("put", "kept", input=b"one")).stderr
-    assert "--overwrite" in failed(first.run("put", "kept", input=b"two"), 1)
-    assert first.client.get("kept") == b"one"
-    done(first.run("put", "kept", "--overwrite", input=b"two"))
-    assert first.client.get("kept") == b"two"
-
-
-def test_a_ttl_passes(pair: tuple[Peer, Peer]) -> None:
-    first, _ = pair
-    done(first.run("put", "brief", "--ttl", "300ms", input=b"v"))
-    eventually(lambda: not first.client.contains("brief"))
-
-
 def test_a_missing_key(pair: tuple[Peer, Peer]) -> None:
     first, _ = pair
     out = first.machine.folder / "missing"

@@ -19,8 +19,8 @@ from p2pstore.peer import Peer
 from p2pstore.transfer.data_messages import DataKind
 from simulation.segment_checks import check_segment
 from tests.cluster.machines import new_machine
-from tests.cluster.test_hung_ssd import peer, until
-from tests.waiting import eventually
+from tests.cluster.test_hung_ssd import peer
+from tests.waiting import eventually, until
 
 MEMORY_BYTES = 64 * MIB
 LENGTHS = {

@@ -22,6 +22,7 @@ from p2pstore.peer import Peer, open_peer
 from p2pstore.peer import ssd_opening as ssd_module
 from p2pstore.ssd_tier.disk import FileDisk, open_disk
 from tests.unit.hanging_disk import Hang, hanging_disks
+from tests.waiting import until
 
 VALUE = Random(1).randbytes(300_000)
 COLD = Random(2).randbytes(300_000)
@@ -31,13 +32,6 @@ COLD = Random(2).randbytes(300_000)
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
     with hanging_disks(monkeypatch) as made:
         yield made
-
-
-async def until(condition: object, seconds: float = 30.0) -> None:
-    assert callable(condition)
-    with trio.fail_after(seconds):
-        while not condition():
-            await trio.sleep(0.02)
 
 
 @asynccontextmanager

@@ -120,17 +120,6 @@ async def test_removed_stays_removed(tmp_path: Path) -> None:
         assert await a.get("k", wait=5) == b"again"
 
 
-async def test_floors_outlive_a_restart(tmp_path: Path) -> None:
-    state = str(tmp_path / "state")
-    async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
-        await peer.put("k", b"value")
-        await peer.remove("k")
-        first = peer.peer_id
-    async with open_peer(config(tmp_path, "a", state_dir=state)) as peer:
-        assert peer.peer_id == first
-        assert len(peer.node.core.gossip.cluster_records) == 1
-
-
 async def test_a_full_memory_says_so(tmp_path: Path) -> None:
     async with open_peer(config(tmp_path, "a", memory="8MiB", max_leased="100%")) as peer:
         with pytest.raises(errors.CapacityExceeded, match="no other live peer takes values"):

@@ -134,13 +134,6 @@ def test_the_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert last["against"] == "shortest possible"
 
 
-def test_a_figure_that_is_not_as_wanted_ends_the_script_with_status_1() -> None:
-    done = run_script("--receivers", "1000", "--case", "leaving", "--pieces", "2")
-    assert done.returncode == 0, done.stderr  # there are no limits for this few pieces
-
-
-@pytest.mark.parametrize(
-    "options", [["--receivers", "0"], ["--receivers", "1001"], ["--pieces", "0"], ["--case", "x"]]
-)
+@pytest.mark.parametrize("options", [["--receivers", "1001"], ["--case", "x"]])
 def test_options_that_make_no_sense_end_with_status_2(options: list[str]) -> None:
     assert run_script(*options).returncode == 2

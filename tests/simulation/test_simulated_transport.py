@@ -13,7 +13,7 @@ import pytest
 
 from p2pstore.memory.segment import Segment
 from p2pstore.memory.segment_layout import plan_geometry
-from p2pstore.objects import CHUNK_BYTES, MIB, key_digest
+from p2pstore.objects import CHUNK_BYTES, MIB
 from p2pstore.transfer.transport import (
     BufferDestination,
     Pulled,
@@ -26,7 +26,7 @@ from simulation.kernel import Faults
 from simulation.tasks import Task
 from simulation.transport import SimulatedTransport
 from tests.contract.simulated import READ_SECONDS, SimulatedHarness
-from tests.contract.test_transport import Unprepared, pattern, put
+from tests.contract.test_transport import pattern, put
 
 PROGRESS_SECONDS = 5.0
 MOMENTS = range(120)
@@ -86,27 +86,6 @@ class World:
         return caught.value
 
 
-def test_the_holder_says_how_far_its_log_is_when_it_lacks_the_key() -> None:
-    world = World(b"value")
-    absent = key_digest("absent")
-    task = Task(
-        world.kernel, lambda: world.transport.pull(world.harness.copy(), absent, Unprepared())
-    )
-    failure = world.failure(task)
-    assert (failure.code, failure.incarnation, failure.sequence) == (Code.NO_SUCH_KEY, 7, 42)
-    assert not failure.retriable
-
-
-def test_a_dead_holder_is_unavailable_at_once() -> None:
-    world = World(b"value")
-    world.owners[0].end()
-    task = world.pull()
-    world.kernel.run_until(0.1)
-    assert task.ended
-    failure = world.failure(task)
-    assert (failure.code, failure.retriable) == (Code.UNAVAILABLE, True)
-
-
 @pytest.mark.parametrize("answer_seconds", [1.5, 60.0])
 def test_a_silent_holder_costs_a_deadline_and_less_when_hurried(answer_seconds: float) -> None:
     world = World(b"value")
@@ -132,16 +111,6 @@ def test_a_holder_that_falls_silent_in_the_middle_costs_the_same(answer_seconds:
     world.kernel.run_until(deadline - 0.1)
     assert not task.ended
     assert world.failure(task).code is Code.DEADLINE_EXCEEDED
-
-
-def test_what_the_network_loses_doubles_and_delays_is_made_up_for() -> None:
-    world = World(OLD, faults=Faults(loss=0.3, duplication=0.3, slow=0.3, slow_latency=0.6))
-    for _ in range(30):
-        task = world.pull()
-        world.kernel.run_until(world.kernel.now + 60.0)
-        assert task.result().length == len(OLD)
-        assert world.buffer == OLD
-        world.buffer[:] = bytes(len(OLD))
 
 
 def test_a_holder_that_dies_at_any_moment_fails_over() -> None:

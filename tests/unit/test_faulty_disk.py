@@ -6,7 +6,7 @@ import errno
 
 import pytest
 import trio
-from trio.testing import MockClock, wait_all_tasks_blocked
+from trio.testing import wait_all_tasks_blocked
 
 from p2pstore.ssd_tier.aligned_memory import aligned_buffer
 from p2pstore.ssd_tier.disk_protocol import SECTOR_BYTES
@@ -84,83 +84,6 @@ def test_after_a_failed_sync_nothing_before_it_becomes_durable_any_more() -> Non
     assert lost
     assert torn
     assert hidden, "what is read after a failed sync is not always what a crash leaves"
-
-
-@pytest.mark.parametrize(
-    ("faults", "error"),
-    [
-        (DiskFaults(write_error=1.0), errno.EIO),
-        (DiskFaults(no_space=1.0), errno.ENOSPC),
-        (DiskFaults(read_only=1.0), errno.EROFS),
-    ],
-)
-def test_a_write_that_fails_says_so(faults: DiskFaults, error: int) -> None:
-    written = set()
-    for seed in SEEDS:
-        disk = FaultyDisk(seed, SIZE, faults)
-        with pytest.raises(OSError, match="simulated") as caught:
-            write(disk, 0, 1, pages=2)
-        assert caught.value.errno == error
-        written.add(disk.peek(0, 2 * PAGE).count(1) // SECTOR_BYTES)
-    assert written == {0} if error == errno.EROFS else {0, 5} <= written
-
-
-def test_rot_is_for_good_and_survives_a_crash() -> None:
-    disk = FaultyDisk(1, SIZE)
-    write(disk, 0, 1)
-    at_once(disk.sync())
-    disk.faults.rot = 1.0
-    rotten = read(disk, 0)
-    disk.faults.rot = 0.0
-    assert sum(a != 1 for a in rotten) == 1
-    disk.crash()
-    assert read(disk, 0) == rotten
-
-
-def slow_disk(seed: int) -> FaultyDisk:
-    return FaultyDisk(seed, SIZE, DiskFaults(latency_seconds=1.0), pause=trio.sleep)
-
-
-async def test_changing_memory_under_a_write_is_noticed(autojump_clock: MockClock) -> None:
-    disk, buffer = slow_disk(1), filled(1)
-
-    async def change() -> None:
-        await wait_all_tasks_blocked()
-        buffer[17] = 2
-
-    with pytest.raises(ExceptionGroup) as caught:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(disk.write_from, 0, [buffer])
-            nursery.start_soon(change)
-    assert caught.group_contains(RuntimeError, match="changed")
-
-
-@pytest.mark.parametrize("request_name", ["read", "write", "sync"])
-async def test_requests_under_way_at_a_crash_change_nothing_later(request_name: str) -> None:
-    goes_on = trio.Event()
-
-    async def pause(seconds: float) -> None:
-        await goes_on.wait()
-
-    disk, buffer = FaultyDisk(1, SIZE, pause=pause), filled(1)
-
-    async def fail() -> None:
-        with pytest.raises(OSError, match="crashed"):
-            match request_name:
-                case "read":
-                    await disk.read_into(0, [buffer])
-                case "write":
-                    await disk.write_from(0, [buffer])
-                case _:
-                    await disk.sync()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(fail)
-        await wait_all_tasks_blocked()
-        disk.crash()
-        content = disk.peek(0, SIZE)
-        goes_on.set()
-    assert disk.peek(0, SIZE) == content
 
 
 async def test_a_sync_does_not_cover_what_is_written_while_it_runs() -> None:
