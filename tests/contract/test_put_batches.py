@@ -88,12 +88,13 @@ async def test_a_batch_that_is_cancelled_anywhere_leaves_no_room_behind(peer: Sm
                 for _ in range(turns):
                     await trio.lowlevel.checkpoint()
                 nursery.cancel_scope.cancel()
+            # Until then the peer may publish a window of it, and evict for the next one.
+            await trio.to_thread.run_sync(peer.wait_until, lambda: reserved_now(peer) == 0, 20.0)
             found = await client.contains_many([key for key, _ in items])
             held = dict(zip([key for key, _ in items], found, strict=True))
             for key, value in items:
                 if held[key]:
                     assert await client.get(key) == value
-            await trio.to_thread.run_sync(peer.wait_until, lambda: reserved_now(peer) == 0, 20.0)
 
 
 KILLED_AT_EACH_STEP = """
