@@ -189,8 +189,11 @@ class Engine:
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.name, self.port = name, free_port()
-        folder = world.folder / f"engine-{name}" / "tiny"
-        folder.mkdir(parents=True)
+        # LMCache's keys have the model's path.
+        folder = (
+            world.folder / ("lmcache" if "LMCache" in config["kv_connector"] else name) / "tiny"
+        )
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODEL))
         program = [*before, str(HERE / "vllm_cpu/engine.py"), str(folder), str(self.port)]
         program += [json.dumps(config), *options]

@@ -699,7 +699,7 @@ def test_vllm_hears_of_blocks_that_come_to_the_pool_and_leave_it(
         assert finished(tier).success
         return list(tier.take_events())
 
-    stored = [OffloadingEvent(keys, module.Medium.STORAGE, False, removal_expected=True)]
+    stored = [module.OffloadingEvent(keys, module.Medium.STORAGE, False, removal_expected=True)]
     assert stored_by(writer) == stored
     assert stored_by(writer) == []
     assert stored_by(other) == stored, "what it found there is told of"
