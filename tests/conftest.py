@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -9,6 +10,12 @@ import signal
 import tempfile
 
 import pytest
+
+with contextlib.suppress(ImportError):  # the virtual machine's tests run without it
+    from hypothesis import settings
+
+    settings.register_profile("untimed", deadline=None)  # no test fails because the machine is busy
+    settings.load_profile("untimed")
 
 _STATE = "XDG_STATE_HOME"
 

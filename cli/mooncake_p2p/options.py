@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from p2pstore.blocking import BlockingClient
 
 DEFAULT_TIMEOUT: Final = "5"
-
 
 Key = Annotated[
     str,
@@ -156,7 +156,9 @@ def connected(
         raise ValueError(f"{origin_of('--namespace', 'MOONCAKE_P2P_NAMESPACE')}: {error}") from None
     if socket == "":
         raise ValueError("--socket is empty: give a value or leave it out")
+    gc.disable()  # all that these modules make stays
     from p2pstore import blocking
 
+    gc.enable()
     with blocking.connect(socket, namespace=namespace, timeout=timeout_seconds) as client:
         yield client

@@ -10,10 +10,9 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from p2pstore.arguments import possible_keys
-from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
 from p2pstore.client.peer_link import LOOK_SECONDS, TIDY_SECONDS, PeerLink
 from p2pstore.client.session import ClientSession
 from p2pstore.client.transfers import TransferBatch
@@ -22,6 +21,9 @@ from p2pstore.objects import DEFAULT_NAMESPACE
 from p2pstore.results import TransferRequest
 from p2pstore.runtime.blocking_streams import BlockingDriver, run_blocking
 from p2pstore.runtime.streams import DEFAULT_PROGRESS_SECONDS
+
+if TYPE_CHECKING:
+    from p2pstore.checkpoint.client.blocking_checkpoints import BlockingCheckpoints
 
 T = TypeVar("T")
 
@@ -36,20 +38,20 @@ P = ParamSpec("P")
 """Parameters of a method, which its blocking form has, too."""
 
 
-class _Facade:
-    """Blocking methods over an async object, each made of the async one: see `_blocking` and `_plain`."""
+class Facade:
+    """Blocking methods over an async object, each made of the async one: see `in_blocking_form` and `_plain`."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
 
 
-def _blocking(
+def in_blocking_form(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[_Facade, P], T]:
+) -> Callable[Concatenate[Facade, P], T]:
     """The blocking form of an async method, with its parameters, result and documentation."""
 
     @wraps(method)
-    def call(self: _Facade, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: Facade, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return run_blocking(method(self._original, *args, **kwargs))
 
     return call
@@ -57,17 +59,17 @@ def _blocking(
 
 def _plain(
     method: Callable[Concatenate[Any, P], T],
-) -> Callable[Concatenate[_Facade, P], T]:
+) -> Callable[Concatenate[Facade, P], T]:
     """A method of the async object that does not wait."""
 
     @wraps(method)
-    def call(self: _Facade, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: Facade, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return method(self._original, *args, **kwargs)
 
     return call
 
 
-class BlockingTransfers(_Facade):
+class BlockingTransfers(Facade):
     """Transfers of one blocking client, in threads of their own; made by its `transfers()`. Any thread may use it.
 
     The methods are those of `TransferBatch`, plain.
@@ -79,27 +81,12 @@ class BlockingTransfers(_Facade):
     submit = _plain(TransferBatch.submit)
     status = _plain(TransferBatch.status)
     statuses = _plain(TransferBatch.statuses)
-    wait = _blocking(TransferBatch.wait)
-    results = _blocking(TransferBatch.results)
+    wait = in_blocking_form(TransferBatch.wait)
+    results = in_blocking_form(TransferBatch.results)
     cancel = _plain(TransferBatch.cancel)
 
 
-class BlockingCheckpoints(_Facade):
-    """The checkpoints of one blocking client. The methods are those of `Checkpoints`, plain."""
-
-    publish = _blocking(Checkpoints.publish)
-    fetch = _blocking(Checkpoints.fetch)
-    follow = _blocking(Checkpoints.follow)
-    update = _blocking(Checkpoints.update)
-    names = _blocking(Checkpoints.names)
-    status = _blocking(Checkpoints.status)
-    wait_followers = _blocking(Checkpoints.wait_followers)
-    remove = _blocking(Checkpoints.remove)
-    forget = _blocking(Checkpoints.forget)
-    fetch_tensors = _blocking(Checkpoints.fetch_tensors)
-
-
-class BlockingClient(_Facade):
+class BlockingClient(Facade):
     """A connected client of the local peer; the methods are those of `p2pstore.ObjectStore`, plain.
 
     Their documentation is that of the `ObjectStore` methods of the same names; `help` shows it.
@@ -160,35 +147,35 @@ class BlockingClient(_Facade):
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _reconnect, (self.socket_path, self.namespace, self._session.timeout)
 
-    put = _blocking(ClientSession.put)
-    put_tensor = _blocking(ClientSession.put_tensor)
-    put_many = _blocking(ClientSession.put_many)
-    get = _blocking(ClientSession.get)
-    get_into = _blocking(ClientSession.get_into)
-    get_tensor = _blocking(ClientSession.get_tensor)
-    get_many = _blocking(ClientSession.get_many)
-    get_new_views = _blocking(ClientSession.get_new_views)
-    get_into_views = _blocking(ClientSession.get_into_views)
-    get_many_into = _blocking(ClientSession.get_many_into)
-    take_lease = _blocking(ClientSession.take_lease)
-    take_leases = _blocking(ClientSession.take_leases)
-    register_gpu = _blocking(ClientSession.register_gpu)
-    contains = _blocking(ClientSession.contains)
-    contains_many = _blocking(ClientSession.contains_many)
-    match_prefix = _blocking(ClientSession.match_prefix)
-    match_prefix_by_peer = _blocking(ClientSession.match_prefix_by_peer)
-    locate = _blocking(ClientSession.locate)
-    remove = _blocking(ClientSession.remove)
-    remove_many = _blocking(ClientSession.remove_many)
-    list_keys = _blocking(ClientSession.list_keys)
-    peers = _blocking(ClientSession.peers)
-    statistics = _blocking(ClientSession.statistics)
-    pin = _blocking(ClientSession.pin)
-    unpin = _blocking(ClientSession.unpin)
-    replicate = _blocking(ClientSession.replicate)
-    prefetch = _blocking(ClientSession.prefetch)
-    flush = _blocking(ClientSession.flush)
-    leave = _blocking(ClientSession.leave)
+    put = in_blocking_form(ClientSession.put)
+    put_tensor = in_blocking_form(ClientSession.put_tensor)
+    put_many = in_blocking_form(ClientSession.put_many)
+    get = in_blocking_form(ClientSession.get)
+    get_into = in_blocking_form(ClientSession.get_into)
+    get_tensor = in_blocking_form(ClientSession.get_tensor)
+    get_many = in_blocking_form(ClientSession.get_many)
+    get_new_views = in_blocking_form(ClientSession.get_new_views)
+    get_into_views = in_blocking_form(ClientSession.get_into_views)
+    get_many_into = in_blocking_form(ClientSession.get_many_into)
+    take_lease = in_blocking_form(ClientSession.take_lease)
+    take_leases = in_blocking_form(ClientSession.take_leases)
+    register_gpu = in_blocking_form(ClientSession.register_gpu)
+    contains = in_blocking_form(ClientSession.contains)
+    contains_many = in_blocking_form(ClientSession.contains_many)
+    match_prefix = in_blocking_form(ClientSession.match_prefix)
+    match_prefix_by_peer = in_blocking_form(ClientSession.match_prefix_by_peer)
+    locate = in_blocking_form(ClientSession.locate)
+    remove = in_blocking_form(ClientSession.remove)
+    remove_many = in_blocking_form(ClientSession.remove_many)
+    list_keys = in_blocking_form(ClientSession.list_keys)
+    peers = in_blocking_form(ClientSession.peers)
+    statistics = in_blocking_form(ClientSession.statistics)
+    pin = in_blocking_form(ClientSession.pin)
+    unpin = in_blocking_form(ClientSession.unpin)
+    replicate = in_blocking_form(ClientSession.replicate)
+    prefetch = in_blocking_form(ClientSession.prefetch)
+    flush = in_blocking_form(ClientSession.flush)
+    leave = in_blocking_form(ClientSession.leave)
     register = _plain(ClientSession.register)
 
     def contains_many_nowait(self, keys: Sequence[str]) -> list[bool | None]:
@@ -229,6 +216,8 @@ class BlockingClient(_Facade):
     @property
     def checkpoints(self) -> BlockingCheckpoints:
         """Directories that are published and fetched as a whole; see `Checkpoints`."""
+        from p2pstore.checkpoint.client.blocking_checkpoints import BlockingCheckpoints
+
         return BlockingCheckpoints(self._session.checkpoints)
 
 

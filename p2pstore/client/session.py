@@ -6,12 +6,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from p2pstore import arguments
-from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
 from p2pstore.client import answers, device_memory
 from p2pstore.client.answers import plain_error
 from p2pstore.client.batches import fetch_many, fetch_many_new
@@ -35,13 +34,10 @@ from p2pstore.results import (
 )
 from p2pstore.transfer.transfer_trace import FetchTrace, Progress, ReadWatch
 from p2pstore.transfer.transport import BufferDestination
-from p2pstore.values import (
-    RegisteredBuffer,
-    Source,
-    describe_tensor,
-    destination_view,
-    value_of,
-)
+from p2pstore.values import RegisteredBuffer, Source, describe_tensor, destination_view, value_of
+
+if TYPE_CHECKING:
+    from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
 
 _PLAIN: Final = frozenset({bytes, bytearray, memoryview, np.ndarray})
 """Types that are never on a GPU."""
@@ -407,4 +403,6 @@ class ClientSession(PutCalls, GetCalls, AskCalls, ChangeCalls):
     @property
     def checkpoints(self) -> Checkpoints:
         """Directories that are published and fetched as a whole; see `Checkpoints`."""
+        from p2pstore.checkpoint.client.checkpoint_calls import Checkpoints
+
         return Checkpoints(self._driver, self._link.connection.path, self.namespace, self.timeout)

@@ -156,6 +156,31 @@ def test_after_its_end_a_tier_holds_nothing_of_the_engine_s_memory(
         assert set(vllm.P2PTier.build_metric_definitions({})) == {vllm.PEER_ANSWERS}
 
 
+def test_a_request_waits_for_blocks_that_another_engine_has_just_computed(
+    tmp_path: Path, vllm: Any
+) -> None:
+    hit, miss, retry = (vllm.LookupResult[name] for name in ("HIT", "MISS", "RETRY"))
+
+    def request(name: str, **parameters: Any) -> Any:
+        return SimpleNamespace(req_id=name, kv_transfer_params=parameters or None)
+
+    with peer_process(tmp_path, "wait") as peer:
+        tier = tier_of(vllm, peer.socket)
+        plain = request("plain")
+        patient = request("patient", p2pstore_wait_seconds=600)
+        hasty = request("hasty", p2pstore_wait_seconds=0.01)
+        for each in (plain, patient, hasty):
+            tier.on_new_request(each)
+        assert [tier.lookup(KEYS[0], each) for each in (plain, patient)] == [miss, retry]
+        eventually(lambda: tier.lookup(KEYS[0], hasty) is miss)
+        assert store(vllm, tier, KEYS[:1])
+        assert tier.lookup(KEYS[0], patient) is hit
+        tier.on_request_finished(patient)
+        assert tier.lookup(KEYS[1], patient) is miss
+        tier.touch(KEYS, plain)
+        tier.shutdown()
+
+
 def test_lmcache_starts_without_a_peer_and_is_answered_while_it_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, askers: set[str]
 ) -> None:
@@ -194,28 +219,3 @@ def test_lmcache_starts_without_a_peer_and_is_answered_while_it_hangs(
     asyncio.run(use())
     assert threading.current_thread().name not in askers
     assert askers
-
-
-def test_a_request_waits_for_blocks_that_another_engine_has_just_computed(
-    tmp_path: Path, vllm: Any
-) -> None:
-    hit, miss, retry = (vllm.LookupResult[name] for name in ("HIT", "MISS", "RETRY"))
-
-    def request(name: str, **parameters: Any) -> Any:
-        return SimpleNamespace(req_id=name, kv_transfer_params=parameters or None)
-
-    with peer_process(tmp_path, "wait") as peer:
-        tier = tier_of(vllm, peer.socket)
-        plain = request("plain")
-        patient = request("patient", p2pstore_wait_seconds=600)
-        hasty = request("hasty", p2pstore_wait_seconds=0.01)
-        for each in (plain, patient, hasty):
-            tier.on_new_request(each)
-        assert [tier.lookup(KEYS[0], each) for each in (plain, patient)] == [miss, retry]
-        eventually(lambda: tier.lookup(KEYS[0], hasty) is miss)
-        assert store(vllm, tier, KEYS[:1])
-        assert tier.lookup(KEYS[0], patient) is hit
-        tier.on_request_finished(patient)
-        assert tier.lookup(KEYS[1], patient) is miss
-        tier.touch(KEYS, plain)
-        tier.shutdown()

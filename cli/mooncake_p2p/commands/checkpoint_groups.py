@@ -92,8 +92,6 @@ def checkpoint_follow(name: Name, directory: Target, *, how: FollowOptions, peer
     version that comes into use while this command runs; at the start also for the version in use, unless it has
     succeeded for that one before.
     """
-    from mooncake_p2p.commands.checkpoint_groups import OnSwitch
-
     on_switch = None if how.command is None else OnSwitch(how.command, name, directory)
     told: str | None = None
 

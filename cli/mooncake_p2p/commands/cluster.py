@@ -93,8 +93,6 @@ def stats(
     if was_given("interval") and not watch:
         raise ValueError("--interval is for --watch: add it, or leave --interval out")
     if watch:
-        from mooncake_p2p.commands.cluster import watch as watch_statistics
-
         watch_statistics(socket, timeout, interval_seconds, as_json=json)
         return
     from mooncake_p2p.statistics_view import draws_blocks, overview, slow_lines
@@ -282,7 +280,9 @@ GONE = (NoLocalPeer, StoreClosed, DeadlineExceeded)
 """Errors of a peer that ended, was stopped or is being restarted."""
 
 
-def watch(socket: str | None, timeout: str, interval_seconds: float, *, as_json: bool) -> None:
+def watch_statistics(
+    socket: str | None, timeout: str, interval_seconds: float, *, as_json: bool
+) -> None:
     """Show the statistics until Ctrl-C. Raises `NoLocalPeer` when no peer runs at the beginning and, unless
     a terminal shows the live view, also when it has gone."""
     if as_json:

@@ -257,8 +257,6 @@ class _Reading:
 
     def tell(self) -> None:
         if self._trace is not None:
-            from mooncake_p2p.commands.put_get import explanation
-
             for line in explanation(self._trace):
                 remark(line)
 
@@ -266,7 +264,6 @@ class _Reading:
         """The explanation for `--json`."""
         if self._trace is None:
             return {}
-        from mooncake_p2p.commands.put_get import document
 
         return {"explain": document(self._trace)}
 

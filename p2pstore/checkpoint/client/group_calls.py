@@ -9,7 +9,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from p2pstore import arguments
 from p2pstore.access.keyring import parse_peer_id
@@ -28,7 +28,11 @@ from p2pstore.results import (
     FollowedCheckpoint,
 )
 from p2pstore.runtime.streams import Driver
-from p2pstore.wire import Empty
+from p2pstore.wire import Empty, Message
+
+M = TypeVar("M", bound=Message)
+N = TypeVar("N", local.FollowNewsReply, local.UpdateNewsReply)
+T = TypeVar("T")
 
 NEWS_SECONDS: Final = 1.0
 """Time between two requests for news when nothing changes."""
@@ -86,42 +90,41 @@ class CheckpointGroups:
             arguments.key_list(list(exclude)),
         )
         make_directory(directory)
-        connection = await self._open(directory)
+        news = LocalKind.CHECKPOINT_FOLLOW_NEWS, local.FollowNewsReply
+        job = await self._open(directory), LocalKind.CHECKPOINT_FOLLOW, request, Empty
+        await self._do(job, news, _followed, changed)
+
+    async def _do(
+        self,
+        job: tuple[LocalConnection, LocalKind, Message, type[M]],
+        news: tuple[LocalKind, type[N]],
+        state_of: Callable[[N], T],
+        changed: Callable[[T], None] | None,
+    ) -> M:
+        """Have the peer do a job, tell how it is after each change, and return its end. The connection is closed."""
+        connection, kind, request, reply_type = job
+        news_kind, news_type = news
+        seen, last = 0, None
         try:
             ahead = await connection.request_ahead(
-                LocalKind.CHECKPOINT_FOLLOW, request, Empty, progress_seconds=self._timeout
+                kind, request, reply_type, progress_seconds=self._timeout
             )
-            await self._watch_follow(connection, changed)
-            await ahead.receive()
+            while True:
+                reply = await connection.request(
+                    news_kind,
+                    local.AskNews(seen, round(1000 * NEWS_SECONDS)),
+                    news_type,
+                    progress_seconds=max(self._timeout, PATIENCE_SECONDS),
+                )
+                if reply.ended:
+                    return await ahead.receive()
+                seen, now = reply.number, state_of(reply)
+                if changed is not None and now != last:
+                    changed(now)
+                last = now
+                await self._driver.sleep(PAUSE_SECONDS)
         finally:
             connection.close()
-
-    async def _watch_follow(self, connection: LocalConnection, changed: FollowWatch) -> None:
-        seen, last = 0, None
-        while True:
-            reply = await connection.request(
-                LocalKind.CHECKPOINT_FOLLOW_NEWS,
-                local.AskNews(seen, round(1000 * NEWS_SECONDS)),
-                local.FollowNewsReply,
-                progress_seconds=max(self._timeout, PATIENCE_SECONDS),
-            )
-            if reply.ended:
-                return
-            seen = reply.number
-            now = FollowedCheckpoint(
-                reply.stage,
-                reply.version.hex(),
-                reply.current.hex(),
-                reply.done_bytes,
-                reply.total_bytes,
-                format_peer_id(reply.publisher) if reply.publisher else "",
-                reply.publisher_name,
-                reply.why,
-            )
-            if now != last:
-                changed(now)
-                last = now
-            await self._driver.sleep(PAUSE_SECONDS)
 
     async def update(
         self,
@@ -147,45 +150,19 @@ class CheckpointGroups:
             round(1000 * arguments.seconds("timeout", timeout)),
             -1 if quorum is None else arguments.whole_number("quorum", quorum, minimum=0),
         )
-        connection = await self._open()
-        try:
-            ahead = await connection.request_ahead(
-                LocalKind.CHECKPOINT_UPDATE,
-                request,
-                local.Updated,
-                progress_seconds=self._timeout,
-            )
-            await self._watch_update(connection, progress)
-            done = await ahead.receive()
-        finally:
-            connection.close()
+
+        news = LocalKind.CHECKPOINT_UPDATE_NEWS, local.UpdateNewsReply
+        job = await self._open(), LocalKind.CHECKPOINT_UPDATE, request, local.Updated
+        done = await self._do(job, news, _update, progress)
         if done.superseded:
             raise P2PStoreError(
                 f"checkpoint {name!r}: another version was published, or the name removed, before all had "
                 f"{done.version.hex()}: no follower switches to that"
             )
-        result = _update(done, done.switched)
+        result = _update(done)
         if not done.switched:
             raise FollowersLag(_too_late(name, result, quorum), result.laggards)
         return result
-
-    async def _watch_update(
-        self, connection: LocalConnection, progress: UpdateWatch | None
-    ) -> None:
-        seen = 0
-        while True:
-            reply = await connection.request(
-                LocalKind.CHECKPOINT_UPDATE_NEWS,
-                local.AskNews(seen, round(1000 * NEWS_SECONDS)),
-                local.UpdateNewsReply,
-                progress_seconds=max(self._timeout, PATIENCE_SECONDS),
-            )
-            if reply.ended:
-                return
-            if progress is not None and reply.number != seen:
-                progress(_update(reply, reply.switched))
-            seen = reply.number
-            await self._driver.sleep(PAUSE_SECONDS)
 
     async def names(self, *, everywhere: bool = False) -> list[CheckpointInfo]:
         """The published names of this client's namespace, or of all."""
@@ -242,30 +219,22 @@ class CheckpointGroups:
         return await self._remove(name, parse_peer_id(publisher, "the publisher to forget"))
 
     async def _remove(self, name: str, publisher: bytes) -> str:
-        connection = await self._open()
-        try:
-            reply = await connection.request(
-                LocalKind.CHECKPOINT_REMOVE,
-                local.RemoveCheckpoint(self._namespace, checkpoint_name(name), publisher),
-                local.CheckpointRemoved,
-                progress_seconds=self._timeout,
-            )
-        finally:
-            connection.close()
+        request = local.RemoveCheckpoint(self._namespace, checkpoint_name(name), publisher)
+        reply = await self._request(LocalKind.CHECKPOINT_REMOVE, request, local.CheckpointRemoved)
         return reply.version.hex()
 
     async def _known(self, request: local.ListCheckpoints) -> list[CheckpointInfo]:
+        reply = await self._request(LocalKind.CHECKPOINT_LIST, request, local.Checkpoints)
+        return [_info(item) for item in reply.items]
+
+    async def _request(self, kind: LocalKind, request: Message, reply_type: type[M]) -> M:
         connection = await self._open()
         try:
-            reply = await connection.request(
-                LocalKind.CHECKPOINT_LIST,
-                request,
-                local.Checkpoints,
-                progress_seconds=self._timeout,
+            return await connection.request(
+                kind, request, reply_type, progress_seconds=self._timeout
             )
         finally:
             connection.close()
-        return [_info(item) for item in reply.items]
 
     async def _open(
         self,
@@ -325,10 +294,23 @@ def has_version(member: CheckpointMember, version: str) -> bool:
     return member.version == short and member.state in ("verified", "seeding", "publishing")
 
 
-def _update(reply: local.UpdateNewsReply | local.Updated, switched: bool) -> CheckpointUpdate:
+def _followed(reply: local.FollowNewsReply) -> FollowedCheckpoint:
+    return FollowedCheckpoint(
+        reply.stage,
+        reply.version.hex(),
+        reply.current.hex(),
+        reply.done_bytes,
+        reply.total_bytes,
+        format_peer_id(reply.publisher) if reply.publisher else "",
+        reply.publisher_name,
+        reply.why,
+    )
+
+
+def _update(reply: local.UpdateNewsReply | local.Updated) -> CheckpointUpdate:
     return CheckpointUpdate(
         reply.version.hex(),
-        switched,
+        reply.switched,
         reply.followers,
         reply.ready,
         reply.using,

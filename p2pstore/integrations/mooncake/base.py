@@ -168,7 +168,7 @@ class StoreBase:
 
     @property
     def _live(self) -> BlockingClient:
-        """The connection. Raises `ValueError` before `setup` and after `close`. `DeadlineExceeded` while the
+        """The connection. Raises `ValueError` before `setup` and after `close`, and `DeadlineExceeded` while the
         peer hangs: only the first calls wait for it."""
         client = self._client
         if client is None:
