@@ -30,7 +30,7 @@ PROCESS: Final = re.compile(r"runs as process (\d+)")
 SESSION: Final = (
     "mooncake-p2p join --detach --name a --listen 127.0.0.1:7001 --memory 256MiB >a.json",
     "mooncake-p2p join --detach --name b --listen 127.0.0.1:7002 --memory 256MiB \\\n"
-    "      --bootstrap 127.0.0.1:7001 --metrics 127.0.0.1:9946 >b.json",
+    "      --bootstrap 127.0.0.1:7001 --http 127.0.0.1:9946 >b.json",
     "mooncake-p2p join --detach --name c --listen 127.0.0.1:7003 --memory 256MiB \\\n"
     "      --bootstrap 127.0.0.1:7001 >c.json",
     "mooncake-p2p put --socket $A weights/layer0 layer0.bin --replicas 2",

@@ -26,7 +26,8 @@ AHEAD_SHARE: Final = 256
 """A reservation made ahead takes at most this fraction of the peer's memory."""
 MAX_AHEAD: Final = 4
 WINDOW_ITEMS: Final = MOST_ITEMS[LocalKind.COMMIT]
-WINDOW_BYTES: Final = 32 * MIB
+WINDOW_BYTES: Final = 16 * MIB
+LEAST_WINDOW_BYTES: Final = 4 * MIB
 WINDOW_SHARE: Final = 16
 """A window takes at most this fraction of the peer's memory: up to three have room at a time."""
 
@@ -136,12 +137,17 @@ def _copy_part(target: memoryview, source: Source, start: int) -> bytes:
 
 def windows(sizes: Sequence[int], most_bytes: int = WINDOW_BYTES) -> list[range]:
     """Cut a batch into runs of at most 64 items and `most_bytes` (or one item). Reserved memory cannot be evicted, so a
-    run is small; and while the peer publishes one run, the client writes the next."""
+    run is small; and while the peer publishes one run, the client writes the next. Large values: a run has at most half
+    of the bytes that are left, so that little remains to be published behind the last copy."""
     cuts: list[range] = []
     start = total = 0
+    left = sum(sizes)
+    limit = min(most_bytes, max(LEAST_WINDOW_BYTES, left // 2))
     for index, size in enumerate(sizes):
-        if index > start and (total + size > most_bytes or index - start >= WINDOW_ITEMS):
+        if index > start and (total + size > limit or index - start >= WINDOW_ITEMS):
             cuts.append(range(start, index))
+            left -= total
+            limit = min(most_bytes, max(LEAST_WINDOW_BYTES, left // 2))
             start, total = index, 0
         total += size
     if start < len(sizes):

@@ -34,24 +34,16 @@ class KnownCopies:
         self._gossip = core.gossip
         self._segment = core.segment
 
-    def known(
-        self,
-        digest: bytes,
-        now: float,
-        namespace: bytes | None = None,
-        *,
-        hearsay: bool = False,
-    ) -> list[KnownCopy]:
+    def known(self, digest: bytes, now: float, namespace: bytes | None = None) -> list[KnownCopy]:
         """All copies this peer knows of, newest version first, then reachable ones first,
-        and those whose connection just failed last. With `hearsay` also those of which only a home spoke: to look
-        there, not to judge by them what is to be kept.
+        and those whose connection just failed last.
 
         Versions that a floor forbids (the floor of the namespace, too, when its digest is given) are left
         out, those whose holder may have missed a floor, and those from over 10 s in the future: this peer
         could write none above them that others would take. And those of which nothing says that they were written:
         see `proofs`.
         """
-        return self.sorted(digest, now, namespace, hearsay=hearsay)[0]
+        return self.sorted(digest, now, namespace)[0]
 
     def sorted(
         self,
@@ -61,8 +53,9 @@ class KnownCopies:
         *,
         hearsay: bool = False,
     ) -> tuple[list[KnownCopy], list[KnownCopy]]:
-        """`known_copies`, and the copies that their holders have to prove. Records that contradict a writer are in
-        neither."""
+        """`known`, and the copies that their holders have to prove. Records that contradict a writer are in neither.
+        With `hearsay` also copies of which only a home spoke: to look there, not to judge by them what is to be kept.
+        """
         copies: list[KnownCopy] = []
         others: list[KnownCopy] = []
         vouched: set[Version] = set()

@@ -6,7 +6,7 @@ and the caller sees an error only when no copy is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
@@ -136,24 +136,17 @@ class SilentHolders:
         return sorted(tried, key=lambda each: each.member in self._hurried)
 
 
-def order_copies(
-    copies: Sequence[RemoteCopy],
-    rng: Random,
-    exclude: frozenset[int] = frozenset(),
-    cost: Callable[[RemoteCopy], float] = lambda copy: 0.0,
-) -> list[RemoteCopy]:
-    """Copies in the order to try them: this host, then low cost, then the less loaded of two random ones.
+def order_copies(copies: Sequence[RemoteCopy], rng: Random) -> list[RemoteCopy]:
+    """Copies in the order to try them: this host, then the less loaded of two random ones.
 
     Always taking the least loaded would send every reader to the same holder until its next report.
-    Members in `exclude` are left out.
     """
-    left = [copy for copy in copies if copy.member not in exclude]
+    left = list(copies)
     rng.shuffle(left)
-    left.sort(key=lambda copy: (not _is_near(copy), cost(copy)))
+    left.sort(key=_is_near, reverse=True)
     ordered: list[RemoteCopy] = []
     while left:
-        rank = (_is_near(left[0]), cost(left[0]))
-        equals = [copy for copy in left[:2] if (_is_near(copy), cost(copy)) == rank]
+        equals = [copy for copy in left[:2] if _is_near(copy) == _is_near(left[0])]
         choice = min(equals, key=lambda copy: copy.load_permille)
         left.remove(choice)
         ordered.append(choice)

@@ -129,9 +129,9 @@ def run(*arguments):
 
 steps = json.loads(run("whole", None)[0])
 strikes = [(place, at) for place, count in steps.items() for at in {1, (count + 1) // 2, count}]
-for number, struck in enumerate(strikes):
-    assert run(number, struck) == ("", signal.SIGKILL), struck
-print(len(strikes))
+ends = [run(number, struck)[1] for number, struck in enumerate(strikes)]
+assert set(ends) <= {0, signal.SIGKILL}  # with several answers in one, there are fewer steps
+print(ends.count(signal.SIGKILL))
 """
 
 

@@ -240,7 +240,7 @@ async def opened(harness: TcpHarness) -> tuple[ByteStream, DataConnection]:
     """A connection after a good hello, and the stream that its records travel on."""
     inner = await connect(plain(harness.address))
     at = split_data_address(harness.address)
-    return inner, await open_connection(inner, at, OWNER.peer_id, grant(), "")
+    return inner, await open_connection(inner, at, OWNER.peer_id, grant())
 
 
 async def test_idle_connections_are_closed() -> None:
@@ -307,7 +307,7 @@ async def test_who_is_cancelled_in_the_handshake_leaves_nothing(harness: TcpHarn
             counter = _StepCounter(trio.lowlevel.current_task(), steps, scope)
             trio.lowlevel.add_instrument(counter)
             try:
-                connection = await open_connection(stream, at, OWNER.peer_id, grant(), "")
+                connection = await open_connection(stream, at, OWNER.peer_id, grant())
                 done = counter.steps < steps
                 connection.close()
             finally:

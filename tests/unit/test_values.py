@@ -347,6 +347,12 @@ def test_windows_cover_a_batch_within_their_limits(sizes: list[int], small: int)
         assert len(group) == 1 or sum(sizes[index] for index in group) <= WINDOW_BYTES
 
 
+def test_the_last_windows_of_large_values_are_small() -> None:
+    assert [len(each) for each in windows([MIB] * 64)] == [16, 16, 16, 8, 4, 4]
+    assert [len(each) for each in windows([MIB] * 64, 8 * MIB)] == [8] * 7 + [4, 4]
+    assert [len(each) for each in windows([MIB] * 4)] == [4]
+
+
 def reservation(number: int, code: int = 0) -> Reservation:
     return Reservation(number, 0, 0, 0, ItemError(code))
 

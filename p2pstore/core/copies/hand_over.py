@@ -54,10 +54,8 @@ class HandOverOperation(Operation):
     else other peers, which must evict. An object on the SSD alone evicts nothing.
     """
 
-    def __init__(
-        self, core: PeerCore, on_finish: Callable[[Any, float], None] | None = None
-    ) -> None:
-        super().__init__(core, on_finish)
+    def __init__(self, core: PeerCore) -> None:
+        super().__init__(core)
         self._rooms = _Rooms(core)
         self._walk = OwnCopies(core, replicated_only=False)
         self._order: list[tuple[int, bool, float, bytes, int]] = []

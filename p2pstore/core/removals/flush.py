@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +16,6 @@ from p2pstore.wire import Failure
 if TYPE_CHECKING:
     from p2pstore.core.peer_core import PeerCore
     from p2pstore.memory.segment import ObjectEntry
-    from p2pstore.wire import Message
 
 PUSHES_AT_ONCE: Final = 32
 FLUSH_TIMEOUT_SECONDS: Final = 10.0
@@ -221,19 +219,7 @@ class Sweep:
 
 
 class SweepOperation(Operation):
-    """Waits until what floors forbid has been withdrawn here. The result is `answer`."""
-
-    def __init__(
-        self,
-        core: PeerCore,
-        on_finish: Callable[[Any, float], None] | None = None,
-        answer: Message | None = None,
-    ) -> None:
-        super().__init__(core, on_finish)
-        self._answer = answer
-
-    def finish(self, result: Any, now: float) -> None:
-        super().finish(self._answer if result is None else result, now)
+    """Waits until what floors forbid has been withdrawn here."""
 
     def start(self, now: float) -> None:
         self.core.floors.sweep.wait(self, now)

@@ -10,7 +10,6 @@ from typing import Final
 import numpy as np
 import trio
 
-import p2pstore
 from p2pstore.addresses import is_loopback
 from p2pstore.config import PeerConfig
 from p2pstore.errors import (
@@ -64,7 +63,7 @@ async def examine_data_address(
         begin = time.monotonic()
         stream = await TrioDriver().connect_tcp(at.host, at.port, timeout_seconds)
         stream.progress_seconds = timeout_seconds
-        connection = await open_connection(stream, at, peer_id, granted, p2pstore.__version__)
+        connection = await open_connection(stream, at, peer_id, granted)
     except (P2PStoreError, OSError, ValueError) as error:
         report(
             way_rules.judge_data_failure(

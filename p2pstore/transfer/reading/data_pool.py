@@ -85,7 +85,6 @@ class DataPool:
         max_idle: int = MAX_IDLE,
         progress_seconds: float = DEFAULT_PROGRESS_SECONDS,
         connect_seconds: float = CONNECT_SECONDS,
-        software: str = "",
     ) -> None:
         self._driver = driver
         self._ticket_source = ticket_source
@@ -94,7 +93,6 @@ class DataPool:
         )
         self._progress_seconds = progress_seconds
         self._connect_seconds = connect_seconds
-        self._software = software
         self._rates = HolderRates()
         self._measuring = threading.Lock()  # held for microseconds, never awaited in
 
@@ -420,11 +418,11 @@ class DataPool:
         at = split_data_address(address)
         stream = await self._driver.connect_tcp(at.host, at.port, connect_seconds)
         stream.progress_seconds = connect_seconds
-        return await open_connection(stream, at, peer_id, granted, self._software)
+        return await open_connection(stream, at, peer_id, granted)
 
 
 async def open_connection(
-    stream: ByteStream, at: DataAddress, peer_id: bytes, granted: GrantedTicket, software: str
+    stream: ByteStream, at: DataAddress, peer_id: bytes, granted: GrantedTicket
 ) -> DataConnection:
     """Shake hands with a peer over a fresh stream to its data address: TLS where it is spoken there, then the
     hello, each within `stream.progress_seconds`. Raises like `dial_tls` and `DataConnection.open`; then, as after
@@ -434,7 +432,7 @@ async def open_connection(
         from p2pstore.transfer.tls.tls_streams import dial_tls
 
         stream, granted = await dial_tls(stream, peer_id, granted)
-    return await DataConnection.open(stream, granted, software)
+    return await DataConnection.open(stream, granted)
 
 
 class Using(Protocol):

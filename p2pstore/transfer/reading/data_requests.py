@@ -83,21 +83,21 @@ class DataRequests:
         self.last_request_id = 0
 
     @classmethod
-    async def open(cls, stream: ByteStream, granted: GrantedTicket, software: str = "") -> Self:
+    async def open(cls, stream: ByteStream, granted: GrantedTicket) -> Self:
         """Shake hands over a fresh stream. Raises `AuthenticationFailed` or `ProtocolMismatch`; then, as
         after any error, the stream is closed."""
         connection = cls(stream)
         try:
-            await connection._shake_hands(granted, software)
+            await connection._shake_hands(granted)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    async def _shake_hands(self, granted: GrantedTicket, software: str) -> None:
+    async def _shake_hands(self, granted: GrantedTicket) -> None:
         self.begin_flow(HELLO_HASTE)
         nonce = os.urandom(NONCE_BYTES)
-        hello = Hello(MIN_DATA_VERSION, MAX_DATA_VERSION, granted.ticket, nonce, software)
+        hello = Hello(MIN_DATA_VERSION, MAX_DATA_VERSION, granted.ticket, nonce)
         self.unanswered += 1
         await self.stream.send(PREFACE_DATA + encode_frame(DataKind.HELLO, 0, hello))
         reply = await self.receive(DataKind.HELLO, 0, HelloReply)
@@ -316,17 +316,15 @@ class Inbox:
             await self._receive(length, soon=soon)
         return view
 
-    async def read_into(self, view: memoryview, *, soon: bool = False) -> None:
-        """Fill `view`; `soon`: from what should be here within microseconds. Raises `ConnectionResetError` when the
-        other side closes before."""
+    async def read_into(self, view: memoryview) -> None:
+        """Fill `view`. Raises `ConnectionResetError` when the other side closes before."""
         position = self._move_into(view)
         while position < len(view):
             if len(view) >= INBOX_BYTES:
-                receive = self._stream.receive_soon if soon else self._stream.receive_into
                 began = time.monotonic()
-                position += self._count(await receive(view[position:]), began)
+                position += self._count(await self._stream.receive_into(view[position:]), began)
             else:
-                await self._receive(1, soon=soon)
+                await self._receive(1)
                 position += self._move_into(view[position:])
 
     async def read_summed(self, view: memoryview, *, soon: bool = False) -> int:

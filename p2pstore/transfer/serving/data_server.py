@@ -176,7 +176,6 @@ class DataServer:
         incarnation: int,
         limits: ServerLimits | None = None,
         unix_clock: Callable[[], float] = time.time,
-        software: str = "",
         allowed: AllowList | None = None,
         stores: StoreBackend | None = None,
         rdma: RdmaBackend | None = None,
@@ -204,7 +203,6 @@ class DataServer:
         self._verifier = verifier
         self._incarnation = incarnation
         self._unix_clock = unix_clock
-        self._software = software
         self._strangers: Strangers[trio.CancelScope] = Strangers(
             self._limits.unproved, self._limits.unproved_per_address
         )
@@ -369,7 +367,7 @@ class DataServer:
             secret = stream.bound(secret)
         nonce = os.urandom(NONCE_BYTES)
         proof = prove(secret, b"server", hello.nonce, nonce)
-        reply = HelloReply(version, nonce, proof, self._incarnation, self._software)
+        reply = HelloReply(version, nonce, proof, self._incarnation)
         await stream.send(encode_frame(DataKind.HELLO, header.request_id, reply, flags=REPLY))
         header, body = await next_frame(stream, frames, buffer)
         if header.kind != DataKind.PROOF:
