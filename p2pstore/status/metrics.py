@@ -76,12 +76,7 @@ _ONLY_GROW: Final = ("repaired_copies", "repaired_bytes", "hoarders_ended")
 _PLACES: Final = (
     (gauges, "connection_places_taken", "Taken places for other members' connections.", "taken"),
     (gauges, "connection_places", "Places for other members' connections.", "limit"),
-    (
-        gauges,
-        "connection_places_largest",
-        "Of these, those of the member that has most.",
-        "largest.places",
-    ),
+    (gauges, "connection_places_largest", "Of the member that has most.", "largest.places"),
     (
         counters,
         "connections_yielded",
