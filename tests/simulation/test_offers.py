@@ -73,7 +73,7 @@ def test_a_dead_target_is_replaced() -> None:
 def test_lost_messages_lose_no_copy_of_what_was_offered() -> None:
     world = World(5, 3)
     world.network.faults = Faults(loss=0.1, maximum_latency=0.05)
-    put_many(world, FIT + FIT // 2, pause=20.0)
+    put_many(world, FIT + FIT // 2, pause=6.0)
     world.network.faults = Faults()
     world.run(30.0)
     assert counted(world, "offers_taken") > 0
