@@ -5,32 +5,32 @@ other peers.
 """
 
 from __future__ import annotations
-from collections.abc import Iterator
-from collections.abc import Mapping
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from prometheus_client.core import Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
 from p2pstore.core.copies.cold_copies import Gone
 from p2pstore.core.copies.memory_return import FATES
 from p2pstore.runtime.histograms import Histogram
 from p2pstore.runtime.stepping import Steps
 from p2pstore.ssd_tier.write_admission import Refusal
-from p2pstore.status.measures import MAX_NAMESPACES
-from p2pstore.status.measures import Measures
-from p2pstore.status.measures import OTHERS
-from p2pstore.status.metric_families import COARSE_SECONDS
-from p2pstore.status.metric_families import FINE_SECONDS
-from p2pstore.status.metric_families import MICROSECONDS
-from p2pstore.status.metric_families import SIZES
-from p2pstore.status.metric_families import counter
-from p2pstore.status.metric_families import counters
-from p2pstore.status.metric_families import gauge
-from p2pstore.status.metric_families import gauges
-from p2pstore.status.metric_families import histogram
-from p2pstore.status.metric_families import histograms
-from prometheus_client.core import Metric
-from prometheus_client.exposition import generate_latest
-from prometheus_client.registry import Collector
-from prometheus_client.registry import CollectorRegistry
-from typing import Any
-from typing import Final
+from p2pstore.status.measures import MAX_NAMESPACES, OTHERS, Measures
+from p2pstore.status.metric_families import (
+    COARSE_SECONDS,
+    FINE_SECONDS,
+    MICROSECONDS,
+    SIZES,
+    counter,
+    counters,
+    gauge,
+    gauges,
+    histogram,
+    histograms,
+)
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -128,6 +128,7 @@ ANSWERS: Final = {
 }
 """Sources of clients' gets, and their counters."""
 
+
 def exposition(peer: Document, cluster: str, measures: Measures) -> Steps[bytes]:
     """All metrics in Prometheus' text format; `cluster` is its name."""
     parts: list[bytes] = []
@@ -138,6 +139,7 @@ def exposition(peer: Document, cluster: str, measures: Measures) -> Steps[bytes]
         yield
     return b"".join(parts)
 
+
 class _One(Collector):
     """A single metric."""
 
@@ -146,6 +148,7 @@ class _One(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield self._metric
+
 
 def _families(peer: Document, cluster: str, measures: Measures) -> Iterator[Metric]:
     yield gauges(
@@ -171,11 +174,13 @@ def _families(peer: Document, cluster: str, measures: Measures) -> Iterator[Metr
     if "ssd" in peer:
         yield from ssd_families(peer["ssd"])
 
+
 def _at(document: Document, path: str) -> Any:
     value: Any = document
     for name in path.split("."):
         value = value[name]
     return value
+
 
 def _labelled(peer: Document) -> Iterator[Metric]:
     yield gauges(
@@ -189,6 +194,7 @@ def _labelled(peer: Document) -> Iterator[Metric]:
     for kind, name, text, path in _PLACES:
         values = [((each,), _at(peer["places"][each], path)) for each in ("control", "data")]
         yield kind(name, text, ["kind"], values)
+
 
 def _clients(counted: Document) -> Iterator[Metric]:
     for field, text in _CLIENTS:
@@ -221,6 +227,7 @@ def _clients(counted: Document) -> Iterator[Metric]:
         ],
     )
 
+
 def _kept(peer: Document) -> Iterator[Metric]:
     counted = peer["counters"]
     yield gauge("kept_objects_unchecked", "Not looked at yet.", peer["objects_returning"])
@@ -231,6 +238,7 @@ def _kept(peer: Document) -> Iterator[Metric]:
             ["fate"],
             [((fate,), counted.get(f"kept_{unit}_{fate}", 0)) for fate in FATES],
         )
+
 
 def _latencies(measures: Measures) -> Iterator[Metric]:
     yield histograms(
@@ -287,6 +295,7 @@ def _latencies(measures: Measures) -> Iterator[Metric]:
         unit=MICROSECONDS,
     )
 
+
 def _namespaces(measures: Measures) -> Iterator[Metric]:
     """Of all namespaces, those that were used first have labels of their own."""
     which = f"; the first {MAX_NAMESPACES} namespaces, then {OTHERS!r}."
@@ -305,6 +314,7 @@ def _namespaces(measures: Measures) -> Iterator[Metric]:
             [((name,), getattr(use, field)) for name, use in uses.items()],
         )
 
+
 def _quotas(quotas: Mapping[str, Document]) -> Iterator[Metric]:
     """Only of namespaces that have one: what all others use is the rest of `memory_used_bytes`."""
     for field, text in (
@@ -320,6 +330,7 @@ def _quotas(quotas: Mapping[str, Document]) -> Iterator[Metric]:
             ["namespace"],
             [((name,), use[field]) for name, use in quotas.items() if use[field] is not None],
         )
+
 
 def _transfers(peer: Document) -> Iterator[Metric]:
     ways = (
@@ -338,6 +349,7 @@ def _transfers(peer: Document) -> Iterator[Metric]:
                 ["transport"],
                 [((transport,), use[each]) for transport, use in peer[way].items()],
             )
+
 
 def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
     yield from _labelled(peer)
@@ -372,6 +384,7 @@ def _gossip(peer: Document, measures: Measures) -> Iterator[Metric]:
     wrong = int(bool(peer["clock_problem"]))
     yield gauge("clock_is_wrong", "1 where others would refuse this peer's writes.", wrong)
 
+
 def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:
     labels = ["namespace", "checkpoint", "version", "state"]
     found = {
@@ -383,6 +396,7 @@ def _checkpoints(checkpoints: list[Document]) -> Iterator[Metric]:
     yield gauges("checkpoint_done_ratio", text, labels, done)
     sizes = [(key, each["total_bytes"]) for key, each in found.items()]
     yield gauges("checkpoint_size_bytes", "How large it is.", labels, sizes)
+
 
 def _follows(follows: list[Document]) -> Iterator[Metric]:
     for field, text in (
@@ -396,6 +410,7 @@ def _follows(follows: list[Document]) -> Iterator[Metric]:
             ["namespace", "checkpoint"],
             [((each["namespace"], each["name"]), float(each[field])) for each in follows],
         )
+
 
 _SSD_GAUGES: Final = (
     ("capacity_bytes", "Capacity of its segments."),
@@ -424,6 +439,7 @@ _SSD_COUNTERS: Final = (
 SSD_STATES: Final = ("ok", "read_only", "off")
 _SSD_NAMES: Final = {"bytes_read": "read_bytes", "bytes_written": "written_bytes"}
 """Where the document has them otherwise than Prometheus' conventions, the unit at the end."""
+
 
 def ssd_families(ssd: Mapping[str, Any]) -> Iterator[Metric]:
     """All of one SSD."""
